@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.commands.cli import print_tables, run_command
+from embodied_rl.commands.cli import as_command, print_tables
 
 if TYPE_CHECKING:
     from importlib.metadata import PackageMetadata
@@ -280,13 +280,9 @@ def print_methods(kind: str) -> None:
     print_tables(table)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     argv = [_ALSO.get(word, word) if place == 0 else word for place, word in enumerate(argv)]
     if "--help" in argv or "-h" in argv:
         print(_USAGE)

@@ -7,6 +7,7 @@ the numbers, 130 Ctrl-C.
 from __future__ import annotations
 
 import errno
+import functools
 import shlex
 import shutil
 import signal
@@ -127,6 +128,17 @@ def run_command(body: Callable[[], object]) -> None:
         fail(str(error), 1)
     finally:
         warnings.formatwarning = before
+
+
+def as_command(body: Callable[[Sequence[str]], object]) -> Callable[..., None]:
+    """A command's ``main``: called with words, or without for this process's; see `run_command`."""
+
+    @functools.wraps(body)
+    def main(argv: Sequence[str] | None = None) -> None:
+        arguments = sys.argv[1:] if argv is None else list(argv)
+        run_command(lambda: body(arguments))
+
+    return main
 
 
 _format_elsewhere = warnings.formatwarning

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Seed
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, fail, run_command
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, fail
 from embodied_rl.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -92,13 +91,9 @@ def usage() -> str:
     return "\n".join([*lines, "", "python -m embodied_rl.episodes convert --help explains one of them."])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     if not argv or argv[0] in ("--help", "-h"):
         print(usage())
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.bounds import Episodes, HeldOutSeed, Temperature
-from embodied_rl.commands.cli import Argument, Command, WrittenFile, command_line, print_tables, run_command
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, command_line, print_tables
 from embodied_rl.progress import progress_bar
 from embodied_rl.sim.simulators import Simulators
 
@@ -337,13 +336,9 @@ def expand_checkpoints(text: str) -> list[str]:
     return paths
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
     if values["checkpoint"] is None:
         evaluate_untrained(argv, values, overrides)

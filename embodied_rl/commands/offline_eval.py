@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from embodied_rl.bounds import Bounds, Coefficient, Episodes, Seed, Share, Steps
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, command_line, print_tables, run_command
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, print_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -257,13 +256,9 @@ def document_of(study: OfflineStudy, recording: Recording, command: str, wall_cl
 # ---- the command ------------------------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     values, further = COMMAND.parse(argv)
     started = time.perf_counter()
     from embodied_rl.episodes.reader import open_recording

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Seed, Size
-from embodied_rl.commands.cli import Argument, Command, WrittenFile, command_line, print_tables, run_command, terminal_width
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, command_line, print_tables, terminal_width
 from embodied_rl.progress import wrapped_lines
 
 if TYPE_CHECKING:
@@ -61,13 +60,9 @@ _RUN = ("experiment", "sim", "algorithm", "policy")
 """What makes up a run that is measured."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
 
     from embodied_rl.config.hybrid import PlacementConfig

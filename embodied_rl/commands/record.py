@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from embodied_rl.bounds import Episodes, HeldOutSeed, Seed
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, command_line, fail, run_command
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, fail
 
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
@@ -266,13 +265,9 @@ def _info(
     ).signed()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
     from embodied_rl.progress import progress_bar
     from embodied_rl.rollout.recording import RecordingPlan

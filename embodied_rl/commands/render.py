@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, run_command
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command
 from embodied_rl.media.settings import FORMATS, Film, file_name, write_videos
 
 if TYPE_CHECKING:
@@ -371,13 +371,9 @@ def _progress(title: str, total: int | None, film: Film) -> Any:
 # ---- command line ---------------------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
     film = Film(
         **{name: values[name] for name in ("num_episodes", "select", "among", "seed", "overlay", "size", "fps")},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from embodied_rl.bounds import Coefficient, Episodes, PictureSize
-from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, fail, print_tables, run_command
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, as_command, command_line, fail, print_tables
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -272,13 +271,9 @@ def _yes(flag: bool) -> str:
     return "yes" if flag else "no"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
 
     from embodied_rl.episodes.reader import open_recording

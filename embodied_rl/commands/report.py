@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from embodied_rl.commands.cli import Argument, Command, WrittenFile, run_command
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command
 
 COMMAND = Command(
     name="report",
@@ -53,13 +52,9 @@ def expand_runs(words: Sequence[str]) -> list[Path]:
     return list(dict.fromkeys(paths))
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     # A shell expands runs/* into several words; each is a run.
     folders = [word for word in argv if "=" not in word and not word.startswith("-")]
     named = [f"run={','.join(folders)}"] if folders else []

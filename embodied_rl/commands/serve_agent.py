@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Port, Seconds, Seed, Slots, Tokens
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, run_command, serve_until_stopped
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, serve_until_stopped
 
 if TYPE_CHECKING:
     from embodied_rl.serving.agents.app import AgentProxy
@@ -39,13 +38,9 @@ COMMAND = Command(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     values, _ = COMMAND.parse(argv)
     proxy, token = start(values)
     if token is not None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Megabytes, Port, Processes, Seconds
-from embodied_rl.commands.cli import Argument, Command, run_command, serve_until_stopped
+from embodied_rl.commands.cli import Argument, Command, as_command, serve_until_stopped
 
 if TYPE_CHECKING:
     from embodied_rl.serving.environments.app import EnvironmentService
@@ -38,13 +37,9 @@ COMMAND = Command(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     values, _ = COMMAND.parse(argv)
     from embodied_rl.serving.environments.app import TOKEN_VARIABLE
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodied_rl.bounds import PlayedEpisodes, Seed
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, run_command, terminal_width
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, terminal_width
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, brief, shown
 from embodied_rl.progress import wrapped_lines
 
@@ -116,13 +115,9 @@ def _range(key: str, sweep: object) -> Range:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@as_command
+def main(argv: Sequence[str]) -> None:
     """The command line."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    run_command(lambda: _main(arguments))
-
-
-def _main(argv: Sequence[str]) -> None:
     own = {argument.name for argument in COMMAND.arguments}
     is_own = [word.partition("=")[0] in own or word.startswith("-") for word in argv]
     values, _ = COMMAND.parse([word for word, mine in zip(argv, is_own, strict=True) if mine])
