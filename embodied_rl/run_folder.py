@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
+
 from embodied_rl.errors import UserError
 from embodied_rl.files import cannot_write, copy_files, next_free, write_atomic, write_atomic_with
 from embodied_rl.reading import parse_json, read_regular
@@ -51,8 +53,6 @@ class RunFolder:
 
 def write_failure(run_dir: Path, step: int, context: Mapping[str, Any], arrays: Mapping[str, Any]) -> Path:
     """Leave the batch that a run failed at in its folder, as one file of arrays; returns it. `context`: where it came from, JSON-able."""
-    import numpy as np
-
     path = run_dir / "failures" / f"non_finite_step_{step:09d}.npz"
     named = {name: np.asarray(value) for name, value in arrays.items()}
     named["context_json"] = np.frombuffer(json.dumps(context).encode(), np.uint8)

@@ -13,6 +13,7 @@ import numpy as np
 from embodied_rl.config import TrainConfig
 from embodied_rl.files import write_atomic
 from embodied_rl.types import SimSpec, TensorSpec, VariableSpec
+from embodied_rl.versions import machine, versions
 
 CARD_FILE = "MODEL_CARD.md"
 _RESULT_HEADING = "## Result\n| metric | value |\n|---|---|\n"
@@ -46,8 +47,6 @@ def python_of(command: str) -> str:
 
 def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, spec: SimSpec) -> str:
     """The card's text; `document` is what ``state.json`` holds."""
-    from embodied_rl.versions import machine, versions
-
     metrics = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(document["metrics"].items())) or "| (none yet) | |"
     installed = "\n".join(f"- {name} {version}" for name, version in versions().items())
     action = show_action(spec)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.commands.cli import as_command, print_tables
+from embodied_rl.config import SimConfig, config_file, group_names, load_sim_config
+from embodied_rl.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import PackageMetadata
@@ -73,9 +75,6 @@ class Entry:
 
 def entries(kind: str) -> list[Entry]:
     """What there is of one kind (a key of `KINDS`), by name. Raises UserError with the nearest kind."""
-    from embodied_rl.config import config_file, group_names
-    from embodied_rl.errors import UserError, did_you_mean
-
     kind = _ALSO.get(kind, kind)
     if kind not in KINDS:
         raise UserError(f"'{kind}' is not a kind of the catalogue.{did_you_mean(kind, KINDS)}")
@@ -217,8 +216,6 @@ def _extra(group: str, name: str, data: dict[str, Any]) -> str | None:
 
 def _extra_of_experiment(data: dict[str, Any]) -> str | None:
     """What its simulators and its policy need; several extras are separated by commas."""
-    from embodied_rl.config import load_sim_config
-
     found: list[str | None] = []
     for choice in data.get("defaults") or []:
         for key, value in choice.items() if isinstance(choice, dict) else ():
@@ -311,8 +308,6 @@ def _document(kinds: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _tasks(arguments: Sequence[str], as_json: bool) -> None:
-    from embodied_rl.config import load_sim_config
-    from embodied_rl.errors import UserError
     from embodied_rl.sim.factory import task_list
 
     if len(arguments) != 1:
@@ -348,12 +343,8 @@ def _check(arguments: Sequence[str], as_json: bool) -> None:
 
 def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
     """The simulator's configuration and `check_sim`'s numbers, from the words after ``check``. Raises UserError."""
-    from dataclasses import asdict
 
     import yaml
-
-    from embodied_rl.config import SimConfig, load_sim_config
-    from embodied_rl.errors import UserError, did_you_mean
 
     if not arguments or "=" in arguments[0]:
         raise UserError("Which simulator? python -m embodied_rl.catalog check SIM; `python -m embodied_rl.catalog simulators` lists them.")

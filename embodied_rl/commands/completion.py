@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 from embodied_rl.commands.cli import Argument, Command
+from embodied_rl.config import TrainConfig, group_names
 from embodied_rl.errors import UserError, did_you_mean
 
 _BASH = """\
@@ -56,7 +57,6 @@ def completions(line: str, commands: Sequence[str]) -> list[str]:
 
 
 def _settings(word: str) -> list[str]:
-    from embodied_rl.config import TrainConfig, group_names
 
     key, equals, _ = word.partition("=")
     if equals:
@@ -87,8 +87,6 @@ def _arguments(command: str) -> tuple[Argument, ...]:
 
 
 def _of_argument(argument: Argument, word: str) -> list[str]:
-    from embodied_rl.config import group_names
-
     if not word.startswith(f"{argument.name}="):
         return [f"{argument.name}="]
     if argument.plain is bool:

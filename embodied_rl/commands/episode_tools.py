@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from embodied_rl.bounds import Seed
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, fail
 from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.files import cannot_write
+from embodied_rl.progress import progress_bar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -234,7 +241,6 @@ def convert(source: Recording, output: Path, format_name: str, video: str = "mp4
         MissingExtraError: h5py or pyarrow is not installed.
     """
     from embodied_rl.episodes.formats import NATIVE, write_foreign
-    from embodied_rl.progress import progress_bar
 
     with progress_bar(f"writing {format_name}", len(source)) as advance:
         if format_name != NATIVE:
@@ -255,11 +261,8 @@ def _native_notes(source: Recording, video: str) -> tuple[FieldNote, ...]:
 @contextmanager
 def _native(output: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `output` when the block ends well."""
-    import os
-    import shutil
 
     from embodied_rl.episodes.formats import require_free
-    from embodied_rl.files import cannot_write
 
     require_free(output)
     folder = output.with_name(f".{output.name}.tmp-{os.getpid()}")
@@ -284,7 +287,6 @@ def _write_native(
     advance: Callable[[int], object],
 ) -> tuple[int, int]:
     """Write episodes of several recordings into one; returns how many are in it, and how many were there already."""
-    import dataclasses
 
     from embodied_rl.episodes.folder import adopted, require_compatible
     from embodied_rl.episodes.formats.base import unknown_seed
@@ -314,11 +316,9 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
         RecordingError: observations, actions or simulators differ, a source is damaged, or the output is there already.
         UserError: the output cannot be written.
     """
-    import dataclasses
 
     from embodied_rl.episodes.folder import require_compatible
     from embodied_rl.episodes.recording import RecordingError
-    from embodied_rl.progress import progress_bar
 
     first = sources[0]
     same = True
@@ -344,8 +344,6 @@ def split_numbers(recording: Recording, fractions: Sequence[float], seed: int) -
 
     Episodes of one seed and task, which began alike, stay together; otherwise the sizes are those of the fractions, to one episode.
     """
-    import numpy as np
-
     groups: dict[tuple[int, str], list[int]] = {}
     for number, (seed_of, task) in enumerate(zip(recording.seeds.tolist(), recording.tasks, strict=True)):
         groups.setdefault((seed_of, task), []).append(number)
@@ -368,9 +366,6 @@ def split(recording: Recording, output: Path, parts: Mapping[str, Sequence[int]]
         RecordingError: the recording is damaged, or the output is there already.
         UserError: the output cannot be written.
     """
-    import dataclasses
-
-    from embodied_rl.progress import progress_bar
 
     with progress_bar("splitting", sum(map(len, parts.values()))) as advance, _native(output) as folder:
         for name, numbers in parts.items():
@@ -408,7 +403,6 @@ def _print_notes(title: str, notes: Sequence[Mapping[str, str]]) -> None:
 
 
 def _merge(values: dict[str, Any]) -> None:
-    from contextlib import ExitStack
 
     from embodied_rl.episodes.reader import open_recording
 

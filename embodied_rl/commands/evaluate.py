@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 import tempfile
 import time
@@ -17,8 +18,12 @@ import numpy as np
 
 from embodied_rl.bounds import Episodes, HeldOutSeed, Temperature
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, command_line, print_tables
+from embodied_rl.config import PlayerConfig, SimConfig, config_file, group_names, load_sim_config
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.files import next_free, write_atomic
 from embodied_rl.progress import progress_bar
 from embodied_rl.sim.simulators import Simulators
+from embodied_rl.trust import trusted_names
 
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
@@ -276,8 +281,6 @@ def load_to_play(
 
 def choose_sim(checkpoint: Checkpoint, name: str | None, overrides: Mapping[str, Any]) -> SimConfig:
     """The checkpoint's simulator configuration, or the named one, with values changed: see `override_sim`."""
-    from embodied_rl.config import load_sim_config
-
     base = checkpoint.config.sim if name is None or name == checkpoint.config.sim.name else load_sim_config(name)
     return override_sim(base, overrides)
 
@@ -290,10 +293,6 @@ def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
     Raises:
         UserError: an unknown simulator, key or value.
     """
-    import dataclasses
-
-    from embodied_rl.config import SimConfig
-    from embodied_rl.errors import UserError
 
     data = dataclasses.asdict(base)
     for key, value in overrides.items():
@@ -318,9 +317,6 @@ def expand_checkpoints(text: str) -> list[str]:
     Raises:
         UserError: nothing is named, a pattern matches nothing, or there are more than `MAX_CHECKPOINTS`.
     """
-    import glob
-
-    from embodied_rl.errors import UserError
 
     if Path(text).exists():  # a name may hold a comma or a bracket
         return [text]
@@ -349,8 +345,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list[tuple[Checkpoint, str]], list[EvaluationResult]]:
-    from embodied_rl.trust import trusted_names
-
     _check_of_checkpoint(values, overrides)
     trust = trusted_names(values["trust"])
     measured = read_protocol(values["protocol"])
@@ -365,8 +359,6 @@ def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list
 
 def _check_of_checkpoint(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     """Raises UserError for what a checkpoint brings itself."""
-    from embodied_rl.errors import UserError, did_you_mean
-
     if values["policy"] not in (None, "checkpoint", "random"):
         choices = ("checkpoint", "random")
         raise UserError(f"policy={values['policy']} is not a choice.{did_you_mean(values['policy'], choices)} (With checkpoint=….)")
@@ -390,9 +382,6 @@ def read_protocol(name: str | None) -> Measured:
     """A file of ``configs/protocol``. Raises UserError with the nearest name."""
     import yaml
 
-    from embodied_rl.config import config_file, group_names
-    from embodied_rl.errors import UserError, did_you_mean
-
     if name is None:
         return Measured({})
     path = config_file("protocol", name)
@@ -408,8 +397,6 @@ def read_protocol(name: str | None) -> Measured:
 
 def _players(checkpoint: str, policy: str, against: str | None, load: Callable[[str], Checkpoint]) -> list[tuple[Checkpoint, str]]:
     """Who plays, the one that is compared against last."""
-    from embodied_rl.errors import UserError
-
     loaded = {found.path: found for found in map(load, expand_checkpoints(checkpoint))}
     players = [(found, policy) for found in loaded.values()]
     if against is None:
@@ -435,7 +422,6 @@ def _tell(players: Sequence[tuple[Checkpoint, str]], results: Sequence[Evaluatio
         result_table,
         task_table,
     )
-    from embodied_rl.files import next_free, write_atomic
 
     run_dir = players[0][0].run_dir
     against = values["against"] is not None
@@ -502,11 +488,9 @@ def evaluate_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides
 
 def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Untrained:
     """From the command's words, and from what they were parsed to. Raises UserError."""
-    from embodied_rl.config import group_names
     from embodied_rl.config.compose import load_train_config
     from embodied_rl.config.facts import Run
     from embodied_rl.config.rules import EVALUATION, refuse
-    from embodied_rl.errors import UserError, did_you_mean
 
     kind, experiment = values["policy"], values["experiment"]
     if values["sim"] is None and experiment is None:
@@ -540,9 +524,7 @@ def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: 
 
 
 def _server(overrides: Mapping[str, Any]) -> PlayerConfig:
-    from embodied_rl.config import PlayerConfig
     from embodied_rl.config.building import build
-    from embodied_rl.errors import UserError
 
     given = {key.removeprefix("openai."): value for key, value in overrides.items() if key.startswith("openai.")}
     missing = [f"openai.{name}=…" for name in ("base_url", "model") if name not in given]
@@ -560,7 +542,6 @@ def play_untrained(player: Untrained) -> tuple[EvaluationResult, dict[str, Any]]
     import torch
 
     from embodied_rl.evaluation.play import play_and_sum_up
-    from embodied_rl.progress import progress_bar
     from embodied_rl.rollout.programs import make_manager
     from embodied_rl.sim.seeding import EpisodeSeeds
 
@@ -649,7 +630,6 @@ def _tell_untrained(player: Untrained, result: EvaluationResult, told: dict[str,
     """Tables on the console; JSON and CSV."""
     from embodied_rl.checkpoint import note_base
     from embodied_rl.evaluation.output import csv_of, document_of_untrained, result_table, task_table
-    from embodied_rl.files import next_free, write_atomic
 
     # Shown first: a file that cannot be written must not cost the figures.
     print_tables(result_table(result))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.commands.cli import command_line
+from embodied_rl.config import group_names
 from embodied_rl.errors import UserError, brief, shown
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.generation.base import Generator
@@ -325,7 +326,6 @@ def learn(
 
 def _sim_words(sim: str | Callable[..., Any], run_dir: Path) -> list[str]:
     """The overrides that name a simulator."""
-    from embodied_rl.config import group_names
 
     if not isinstance(sim, str):
         return ["sim=custom", f"sim.target={importable(sim, run_dir / SOURCE_FOLDER)}"]

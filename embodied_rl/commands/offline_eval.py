@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from embodied_rl.bounds import Bounds, Coefficient, Episodes, Seed, Share, Steps
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, print_tables
+from embodied_rl.errors import UserError
+from embodied_rl.files import next_free, write_atomic
+from embodied_rl.progress import progress_bar
+from embodied_rl.trust import trusted_names
+from embodied_rl.versions import machine, versions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -65,7 +72,6 @@ def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, C
         IncompatibleCheckpointError: one cannot be read.
     """
     from embodied_rl.checkpoint import load_checkpoint
-    from embodied_rl.errors import UserError
     from embodied_rl.evaluation.output import labels
 
     words = [word.strip() for word in paths.split(",") if word.strip()]
@@ -111,8 +117,6 @@ def settings_of(values: Mapping[str, Any], further: Mapping[str, Any]) -> Offlin
 
 
 def _range(text: str | None) -> tuple[float, float] | None:
-    from embodied_rl.errors import UserError
-
     if text is None:
         return None
     try:
@@ -125,7 +129,6 @@ def _range(text: str | None) -> tuple[float, float] | None:
 
 
 def _fitted_q(further: Mapping[str, Any], seed: int) -> Any:
-    import dataclasses
 
     from embodied_rl.algorithms.fitted_q import FittedQConfig
 
@@ -235,9 +238,6 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 def document_of(study: OfflineStudy, recording: Recording, command: str, wall_clock_s: float) -> dict[str, Any]:
     """What offline_eval.json holds: every figure and its provenance."""
-    from datetime import UTC, datetime
-
-    from embodied_rl.versions import machine, versions
 
     return {
         "recording": str(recording.path),
@@ -262,8 +262,6 @@ def main(argv: Sequence[str]) -> None:
     values, further = COMMAND.parse(argv)
     started = time.perf_counter()
     from embodied_rl.episodes.reader import open_recording
-    from embodied_rl.progress import progress_bar
-    from embodied_rl.trust import trusted_names
 
     settings = settings_of(values, further)
     with progress_bar("loading checkpoints"):
@@ -276,7 +274,6 @@ def main(argv: Sequence[str]) -> None:
 
 def _study(recording: Recording, checkpoints: Sequence[tuple[str, Checkpoint]], settings: OfflineSettings) -> OfflineStudy:
     from embodied_rl.evaluation.offline_study import study_recording
-    from embodied_rl.progress import progress_bar
 
     fits = len(checkpoints) * settings.fitted_q.num_steps if settings.needs_model else 0
     with progress_bar("offline evaluation", len(recording) + fits) as advance:
@@ -303,7 +300,6 @@ def _show(study: OfflineStudy) -> None:
 
 
 def _write(study: OfflineStudy, recording: Recording, folder: Path, command: str, started: float) -> None:
-    from embodied_rl.files import write_atomic
     from embodied_rl.reports.offline import write_offline_report
 
     document = document_of(study, recording, command, time.perf_counter() - started)
@@ -322,6 +318,4 @@ def _finite(value: object) -> object:
 
 
 def _folder(output: str | None, checkpoint: Checkpoint) -> Path:
-    from embodied_rl.files import next_free
-
     return Path(output) if output else next_free(checkpoint.run_dir / "offline_eval")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Seed, Size
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, command_line, print_tables, terminal_width
+from embodied_rl.config import config_file, group_names
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.files import write_atomic
 from embodied_rl.progress import wrapped_lines
+from embodied_rl.versions import versions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,7 +71,6 @@ def main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
 
     from embodied_rl.config.hybrid import PlacementConfig
-    from embodied_rl.files import write_atomic
     from embodied_rl.hybrid.placement import Cluster
     from embodied_rl.planning.model import candidates, plan
 
@@ -113,9 +117,6 @@ def workload_of(name: str, overrides: Mapping[str, Any]) -> WorkloadConfig:
 
 
 def _find(group: str, name: str) -> Path:
-    from embodied_rl.config import config_file, group_names
-    from embodied_rl.errors import did_you_mean
-
     if Path(name).is_file():
         return Path(name)
     if "/" in name or name.endswith((".yaml", ".yml")):
@@ -142,7 +143,6 @@ def _merged(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any
 
 
 def _changed(workload: WorkloadConfig, overrides: Mapping[str, Any]) -> WorkloadConfig:
-    import dataclasses
 
     from embodied_rl.config.hybrid import WorkloadConfig
 
@@ -176,20 +176,14 @@ def _check(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
 
 
 def _save(path: Path, workload: WorkloadConfig) -> None:
-    import dataclasses
 
     import yaml
-
-    from embodied_rl.files import write_atomic
 
     write_atomic(path, yaml.safe_dump(dataclasses.asdict(workload), sort_keys=False))
 
 
 def document_of(found: Plan, workload: WorkloadConfig, cluster: Cluster, measured: Measurement | None, command: str) -> dict[str, Any]:
     """What the JSON holds."""
-    import dataclasses
-
-    from embodied_rl.versions import versions
 
     return {
         "cluster": dataclasses.asdict(cluster.config),
@@ -245,6 +239,4 @@ def _explain(found: Plan, measured: Measurement | None) -> None:
 
 
 def _user_error(message: str) -> Exception:
-    from embodied_rl.errors import UserError
-
     return UserError(message)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from embodied_rl.bounds import Episodes, HeldOutSeed, Seed
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, fail
+from embodied_rl.config import load_sim_config
+from embodied_rl.errors import UserError
+from embodied_rl.files import next_free
+from embodied_rl.progress import progress_bar
+from embodied_rl.trust import trusted_names
+from embodied_rl.versions import machine, versions
 
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
@@ -75,8 +83,6 @@ class Showing:
     @staticmethod
     def parse(states: str, images: str, cameras: str = "default") -> Showing:
         """From ``states=none|physics|snapshots:K``, ``images=none|SIZE`` and ``cameras=NAME,NAME``. Raises UserError."""
-        from embodied_rl.errors import UserError
-
         every: int | None = None
         kind, _, number = states.partition(":")
         if kind == "snapshots":
@@ -170,7 +176,6 @@ def _play(
     manager: EnvManager, player: Player, writer: RecordingWriter, plan: RecordingPlan, *, num_groups: int, films: Films | None
 ) -> RecordingResult:
     """Run the recorder, with a progress bar."""
-    from embodied_rl.progress import progress_bar
     from embodied_rl.rollout.recording import Recorder
 
     successes = num_played = told = 0
@@ -200,7 +205,6 @@ def _player(
 ) -> tuple[Player, dict[str, Any]]:
     """Who acts, and what the recording says about it."""
     from embodied_rl.commands.evaluate import is_own_task
-    from embodied_rl.errors import UserError
     from embodied_rl.rollout.recording import ExpertPlayer, GeneratorPlayer
 
     if policy == "expert":
@@ -241,11 +245,8 @@ def _info(
     command: str,
     checkpoint: Checkpoint | None,
 ) -> RecordingInfo:
-    import dataclasses
-    from datetime import UTC, datetime
 
     from embodied_rl.episodes.recording import RecordingInfo
-    from embodied_rl.versions import machine, versions
 
     return RecordingInfo(
         spec=spec,
@@ -269,7 +270,6 @@ def _info(
 def main(argv: Sequence[str]) -> None:
     """The command line."""
     values, overrides = COMMAND.parse(argv)
-    from embodied_rl.progress import progress_bar
     from embodied_rl.rollout.recording import RecordingPlan
 
     policy = _policy_of(values)
@@ -303,8 +303,6 @@ def main(argv: Sequence[str]) -> None:
 
 def _policy_of(values: Mapping[str, Any]) -> str:
     """Who acts. Raises UserError for a combination that makes no sense."""
-    from embodied_rl.errors import UserError
-
     if values["checkpoint"] is None and values["sim"] is None:
         raise UserError("Give checkpoint=… (its policy plays its simulator) or sim=… (an expert or random actions play). See --help.")
     policy = values["policy"] or ("expert" if values["expert"] is not None or values["checkpoint"] is None else "checkpoint")
@@ -318,8 +316,6 @@ def _policy_of(values: Mapping[str, Any]) -> str:
 
 def _check(values: Mapping[str, Any]) -> None:
     """Raises UserError for arguments that do not go together."""
-    from embodied_rl.errors import UserError
-
     if values["max_seeds"] is not None:
         if not values["only_success"]:
             raise UserError("max_seeds goes with only_success=true: otherwise as many seeds are played as episodes recorded.")
@@ -331,11 +327,9 @@ def _check(values: Mapping[str, Any]) -> None:
 
 def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Checkpoint | None, SimConfig]:
     from embodied_rl.commands.evaluate import choose_sim, load_to_play, override_sim
-    from embodied_rl.config import load_sim_config
 
     if values["checkpoint"] is None:
         return None, override_sim(load_sim_config(values["sim"]), overrides)
-    from embodied_rl.trust import trusted_names
 
     trust = trusted_names(values["trust"])
     checkpoint = load_to_play(values["checkpoint"], sim=values["sim"], overrides=overrides, trust=trust)
@@ -345,8 +339,6 @@ def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Ch
 def _folder(values: Mapping[str, Any], sim: SimConfig, policy: str) -> Path:
     """Raises UserError where the folder holds a recording and is not to be gone on with."""
     from embodied_rl.episodes.folder import RECORDING_FILE
-    from embodied_rl.errors import UserError
-    from embodied_rl.files import next_free
 
     if values["output"] is None:
         return next_free(Path("recordings") / f"{sim.name}-{policy}")

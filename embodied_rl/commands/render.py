@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command
+from embodied_rl.config import load_sim_config
+from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.files import require_writable
 from embodied_rl.media.settings import FORMATS, Film, file_name, write_videos
+from embodied_rl.progress import progress_bar
+from embodied_rl.trust import trusted_names
 
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
@@ -119,7 +124,6 @@ def film_players(
         UserError: the task or this machine cannot render, or the files cannot be written.
         IncompatibleCheckpointError: a checkpoint does not fit the simulator.
     """
-    from embodied_rl.errors import UserError
     from embodied_rl.sim.faults import SimFault
 
     wanted = players[0][0].config.sim if sim is None else sim
@@ -150,7 +154,6 @@ def _write_dialogues(players: Sequence[tuple[Checkpoint, str]], rows: Sequence[R
 
 
 def _play(players: Sequence[tuple[Checkpoint, str]], sim: SimConfig, film: Film) -> tuple[SimSpec, list[Row]]:
-    from embodied_rl.errors import UserError
     from embodied_rl.media.episodes import Selection
     from embodied_rl.sim.film import filmed
     from embodied_rl.sim.manager import EnvManager
@@ -262,7 +265,6 @@ def film_recording(
         UserError: there is no episode; a replay is needed and is not possible; the files cannot be written.
     """
     from embodied_rl.commands.replay import sim_of
-    from embodied_rl.errors import UserError
     from embodied_rl.media.overlays import Row
     from embodied_rl.media.recorded import choose_cameras, from_pictures, recorded_cameras, stride_of, summaries
 
@@ -363,8 +365,6 @@ def _cause(fault: SimFault) -> str:
 
 
 def _progress(title: str, total: int | None, film: Film) -> Any:
-    from embodied_rl.progress import progress_bar
-
     return progress_bar(title, total, shown=film.show_progress)
 
 
@@ -389,9 +389,6 @@ def main(argv: Sequence[str]) -> None:
 
 def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
     from embodied_rl.commands.evaluate import choose_sim, load_to_play
-    from embodied_rl.errors import UserError, did_you_mean
-    from embodied_rl.files import require_writable
-    from embodied_rl.trust import trusted_names
 
     if values["checkpoint"] is None:
         raise UserError("Nothing to film: give checkpoint=… (a run's folder, say) or recording=…. See --help.")
@@ -416,10 +413,7 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
 
 def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
     from embodied_rl.episodes.reader import open_recording
-    from embodied_rl.errors import UserError
-    from embodied_rl.files import require_writable
     from embodied_rl.media.dialogues import film_captured, is_captured
-    from embodied_rl.trust import trusted_names
 
     for name in ("checkpoint", "against", "log"):
         if values[name] is not None:
@@ -442,7 +436,6 @@ def recording_sim(recording: Recording, name: str | None, overrides: Mapping[str
     """The simulator for a replay that the command line asks for; None: the recording's own. Raises UserError for an unknown key."""
     from embodied_rl.commands.evaluate import override_sim
     from embodied_rl.commands.replay import sim_of
-    from embodied_rl.config import load_sim_config
 
     if name is None and not overrides:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,8 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from embodied_rl.bounds import Coefficient, Episodes, PictureSize
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, as_command, command_line, fail, print_tables
+from embodied_rl.config import SimConfig, load_sim_config
+from embodied_rl.errors import UserError
+from embodied_rl.files import next_free, write_atomic
+from embodied_rl.progress import progress_bar
+from embodied_rl.trust import RECORDING, require_trusted, trusted_names
+from embodied_rl.versions import machine, versions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,7 +108,6 @@ def replay(
         UserError: the recording does not say which simulator it is of, does not fit it, or lacks states; nothing can be drawn.
         SimFault: the simulator failed and its configuration says to stop.
     """
-    from embodied_rl.progress import progress_bar
     from embodied_rl.rollout.replaying import Replayer, check_fits
     from embodied_rl.sim.instrumented import instrumented, plain_spec
     from embodied_rl.sim.manager import EnvManager
@@ -144,9 +152,6 @@ def sim_of(recording: Recording, trust: Sequence[str] = (), replaced: Sequence[s
         UserError: it does not say.
         UntrustedCode: it names other code, and this user did not record it on this machine. Nothing of it was imported.
     """
-    from embodied_rl.config import SimConfig
-    from embodied_rl.trust import RECORDING, require_trusted
-
     if not recording.info.sim:
         raise _user_error(
             f"'{recording.path}' does not say in which simulator it was recorded (task '{recording.spec.task}'). "
@@ -161,7 +166,6 @@ def sim_of(recording: Recording, trust: Sequence[str] = (), replaced: Sequence[s
 def _writer(
     recording: Recording, output: Path | None, image_size: int | None, video: Literal["mp4", "png", "raw"]
 ) -> RecordingWriter | None:
-    import dataclasses
 
     from embodied_rl.episodes.writer import RecordingWriter
 
@@ -184,8 +188,6 @@ def _sinks(writer: RecordingWriter) -> Callable[[RecordedEpisode], EpisodeSink]:
 
 def document_of(report: ReplayReport, command: str) -> dict[str, Any]:
     """What the report holds."""
-    from embodied_rl.versions import machine, versions
-
     return {
         "recording": str(report.recording),
         "task": report.task,
@@ -226,7 +228,6 @@ def _episode_document(episode: EpisodeReplay) -> dict[str, Any]:
 
 def tables(report: ReplayReport) -> list[Table]:
     """What the command prints: a row for each part of the observation, and one for each episode that is farthest off."""
-    import numpy as np
     from rich import box
     from rich.table import Table
 
@@ -277,8 +278,6 @@ def main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
 
     from embodied_rl.episodes.reader import open_recording
-    from embodied_rl.files import write_atomic
-    from embodied_rl.progress import progress_bar
 
     _check(values)
     recording = open_recording(Path(values["recording"]))
@@ -324,8 +323,6 @@ def _check(values: Mapping[str, Any]) -> None:
 
 def _sim(recording: Recording, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> SimConfig:
     from embodied_rl.commands.evaluate import override_sim
-    from embodied_rl.config import load_sim_config
-    from embodied_rl.trust import trusted_names
 
     name = values["sim"]
     return override_sim(
@@ -335,7 +332,6 @@ def _sim(recording: Recording, values: Mapping[str, Any], overrides: Mapping[str
 
 def _output(values: Mapping[str, Any], recording: Recording) -> Path:
     from embodied_rl.episodes.folder import RECORDING_FILE
-    from embodied_rl.files import next_free
 
     if values["output"] is None:
         return next_free(recording.path.with_name(f"{recording.path.stem}-rendered"))
@@ -351,6 +347,4 @@ def _beside(path: Path) -> Path:
 
 
 def _user_error(message: str) -> Exception:
-    from embodied_rl.errors import UserError
-
     return UserError(message)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from pathlib import Path
 
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command
+from embodied_rl.errors import UserError
 
 COMMAND = Command(
     name="report",
@@ -33,9 +35,7 @@ def expand_runs(words: Sequence[str]) -> list[Path]:
     Raises:
         UserError: a pattern matches no run.
     """
-    import glob
 
-    from embodied_rl.errors import UserError
     from embodied_rl.loggers.jsonl import METRICS_FILE
 
     paths: list[Path] = []

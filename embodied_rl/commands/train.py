@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.commands.cli import command_line, run_command, terminal_width
+from embodied_rl.config import TrainConfig, group_names
+from embodied_rl.errors import UserError
+from embodied_rl.paths import configs_dir
 from embodied_rl.progress import progress_bar, run_clock, wrapped_lines
 from embodied_rl.run_folder import announce, find_run_folder, replaced_keys
+from embodied_rl.trust import code_names
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -49,7 +53,6 @@ def _value(composed: Mapping[str, Any], name: str) -> str:
 def help_text(width: int | None = None) -> str:
     """Lines of at most `width` characters, where no word is longer; None: those of the terminal, at most 100. Values are those that
     ``python -m embodied_rl.train`` runs with."""
-    from embodied_rl.config import group_names
     from embodied_rl.config.compose import compose_config
     from embodied_rl.config.describing import described_keys
 
@@ -91,7 +94,6 @@ def _hydra_main() -> None:
     import hydra
 
     from embodied_rl.config.compose import add_installed_configs, add_resolvers, check_overrides, runs_to_show
-    from embodied_rl.paths import configs_dir
 
     if "--explain" in sys.argv[1:]:
         from embodied_rl.commands.cli import explain
@@ -148,8 +150,6 @@ def _train_composed(composed: DictConfig, overrides: list[str]) -> None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
     from omegaconf import OmegaConf
-
-    from embodied_rl.config import TrainConfig
 
     plain = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(plain, dict)
@@ -221,7 +221,6 @@ def _run(
     config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoint | None, started: float | None, loggers: Sequence[Logger]
 ) -> None:
     from embodied_rl.checkpoint import resume_command
-    from embodied_rl.errors import UserError
     from embodied_rl.reporting import shows_progress
 
     with progress_bar("loading libraries", shown=shows_progress(config)):
@@ -257,8 +256,6 @@ def _run(
 def _last_before(lost: Exception, config: TrainConfig, run_dir: Path, num_restarts: int) -> Checkpoint:
     """The checkpoint that a run goes back to. Raises UserError where there is none, or this has happened too often."""
     from embodied_rl.checkpoint import find_last, load_checkpoint
-    from embodied_rl.errors import UserError
-    from embodied_rl.trust import code_names
 
     last = find_last(run_dir)
     if last is None or num_restarts >= config.hybrid.max_restarts:
@@ -271,8 +268,6 @@ def _last_before(lost: Exception, config: TrainConfig, run_dir: Path, num_restar
 
 def _continued(config: TrainConfig, checkpoint: Checkpoint, overrides: Sequence[str]) -> TrainConfig:
     """The checkpoint's configuration with what the command line sets: single values, and whole groups except experiments."""
-    from embodied_rl.config import TrainConfig
-
     merged, given = checkpoint.config.to_dict(), config.to_dict()
     for path in replaced_keys(overrides):
         target, source = merged, given

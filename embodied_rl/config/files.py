@@ -7,14 +7,14 @@ from pathlib import Path
 from embodied_rl.config.building import build
 from embodied_rl.config.run import SimConfig
 from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.paths import configs_dir
+from embodied_rl.registry import installed_config_folders, installed_targets
 
 
 def load_sim_config(name: str) -> SimConfig:
     """Read ``configs/sim/<name>.yaml``, ours or an installed package's, or take the target that a package registered under this
     name. Raises UserError with the nearest name."""
     import yaml
-
-    from embodied_rl.registry import installed_targets
 
     path = config_file("sim", name)
     if path is not None:
@@ -27,9 +27,6 @@ def load_sim_config(name: str) -> SimConfig:
 
 def config_folders() -> list[Path]:
     """Where configuration files are looked for: ours, then those of installed packages (entry points ``embodied_rl.configs``)."""
-    from embodied_rl.paths import configs_dir
-    from embodied_rl.registry import installed_config_folders
-
     return [configs_dir(), *installed_config_folders().values()]
 
 
@@ -42,7 +39,5 @@ def config_file(group: str, name: str) -> Path | None:
 def group_names(group: str) -> list[str]:
     """Names of the choices of one group (sim, policy, algorithm, experiment, …): the configuration files', and for ``sim`` those
     that installed packages registered."""
-    from embodied_rl.registry import installed_targets
-
     names = {path.stem for folder in config_folders() for path in Path(folder / group).glob("*.yaml")}
     return sorted(names.union(installed_targets("sim") if group == "sim" else ()))

@@ -33,6 +33,7 @@ from embodied_rl.episodes.estimators import (
     resample_counts,
     student_interval,
 )
+from embodied_rl.errors import UserError
 
 RATIO_TOLERANCE = 0.05
 """How far the mean single-step ratio may lie from 1, beyond four standard errors."""
@@ -324,8 +325,6 @@ def _per_decision_scores(data: OffPolicyEpisodes, given: Assumptions, origin: fl
 
 
 def _check_rewards(data: OffPolicyEpisodes, reward_range: tuple[float, float]) -> None:
-    from embodied_rl.errors import UserError
-
     rewards = data.reward[data.running]
     low, high = float(rewards.min()), float(rewards.max())
     slack = 1e-6 * max(1.0, abs(reward_range[0]), abs(reward_range[1]))

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from embodied_rl.checkpoint import Checkpoint, check_compatible
+from embodied_rl.config import PolicyConfig
 from embodied_rl.episodes.open_loop import chunks_of, normalise, query_steps, steps_of
 from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.types import Observation, SimSpec
 
 if TYPE_CHECKING:
@@ -259,7 +260,6 @@ def load_target(checkpoint: Checkpoint, label: str, info: RecordingInfo, mode: M
         IncompatibleCheckpointError: its spaces are not the recording's, or its tensors do not fit.
         UserError: actions are texts, or out of the policy's denoising, which has no likelihood of a recorded action.
     """
-    from embodied_rl.config import PolicyConfig
     from embodied_rl.policies.build import build_policy
     from embodied_rl.resuming import load_policy
 
@@ -321,8 +321,6 @@ def score_recording(
         UserError: no episode is left, or one has numbers that are not finite.
         RecordingError: an episode is damaged.
     """
-    from embodied_rl.errors import did_you_mean
-
     tasks = [str(name) for name in recording.tasks]
     numbers = [number for number, name in enumerate(tasks) if task is None or name == task][:max_episodes]
     if not numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -132,7 +133,6 @@ FIGURES = {
 
 def explain_text(width: int) -> str:
     """All figures and what they mean, one below the other in lines of at most `width` characters: ``--explain``."""
-    import textwrap
 
     def rows(title: str, entries: Mapping[str, str]) -> list[str]:
         lines = ["", f"{title}:"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,6 @@ class MlflowLogger(Logger):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Logger.log`: names are those of the other loggers."""
-        import time
 
         from mlflow.entities import Metric
 

@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from embodied_rl.errors import UserError
 from embodied_rl.probes.base import Check, NotHere, Probe, Status, extra_fix, installed_version
 
 MIN_FREE_DISK_GIB = 1.0
@@ -78,7 +79,6 @@ def _distribution() -> str:
 
 def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> list[Check]:
     """NUMA nodes and GPUs, and where `num_workers` (None: as many as there are cores) would run."""
-    from embodied_rl.errors import UserError
     from embodied_rl.sim import affinity
 
     cgroup = root / "sys/fs/cgroup"

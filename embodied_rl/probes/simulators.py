@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
+from ctypes import CDLL
 
+import numpy as np
+
+from embodied_rl.config import group_names, load_sim_config
+from embodied_rl.errors import MissingAssetsError, MissingExtraError
 from embodied_rl.probes.base import NotHere, Probe, extra_fix
+from embodied_rl.types import StepBuffers
 
 
 def _import_simulator(module: str, extra: str) -> str:
@@ -35,7 +42,6 @@ def _import_gem() -> str:
 
 
 def _import_libero() -> str:
-    from embodied_rl.errors import MissingAssetsError
     from embodied_rl.sim.robots import libero
 
     libero.tasks()
@@ -48,11 +54,8 @@ def _import_libero() -> str:
 
 def _play_words(name: str) -> str:
     """One action of the simulator's own choice, in its configuration as it stands: made, begun and played."""
-    from embodied_rl.config import load_sim_config
-    from embodied_rl.errors import MissingAssetsError, MissingExtraError
     from embodied_rl.sim.factory import SimFactory
     from embodied_rl.sim.text.turns import TextSim
-    from embodied_rl.types import StepBuffers
 
     config = load_sim_config(name)
     try:
@@ -70,8 +73,6 @@ def _play_words(name: str) -> str:
 
 
 def _configurations(extra: str) -> str:
-    from embodied_rl.config import group_names, load_sim_config
-
     names = [name for name in group_names("sim") if load_sim_config(name).extra == extra]
     return f"sim={', '.join(names)}" if names else "no configuration of ours uses it"
 
@@ -111,7 +112,6 @@ SIMULATORS = (
 
 
 def _draw_mujoco() -> str:
-    from ctypes import CDLL
 
     library = {"egl": "libEGL.so.1", "osmesa": "libOSMesa.so.8"}[os.environ["MUJOCO_GL"]]
     try:
@@ -150,7 +150,6 @@ def _draw_sapien() -> str:
 
 def _draw_pygame() -> str:
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
-    import numpy as np
     import pygame
 
     pygame.display.init()
@@ -161,8 +160,6 @@ def _draw_pygame() -> str:
 
 def describe_picture(picture: object) -> str:
     """A sphere or disc, red, was drawn in the middle: check that it is there, and that the corner is not red."""
-    import numpy as np
-
     image = np.asarray(picture, dtype=np.float64)
     middle, corner = (float(image[i, i, 0] - image[i, i, 1:].max()) for i in (image.shape[0] // 2, 0))
     if middle < 30 or corner > 30:
@@ -171,10 +168,8 @@ def describe_picture(picture: object) -> str:
 
 
 def _encode_video() -> str:
-    import io
 
     import av
-    import numpy as np
 
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:

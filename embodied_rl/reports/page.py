@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -150,8 +151,6 @@ def _badge(runs: Sequence[RunData]) -> str:
 
 def _folder_of(runs: Sequence[RunData]) -> Path:
     """The run's own folder, or the one that holds all of them."""
-    import os
-
     if len(runs) == 1:
         return runs[0].path
     return Path(os.path.commonpath([run.path.resolve() for run in runs]))

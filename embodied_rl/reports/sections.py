@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 import numpy as np
 
@@ -491,9 +493,6 @@ def _player(path: Path, *, plays: bool) -> str:
 
 def _address(path: Path, folder: Path) -> str:
     """Relative where it can be, so that the folder can be moved."""
-    import os
-    from urllib.parse import quote
-
     return quote(os.path.relpath(path.resolve(), folder.resolve()))
 
 

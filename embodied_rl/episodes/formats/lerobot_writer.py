@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -134,8 +135,6 @@ def write(recording: Recording, folder: Path, target: Path, advance: Advance, vi
 
 
 def _remove(folder: Path) -> None:
-    import shutil
-
     shutil.rmtree(folder)
 
 

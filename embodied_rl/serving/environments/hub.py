@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.config import SimConfig
+from embodied_rl.config import SimConfig, group_names, load_sim_config
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.serving.environments.environment import Environment, EnvRequest, Outcome, ServiceLimits
 from embodied_rl.serving.http_server import HttpProblem
@@ -55,8 +55,6 @@ def offered_simulators(names: tuple[str, ...] | None = None) -> dict[str, SimCon
     Raises:
         UserError: a name that is not known.
     """
-    from embodied_rl.config import group_names, load_sim_config
-
     known = [name for name in group_names("sim") if name != "custom"]
     if names is None:
         found = {name: load_sim_config(name) for name in known}
