@@ -403,7 +403,6 @@ def _print_notes(title: str, notes: Sequence[Mapping[str, str]]) -> None:
 
 
 def _merge(values: dict[str, Any]) -> None:
-
     from embodied_rl.episodes.reader import open_recording
 
     paths = values["path"]

@@ -129,7 +129,6 @@ def _range(text: str | None) -> tuple[float, float] | None:
 
 
 def _fitted_q(further: Mapping[str, Any], seed: int) -> Any:
-
     from embodied_rl.algorithms.fitted_q import FittedQConfig
 
     data = dataclasses.asdict(FittedQConfig()) | {"seed": seed} | {key.removeprefix("fqe."): value for key, value in further.items()}

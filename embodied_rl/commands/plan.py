@@ -143,7 +143,6 @@ def _merged(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any
 
 
 def _changed(workload: WorkloadConfig, overrides: Mapping[str, Any]) -> WorkloadConfig:
-
     from embodied_rl.config.hybrid import WorkloadConfig
 
     return WorkloadConfig.from_dict(_merged(dataclasses.asdict(workload), overrides))
@@ -176,7 +175,6 @@ def _check(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
 
 
 def _save(path: Path, workload: WorkloadConfig) -> None:
-
     import yaml
 
     write_atomic(path, yaml.safe_dump(dataclasses.asdict(workload), sort_keys=False))

@@ -245,7 +245,6 @@ def _info(
     command: str,
     checkpoint: Checkpoint | None,
 ) -> RecordingInfo:
-
     from embodied_rl.episodes.recording import RecordingInfo
 
     return RecordingInfo(

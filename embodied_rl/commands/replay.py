@@ -166,7 +166,6 @@ def sim_of(recording: Recording, trust: Sequence[str] = (), replaced: Sequence[s
 def _writer(
     recording: Recording, output: Path | None, image_size: int | None, video: Literal["mp4", "png", "raw"]
 ) -> RecordingWriter | None:
-
     from embodied_rl.episodes.writer import RecordingWriter
 
     if image_size is None or output is None:

@@ -168,7 +168,6 @@ def describe_picture(picture: object) -> str:
 
 
 def _encode_video() -> str:
-
     import av
 
     file = io.BytesIO()
