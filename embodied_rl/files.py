@@ -25,10 +25,7 @@ def write_atomic(path: Path, content: str | bytes) -> Path:
 
 def write_atomic_with(path: Path, write: Callable[[Path], object]) -> Path:
     """Let `write` fill a temporary file beside `path` (same suffix, for libraries that look at it), then rename it.
-
-    Raises:
-        UserError: the folder or file cannot be written.
-    """
+    Raises UserError: the folder or file cannot be written."""
     temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,10 +83,7 @@ def reset_mode(*paths: Path) -> None:
 
 def require_writable(folder: Path) -> Path:
     """Try whether files can be written there, before long work whose result they are. Leaves nothing behind.
-
-    Raises:
-        UserError: they cannot.
-    """
+    Raises UserError: they cannot."""
     probe = folder / f".write_test-{os.getpid()}"
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -105,10 +99,7 @@ def require_writable(folder: Path) -> Path:
 
 def append_whole(file: FileIO, data: bytes, path: Path) -> None:
     """Append `data` to a log that is open without a buffer, so that what could not be written is not tried again at its closing.
-
-    Raises:
-        UserError: it could not be written, or not all of it.
-    """
+    Raises UserError: it could not be written, or not all of it."""
     try:
         if file.write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

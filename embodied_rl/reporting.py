@@ -189,13 +189,7 @@ def sweep_table(folders: Sequence[Path]) -> str:
 
 def write_results(summary: RunSummary) -> dict[str, Any]:
     """Write ``<run_dir>/results.json``: figures, seeds, time, command, configuration, versions, machine.
-
-    Returns:
-        What was written.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    Returns what was written. Raises UserError: the file cannot be written."""
     config = summary.config
     results = {
         "task": summary.spec.task,

@@ -42,10 +42,7 @@ class PolicySaver:
 
 def load_policy(policy: TrainedModule, checkpoint: Checkpoint) -> None:
     """Fill a policy that was built from the checkpoint's configuration.
-
-    Raises:
-        IncompatibleCheckpointError: the tensors are another policy's, or the base model is missing or another one.
-    """
+    Raises IncompatibleCheckpointError: the tensors are another policy's, or the base model is missing or another one."""
     if checkpoint.base is None:
         check_tensors(checkpoint, policy.state_dict())
         policy.load_state_dict(checkpoint.policy)
@@ -73,10 +70,7 @@ def save_method(method: Method, writer: CheckpointWriter, step: int) -> tuple[di
 
 def load_method(method: Method, checkpoint: Checkpoint) -> None:
     """Give a method its tensors back, on one process or any number of ranks, whatever number wrote them.
-
-    Raises:
-        IncompatibleCheckpointError, KeyError, ValueError: they are another run's, or damaged.
-    """
+    Raises IncompatibleCheckpointError, KeyError, ValueError: they are another run's, or damaged."""
     others = (_RANDOM, "episode.")  # see `random_states` and `Trainer.save`
     tensors = {name: tensor for name, tensor in checkpoint.learner.items() if not name.startswith(others)}
     sharded = method.sharded

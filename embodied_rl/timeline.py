@@ -279,11 +279,7 @@ def record(role: str, name: str, begin_ns: int, end_ns: int) -> None:
 @contextmanager
 def timeline_to(path: Path, *, devices: Mapping[str, str] | None = None, max_events: int = 2_000_000) -> Iterator[Timeline]:
     """Record this process's `span`s and `counter`s until the block ends, also where it ends with an error.
-
-    Raises:
-        UserError: the file cannot be written.
-        RuntimeError: one is open already.
-    """
+    Raises UserError: the file cannot be written; RuntimeError: one is open already."""
     global _current
     if _current is not None:
         raise RuntimeError(f"A timeline is being written to '{_current.path}' already.")

@@ -164,10 +164,7 @@ class Prompts:
 
     def continuation(self, message: str, answer_ids: np.ndarray) -> np.ndarray:
         """[n] int64: what stands between an answer's sampled tokens and the next answer.
-
-        Raises:
-            UserError: the chat template does not show an answer's text as it is.
-        """
+        Raises UserError: the chat template does not show an answer's text as it is."""
         if not self.config.chat:
             return self.tokenizer.encode(message)
         shown = self.tokenizer.chat_text(
@@ -342,10 +339,7 @@ class ImageInputs:
 
     def look(self, observation: Mapping[str, Any], row: int, seen: list[np.ndarray]) -> str:
         """The text of a row of observations, placeholders first; its pictures are appended to `seen`.
-
-        Raises:
-            UserError: the text itself holds a placeholder.
-        """
+        Raises UserError: the text itself holds a placeholder."""
         text = str(observation["text"][row])
         if self.placeholder.strip() in text:
             raise UserError(f"An observation's text holds '{self.placeholder.strip()}', which stands for a picture to this model.")
@@ -425,10 +419,7 @@ class Agent:
         self, request_id: int, prompt: Prompt, observation: str, *, seed: int | None, temperature: float | None = None
     ) -> GenerationRequest:
         """Ask for an answer. `messages` holds the observation, which scripted players read, or the whole prompt (`writes_messages`).
-
-        Args:
-            temperature: instead of the configured one; 0 takes the likeliest tokens.
-        """
+        `temperature`: instead of the configured one; 0 takes the likeliest tokens."""
         config = self.config
         wanted = config.temperature if temperature is None else temperature
         greedy = wanted == 0

@@ -82,10 +82,7 @@ def check_compatible(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool =
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:
     """Make sure that the checkpoint's policy tensors have the names and shapes of `expected` (a policy's state_dict).
-
-    Raises:
-        IncompatibleCheckpointError: naming the tensors that are missing, unknown or of another shape.
-    """
+    Raises IncompatibleCheckpointError: naming the tensors that are missing, unknown or of another shape."""
     found = checkpoint.policy
     missing = [name for name in expected if name not in found]
     unknown = [name for name in found if name not in expected]

@@ -285,11 +285,7 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
 
 def adopt_checkpoint(checkpoint: Checkpoint, run_dir: Path | str) -> Checkpoint:
     """Copy a checkpoint, and its base model where that lies in its run, to be the first of a run in another folder.
-
-    Raises:
-        UserError: it cannot be written there.
-        IncompatibleCheckpointError: the base model does not lie where the checkpoint may say.
-    """
+    Raises UserError: it cannot be written there; IncompatibleCheckpointError: the base model does not lie where the checkpoint may say."""
     run, root = Path(run_dir), Path(run_dir) / "checkpoints"
     final = root / checkpoint_name(checkpoint.step)
     try:
@@ -547,10 +543,7 @@ class CheckpointWriter:
         **content: Any,
     ) -> None:
         """Write a checkpoint (`save_checkpoint`); with `asynchronous`, copy the tensors, describe the policy and return.
-
-        Raises:
-            UserError: it cannot be written; or the one before could not.
-        """
+        Raises UserError: it cannot be written; or the one before could not."""
         self.wait()
         if not self.asynchronous:
             save_checkpoint(self.run_dir, step, policy=policy, learner=learner, describe=describe, **content)

@@ -44,10 +44,7 @@ def write_policy(folder: Path, tensors: Mapping[str, Tensor], exported: Exported
 
 def read_policy(folder: Path, exported: Exported, way_out: str) -> dict[str, Tensor]:
     """The inverse of `write_policy`; of checkpoints without an `exported`, all of ``policy.safetensors``.
-
-    Raises:
-        IncompatibleCheckpointError: a file is missing or damaged, or lacks a tensor.
-    """
+    Raises IncompatibleCheckpointError: a file is missing or damaged, or lacks a tensor."""
     tensors = {} if exported and not (folder / POLICY_FILE).is_file() else read_tensors(folder / POLICY_FILE, way_out)
     files = {file: read_tensors(folder / MODEL_FOLDER / file, way_out) for file in sorted({file for file, _ in exported.values()})}
     for name, (file, stored) in exported.items():

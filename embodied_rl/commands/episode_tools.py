@@ -361,11 +361,7 @@ def split_numbers(recording: Recording, fractions: Sequence[float], seed: int) -
 
 def split(recording: Recording, output: Path, parts: Mapping[str, Sequence[int]], video: str = "mp4") -> None:
     """Write episodes by number into ``output/<name>``, each part a separate recording.
-
-    Raises:
-        RecordingError: the recording is damaged, or the output is there already.
-        UserError: the output cannot be written.
-    """
+    Raises RecordingError: the recording is damaged, or the output is there already; UserError: the output cannot be written."""
 
     with progress_bar("splitting", sum(map(len, parts.values()))) as advance, _native(output) as folder:
         for name, numbers in parts.items():

@@ -185,10 +185,7 @@ def make_generator(
     checkpoint: Checkpoint, spec: SimSpec, *, policy: str = "checkpoint", same_task: bool = True, seed: int = 0
 ) -> Generator:
     """What acts: the checkpoint's policy with its weights loaded, or random actions drawn from `seed`.
-
-    Raises:
-        IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy.
-    """
+    Raises IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy."""
     if checkpoint.config.policy.name == "language":
         return _language_generator(checkpoint, spec, policy, same_task, seed)
     if policy == "random":
@@ -221,10 +218,7 @@ def _language_generator(checkpoint: Checkpoint, spec: SimSpec, policy: str, same
 
 def make_policy(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True) -> Policy:
     """The checkpoint's policy with its weights loaded.
-
-    Raises:
-        IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy.
-    """
+    Raises IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy."""
     from embodied_rl.checkpoint import check_compatible
     from embodied_rl.policies.build import build_policy
     from embodied_rl.resuming import load_policy
@@ -313,10 +307,7 @@ def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
 
 def expand_checkpoints(text: str) -> list[str]:
     """Paths of ``A``, ``A,B`` or a pattern such as ``runs/*/checkpoints/step_*``, each once.
-
-    Raises:
-        UserError: nothing is named, a pattern matches nothing, or there are more than `MAX_CHECKPOINTS`.
-    """
+    Raises UserError: nothing is named, a pattern matches nothing, or there are more than `MAX_CHECKPOINTS`."""
 
     if Path(text).exists():  # a name may hold a comma or a bracket
         return [text]
@@ -535,10 +526,7 @@ def _server(overrides: Mapping[str, Any]) -> PlayerConfig:
 
 def play_untrained(player: Untrained) -> tuple[EvaluationResult, dict[str, Any]]:
     """The episodes and their figures, and what is reported of the player beside them.
-
-    Raises:
-        UserError: the policy does not fit the simulator, its folder is incomplete, or a server does not answer.
-    """
+    Raises UserError: the policy does not fit the simulator, its folder is incomplete, or a server does not answer."""
     import torch
 
     from embodied_rl.evaluation.play import play_and_sum_up

@@ -66,11 +66,7 @@ COMMAND = Command(
 
 def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, Checkpoint]]:
     """[(label, checkpoint)] of paths separated by commas; `trust` is `load_checkpoint`'s.
-
-    Raises:
-        UserError: none is named, or one is named twice.
-        IncompatibleCheckpointError: one cannot be read.
-    """
+    Raises UserError: none is named, or one is named twice; IncompatibleCheckpointError: one cannot be read."""
     from embodied_rl.checkpoint import load_checkpoint
     from embodied_rl.evaluation.output import labels
 

@@ -337,10 +337,7 @@ def _pictures(rows: Sequence[Row], spec: SimSpec, film: Film, cameras: Sequence[
 
 def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[str]) -> None:
     """Put a video into the logs of the checkpoint's run, at the checkpoint's step.
-
-    Raises:
-        MissingExtraError: a logger's packages are not installed.
-    """
+    Raises MissingExtraError: a logger's packages are not installed."""
     from embodied_rl.loggers.tensorboard import TensorBoardLogger
     from embodied_rl.loggers.wandb import WandbLogger
 

@@ -31,10 +31,7 @@ COMMAND = Command(
 
 def expand_runs(words: Sequence[str]) -> list[Path]:
     """Folders of ``A``, ``A,B`` or patterns such as ``runs/fetch_reach/*``, each once; of a pattern those that are runs.
-
-    Raises:
-        UserError: a pattern matches no run.
-    """
+    Raises UserError: a pattern matches no run."""
 
     from embodied_rl.loggers.jsonl import METRICS_FILE
 

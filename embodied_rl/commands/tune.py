@@ -70,11 +70,7 @@ class Range:
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[Range]]:
-    """(overrides that are the same in all trials, what is searched).
-
-    Raises:
-        UserError: nothing is searched, or a search is malformed.
-    """
+    """(overrides that are the same in all trials, what is searched). Raises UserError: nothing is searched, or a search is malformed."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -151,10 +147,7 @@ def _open(folder: Path, prune: bool, seed: int) -> Study:
 
 def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[Range], trials: int) -> list[Path]:
     """Run what is left of the trials; the folders of those that this call finished.
-
-    Raises:
-        UserError: the first trial of a study already makes no sense.
-    """
+    Raises UserError: the first trial of a study already makes no sense."""
     from optuna.trial import TrialState
 
     finished = []

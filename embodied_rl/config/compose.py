@@ -200,10 +200,7 @@ _MOST_COMPOSED = 16
 
 def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Compose ``configs/<name>.yaml`` with overrides, as the command line does, into plain values.
-
-    Raises:
-        UserError: naming the key or choice that is not known, and the nearest one.
-    """
+    Raises UserError: naming the key or choice that is not known, and the nearest one."""
     from hydra import compose
     from hydra.errors import HydraException
     from omegaconf import OmegaConf

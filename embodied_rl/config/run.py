@@ -339,10 +339,7 @@ class TrainConfig(Config):
 
     def for_domain(self, name: str) -> TrainConfig:
         """The configuration of a run of only this domain, with the domain's overrides; this one for the empty name of a run's only domain.
-
-        Raises:
-            UserError: a value of the domain makes no sense in its place.
-        """
+        Raises UserError: a value of the domain makes no sense in its place."""
         if not name:
             return self
         domain = self.domains[name]

@@ -562,11 +562,7 @@ def split_episodes(episodes: Sequence[EpisodeRef], share: float, *, seed: int) -
 
 
 def choose_episodes(recordings: Sequence[Recording], *, only_success: bool = False, max_episodes: int | None = None) -> list[EpisodeRef]:
-    """The episodes to learn from, in the order of their recordings.
-
-    Raises:
-        UserError: there is none, with the reason.
-    """
+    """The episodes to learn from, in the order of their recordings. Raises UserError: there is none, with the reason."""
     names = ", ".join(f"'{recording.path}'" for recording in recordings)
     found = [(recording, number) for recording in recordings for number in range(len(recording))]
     if not found:

@@ -68,11 +68,7 @@ class FilmingTools:
 
 
 class Filming:
-    """The videos of one running episode, picture by picture; for the process that draws it.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
+    """The videos of one running episode, picture by picture; for the process that draws it. Raises UserError: a file cannot be written."""
 
     def __init__(self, folder: Path, columns: Mapping[str, Column], fps: int, seed: int, tools: FilmingTools) -> None:
         """`columns`: {part of the observation: its column}; `tools` are shared by all episodes of a thread."""
@@ -145,10 +141,7 @@ def films_folder(recording: Path) -> Path:
 @contextmanager
 def keep_films(folder: Path) -> Iterator[None]:
     """Make a folder of `films_folder` and hold it; remove it in the end, and at the beginning those of processes that were killed.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    Raises UserError: the folder cannot be written."""
     for left in folder.parent.glob(f"{_PREFIX}*"):
         _remove_if_left(left)
     try:

@@ -156,10 +156,7 @@ def read_columns(folder: Path) -> tuple[Column, ...]:
 
 def array_offsets(folder: Path, columns: tuple[Column, ...], index: Index) -> dict[str, int]:
     """{column: where its rows begin in the .npy file}, snapshots included, videos not.
-
-    Raises:
-        RecordingError: a file holds something else, or fewer rows than the index says.
-    """
+    Raises RecordingError: a file holds something else, or fewer rows than the index says."""
     offsets = {}
     step_ends = index.step_rows + index.table.lengths
     for column in columns:
@@ -216,10 +213,7 @@ def encode_entry(entry: Mapping[str, Any]) -> bytes:
 
 def read_index(path: Path, num_columns: int) -> Index:
     """The finished episodes of a part; a last line without an end is not one.
-
-    Raises:
-        RecordingError: the file is missing, or a line is not what it should be; the message has the line and the field.
-    """
+    Raises RecordingError: the file is missing, or a line is not what it should be; the message has the line and the field."""
     try:
         data = read_regular(path)
     except OSError as error:

@@ -259,11 +259,7 @@ class PartWriter:
 
     def commit(self, rows: EpisodeRows, about: EpisodeAbout) -> int:
         """Append a finished episode, and return its number in the part.
-
-        Raises:
-            RecordingError: it holds NaN or infinity; the part is as it was, here and below.
-            UserError: something cannot be written.
-        """
+        Raises RecordingError: it holds NaN or infinity; the part is as it was, here and below; UserError: something cannot be written."""
         entry = about.summary({name: rows.whole(name) for name in SUMMED})
         sums = [self._append(column, rows.buffers[column.name]) for column in self.columns]
         sums.append(self._snapshots.append(rows.snapshots.chunks(), rows.snapshots.sizes, rows.marks))
@@ -429,10 +425,7 @@ def create_part(recording: Path, columns: tuple[Column, ...]) -> PartWriter:
 
 def resume_part(folder: Path, columns: tuple[Column, ...]) -> PartWriter | None:
     """Go on with a part, behind its last finished episode; None where it has other columns, or a process is writing it.
-
-    Raises:
-        RecordingError: the part is damaged.
-    """
+    Raises RecordingError: the part is damaged."""
     if read_columns(folder) != columns:
         return None
     path = folder / INDEX_FILE

@@ -374,11 +374,7 @@ class Recording(ABC):
     @abstractmethod
     def episode(self, number: int) -> RecordedEpisode:
         """Episode `number` in 0 … E - 1 (from the end where negative).
-
-        Raises:
-            IndexError: there is none of this number.
-            RecordingError: its data are damaged.
-        """
+        Raises IndexError: there is none of this number; RecordingError: its data are damaged."""
 
     def read_many(self, numbers: Sequence[int] | np.ndarray, columns: Sequence[str]) -> EpisodeBlock:
         """Columns of several episodes, in the order of `numbers`; all at once, which is many times as fast as one by one.

@@ -94,12 +94,7 @@ class Gathering:
         self._go_on(time.perf_counter() + _SLICE_S)
 
     def flush(self) -> None:
-        """Write all.
-
-        Raises:
-            RecordingError: one holds NaN or infinity; the others are written.
-            UserError: they cannot be written.
-        """
+        """Write all. Raises RecordingError: one holds NaN or infinity; the others are written; UserError: they cannot be written."""
         try:
             self._go_on(math.inf)
         finally:
@@ -210,10 +205,7 @@ class RecordingWriter:
 
     def add(self, episode: RecordedEpisode) -> int:
         """Write a whole episode. Returns its number in its part, or `SKIPPED`.
-
-        Raises:
-            RecordingError: it does not fit the simulator, holds NaN or infinity, or is a duplicate and these are refused.
-        """
+        Raises RecordingError: it does not fit the simulator, holds NaN or infinity, or is a duplicate and these are refused."""
         about = EpisodeAbout(episode.seed, episode.task, episode.instruction, episode.metadata)
         if self.is_duplicate(about):
             return SKIPPED
@@ -244,11 +236,7 @@ class RecordingWriter:
 
     def flush(self) -> None:
         """Write the finished episodes that wait for others.
-
-        Raises:
-            RecordingError: one holds NaN or infinity; the others are written.
-            UserError: they cannot be written.
-        """
+        Raises RecordingError: one holds NaN or infinity; the others are written; UserError: they cannot be written."""
         self.gathering.flush()
 
     def __enter__(self) -> RecordingWriter:

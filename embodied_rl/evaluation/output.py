@@ -66,11 +66,7 @@ class Comparison:
 
 
 def compare(episodes: Sequence[EpisodeSummary], against: Sequence[EpisodeSummary], *, reports_success: bool) -> Comparison:
-    """Pair the episodes of two evaluations by seed; differences are `episodes` minus `against`.
-
-    Raises:
-        ValueError: no seed is in both.
-    """
+    """Pair the episodes of two evaluations by seed; differences are `episodes` minus `against`. Raises ValueError: no seed is in both."""
     first, second = ({episode.seed: episode for episode in played} for played in (episodes, against))
     shared = sorted(first.keys() & second.keys())
     if not shared:

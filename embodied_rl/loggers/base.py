@@ -153,11 +153,7 @@ def make_loggers(
     further: Sequence[Logger] = (),
 ) -> LoggerGroup:
     """Build the loggers that ``config.names`` lists; `further` ones come last, and the other arguments are those of `LoggedRun`.
-
-    Raises:
-        MissingExtraError: a logger's packages are not installed.
-        UserError: a logger is not known, or the folder cannot be written.
-    """
+    Raises MissingExtraError: a logger's packages are not installed; UserError: a logger is not known, or the folder cannot be written."""
     check_loggers(config)
     run, loggers = LoggedRun(run_dir, run_config, total_steps, resume_step, stream), list[Logger]()
     try:

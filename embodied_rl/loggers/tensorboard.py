@@ -52,10 +52,7 @@ class TensorBoardLogger(Logger):
 
     def log_video(self, step: int, path: Path) -> None:
         """Show an mp4 or a GIF in TensorBoard's "Images", which plays GIFs. An mp4 is shown as the GIF beside it, or made one.
-
-        Raises:
-            UserError: the mp4 cannot be read.
-        """
+        Raises UserError: the mp4 cannot be read."""
         from embodied_rl.video import gif_size, mp4_as_gif
 
         beside = path.with_suffix(".gif")

@@ -24,13 +24,7 @@ Decode = Callable[[Sequence[int]], str]
 
 def write_filmed_dialogues(base: Path, rows: Sequence[Row], decode: Sequence[Decode]) -> list[Path]:
     """One page for each row of filmed episodes whose agent spoke; `base` is its name without number and ending.
-
-    Args:
-        decode: of each row, tokens to text.
-
-    Raises:
-        UserError: a file cannot be written.
-    """
+    `decode`: of each row, tokens to text. Raises UserError: a file cannot be written."""
     written = []
     for row, to_text in zip(rows, decode, strict=True):
         episodes = [_episode(episode) for episode in row.episodes if episode.spoken]

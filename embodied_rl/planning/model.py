@@ -189,10 +189,7 @@ class _Speeds:
 
 def simulate(workload: WorkloadConfig, placement: Placement, cluster: Cluster, *, seed: int = 0) -> Outlook:
     """Expected speed of a workload under a placement. Groups of devices that are alike are simulated once: thousands take no longer.
-
-    Raises:
-        UserError: it does not fit into memory, has more copies of the policy than environments, or more stages than a copy has slots.
-    """
+    Raises UserError: it does not fit into memory, has more copies of the policy than environments, or more stages than a copy has slots."""
     if placement.kind == "multiplexed" and not workload.episodes_per_iteration:
         raise UserError(
             "hybrid.placement=multiplexed consolidates the episodes that take longest, and this workload collects a fixed number of steps "
@@ -437,11 +434,7 @@ def candidates(workload: WorkloadConfig, num_devices: int) -> Iterator[Placement
 
 
 def plan(workload: WorkloadConfig, cluster: Cluster, *, only: Sequence[PlacementConfig] | None = None, seed: int = 0) -> Plan:
-    """Simulate every candidate (or those of `only`).
-
-    Raises:
-        UserError: none is possible; with the reason of the first.
-    """
+    """Simulate every candidate (or those of `only`). Raises UserError: none is possible; with the reason of the first."""
     outlooks: list[Outlook] = []
     refused: list[Refused] = []
     seen: set[object] = set()

@@ -97,11 +97,7 @@ class RunData:
 
 
 def load_run(path: Path | str) -> RunData:
-    """Read a run's folder.
-
-    Raises:
-        UserError: there is no such folder, or it is not a run's.
-    """
+    """Read a run's folder. Raises UserError: there is no such folder, or it is not a run's."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         beside = folder.parent if folder.parent.is_dir() else Path()

@@ -53,10 +53,7 @@ class ServerHealth:
 
     def failed(self, failure: Failure | None) -> None:
         """A request failed; None: it had no log-probabilities where they are needed.
-
-        Raises:
-            UserError: no request was ever answered, and many were not.
-        """
+        Raises UserError: no request was ever answered, and many were not."""
         if failure is None or failure.kind in _OF_THE_PROMPT:
             return
         self._in_a_row += 1
@@ -141,10 +138,7 @@ class AgentCollector(SlotPump[_Playing]):
 
     def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
         """Move on what is ready, or everything in lockstep; False: no episode is running.
-
-        Args:
-            patience_s: how long to wait where nothing is ready; in lockstep everything is waited for.
-        """
+        `patience_s`: how long to wait where nothing is ready; in lockstep everything is waited for."""
         taken = self._take_scores()
         self._begin_idle()
         if not self._playing:

@@ -83,10 +83,7 @@ class BatchSinks:
         images: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin an episode; `row` is the slot's in the batches given.
-
-        Raises:
-            RecordingError: one is in progress, or it is a duplicate and these are refused.
-        """
+        Raises RecordingError: one is in progress, or it is a duplicate and these are refused."""
         if self._sinks[slot] is not None:
             raise RecordingError(f"The episode of slot {slot} is in progress: finish or discard it first.")
         sink = EpisodeSink(self._writer, seed, task=task, instruction=instruction, metadata=metadata, films=self._films)
@@ -138,10 +135,7 @@ class BatchSinks:
 
     def settle(self) -> None:
         """Do a bit of what can wait until the next actions are sent, so that simulators need not: call it after every step.
-
-        Raises:
-            UserError: see `RecordingWriter.flush`.
-        """
+        Raises UserError: see `RecordingWriter.flush`."""
         while self._full:
             group = self._full.pop()
             if group.fill == group.max_rows:

@@ -379,11 +379,7 @@ class GroupQueue:
 
     def finished(self, assignment: Assignment, episode: Episode) -> bool:
         """Hand in a whole episode; False when it is not needed any more (`should_stop`). NaN or infinity in it is a failure.
-
-        Raises:
-            ValueError: the episode's seed or domain is not the assignment's.
-            UserError: a filter cannot be applied to the group.
-        """
+        Raises ValueError: the episode's seed or domain is not the assignment's; UserError: a filter cannot be applied to the group."""
         with self._lock:
             if (episode.seed, episode.domain) != (assignment.seed, assignment.domain):
                 raise ValueError(

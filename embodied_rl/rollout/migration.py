@@ -29,13 +29,8 @@ class SimHost:
     """
 
     def __init__(self, manager: Simulators, slots: Sequence[int] | None = None) -> None:
-        """
-        Args:
-            slots: those of the manager that belong to this host; None: all of them. Hosts may share a manager.
-
-        Raises:
-            UserError: the simulator's episodes cannot be saved, or new ones begin by themselves.
-        """
+        """`slots`: those of the manager that belong to this host; None: all of them. Hosts may share a manager.
+        Raises UserError: the simulator's episodes cannot be saved, or new ones begin by themselves."""
         if manager.autoreset:
             raise UserError("Episodes can only be moved between managers with autoreset=False: else their slots begin the next one.")
         if manager.spec.snapshots == "none":
@@ -255,10 +250,7 @@ class TokenHost:
 
     def take(self, keys: Sequence[Key]) -> dict[Key, PartialAnswer]:
         """Stop these between two tokens; one that was just answered stays here, for `poll`.
-
-        Raises:
-            TimeoutError: the backend did not give them back.
-        """
+        Raises TimeoutError: the backend did not give them back."""
         wanted = {key for key in keys if key in self._parts}
         self.backend.abort([int(str(key)) for key in wanted])
         taken: dict[Key, PartialAnswer] = {}

@@ -128,13 +128,8 @@ class ProgramRunner:
     """Runs programs against a proxy that has a token, so that only the sessions opened here exist. For one thread."""
 
     def __init__(self, options: ProgramOptions, proxy: AgentProxy, model: str) -> None:
-        """
-        Args:
-            model: its name at the proxy.
-
-        Raises:
-            UserError: this machine's sandbox is weaker than the options ask for, or a task file cannot be read.
-        """
+        """`model`: its name at the proxy.
+        Raises UserError: this machine's sandbox is weaker than the options ask for, or a task file cannot be read."""
         self.options, self.proxy, self.model = options, proxy, model
         self.tasks = TaskBook(options)
         self._box = program_box(options, proxy.base_url)
@@ -500,13 +495,7 @@ class ProgramManager(Simulators):
     plays_itself = True
 
     def __init__(self, config: SimConfig, num_slots: int | None = None) -> None:
-        """
-        Args:
-            num_slots: programs at a time; None: the configuration's.
-
-        Raises:
-            UserError: see `ProgramOptions.of` and `TaskBook`.
-        """
+        """`num_slots`: programs at a time; None: the configuration's. Raises UserError: see `ProgramOptions.of` and `TaskBook`."""
         self.options = ProgramOptions.of(config)
         self.tasks = TaskBook(self.options)
         self.spec = program_spec(config)
@@ -521,10 +510,7 @@ class ProgramManager(Simulators):
         self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
     ) -> list[EpisodeSummary]:
         """See `embodied_rl.rollout.evaluation.evaluate`. A program that fails counts as an episode without success and without reward.
-
-        Raises:
-            UserError: the generator serves no programs.
-        """
+        Raises UserError: the generator serves no programs."""
         if not isinstance(generator, ProgramGenerator):
             raise UserError("An agent program needs a language model behind the proxy; policy=random writes no text.")
         runner = generator.runner(self.options)
@@ -575,10 +561,7 @@ class ProgramManager(Simulators):
 
 def make_manager(config: SimConfig, seeds: EpisodeSeeds, **options: Any) -> EnvManager | ProgramManager:
     """The environment manager of a configuration, or what stands in its place for agent programs; see `EnvManager.from_config`.
-
-    Raises:
-        UserError: the simulator's or the program's configuration cannot be used.
-    """
+    Raises UserError: the simulator's or the program's configuration cannot be used."""
     if is_program(config):
         return ProgramManager(config, options.get("num_slots"))
     return EnvManager.from_config(config, seeds, **options)

@@ -61,18 +61,11 @@ class QueuePump(Collector, abc.ABC):
     @abc.abstractmethod
     def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
         """Move on what is ready. False: no episode is running, and none may begin.
-
-        Args:
-            patience_s: how long to wait where nothing is ready.
-        """
+        `patience_s`: how long to wait where nothing is ready."""
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
         """Play until the queue has a batch for the weights `version`.
-
-        Raises:
-            SimFault: see EnvManager.
-            BatchNeverFullError: the queue rejects too many groups, or waited too long.
-        """
+        Raises SimFault: see EnvManager; BatchNeverFullError: the queue rejects too many groups, or waited too long."""
         self.take_waited()
         started = time.perf_counter()
         while (groups := self.queue.take(version)) is None:

@@ -348,12 +348,7 @@ class Recorder:
         return self._queue.num_kept
 
     def run(self) -> RecordingResult:
-        """Record until the plan is fulfilled.
-
-        Raises:
-            SimFault: see EnvManager.
-            UserError: the recording cannot be written.
-        """
+        """Record until the plan is fulfilled. Raises SimFault: see EnvManager; UserError: the recording cannot be written."""
         for index in range(len(self._groups)):
             self._begin(index)
             self._act(index)

@@ -149,11 +149,7 @@ class Replayer:
 
     def run(self, episodes: Iterable[tuple[int, RecordedEpisode]]) -> Iterator[EpisodeReplay]:
         """Play episodes, (number, episode) each; they come out as they finish.
-
-        Raises:
-            UserError: an episode cannot be played again in this way; the message says which and why.
-            SimFault: see EnvManager.
-        """
+        Raises UserError: an episode cannot be played again in this way; the message says which and why; SimFault: see EnvManager."""
         waiting = iter(episodes)
         while True:
             self._begin(waiting)

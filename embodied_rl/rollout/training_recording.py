@@ -250,10 +250,7 @@ class AgentRecord:
         final: dict[str, Any] | None,
     ) -> None:
         """Hand the episode to a recorder.
-
-        Args:
-            final: {key: what was seen} after the last step; None: the agent was shown it, and answered no more.
-        """
+        `final`: {key: what was seen} after the last step; None: the agent was shown it, and answered no more."""
         if not self.turns:
             return
         seen = self.seen if final is None else [*self.seen, final]

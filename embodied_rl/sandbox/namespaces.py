@@ -22,11 +22,7 @@ _MAX_FILES = 16384
 
 
 def enter(*, network: bool) -> None:
-    """Into new namespaces. Raises OSError where the kernel gives none.
-
-    Args:
-        network: keep the one that we have.
-    """
+    """Into new namespaces. Raises OSError where the kernel gives none. `network`: keep the one that we have."""
     ours = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP
     kernel.unshare(kernel.CLONE_NEWUSER | ours | (0 if network else kernel.CLONE_NEWNET))
 
@@ -49,13 +45,7 @@ def map_users(process: int) -> bool:
 
 def build_root(spec: Spec, owner: int) -> None:
     """Replace the file system by one that holds what the program may see. For the first process of the namespaces.
-
-    Args:
-        owner: the user to whom the scratch folder belongs.
-
-    Raises:
-        OSError: the kernel refuses a mount.
-    """
+    `owner`: the user to whom the scratch folder belongs. Raises OSError: the kernel refuses a mount."""
     os.umask(0o022)
     temp, scratch = spec["temp"], spec["scratch"]
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)

@@ -279,10 +279,7 @@ class UntrustedCode(UserError):
 
 def allowed() -> tuple[str, ...]:
     """The allow-list in the user's configuration folder; ``package.*`` stands for every target of a package.
-
-    Raises:
-        UserError: it is not a YAML list of texts.
-    """
+    Raises UserError: it is not a YAML list of texts."""
     import yaml
 
     folder = config_folder()

@@ -62,13 +62,8 @@ class Toolbox:
     """Tools by name. `call` never raises for what an agent does, and may be made from several threads at a time."""
 
     def __init__(self, tools: Iterable[Tool], *, max_chars: int = 8000) -> None:
-        """
-        Args:
-            max_chars: of a result; the middle of a longer one is left out, and the text says so.
-
-        Raises:
-            UserError: two tools have the same name, or `max_chars` is below 100.
-        """
+        """`max_chars`: of a result; the middle of a longer one is left out, and the text says so.
+        Raises UserError: two tools have the same name, or `max_chars` is below 100."""
         if max_chars < 100:
             raise UserError(f"max_chars must be >= 100, got {max_chars}.")
         self._tools: dict[str, Tool] = {}

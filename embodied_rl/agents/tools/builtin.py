@@ -192,10 +192,7 @@ class PythonTool:
 
 def make_tools(names: Sequence[str], options: ToolsConfig) -> list[Tool]:
     """The tools `agent.tools` names, those of MCP servers among them; servers are started.
-
-    Raises:
-        UserError: the corpus cannot be read, the python tool cannot be held as `python_sandbox` asks, or a server does not start.
-    """
+    Raises UserError: the corpus cannot be read, the python tool cannot be held as `python_sandbox` asks, or a server does not start."""
     tools: list[Tool] = []
     try:
         for name in names:

@@ -81,11 +81,7 @@ def _hdf5_format(path: Path) -> str:
 
 def open_foreign(path: Path, name: str | None = None) -> ForeignRecording:
     """Open a file or folder in another project's format; `name` is the format, None: whichever it is.
-
-    Raises:
-        RecordingError: it is in none of them, is damaged, or contradicts itself.
-        MissingExtraError: h5py or pyarrow is not installed.
-    """
+    Raises RecordingError: it is in none of them, is damaged, or contradicts itself; MissingExtraError: h5py or pyarrow is not installed."""
     name = name or detect_format(path)
     if name is None or name == NATIVE:
         raise RecordingError(f"'{path}' is no recording in a format that is known: native, {', '.join(FORMATS)}.")

@@ -84,10 +84,7 @@ def damaged(path: Path, what: str, episode: int | str | None = None, field: str 
 @contextmanager
 def told_as_damage(path: Path, episode: int | None = None) -> Iterator[None]:
     """The boundary of what reads files of others: what they hold may be of any kind in any place, and each check that fails is damage.
-
-    Raises:
-        RecordingError: instead of what Python, numpy or a library raises where a value is of another kind than it should be.
-    """
+    Raises RecordingError: instead of what Python, numpy or a library raises where a value is of another kind than it should be."""
     try:
         yield
     except UserError:

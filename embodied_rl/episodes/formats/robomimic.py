@@ -247,11 +247,7 @@ def _instruction(problem_info: str | None) -> str | None:
 
 def write(recording: Recording, folder: Path, target: Path, advance: Advance) -> tuple[FieldNote, ...]:
     """Write ``demos.hdf5`` into an empty folder; `target` is not needed.
-
-    Raises:
-        RecordingError: the recording holds what the format cannot (text actions), or is damaged.
-        OSError: the file cannot be written.
-    """
+    Raises RecordingError: the recording holds what the format cannot (text actions), or is damaged; OSError: the file cannot be written."""
     spec, notes = recording.spec, NoteBook()
     for key in require_numbers(spec, "robomimic", notes):
         notes.add(f"observation.{key}", "kept", "obs and, for the one after the last step, next_obs")

@@ -86,10 +86,7 @@ class ChatRequest:
 
 def check_known(body: Mapping[str, Any], known: Sequence[str], harmless: frozenset[str], neutral: Mapping[str, tuple[object, ...]]) -> None:
     """Refuse what is not known, and what asks for something that this server cannot do; nothing is ignored silently.
-
-    Raises:
-        HttpProblem: 400, with the choices.
-    """
+    Raises HttpProblem: 400, with the choices."""
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -229,10 +226,7 @@ def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schem
 
 def plain_message(message: object, place: int) -> dict[str, Any]:
     """A message as templates take it: role, a text as content, tool calls with their arguments as objects; what is null is left out.
-
-    Raises:
-        HttpProblem: 400 for anything else than text.
-    """
+    Raises HttpProblem: 400 for anything else than text."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else None
         raise bad(f"messages[{place}]: the role must be one of {', '.join(ROLES)}, got {role!r:.80}.")

@@ -215,11 +215,7 @@ class CapturedSession:
 
 
 def read_captured(folder: Path) -> list[CapturedSession]:
-    """The sessions that a proxy wrote into a folder, by name.
-
-    Raises:
-        UserError: a file is no captured session.
-    """
+    """The sessions that a proxy wrote into a folder, by name. Raises UserError: a file is no captured session."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -378,10 +374,7 @@ class Session:
 
     def give(self, reward: float, completion_id: str | None = None, reward_id: str | None = None) -> float:
         """Add a reward to the session, or to one turn; the same `reward_id` again adds nothing. Returns all rewards so far.
-
-        Raises:
-            HttpProblem: 404 for an answer that is not of this session, 409 after its end.
-        """
+        Raises HttpProblem: 404 for an answer that is not of this session, 409 after its end."""
         with self._lock:
             self.last_used = time.monotonic()
             if reward_id is None or reward_id not in self._reward_ids:

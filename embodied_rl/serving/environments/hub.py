@@ -69,10 +69,7 @@ def offered_simulators(names: tuple[str, ...] | None = None) -> dict[str, SimCon
 
 def as_requested(config: SimConfig, task: str | None, kwargs: Mapping[str, Any]) -> SimConfig:
     """What the operator offers, with a client's task and arguments.
-
-    Raises:
-        HttpProblem: 403 for an argument that is the operator's, names code or a path; 422 for one that the simulator does not take.
-    """
+    Raises HttpProblem: 403 for an argument that is the operator's, names code or a path; 422 for one that the simulator does not take."""
     schema = _schema(config.target)
     for name, value in kwargs.items():
         if name in config.kwargs and config.kwargs[name] == value:
@@ -191,10 +188,7 @@ class Hub:
         request_id: str | None,
     ) -> list[Environment]:
         """`count` environments of one simulator, built side by side; the same `request_id` again gets the same ones.
-
-        Raises:
-            HttpProblem: unknown simulator, no room, or it cannot be built; then none is left over.
-        """
+        Raises HttpProblem: unknown simulator, no room, or it cannot be built; then none is left over."""
         if sim not in self._simulators:
             raise HttpProblem(
                 404, "unknown_simulator", f"Simulator '{sim}' is not offered here.{did_you_mean(sim, self._simulators)}", choices=self.names
@@ -267,10 +261,7 @@ class Hub:
 
     def run(self, requests: Sequence[EnvRequest]) -> list[Outcome]:
         """Ask several environments at once; they work side by side. Outcomes in the order of the requests.
-
-        Raises:
-            HttpProblem: an environment is asked twice.
-        """
+        Raises HttpProblem: an environment is asked twice."""
         if len({request.env_id for request in requests}) != len(requests):
             raise HttpProblem(400, "bad_request", "A batch asks each environment once.")
         outcomes: dict[str, Outcome] = {}
