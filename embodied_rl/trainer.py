@@ -168,7 +168,8 @@ class Trainer:
                 with self.engine.training(), span("training", "update", iteration=self.iteration):
                     prepared = self.method.prepare(experience)
                     stats = self.method.update(prepared, iteration=self.iteration, steps=self.steps)
-                    self.policy.update_statistics(experience.observation)
+                    if self.config.algorithm.moves_statistics:
+                        self.policy.update_statistics(experience.observation)
                 self.iteration += 1
                 with span("training", "publish", version=self.iteration):
                     self._publish()

@@ -381,6 +381,12 @@ class AlgorithmConfig(Config, place="algorithm"):
         return self.cloning is None and self.off_policy is None
 
     @property
+    def moves_statistics(self) -> bool:
+        """Whether what is played is folded into the normalisation of observations; after a warm start that of the cloned ones stays,
+        because a cloned policy is lost as soon as it reads its observations on another scale."""
+        return self.warm_start is None
+
+    @property
     def learns_from_recordings(self) -> bool:
         off_policy = self.off_policy
         return self.cloning is not None or (off_policy is not None and (not off_policy.fresh or off_policy.recorded_share > 0))

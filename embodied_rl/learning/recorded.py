@@ -19,7 +19,7 @@ from embodied_rl.algorithms import offline_rl
 from embodied_rl.algorithms.aggregation import masked_mean
 from embodied_rl.algorithms.losses import behaviour_cloning_loss
 from embodied_rl.config import CloningConfig, OffPolicyConfig
-from embodied_rl.episodes.dataset import Transitions
+from embodied_rl.episodes.dataset import EpisodeDataset, Transitions
 from embodied_rl.learning.objectives import Metrics, Numbers, Objective, Trained
 from embodied_rl.learning.rows import StepRows, StoredRows, TransitionRows
 from embodied_rl.policies.base import Policy, prepare_observation
@@ -27,6 +27,12 @@ from embodied_rl.policies.q_ensemble import ActorWithCritics
 from embodied_rl.types import Observation
 
 Stored = TypeVar("Stored", bound=StoredRows)
+
+
+def read_statistics(policy: Policy, data: EpisodeDataset) -> None:
+    """Fold every recorded observation once into the policy's normalisation."""
+    for seen in data.observations():
+        policy.update_statistics({key: torch.from_numpy(part) for key, part in seen.items() if part.dtype != object})
 
 
 class StoredObjective(Objective[Trained, Stored]):

@@ -20,7 +20,7 @@ from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import Learner, make_learner
-from embodied_rl.learning.recorded import CloningObjective, step_rows
+from embodied_rl.learning.recorded import CloningObjective, read_statistics, step_rows
 from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
@@ -152,8 +152,7 @@ class CloningMethod(Method):
         if self.validation is None and self.options.patience is not None and self.options.validation_share > 0:
             raise UserError("One recorded episode cannot be split: set algorithm.cloning.validation_share=0, or record more.")
         if not self._has_statistics:
-            for seen in self.train.observations():
-                self.policy.update_statistics({key: torch.from_numpy(part) for key, part in seen.items() if part.dtype != object})
+            read_statistics(self.policy, self.train)
             self._has_statistics = True
 
     def metrics(self) -> dict[str, float]:

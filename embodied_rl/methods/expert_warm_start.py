@@ -10,7 +10,7 @@ from typing import Any
 from embodied_rl.config import CloningConfig, HybridConfig, RecordedConfig, TrainConfig, WarmStartConfig
 from embodied_rl.episodes.dataset import EpisodeDataset
 from embodied_rl.learning.learner import make_learner
-from embodied_rl.learning.recorded import CloningObjective, step_rows
+from embodied_rl.learning.recorded import CloningObjective, read_statistics, step_rows
 from embodied_rl.methods.cloning import mean_figures
 from embodied_rl.methods.demonstrations import Demonstrations, expert_of
 from embodied_rl.policies.base import Policy
@@ -45,6 +45,7 @@ def clone_expert(config: TrainConfig, policy: Policy, run_dir: Path, is_over: Ca
         episodes = demonstrations.load()
     # Nothing is left out: the success on held-out seeds says how well it went.
     data = EpisodeDataset(episodes, demonstrations.spec, demonstrations.options(), seed=config.seed)
+    read_statistics(policy, data)
     hybrid = HybridConfig(device=config.hybrid.device, num_threads=config.hybrid.num_threads or 1)  # here: the run's own ranks wait
     learner = make_learner(CloningObjective(policy, cloning.algorithm), policy, cloning.algorithm, hybrid)
     figures: dict[str, float] = {}

@@ -15,7 +15,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import Learner, make_learner
-from embodied_rl.learning.recorded import CriticsObjective, prepared, steps_of, transition_rows
+from embodied_rl.learning.recorded import CriticsObjective, prepared, read_statistics, steps_of, transition_rows
 from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import mean_figures, single_threaded
@@ -95,8 +95,7 @@ class OfflineMethod(Method):
         memory_mb = config.algorithm.recorded.memory_mb
         self.recorded = EpisodeDataset(demonstrations.load(), demonstrations.spec, options, seed=config.seed, memory_mb=memory_mb)
         if not self._has_statistics:
-            for seen in self.recorded.observations():
-                self.policy.update_statistics({key: torch.from_numpy(part) for key, part in seen.items() if part.dtype != object})
+            read_statistics(self.policy, self.recorded)
             self._has_statistics = True
 
     def _action_margin(self) -> float:

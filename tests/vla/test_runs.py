@@ -138,6 +138,20 @@ def test_cloning_the_expert_solves_the_task(tmp_path: Path) -> None:
     assert curve(run_dir)[-1]["train/validation_loss"] < curve(run_dir)[0]["train/validation_loss"]
 
 
+def test_a_cloned_policy_keeps_the_scale_of_what_was_cloned(tmp_path: Path) -> None:
+    """Its normalisation is that of the expert's observations, each counted once, and does not move while it plays."""
+    mlp = ("policy=mlp", "policy.hidden_sizes=[8]", "policy.normalize_observation=true", "+sim.kwargs={words: spec, pixels: false}")
+    overrides = [*SIM, *mlp, *QUIET, *PPO, EXPERT, WARM, f"run_dir={tmp_path / 'run'}"]
+    run_dir = train(load_train_config(overrides))
+    with open_recording(run_dir / "demonstrations") as recording:
+        played = [recording.episode(number) for number in range(len(recording))]
+        seen = np.concatenate([episode.observation["state"][:-1] for episode in played if episode.success.any()])
+    weights = load_file(run_dir / "checkpoints" / "last" / "policy.safetensors")
+    assert weights["normalizer.count"] == len(seen) > 0
+    np.testing.assert_allclose(weights["normalizer.mean"], seen.mean(axis=0, dtype=np.float64), rtol=1e-12)
+    np.testing.assert_allclose(weights["normalizer.var"], seen.var(axis=0, dtype=np.float64), rtol=1e-9)
+
+
 def test_a_warm_start_is_measured_before_and_after(tmp_path: Path) -> None:
     run_dir = run(tmp_path / "run", *GRPO, EXPERT, WARM, "evaluation.num_episodes=16")
     results = json.loads((run_dir / "results.json").read_text())
