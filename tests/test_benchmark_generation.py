@@ -14,7 +14,6 @@ pytest.importorskip("transformers", reason="the extra 'language' is not installe
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_generation_runs() -> None:
     size = ("--requests", "8", "--mean-tokens", "6", "--max-tokens", "12", "--rounds", "3", "--hidden-size", "64", "--layers", "2")
     lines = run_script("generation.py", "--batches", "4", *size)

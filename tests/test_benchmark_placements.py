@@ -31,7 +31,6 @@ def test_the_table_and_the_figure_by_hand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_it_runs() -> None:
     """Parts of an iteration in one process are parts of its time."""
     short = ["--iterations", "3", "--skipped", "1", "--overrides", "sim.num_slots=4", "sim.num_workers=2", "algorithm.rollout_steps=16"]

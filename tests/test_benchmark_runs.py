@@ -29,7 +29,6 @@ def run_script(name: str, *arguments: str, status: int = 0) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_env_transport_runs() -> None:
     pytest.importorskip("stable_baselines3")
     lines = run_script("env_transport.py", "--rounds", "1", "--segment-s", "0.01", "--payloads", "100 B")
@@ -71,7 +70,6 @@ def test_env_throughput_runs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_env_memory_runs() -> None:
     lines = run_script("env_memory.py", "--rounds", "1", "--sims", "no-op", "HalfCheetah-v5")
     rows = columns(lines, below="MB, medians")
@@ -123,7 +121,6 @@ def test_ppo_cpu_runs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_halfcheetah_peers_runs_once_and_then_reads(tmp_path: Path) -> None:
     pytest.importorskip("stable_baselines3")
     # One slot, so that an episode of 1000 steps ends in the last tenth of 1024.

@@ -44,7 +44,6 @@ def test_vla_runs_on_a_cpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_vla_training_runs() -> None:
     pytest.importorskip("peft")
     lines = run_script("vla_training.py", "--device", "cpu", "--shape", "tiny", "--rows", "2", "--rounds", "1", "--rank", "8")

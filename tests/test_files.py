@@ -15,42 +15,54 @@ from embodied_rl.files import reset_mode, write_atomic
 
 ROOT = Path(__file__).parents[1]
 WRITERS = """
+import os
 import sys
 from pathlib import Path
 import torch
-from embodied_rl.config.policy import LanguageConfig
+from embodied_rl.config import LanguageConfig
 from embodied_rl.learning.sharded_checkpoint import save_sharded
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.openvla.checkpoint import save_state
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
 from tests.short_run import train_shortly
 
-folder = Path(sys.argv[1])
-train_shortly(folder / "run", "experiment=cartpole", "evaluation.num_episodes=2", "video.enabled=no")
-save_state({"weight": torch.zeros(3)}, folder / "state.safetensors")
-model = make_tiny_model(folder / "tiny", ["a b c"], shape=TinyShape(max_context=32))
-policy = build_language_policy(LanguageConfig(str(model), lora_rank=2, value_head="linear"))
-policy.save_model(folder / "whole")
-policy.save_adapter(folder / "adapter")
-save_sharded(folder / "sharded", {"weight": torch.ones(4)})
+for umask in (0o022, 0o077):
+    os.umask(umask)
+    folder = Path(sys.argv[1], oct(umask))
+    folder.mkdir()
+    train_shortly(folder / "run", "experiment=cartpole", "evaluation.num_episodes=2", "video.enabled=no")
+    save_state({"weight": torch.zeros(3)}, folder / "state.safetensors")
+    model = make_tiny_model(folder / "tiny", ["a b c"], shape=TinyShape(max_context=32))
+    policy = build_language_policy(LanguageConfig(str(model), lora_rank=2, value_head="linear"))
+    policy.save_model(folder / "whole")
+    policy.save_adapter(folder / "adapter")
+    save_sharded(folder / "sharded", {"weight": torch.ones(4)})
 """
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o077], ids=oct)
-def test_files_have_the_mode_that_the_umask_says(umask: int, tmp_path: Path) -> None:
-    """A run with its checkpoints, and each way of writing a model's folder; compared with a file that `open` made."""
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with its checkpoints, and each way of writing a model's folder, below a folder for each umask."""
+    folder = tmp_path_factory.mktemp("written")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", WRITERS, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, umask=umask, capture_output=True, text=True, timeout=280, check=False)
+    command = [sys.executable, "-c", WRITERS, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
+    return folder
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077], ids=oct)
+def test_files_have_the_mode_that_the_umask_says(umask: int, written: Path) -> None:
+    """Compared with a file that `open` made."""
+    folder = written / oct(umask)
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     names = {path.name for path in files}
     assert {"policy.safetensors", "results.json", "model.safetensors", "adapter_model.safetensors", "value_head.safetensors"} <= names
-    assert {"run", "whole", "adapter", "tiny", "sharded"} <= {path.relative_to(tmp_path).parts[0] for path in files}
-    modes = {str(path.relative_to(tmp_path)): oct(stat.S_IMODE(path.stat().st_mode)) for path in files}
+    assert {"run", "whole", "adapter", "tiny", "sharded"} <= {path.relative_to(folder).parts[0] for path in files}
+    modes = {str(path.relative_to(folder)): oct(stat.S_IMODE(path.stat().st_mode)) for path in files}
     expected = {0o022: "0o644", 0o077: "0o600"}[umask]
     assert {name: mode for name, mode in modes.items() if mode != expected} == {}
-    folders = {oct(stat.S_IMODE(path.stat().st_mode)) for path in tmp_path.rglob("*") if path.is_dir() and not path.is_symlink()}
+    folders = {oct(stat.S_IMODE(path.stat().st_mode)) for path in folder.rglob("*") if path.is_dir() and not path.is_symlink()}
     assert folders == {{0o022: "0o755", 0o077: "0o700"}[umask]}
 
 

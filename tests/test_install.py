@@ -123,15 +123,6 @@ def test_what_is_missing_is_one_line_with_the_command(lean: dict[str, str], tmp_
         assert f'pip install "embodied-rl[{extra}]"' in line
 
 
-@pytest.mark.slow
-@pytest.mark.ci_sample
-def test_main_job_runs_with_its_own_packages(lean: dict[str, str], tmp_path: Path) -> None:
-    short = ("total_steps=1024", "evaluation.num_episodes=2", "evaluation.every_steps=null", "run_dir=run")
-    done = run(lean, tmp_path, "-m", "embodied_rl", "train", *short)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "report.html").is_file()
-
-
 def dockerfile() -> list[tuple[str, str]]:
     """(instruction, arguments) of each step; every line of the file must be one, a comment, or the rest of one."""
     text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The main job does what it promises: `python -m embodied_rl.train` with nothing else, from random weights."""
+"""The main job does what it promises: `python -m embodied_rl.train` with nothing else, from random weights and with its own packages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_install import lean  # noqa: F401 (a fixture that this module uses too)
+
 
 @pytest.mark.slow
 @pytest.mark.ci_sample
 @pytest.mark.timeout(1900)
-def test_a_robot_arm_learns_to_push_a_cube(tmp_path: Path) -> None:
+def test_a_robot_arm_learns_to_push_a_cube(tmp_path: Path, lean: dict[str, str]) -> None:  # noqa: F811
+    """Where there is only what requirements.train.lock brings."""
     # It ends when it has learned, in a few minutes on a quiet machine.
-    command = [sys.executable, "-m", "embodied_rl.train", "run_dir=run", "max_minutes=20"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1600, check=False)
+    command = [sys.executable, "-m", "embodied_rl", "train", "run_dir=run", "max_minutes=20"]
+    done = subprocess.run(command, cwd=tmp_path, env=lean, capture_output=True, text=True, timeout=1600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert list((tmp_path / "run").rglob("*.mp4")), "the film"
     results = json.loads((tmp_path / "run/results.json").read_text(encoding="utf-8"))
     assert results["task"] == "PushCube-v1"
     assert results["num_episodes"] == 100
@@ -26,7 +31,7 @@ def test_a_robot_arm_learns_to_push_a_cube(tmp_path: Path) -> None:
     assert results["success"] >= 0.9, results
     low, high = results["success_interval_95"]
     assert low < results["success"] <= high
-    random = [sys.executable, "-m", "embodied_rl.evaluate", "checkpoint=run", "policy=random", "num_episodes=50", "output=random.json"]
+    random = [sys.executable, "-m", "embodied_rl.evaluate", "checkpoint=run", "policy=random", "num_episodes=20", "output=random.json"]
     subprocess.run(random, cwd=tmp_path, check=True, capture_output=True, timeout=280)
     # The task is not one that anything solves.
     assert json.loads((tmp_path / "random.json").read_text(encoding="utf-8"))["success"] <= 0.1
@@ -36,7 +41,8 @@ def test_a_robot_arm_learns_to_push_a_cube(tmp_path: Path) -> None:
 @pytest.mark.ci_sample
 def test_it_runs_on_a_machine_without_vulkan_and_says_why_there_is_no_video(tmp_path: Path) -> None:
     environment = {**os.environ, "VK_ICD_FILENAMES": str(tmp_path / "none.json"), "VK_DRIVER_FILES": str(tmp_path / "none.json")}
-    command = [sys.executable, "-m", "embodied_rl.train", "run_dir=run", "total_steps=1024", "evaluation.num_episodes=2"]
+    few = ["total_steps=128", "sim.num_slots=4", "sim.num_workers=1", "sim.pipeline_groups=1", "algorithm.minibatch_size=64"]
+    command = [sys.executable, "-m", "embodied_rl.train", "run_dir=run", *few, "algorithm.rollout_steps=32", "evaluation.num_episodes=2"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no video" in done.stdout

@@ -16,21 +16,39 @@ from tests.test_examples import blocks, commands
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CLONES = ["algorithm.warm_start.episodes=8", "algorithm.warm_start.num_epochs=1", "algorithm.warm_start.measured_episodes=2"]
+FEW = ["evaluation.num_episodes=2", "evaluation.every_steps=null", "video.enabled=no"]
 SHORT = {
-    (): ["total_steps=2048", "evaluation.every_steps=null", "evaluation.num_episodes=4"],
-    ("experiment=fetch_reach",): [],  # as it is: the smoke run
-    ("experiment=tiny_vla",): [*CLONES, "evaluation.num_episodes=2", "evaluation.every_steps=null", "total_steps=512", "video.enabled=no"],
-    ("experiment=frozenlake_text",): [*CLONES, "evaluation.num_episodes=2", "evaluation.every_steps=null", "total_steps=64"],
+    "train": ["total_steps=2048", *FEW],
+    "train experiment=fetch_reach": [],  # as it is: the smoke run, with its film
+    "train experiment=tiny_vla": [*CLONES, *FEW, "total_steps=512"],
+    "train experiment=frozenlake_text": [*CLONES, *FEW, "total_steps=64"],
+    "render": ["num_episodes=1"],
+    "record": ["num_episodes=12"],
+    "replay": ["num_episodes=2"],
 }
-"""What a training command is shortened by: learning itself is shown by test_main_job.py and by docs/results.md."""
+"""What a command is shortened by: learning itself is shown by test_main_job.py and by docs/results.md."""
+ELSEWHERE = {"doctor": "test_doctor.py"}
+"""A command that takes long and has nothing of the others', and the file of tests that runs it in a process of its own."""
+ONE_AFTER_THE_OTHER = """
+import json, runpy, sys
+
+for name, *words in json.loads(sys.argv[1]):
+    sys.argv = [name, *words]
+    print(">", *sys.argv, file=sys.stderr, flush=True)
+    try:
+        runpy.run_module(f"embodied_rl.{name}", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+"""
+"""In one process, which imports torch once."""
 
 
-def run(folder: Path, *words: str, timeout: float = 600) -> str:
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
-    return done.stdout
+def shortened(name: str, arguments: list[str]) -> list[str]:
+    """The command with fewer steps and episodes, whether it says how many or not."""
+    changes = SHORT.get(" ".join([name, *arguments[:1]]), SHORT.get(name, []))
+    keys = {word.partition("=")[0] for word in changes}
+    return [name, *(word for word in arguments if word.partition("=")[0] not in keys), *changes]
 
 
 @pytest.mark.slow
@@ -47,12 +65,18 @@ def test_every_command_runs(tmp_path: Path) -> None:
     shown = commands(README)
     everyday = {"train", "evaluate", "render", "record", "replay", "episodes", "offline_eval", "report", "catalog", "doctor"}
     assert {name for name, _ in shown} == everyday
-    for name, arguments in shown:
-        shortened = SHORT.get(tuple(arguments[:1]), SHORT[()]) if name == "train" else []
-        given = [argument.split("=")[0] for argument in arguments]
-        run(tmp_path, f"embodied_rl.{name}", *arguments, *(word for word in shortened if word.split("=")[0] not in given))
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    listed = json.dumps([shortened(name, arguments) for name, arguments in shown if name not in ELSEWHERE])
+    command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, listed]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     results = json.loads((tmp_path / "runs/fetch_reach/results.json").read_text(encoding="utf-8"))
     assert results["success"] >= 0.9
+
+
+def test_what_runs_elsewhere_is_run_there() -> None:
+    for name, file in ELSEWHERE.items():
+        assert f'"embodied_rl.{name}"' in (ROOT / "tests" / file).read_text(encoding="utf-8")
 
 
 def test_make_targets_exist() -> None:

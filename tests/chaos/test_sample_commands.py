@@ -12,7 +12,7 @@ from tests.chaos.commands import Wrong, in_process, judge
 from tests.chaos.harness import run_attack
 from tests.chaos.mistakes import wrong_value
 
-ATTEMPTS = 100
+ATTEMPTS = 50
 
 
 def _withstands(folder: Path, attempts: int, seed: int) -> None:

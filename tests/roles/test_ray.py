@@ -25,7 +25,7 @@ from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
 
-SCORED = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, num_workers: 2}"
+SCORED = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, num_workers: 1}"
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,10 @@ def session() -> Iterator[Any]:
 
 def test_a_run_with_ray_is_the_run_without_it_bit_for_bit(tmp_path: Path, session: Any) -> None:
     """With reward workers too: threads here, actors there."""
-    task = [*GROUPS, SCORED, "total_steps=200", "evaluation.every_steps=100"]
-    here, there = trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray", SCORED)
+    task = [*GROUPS, SCORED, "hybrid.reward_worker.num_workers=2", "total_steps=200", "evaluation.every_steps=100"]
+    here, there = trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray")
     assert_same_run(here, there)
-    unscored = trained(tmp_path / "unscored", *GROUPS, "total_steps=200", "evaluation.every_steps=100")
-    with pytest.raises(AssertionError):
-        assert_same_run(here, unscored)
+    assert curve(there)[-1]["reward_worker/scored"] > 0
 
 
 @pytest.mark.slow
