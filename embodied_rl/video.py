@@ -58,8 +58,8 @@ def overlay(
     """A picture [H, W, 3] uint8 between a band with lines above and one below, and a coloured badge in the upper right corner.
 
     The bands lie outside the picture and cover none of it. Text that is too long is cut with an ellipsis, so that it never runs out of
-    the band. The outermost pixels stay free of text, so that `add_border` covers none of it. No line at all is no band, unless there is a
-    badge; an empty one is an empty band. `look` is that of the text; None: the one that fits the picture.
+    the band. No line at all is no band, unless there is a badge; an empty one is an empty band. `look` is that of the text; None: the one
+    that fits the picture.
     """
     from PIL import Image, ImageDraw
 
@@ -71,25 +71,24 @@ def overlay(
     canvas[first : first + height] = frame
     image = Image.fromarray(canvas)
     draw = ImageDraw.Draw(image)
-    badge_width = math.ceil(draw.textlength(badge, font=look.font)) + look.edge + 4 * look.pad if badge else 0
-    for lines, text_y in ((above, look.edge), (below, first + height + look.pad)):
+    badge_width = math.ceil(draw.textlength(badge, font=look.font)) + 4 * look.pad if badge else 0
+    for lines, text_y in ((above, look.pad), (below, first + height + look.pad)):
         for index, text in enumerate(lines):
-            room = width - 2 * look.left - (badge_width if lines is above and index == 0 else 0)
-            draw.text((look.left, text_y + index * look.line), cut_text(draw, text, look.font, room), font=look.font, fill=_TEXT)
+            room = width - 2 * look.pad - (badge_width if lines is above and index == 0 else 0)
+            draw.text((look.pad, text_y + index * look.line), cut_text(draw, text, look.font, room), font=look.font, fill=_TEXT)
     if badge:
         draw.rectangle((width - badge_width, 0, width, look.strip(1) - 1), fill=badge_colour)
-        draw.text((width - badge_width + 2 * look.pad, look.edge), badge, font=look.font, fill=_TEXT)
+        draw.text((width - badge_width + 2 * look.pad, look.pad), badge, font=look.font, fill=_TEXT)
     return np.asarray(image).copy()
 
 
 @dataclass(frozen=True)
 class TextLook:
-    """How large text is in a picture, and how far it stays from the edge, in pixels."""
+    """How large text is beside a picture, in pixels."""
 
     font: FreeTypeFont
-    edge: int
-    """Left to `add_border`."""
     pad: int
+    """Kept free around text."""
     line: int
     """From one line to the next: what the letters of the font take, those that reach below the line included."""
 
@@ -98,16 +97,11 @@ class TextLook:
         """Of a picture [H, W, 3]; a wide one has the text of its height."""
         size = min(frame.shape[:2])
         font = load_font(max(9, size // 21))
-        return TextLook(font, border_width(size), max(2, size // 64), sum(font.getmetrics()))
-
-    @property
-    def left(self) -> int:
-        """Where a line begins."""
-        return self.edge + self.pad
+        return TextLook(font, max(2, size // 64), sum(font.getmetrics()))
 
     def strip(self, num_lines: int) -> int:
         """Height of a strip of so many lines."""
-        return self.edge + num_lines * self.line + self.pad if num_lines else 0
+        return num_lines * self.line + 2 * self.pad if num_lines else 0
 
 
 def border_width(size: int) -> int:
@@ -116,11 +110,11 @@ def border_width(size: int) -> int:
 
 
 def add_border(frame: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
-    """A copy of a picture [H, W, 3] uint8 whose edge, `border_width` pixels, has one colour."""
-    thickness = border_width(min(frame.shape[:2]))
-    bordered = frame.copy()
-    bordered[:thickness] = bordered[-thickness:] = colour
-    bordered[:, :thickness] = bordered[:, -thickness:] = colour
+    """A picture [H, W, 3] uint8 within a frame of one colour, `border_width` pixels wide: [H + 2 widths, W + 2 widths, 3]."""
+    height, width = frame.shape[:2]
+    thickness = border_width(min(height, width))
+    bordered = np.full((height + 2 * thickness, width + 2 * thickness, 3), colour, np.uint8)
+    bordered[thickness:-thickness, thickness:-thickness] = frame
     return bordered
 
 

@@ -26,6 +26,7 @@ from embodied_rl.serving.agents.sessions import CapturedSession, CapturedTurn
 from embodied_rl.sim.film import PAPER, text_panel
 from embodied_rl.train import train
 from embodied_rl.types import ActionSpec
+from embodied_rl.video import border_width
 from tests.agents.samples import tiny_folder
 
 
@@ -120,7 +121,7 @@ def test_a_language_checkpoint_becomes_films_and_a_page(run: Path, capsys: pytes
     film, page = [Path(line.rpartition(" (")[0]) for line in capsys.readouterr().out.splitlines() if line.endswith("MB)")]
     assert (film.suffix, page.suffix) == (".gif", ".html")
     with Image.open(film) as image:
-        assert image.size[0] == 2 * 128 + 4
+        assert image.size[0] == 2 * (128 + 2 * border_width(128)) + 4
         assert image.size[1] > 128, "what is written stands outside the pictures"
         assert getattr(image, "n_frames", 1) == 3  # before the first of two turns, and after each
     read = Page(page)

@@ -30,7 +30,7 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import ActionSpec, Observation
-from embodied_rl.video import GREEN, GREY, RED, add_border, fit_square, overlay
+from embodied_rl.video import BAND, GREEN, GREY, RED, add_border, border_width, fit_square, overlay
 from tests.short_run import one_line_error, train_shortly
 
 HELD_OUT = 2**30
@@ -148,7 +148,7 @@ def test_the_command_line_writes_an_mp4_and_a_gif_that_play(cartpole: Path, tmp_
     assert per_second == rate
     assert len(frames) == longest + rate  # one second more of the end
     for index, frame in enumerate(frames):
-        moments = [p[index] if index < len(p) - 1 else add_border(p[-1], GREY) for p in by_hand]
+        moments = [add_border(p[min(index, len(p) - 1)], BAND if index < len(p) - 1 else GREY) for p in by_hand]
         assert near(frame, even(side_by_side(moments))), index
     assert not near(frames[0], frames[longest - 1])
     animated, durations, loop = gif(picture)
@@ -221,8 +221,8 @@ def test_selected_seeds_have_their_own_file_name(cartpole: Path, tmp_path: Path,
     stem = f"CartPole-v1_step{load_checkpoint(cartpole).step:09d}"
     names = [Path(line.split(" (")[0]).name for line in capsys.readouterr().out.splitlines()]
     assert names == [f"{stem}_best.gif", f"{stem}_random.gif"]
-    assert gif(tmp_path / names[0])[0][0].shape[1] == 2 * 32 + 4
-    assert gif(tmp_path / names[1])[0][0].shape[1] == 3 * 32 + 2 * 4
+    assert gif(tmp_path / names[0])[0][0].shape[1] == 2 * (32 + 2 * border_width(32)) + 4
+    assert gif(tmp_path / names[1])[0][0].shape[1] == 3 * (32 + 2 * border_width(32)) + 2 * 4
 
 
 def test_two_policies_stand_one_above_the_other_on_the_same_seeds(
@@ -233,10 +233,10 @@ def test_two_policies_stand_one_above_the_other_on_the_same_seeds(
     assert path.name == f"CartPole-v1_step{load_checkpoint(cartpole).step:09d}_against_random.mp4"
     frames, _ = mp4(path)
     height, width, _ = frames[0].shape
-    by_hand = [drawn_by_hand(cartpole, HELD_OUT + 3 + index) for index in range(2)]
+    by_hand = [[add_border(picture, BAND) for picture in drawn_by_hand(cartpole, HELD_OUT + 3 + index)] for index in range(2)]
     tall = len(by_hand[0][0])
     band = (height - 2 * tall) // 2
-    assert width == 2 * SIZE + 4
+    assert width == 2 * (SIZE + 2 * border_width(SIZE)) + 4
     assert 10 < band < 40
     random_start = [pictures[0] for pictures in by_hand]
     # Both begin alike, for the seeds are the same; then the upper row is the policy's own.
@@ -332,7 +332,7 @@ def test_recorded_episodes_are_shown_with_their_pictures_or_replayed(
             for step in range(length + 1):
                 square = fit_square(np.asarray(env.render()), SIZE)
                 shown = overlay(square, "CartPole-v1", f"seed {seed}   step {step}   return {float(step):.2f}")
-                expected = add_border(shown, GREY) if step == length else shown
+                expected = add_border(shown, GREY if step == length else BAND)
                 # Pictures of 64 pixels, stored as mp4 and drawn larger, are blurred.
                 assert np.abs(frames[step].astype(int) - even(expected)).mean() < (12 if images == "64" else 4), step
                 if step < length:
@@ -365,7 +365,8 @@ def test_pixels_become_a_film_with_the_badge_of_success(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(train_shortly(tmp_path / "run", *overrides), with_learner=False)
     (path,) = render_videos(checkpoint, tmp_path / "films", num_episodes=6, size=64, seed=20, formats=("mp4",), policy="random")
     frames, rate = mp4(path)
-    assert frames[0].shape[1] == 3 * 64 + 2 * 4  # six tiles: three in a row
+    wide = 64 + 2 * border_width(64)
+    assert frames[0].shape[1] == 3 * wide + 2 * 4  # six tiles: three in a row
     with EnvManager.from_config(filmed(checkpoint.config.sim, 64), EpisodeSeeds.held_out(20), num_slots=4, autoreset=False) as manager:
         generator = make_generator(checkpoint, manager.spec, policy="random", seed=20)
         episodes = film(manager, PolicyActor(generator, manager.spec.action, 4), range(HELD_OUT + 20, HELD_OUT + 26), size=64)
@@ -374,10 +375,10 @@ def test_pixels_become_a_film_with_the_badge_of_success(tmp_path: Path) -> None:
     assert len(outcomes) == 6
     assert 0 < sum(outcomes) < 6, "seeds should show both outcomes, or this test tells half"
     for index, success in enumerate(outcomes):
-        tall = len(annotate(episodes[index].frames[-1], episodes[index], episodes[index].moments[-1], USUAL))
-        y, x = index // 3 * (tall + 4), index % 3 * (64 + 4)
-        last = frames[-1][y : y + tall, x : x + 64]
-        assert frames[0][y : y + tall, x : x + 64].std() > 20, "a picture of nothing"
+        tall = len(annotate(episodes[index].frames[-1], episodes[index], episodes[index].moments[-1], USUAL)) + wide - 64
+        y, x = index // 3 * (tall + 4), index % 3 * (wide + 4)
+        last = frames[-1][y : y + tall, x : x + wide]
+        assert frames[0][y : y + tall, x : x + wide].std() > 20, "a picture of nothing"
         corner = last[-2:, :].reshape(-1, 3).mean(axis=0)
         assert np.abs(corner - (GREEN if success else RED)).max() < 60  # the codec blurs a border of two pixels
         # The badge, left of the border and of the last letter.

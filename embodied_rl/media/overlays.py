@@ -111,7 +111,7 @@ def _numbers(episode: FilmedEpisode, moment: Moment, overlays: Overlays) -> list
 def _wrapped(text: str, frame: np.ndarray) -> list[str]:
     """At most two lines; what does not fit is cut when it is drawn."""
     look = TextLook.of(frame)
-    letters = max(8, int((frame.shape[1] - 2 * look.left) / max(1.0, look.font.getlength("n"))))
+    letters = max(8, int((frame.shape[1] - 2 * look.pad) / max(1.0, look.font.getlength("n"))))
     lines = textwrap.wrap(" ".join(text.split()), letters)
     kept = lines[:_INSTRUCTION_LINES]
     if len(lines) > _INSTRUCTION_LINES:
@@ -128,8 +128,8 @@ def _name_cameras(frame: np.ndarray, cameras: Sequence[str], look: TextLook) -> 
     draw = ImageDraw.Draw(image)
     width = frame.shape[1] // len(cameras)
     for index, camera in enumerate(cameras):
-        text = cut_text(draw, camera, look.font, width - 2 * look.left)
-        draw.text((index * width + look.left, look.edge), text, font=look.font, fill=_LETTERS)
+        text = cut_text(draw, camera, look.font, width - 2 * look.pad)
+        draw.text((index * width + look.pad, look.pad), text, font=look.font, fill=_LETTERS)
     return np.asarray(image).copy()
 
 
@@ -147,7 +147,7 @@ def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -
 
     look, size = TextLook.of(frame), min(frame.shape[:2])
     # What has no room is left out: the first dimensions are shown.
-    room = frame.shape[1] - 2 * look.left
+    room = frame.shape[1] - 2 * look.pad
     count = max(1, min(spec.num_actions if spec.kind == "discrete" else spec.dim, room // _NARROWEST))
     step = max(_NARROWEST, min(size // 24, room // count))
     gap = 1 if step > 3 else 0
@@ -155,7 +155,7 @@ def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -
     top, bottom = frame.shape[0], frame.shape[0] + height
     image = Image.fromarray(np.concatenate([frame, np.full((height, frame.shape[1], 3), BAND, np.uint8)]))
     draw = ImageDraw.Draw(image)
-    left = look.left
+    left = look.pad
     if action is None:
         return np.asarray(image).copy()
     if spec.kind == "discrete":
@@ -165,7 +165,7 @@ def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -
             draw.rectangle((x, top + look.pad, x + step - 1 - gap, bottom - look.pad), fill=_BAR if chosen else _OFF)
         return np.asarray(image).copy()
     middle, reach = (top + bottom) / 2, (height - 2 * look.pad) / 2
-    draw.line((left, middle, left + count * step, middle), fill=_AXIS)
+    draw.line((left, middle, left + count * step - 1, middle), fill=_AXIS)
     for index, share in enumerate(normalised(action, spec)[:count]):
         x, end = left + index * step, middle - share * reach
         draw.rectangle((x, min(middle, end), x + step - 1 - gap, max(middle, end)), fill=_BAR)
@@ -199,7 +199,8 @@ class Row:
 
 
 class Pictures(Sequence[np.ndarray]):
-    """The pictures [H, W, 3] uint8 of a video. An episode that has ended keeps its last moment, in a frame of its outcome's colour.
+    """The pictures [H, W, 3] uint8 of a video. An episode that has ended keeps its last moment, and the frame
+    around it takes its outcome's colour.
 
     Args:
         rows: one policy, whose episodes become a grid; or two, one above the other, each below a band with its name.
@@ -242,15 +243,17 @@ class Pictures(Sequence[np.ndarray]):
     def _tile(self, episode: FilmedEpisode, at: int) -> np.ndarray:
         last = len(episode.frames) - 1
         if at < last:
-            return annotate(episode.frames[at], episode, episode.moments[at], self._overlays, self._bands)
+            return self._framed(episode, at, BAND)
         known = self._finals.get(id(episode))
         if known is None:
-            known = annotate(episode.frames[last], episode, episode.moments[last], self._overlays, self._bands)
-            if "success" in self._overlays:
-                outcome = GREEN if episode.finished.success_once else RED
-                known = add_border(known, outcome if self._reports_success else GREY)
-            self._finals[id(episode)] = known
+            outcome = GREEN if episode.finished.success_once else RED
+            known = self._finals[id(episode)] = self._framed(episode, last, outcome if self._reports_success else GREY)
         return known
+
+    def _framed(self, episode: FilmedEpisode, at: int, colour: tuple[int, int, int]) -> np.ndarray:
+        """A moment's picture with its overlays; around it, where outcomes are shown, a frame that is there from the beginning."""
+        shown = annotate(episode.frames[at], episode, episode.moments[at], self._overlays, self._bands)
+        return add_border(shown, colour) if "success" in self._overlays else shown
 
 
 def band(text: str, width: int, tile_height: int, colour: tuple[int, int, int]) -> np.ndarray:
@@ -261,5 +264,5 @@ def band(text: str, width: int, tile_height: int, colour: tuple[int, int, int]) 
     height = look.line + 2 * look.pad
     image = Image.new("RGB", (width, height + height % 2), colour)
     draw = ImageDraw.Draw(image)
-    draw.text((look.left, look.pad), cut_text(draw, text, look.font, width - 2 * look.left), font=look.font, fill=(255, 255, 255))
+    draw.text((look.pad, look.pad), cut_text(draw, text, look.font, width - 2 * look.pad), font=look.font, fill=(255, 255, 255))
     return np.asarray(image).copy()

@@ -7,7 +7,7 @@ import pytest
 
 from embodied_rl.media.overlays import BANDS, Overlays, Pictures, Row, parse_overlays
 from embodied_rl.types import ActionSpec
-from embodied_rl.video import GREEN, GREY, RED, border_width
+from embodied_rl.video import BAND, GREEN, GREY, RED, TextLook, border_width
 from tests.filming.samples import filmed_episode
 
 ACTION = ActionSpec.discrete(2)
@@ -20,14 +20,16 @@ def test_an_ended_tile_keeps_its_last_moment_in_a_frame_of_its_outcome() -> None
     short, long = filmed_episode(50, 1, True), filmed_episode(150, 3, False)
     pictures = Pictures([Row("", [short, long])], BORDERS, reports_success=True)
     assert len(pictures) == 4
-    width = border_width(SIZE)
-    assert pictures[0].shape[1] == 2 * SIZE + GAP
+    width, strip = border_width(SIZE), TextLook.of(short.frames[0]).strip(1)
+    wide = SIZE + 2 * width
+    assert pictures[0].shape == (SIZE + strip + 2 * width, 2 * wide + GAP, 3)
     for index, frame in enumerate(pictures):
-        left, right = frame[:, :SIZE], frame[:, SIZE + GAP :]
-        assert (left[SIZE // 2 : -width, width:-width] == 50 + min(index, 1)).all()
-        assert (right[SIZE // 2 : -width, width:-width] == 150 + index).all()
-        assert (left[-1] == (GREEN if index >= 1 else 50)).all()
-        assert (right[-1] == (RED if index >= 3 else 150 + index)).all()
+        left, right = frame[:, :wide], frame[:, wide + GAP :]
+        # The whole picture, to its last pixel, lies within the frame.
+        assert (left[width + strip : -width, width:-width] == 50 + min(index, 1)).all()
+        assert (right[width + strip : -width, width:-width] == 150 + index).all()
+        for tile, colour in ((left, GREEN if index >= 1 else BAND), (right, RED if index >= 3 else BAND)):
+            assert all((edge == colour).all() for edge in (tile[:width], tile[-width:], tile[:, :width], tile[:, -width:]))
     assert (Pictures([Row("", [short])], BORDERS, reports_success=False)[-1][-1] == GREY).all()
     plain = Pictures([Row("", [short])], Overlays(frozenset(), ACTION), reports_success=True)
     assert (plain[-1] == 51).all(), "without overlays there is no frame either"

@@ -11,7 +11,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.media.episodes import Moment
 from embodied_rl.media.overlays import DEFAULT, NAMES, Bands, Overlays, add_action, annotate, normalised, parse_overlays
 from embodied_rl.types import ActionSpec
-from embodied_rl.video import GREEN, TextLook, border_width, overlay
+from embodied_rl.video import GREEN, TextLook, overlay
 from tests.filming.samples import SPEC, filmed_episode
 
 BLUE = (88, 166, 255)
@@ -96,9 +96,9 @@ def test_bars_of_any_number_stay_inside_the_band(count: int) -> None:
         assert empty.shape == full.shape
         rows, columns = np.nonzero((empty != full).any(axis=-1))
         assert rows.min() > size
-        edge = border_width(size)
-        assert columns.min() >= edge
-        assert columns.max() < size - edge
+        pad = TextLook.of(frame).pad
+        assert columns.min() >= pad
+        assert columns.max() < size - pad
 
 
 def test_a_choice_is_one_filled_square() -> None:

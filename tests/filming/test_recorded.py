@@ -14,6 +14,7 @@ from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Record
 from embodied_rl.errors import UserError
 from embodied_rl.media.recorded import from_pictures, moment_of, recorded_cameras, stride_of
 from embodied_rl.media.settings import Film
+from embodied_rl.video import border_width
 from tests.filming.samples import SPEC, recorded_episode
 
 
@@ -80,7 +81,7 @@ def test_the_best_recorded_episodes_are_shown(tmp_path: Path) -> None:
     assert again.name == "Toy-v0_toy_best_2.mp4"
     (first,) = film_recording(recording, tmp_path / "videos", Film(num_episodes=9, size=64, formats=("mp4",), cameras=("wrist",)))
     assert first.name == "Toy-v0_toy.mp4"
-    assert mp4(first)[0].shape[1] == 3 * 64 + 2 * 4, "all three, where there are no nine"
+    assert mp4(first)[0].shape[1] == 3 * (64 + 2 * border_width(64)) + 2 * 4, "all three, where there are no nine"
 
 
 def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
