@@ -12,7 +12,6 @@ from torch import Tensor
 
 from embodied_rl.checkpoint import Checkpoint, CheckpointWriter, base_of, check_tensors, note_base
 from embodied_rl.errors import IncompatibleCheckpointError
-from embodied_rl.learning.sharded_checkpoint import read_whole
 from embodied_rl.policies.base import TrainedModule, load_saved, saved_tensors
 
 if TYPE_CHECKING:  # offline evaluation loads policies without simulators
@@ -77,6 +76,8 @@ def load_method(method: Method, checkpoint: Checkpoint) -> None:
     if checkpoint.sharded is None:
         method.load_state_tensors(tensors)
     elif sharded is None:
+        from embodied_rl.learning.sharded_checkpoint import read_whole  # half a second of torch.distributed
+
         method.load_state_tensors({**tensors, **method.of_ranks(read_whole(checkpoint.sharded))})
     else:
         with sharded.apart():

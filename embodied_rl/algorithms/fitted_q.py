@@ -24,7 +24,14 @@ _CHUNK_ROWS = 16_384
 """Rows of one forward pass over everything; affects only memory."""
 _WARM_SHARE = 0.1
 """Of the steps, those at the beginning that regress on the recorded returns (see `fit_q`)."""
-_DRIFT_SHARE = 0.2
+_COOLING_SHARE = 0.2
+"""Of the steps, those at the end in which the learning rate falls."""
+_NUM_CHECKS = 40
+"""How often, in so many steps, it is asked whether the values still move."""
+_LEAST_CHECKS = 6
+_SETTLED = 0.25
+"""Of the members' spread: what the values may move, while the steps double, to count as settled."""
+_BETAS = 0.9, 0.999
 _RESAMPLING = 0x0F17
 
 
@@ -75,11 +82,12 @@ class FittedQConfig(Config, place="fqe"):
     num_members: Size = 8
     """E; each is fitted to its own resample of the episodes."""
     num_steps: Size = 6000
-    """The following copy needs hundreds of its time constants (1 / `target_rate`) where much is bootstrapped; `FittedQ.drift` shows it."""
+    """At most; fewer where the values settle before. The following copy needs hundreds of its time constants (1 / `target_rate`) where
+    much is bootstrapped; `FittedQ.drift` shows it."""
     batch_size: Rows = 128
     """Rows of each member in one step."""
     learning_rate: LearningRate = 3e-3
-    """Falls to a hundredth by a cosine."""
+    """In the last steps it falls to a hundredth by a cosine."""
     target_rate: PositiveShare = 0.05
     """Share of the weights that the target network takes over at each step."""
     num_draws: Size = 2
@@ -104,9 +112,11 @@ class FittedQ:
     counts: np.ndarray
     """[E, N] how often each episode is in each member's resample."""
     drift: float
-    """How much the mean of `values` moved in the last fifth of the steps."""
+    """How much the mean of `values` moved while the learning rate fell."""
     loss: float
-    """Mean squared error of the last fifth, in units of reward²."""
+    """Mean squared error of those steps, in units of reward²."""
+    num_steps: int
+    """Taken."""
 
 
 class QEnsemble(nn.Module):
@@ -120,6 +130,10 @@ class QEnsemble(nn.Module):
             bound = math.sqrt((6.0 if index < len(sizes) - 2 else 1.0) / fan_in)
             self.weights.append((torch.rand((num_members, fan_in, fan_out), generator=generator) * 2 - 1) * bound)
             self.biases.append((torch.rand((num_members, 1, fan_out), generator=generator) * 2 - 1) / math.sqrt(fan_in))
+        self.flat = torch.cat([parameter.detach().flatten() for parameter in self.parameters()])
+        """All parameters, which are views into it: an update is one operation over them all."""
+        for parameter, part in zip(self.parameters(), self.flat.split([p.numel() for p in self.parameters()]), strict=True):
+            parameter.data = part.view(parameter.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """[E, R, inputs] → [E, R, outputs]"""
@@ -130,6 +144,22 @@ class QEnsemble(nn.Module):
                 # Smooth, and no unit can die: a member of dead ones would say the mean of everything.
                 x = nn.functional.silu(x)
         return x
+
+
+class FlatAdam:
+    """Kingma & Ba 2015 with its usual coefficients, on one flat tensor. torch's own has a kernel for each of many small tensors, and its
+    first step loads a compiler, which takes a second."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat, self._mean, self._square, self._step = flat, torch.zeros_like(flat), torch.zeros_like(flat), 0
+
+    def step(self, gradient: Tensor, learning_rate: float) -> None:
+        """`gradient` has the shape of what is optimised."""
+        self._step += 1
+        self._mean.lerp_(gradient, 1 - _BETAS[0])
+        self._square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+        size = self._square.sqrt().div_(math.sqrt(1 - _BETAS[1] ** self._step)).add_(1e-8)
+        self._flat.addcdiv_(self._mean, size, value=-learning_rate / (1 - _BETAS[0] ** self._step))
 
 
 def fit_q(
@@ -146,14 +176,15 @@ def fit_q(
     mean over first states of E_{a ~ π} Q(s₀, a). Each member has its own resample of episodes (Hao et al. 2021, "Bootstrapping
     fitted Q-evaluation for off-policy inference"), so that their spread is the estimate's error from the choice of episodes;
     the error of the function class is in no interval. The first tenth of the steps regresses on the recorded returns, which is
-    where the iteration starts, not where it ends.
+    where the iteration starts, not where it ends. Once the values hardly move while the steps double, or only a fifth of the steps is
+    left, the learning rate falls and the regression ends.
 
     Args:
         steps: recorded steps.
         gamma: discount; below 1, unless no episode is continued by the fitted values.
         config: size and length of the regression.
         reachable: (lowest, highest) value that is possible; targets are limited to it.
-        on_step: called with the number of each step, for a progress bar.
+        on_step: called with how many more of `config.num_steps` are done, for a progress bar.
 
     Raises:
         ValueError: gamma is 1 and values are bootstrapped at an episode's end, for which there may be no fixed point.
@@ -202,33 +233,38 @@ class _Regression:
         require_memory(f"fqe.hidden_sizes={list(config.hidden_sizes)}", parts, "fqe.hidden_sizes or fqe.num_members")
         self.online = QEnsemble(config.num_members, sizes, self.generator)
         self.target = QEnsemble(config.num_members, sizes, self.generator)
-        self.target.load_state_dict(self.online.state_dict())
+        self.target.flat.copy_(self.online.flat)
 
     def run(self, on_step: Callable[[int], object] | None) -> FittedQ:
         config = self.config
-        parameters: list[Tensor] = list(self.online.parameters())
-        followers: list[Tensor] = list(self.target.parameters())
-        optimizer = torch.optim.Adam(parameters, config.learning_rate)
-        warm, late = int(_WARM_SHARE * config.num_steps), int((1 - _DRIFT_SHARE) * config.num_steps)
+        parameters, optimizer = list(self.online.parameters()), FlatAdam(self.online.flat)
+        warm, cooling = int(_WARM_SHARE * config.num_steps), max(1, int(_COOLING_SHARE * config.num_steps))
+        checked = max(1, config.num_steps // _NUM_CHECKS)
+        cools_at, end, settling = config.num_steps - cooling, config.num_steps, _Settling()
         before, losses = 0.0, []
-        for step in range(config.num_steps):
-            optimizer.param_groups[0]["lr"] = config.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / config.num_steps)))
+        for step in itertools.count():
+            if warm < step < cools_at and step % checked == 0 and settling.has(self._values(self.online)):
+                cools_at, end = step, step + cooling
+                if on_step is not None:
+                    on_step(config.num_steps - end)
+            if step == cools_at:
+                before = float(self._values(self.online).mean())
+            if step == end:
+                break
+            cooled = max(0, step - cools_at) / cooling
+            rate = config.learning_rate * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * cooled)))
             rows = self._batch()
             target = self._scaled(self.returns[rows] if step < warm else self._target(rows))
             loss = (self._recorded_q(self.online, rows) - target).square().mean(dim=1)
-            optimizer.zero_grad(set_to_none=True)
-            loss.sum().backward()
-            optimizer.step()
-            with torch.no_grad():
-                # Followed closely while the target is fixed, so that the iteration starts from the regression.
-                torch._foreach_lerp_(followers, parameters, 1.0 if step < warm else config.target_rate)
-            if step == late:
-                before = float(self._values(self.online).mean())
-            if step >= late:
+            gradient = torch.autograd.grad(loss.sum(), parameters)
+            optimizer.step(torch.cat([part.flatten() for part in gradient]), rate)
+            # Followed closely while the target is fixed, so that the iteration starts from the regression.
+            self.target.flat.lerp_(self.online.flat, 1.0 if step < warm else config.target_rate)
+            if step >= cools_at:
                 losses.append(float(loss.detach().mean()))
             if on_step is not None:
-                on_step(step)
-        return self._result(before, float(np.mean(losses)))
+                on_step(1)
+        return self._result(before, float(np.mean(losses)), end)
 
     def _batch(self) -> Tensor:
         """[E, R] rows of steps, drawn from each member's resample."""
@@ -283,7 +319,7 @@ class _Regression:
         v = self._all(lambda index: self._state_v(network, first[index]), len(first)).numpy()
         return (v * self.counts).sum(axis=1) / self.counts.sum(axis=1)
 
-    def _result(self, before: float, loss: float) -> FittedQ:
+    def _result(self, before: float, loss: float, num_steps: int) -> FittedQ:
         steps, values = self.steps, self._values(self.online)
         if not np.isfinite(values).all():
             raise FloatingPointError("the regression diverged")
@@ -296,13 +332,28 @@ class _Regression:
         by_state = np.empty((len(outside), len(steps.features)))
         by_state[:, steps.state.numpy()] = by_state[:, steps.next_state.numpy()] = by_step
         drift = float(values.mean()) - before
-        return FittedQ(values, (q * by_step).sum(axis=0), (v * by_state).sum(axis=0), q, v, self.counts, drift, loss * self.scale**2)
+        loss *= self.scale**2
+        return FittedQ(values, (q * by_step).sum(axis=0), (v * by_state).sum(axis=0), q, v, self.counts, drift, loss, num_steps)
 
     def _scaled(self, value: Tensor) -> Tensor:
         return (value - self.centre) / self.scale
 
     def _unscaled(self, value: Tensor) -> Tensor:
         return value * self.scale + self.centre
+
+
+class _Settling:
+    """Whether the members' values have come to rest, from looks at equal distances."""
+
+    def __init__(self) -> None:
+        self._means: list[float] = []
+
+    def has(self, values: np.ndarray) -> bool:
+        """Take one more look [E]: whether their mean moved little since the look at half the way."""
+        self._means.append(float(values.mean()))
+        count = len(self._means)
+        spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+        return count >= _LEAST_CHECKS and abs(self._means[-1] - self._means[count // 2 - 1]) <= _SETTLED * spread
 
 
 def _is_last(episode: Tensor) -> Tensor:

@@ -277,7 +277,7 @@ def _study(recording: Recording, checkpoints: Sequence[tuple[str, Checkpoint]], 
             checkpoints,
             settings,
             on_episode=advance,
-            on_fit=lambda label, step: advance(1, f"fitting values of {label}"),
+            on_fit=lambda label, count: advance(count, f"fitting values of {label}"),
         )
 
 

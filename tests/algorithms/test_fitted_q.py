@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.algorithms.fitted_q import FittedQConfig, QEnsemble, RecordedSteps, fit_q
+from embodied_rl.algorithms.fitted_q import FittedQConfig, FlatAdam, QEnsemble, RecordedSteps, fit_q
 
 GAMMA, NUM_STATES, NUM_CHOICES = 0.9, 4, 2
 LINEAR = FittedQConfig(hidden_sizes=(), num_steps=1000, learning_rate=0.05, num_members=3, batch_size=256)
@@ -246,3 +246,20 @@ def test_what_has_no_value_is_refused(tabular: Tabular) -> None:
     huge = dataclasses.replace(rows, reward=1e38 * (1.0 + rows.reward))
     with pytest.raises(FloatingPointError, match="diverged"):
         fit_q(huge, GAMMA, FittedQConfig(num_steps=60, learning_rate=1000.0, num_members=2))
+
+
+def test_one_flat_tensor_is_optimised_as_torchs_adam_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ensemble, theirs = QEnsemble(2, (3, 4, 1), generator), QEnsemble(2, (3, 4, 1), generator)
+    theirs.load_state_dict(ensemble.state_dict())
+    ours, reference = FlatAdam(ensemble.flat), torch.optim.Adam(theirs.parameters())
+    x = torch.randn(2, 5, 3, generator=generator)
+    for rate in (1e-2, 1e-3, 1e-3):
+        reference.param_groups[0]["lr"] = rate
+        for network in (ensemble, theirs):
+            network.zero_grad()
+            network(x).square().sum().backward()
+        ours.step(torch.cat([p.grad.flatten() for p in ensemble.parameters() if p.grad is not None]), rate)
+        reference.step()
+    for mine, other in zip(ensemble.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
