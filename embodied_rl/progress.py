@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-LINE_INTERVAL_S = 10.0
+LINE_INTERVAL_S, FIRST_LINE_S = 10.0, 1.0
+"""Between lines, and to the first one of a command that has said nothing yet."""
 _began = time.time()
 """When the user's command began; `run_clock` knows better."""
 
@@ -55,7 +56,8 @@ class _Display:
         self.phases: list[_Phase] = []
         self.board: Callable[[], Any] | None = None
         self.live: Live | None = None
-        self.spoke_s = 0.0
+        self.spoke_s: float | None = None
+        """When a line came last; None: none has come yet."""
         self.to_stdout = False
         """Where lines go: to stderr where a command's output is its result."""
         self._ended: threading.Event | None = None
@@ -68,7 +70,9 @@ class _Display:
 
                 self._start(Console(stderr=True, highlight=False), transient=True)
         elif self._ended is None:
-            self.spoke_s, self._ended = time.monotonic(), threading.Event()
+            if self.spoke_s is None:
+                self.spoke_s = time.monotonic() + FIRST_LINE_S - LINE_INTERVAL_S
+            self._ended = threading.Event()
             threading.Thread(target=self._speak, args=(self._ended,), name="progress", daemon=True).start()
 
     def close(self, phase: _Phase) -> None:
@@ -118,8 +122,8 @@ class _Display:
         self.live.start(refresh=True)
 
     def _speak(self, ended: threading.Event) -> None:
-        while not ended.wait(0.5):
-            if self.phases and time.monotonic() - self.spoke_s >= LINE_INTERVAL_S:
+        while not ended.wait(0.2):
+            if self.phases and (self.spoke_s is None or time.monotonic() - self.spoke_s >= LINE_INTERVAL_S):
                 self.spoke_s = time.monotonic()
                 print(self.phases[-1].line(), file=sys.stdout if self.to_stdout else sys.stderr, flush=True)
 
@@ -167,8 +171,12 @@ def spoke() -> None:
 
 @contextmanager
 def run_clock(started: float) -> Iterator[None]:
-    """A training run: all times that are shown count from `started`, a ``time.time()``, and lines go to stdout, where its figures are."""
+    """A training run: all times that are shown count from `started`, a ``time.time()``, and lines go to stdout, where its figures are.
+    Within another one, such as a study of many runs, that one's clock goes on."""
     global _began
+    if _display.to_stdout:
+        yield
+        return
     before = _began, _display.to_stdout
     _began, _display.to_stdout = started, True
     try:

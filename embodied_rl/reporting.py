@@ -187,9 +187,12 @@ def sweep_table(folders: Sequence[Path]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table)
 
 
-def write_results(summary: RunSummary) -> dict[str, Any]:
+def write_results(summary: RunSummary, *, whole_wall_clock_s: float | None = None) -> dict[str, Any]:
     """Write ``<run_dir>/results.json``: figures, seeds, time, command, configuration, versions, machine.
-    Returns what was written. Raises UserError: the file cannot be written."""
+
+    `whole_wall_clock_s` is from the user's command to the end of filming; None: that has not come yet. Returns what was written. Raises
+    UserError: the file cannot be written.
+    """
     config = summary.config
     results = {
         "task": summary.spec.task,
@@ -203,6 +206,7 @@ def write_results(summary: RunSummary) -> dict[str, Any]:
         "iterations": summary.iterations,
         "wall_clock_s": round(summary.wall_clock_s, 2),
         "train_wall_clock_s": round(summary.train_wall_clock_s, 2),
+        "whole_wall_clock_s": None if whole_wall_clock_s is None else round(whole_wall_clock_s, 2),
         "steps_per_s": round(summary.steps / summary.train_wall_clock_s, 1) if summary.train_wall_clock_s > 0 else None,
         "command": summary.command,
         "checkpoint": str(summary.checkpoint),

@@ -99,7 +99,7 @@ class Trainer:
         """Of the last iteration."""
         with progress_bar("starting simulators", shown=self._shown):
             # The simulators start while this process builds its networks.
-            parts = start_simulators(config, announce)
+            parts = start_simulators(config, announce if self._shown else lambda _: None)
         self.manager = parts.simulators
         self.spec = plain_spec(self.manager.spec)
         with ExitStack() as undo:

@@ -151,7 +151,9 @@ def test_the_closing_text_lists_what_exists_and_commands_that_can_be_run(tmp_pat
     assert all(path.exists() for path in places.values())
     assert "gone.gif" not in full
     assert "66.7%" in full
-    assert "(10,000 steps, 0:12 of wall-clock)" in full
+    assert "10,000 steps. Wall-clock since the command: trained after 0:08, evaluated after 0:12." in full
+    filmed = closing_text(summary, write_results(summary, whole_wall_clock_s=41.2), [])
+    assert "evaluated after 0:12, filmed and reported after 0:41." in filmed
     commands = commands_of(full)
     assert commands.keys() == {"more held-out episodes", "more videos", "train on", "look at the curves"}
     assert evaluate.COMMAND.parse(commands["more held-out episodes"][3:])[0]["checkpoint"] == str(tmp_path)
@@ -199,7 +201,7 @@ def test_a_real_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureF
     assert results["return_mean"] == pytest.approx(sum(returns) / 5)
     assert f"Final evaluation, return on 5 held-out seeds: {sum(returns) / 5:.4g}" in text
     assert results["steps"] == 256
-    assert 0 < results["train_wall_clock_s"] < results["wall_clock_s"] < 3600
+    assert 0 < results["train_wall_clock_s"] < results["wall_clock_s"] < results["whole_wall_clock_s"] < 3600
     listed = [Path(line.split()[1]) for line in text.split("Next:")[0].splitlines() if line.startswith("  ")]
     assert {path.suffix for path in listed} == {"", ".png", ".mp4", ".gif", ".html", ".json"}
     assert all(path.exists() for path in listed)

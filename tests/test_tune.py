@@ -80,7 +80,12 @@ def test_a_study_runs_its_trials_ends_poor_ones_and_goes_on(tmp_path: Path) -> N
 
     tune(2)
     printed = tune(6)
-    assert printed.count("# trial ") == 4, "two were there already"
+    lines = [line for line in printed.splitlines() if line.startswith("trial ") and ": " in line]
+    assert [line.split(":")[0] for line in lines] == [f"trial {number} of 6" for number in (3, 4, 5, 6)], "two were there already"
+    assert "Next:" not in printed, "a line for each trial, no closing text"
+    assert printed.startswith(
+        "Optuna searches algorithm.learning_rate=tag(log,interval(1e-4,1e-1)), algorithm.num_epochs=choice(1,3): 6 trials"
+    )
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
@@ -88,7 +93,7 @@ def test_a_study_runs_its_trials_ends_poor_ones_and_goes_on(tmp_path: Path) -> N
     assert len(study.trials) == 6
     before: dict[int, list[float]] = {}
     for trial in study.trials:
-        run = tmp_path / "study" / f"trial{trial.number:04d}"
+        run = tmp_path / "study" / f"trial{trial.number + 1:04d}"
         if trial.state.name == "COMPLETE":
             assert trial.value == json.loads((run / "results.json").read_text())["return_mean"]
         else:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.commands.cli import as_command, print_tables
 from embodied_rl.config import SimConfig, config_file, group_names, load_sim_config
 from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.progress import progress_bar
 
 if TYPE_CHECKING:
     from importlib.metadata import PackageMetadata
@@ -331,7 +332,8 @@ def _check(arguments: Sequence[str], as_json: bool) -> None:
     config, numbers = what_to_check(arguments)
     from embodied_rl.sim.factory import SimFactory
 
-    report = check_sim(SimFactory(config.target, config.task, config.kwargs, config.extra), **numbers)
+    with progress_bar(f"checking {config.name}"):
+        report = check_sim(SimFactory(config.target, config.task, config.kwargs, config.extra), **numbers)
     print(json.dumps(report.to_dict(), indent=1) if as_json else report, flush=True)
     if config.target == "embodied_rl.sim.robots.maniskill:make" and config.task is not None:
         from embodied_rl.sim.robots.maniskill import batch_verdict

@@ -13,7 +13,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
@@ -21,6 +21,7 @@ from embodied_rl.commands.cli import Argument, Command, print_tables
 from embodied_rl.probes.base import Check, NotHere, Probe, Status, installed_version
 from embodied_rl.probes.machine import TRAINING, package_checks, placement_checks, system_checks
 from embodied_rl.probes.simulators import DRAWING, SIMULATORS
+from embodied_rl.progress import progress_bar
 
 PROBE_TIMEOUT_S = 120.0
 """Generous: first imports on a cold disk are slow. The probes run side by side, and all take about 10 s on two cores."""
@@ -44,12 +45,23 @@ PROBES = (*TRAINING, *SIMULATORS, *DRAWING)
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
-def examine(probes: Sequence[Probe] = PROBES, timeout_s: float = PROBE_TIMEOUT_S) -> list[Check]:
-    """Run every check; the probes side by side, two at a time or as many as there are cores."""
+def examine(
+    probes: Sequence[Probe] = PROBES, timeout_s: float = PROBE_TIMEOUT_S, *, on_probe: Callable[[str], object] | None = None
+) -> list[Check]:
+    """Run every check; the probes side by side, two at a time or as many as there are cores.
+
+    `on_probe` is called with the name of each that has ended.
+    """
     from embodied_rl.sim.affinity import available_cores
 
+    def tried_one(probe: Probe) -> Check:
+        check = run_probe(probe, timeout_s)
+        if on_probe is not None:
+            on_probe(probe.name)
+        return check
+
     with ThreadPoolExecutor(max_workers=max(2, min(available_cores(), len(probes)))) as pool:
-        tried = list(pool.map(lambda probe: run_probe(probe, timeout_s), probes))
+        tried = list(pool.map(tried_one, probes))
     return [*system_checks(), *placement_checks(), *package_checks(), *_one_is_enough(tried, "MuJoCo EGL", "MuJoCo OSMesa")]
 
 
@@ -156,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in exports().items()))
         return 0
-    checks = examine()
+    with progress_bar("trying what this machine can do", len(PROBES)) as advance:
+        checks = examine(on_probe=lambda name: advance(1, name))
     if values["json"]:
         print(json.dumps({"can_train": can_train(checks), "checks": [asdict(check) for check in checks]}, indent=2))
     else:

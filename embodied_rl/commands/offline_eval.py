@@ -15,7 +15,6 @@ from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_comman
 from embodied_rl.errors import UserError
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.progress import progress_bar
-from embodied_rl.trust import trusted_names
 from embodied_rl.versions import machine, versions
 
 if TYPE_CHECKING:
@@ -256,10 +255,12 @@ def main(argv: Sequence[str]) -> None:
     """The command line."""
     values, further = COMMAND.parse(argv)
     started = time.perf_counter()
-    from embodied_rl.episodes.reader import open_recording
 
-    settings = settings_of(values, further)
-    with progress_bar("loading checkpoints"):
+    with progress_bar(f"offline evaluation of {values['checkpoint']} on {values['recording']}"):
+        from embodied_rl.episodes.reader import open_recording
+        from embodied_rl.trust import trusted_names
+
+        settings = settings_of(values, further)
         checkpoints = load_checkpoints(values["checkpoint"], trusted_names(values["trust"]))
     with open_recording(values["recording"]) as recording:
         study = _study(recording, checkpoints, settings)

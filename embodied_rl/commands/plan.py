@@ -13,7 +13,7 @@ from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command,
 from embodied_rl.config import config_file, group_names
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import write_atomic
-from embodied_rl.progress import wrapped_lines
+from embodied_rl.progress import progress_bar, wrapped_lines
 from embodied_rl.versions import versions
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ def main(argv: Sequence[str]) -> None:
 
     _check(values, overrides)
     cluster = Cluster(cluster_of(values["cluster"]))
-    measured = _measure(values, overrides) if values["measure"] else None
+    with progress_bar("planning: measuring a run" if values["measure"] else "planning"):
+        measured = _measure(values, overrides) if values["measure"] else None
     workload = workload_of(values["workload"], overrides) if measured is None else _changed(measured.workload, overrides)
     if measured is not None and values["save"] is not None:
         _save(Path(values["save"]), workload)
@@ -85,7 +86,8 @@ def main(argv: Sequence[str]) -> None:
         only = [config for config in candidates(workload, len(cluster.compute)) if config.kind == values["placement"]]
         # A cluster that is too small leaves no candidate: then the kind itself says why.
         only = only or [PlacementConfig(values["placement"])]
-    found = plan(workload, cluster, only=only, seed=values["seed"])
+    with progress_bar("planning: comparing placements"):
+        found = plan(workload, cluster, only=only, seed=values["seed"])
     document = document_of(found, workload, cluster, measured, command_line("plan", argv))
     if values["json"]:
         print(json.dumps(document, indent=1, allow_nan=False))

@@ -269,21 +269,22 @@ def _info(
 def main(argv: Sequence[str]) -> None:
     """The command line."""
     values, overrides = COMMAND.parse(argv)
-    from embodied_rl.rollout.recording import RecordingPlan
 
     policy = _policy_of(values)
     _check(values)
-    showing = Showing.parse(values["states"], values["images"], values["cameras"])
-    checkpoint, sim = _choose(values, overrides)
-    plan = RecordingPlan(
-        num_episodes=values["num_episodes"],
-        first_seed=values["seed"] + (2**30 if values["held_out"] else 0),
-        only_success=values["only_success"],
-        max_seeds=values["max_seeds"],
-        noise_seed=values["noise_seed"],
-        snapshot_every=showing.snapshot_every,
-    )
-    with progress_bar("recording: starting simulators"):
+    with progress_bar(f"recording {values['num_episodes']} episodes of {values['checkpoint'] or values['sim']}: starting simulators"):
+        from embodied_rl.rollout.recording import RecordingPlan
+
+        showing = Showing.parse(values["states"], values["images"], values["cameras"])
+        checkpoint, sim = _choose(values, overrides)
+        plan = RecordingPlan(
+            num_episodes=values["num_episodes"],
+            first_seed=values["seed"] + (2**30 if values["held_out"] else 0),
+            only_success=values["only_success"],
+            max_seeds=values["max_seeds"],
+            noise_seed=values["noise_seed"],
+            snapshot_every=showing.snapshot_every,
+        )
         recorded = record(
             sim,
             _folder(values, sim, policy),

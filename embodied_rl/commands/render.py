@@ -378,7 +378,7 @@ def main(argv: Sequence[str]) -> None:
         formats=_words(values["format"]) or (values["format"],),
         show_progress=True,
     )
-    with _progress("filming: starting simulators", None, film):
+    with _progress(f"filming {values['recording'] or values['checkpoint']}: starting simulators", None, film):
         paths = _film_recording(values, overrides, film) if values["recording"] else _film_checkpoints(values, overrides, film)
     for path in paths:
         print(f"{path} ({path.stat().st_size / 1e6:.2f} MB)")

@@ -276,13 +276,13 @@ def main(argv: Sequence[str]) -> None:
     """The command line."""
     values, overrides = COMMAND.parse(argv)
 
-    from embodied_rl.episodes.reader import open_recording
-
     _check(values)
-    recording = open_recording(Path(values["recording"]))
-    sim = _sim(recording, values, overrides)
-    output = _output(values, recording) if values["render"] else None
-    with progress_bar("replaying: starting simulators"):
+    with progress_bar(f"replaying {values['recording']}: starting simulators"):
+        from embodied_rl.episodes.reader import open_recording
+
+        recording = open_recording(Path(values["recording"]))
+        sim = _sim(recording, values, overrides)
+        output = _output(values, recording) if values["render"] else None
         report = replay(
             recording,
             by=values["by"],

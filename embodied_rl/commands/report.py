@@ -8,6 +8,7 @@ from pathlib import Path
 
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command
 from embodied_rl.errors import UserError
+from embodied_rl.progress import progress_bar
 
 COMMAND = Command(
     name="report",
@@ -57,7 +58,9 @@ def main(argv: Sequence[str]) -> None:
     named = [f"run={','.join(folders)}"] if folders else []
     values, _ = COMMAND.parse([*named, *(word for word in argv if word not in folders)])
     given = [word.removeprefix("run=") for word in argv if word.startswith("run=")]
-    from embodied_rl.reports import write_report
+    runs, output = expand_runs([*given, *folders]), Path(values["output"]) if values["output"] else None
+    with progress_bar(f"writing the report of {len(runs)} run{'s' if len(runs) > 1 else ''}"):
+        from embodied_rl.reports import write_report
 
-    output = Path(values["output"]) if values["output"] else None
-    print(write_report(expand_runs([*given, *folders]), output))
+        page = write_report(runs, output)
+    print(page)

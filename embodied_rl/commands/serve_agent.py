@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Port, Seconds, Seed, Slots, Tokens
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, serve_until_stopped
+from embodied_rl.progress import progress_bar
 
 if TYPE_CHECKING:
     from embodied_rl.serving.agents.app import AgentProxy
@@ -42,7 +43,8 @@ COMMAND = Command(
 def main(argv: Sequence[str]) -> None:
     """The command line."""
     values, _ = COMMAND.parse(argv)
-    proxy, token = start(values)
+    with progress_bar(f"loading {values['model']} to serve it on port {values['port']}"):
+        proxy, token = start(values)
     if token is not None:
         from embodied_rl.serving.agents.app import TOKEN_VARIABLE
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import Megabytes, Port, Processes, Seconds
 from embodied_rl.commands.cli import Argument, Command, as_command, serve_until_stopped
+from embodied_rl.progress import progress_bar
 
 if TYPE_CHECKING:
     from embodied_rl.serving.environments.app import EnvironmentService
@@ -41,10 +42,11 @@ COMMAND = Command(
 def main(argv: Sequence[str]) -> None:
     """The command line."""
     values, _ = COMMAND.parse(argv)
-    from embodied_rl.serving.environments.app import TOKEN_VARIABLE
-
-    service, token = start(values)
+    with progress_bar(f"starting the service of sims={values['sims']} on port {values['port']}"):
+        service, token = start(values)
     if token is not None:
+        from embodied_rl.serving.environments.app import TOKEN_VARIABLE
+
         print(f"Clients need this token:\nexport {TOKEN_VARIABLE}={token}")
     serve_until_stopped(service.close, f"Serving {len(service.hub.names)} simulators at {service.url}")
 

@@ -19,7 +19,7 @@ from embodied_rl.commands.cli import command_line, run_command, terminal_width
 from embodied_rl.config import TrainConfig, group_names
 from embodied_rl.errors import UserError
 from embodied_rl.paths import configs_dir
-from embodied_rl.progress import progress_bar, run_clock, wrapped_lines
+from embodied_rl.progress import progress_bar, run_clock, spoke, wrapped_lines
 from embodied_rl.run_folder import announce, find_run_folder, replaced_keys
 from embodied_rl.trust import code_names
 
@@ -170,6 +170,7 @@ def train(
     overrides: Sequence[str] = (),
     command: str = "from Python, with the configuration below",
     loggers: Sequence[Logger] = (),
+    tells: bool = True,
 ) -> Path:
     """Run a configuration from start to report. Returns the run's folder.
 
@@ -179,6 +180,7 @@ def train(
         overrides: the ``key=value`` of the command line.
         command: how the run was started, for the model card.
         loggers: see `Trainer`.
+        tells: whether the result is printed at the end.
 
     Raises:
         UserError: and its kinds, for everything a user can mend.
@@ -204,11 +206,12 @@ def train(
             # What follows imports torch, which takes seconds.
             what, where = plan_text(config, run_dir)
             print("\n".join([*(wrapped_lines(what, terminal_width()) if sys.stdout.isatty() else [what]), where]), flush=True)
+            spoke()
         with progress_bar("loading PyTorch", shown=shows_progress(config)):
             from embodied_rl.roles.failures import RoleLost
         for num_restarts in itertools.count():
             try:
-                _run(config, run_dir, command, checkpoint, started, loggers)
+                _run(config, run_dir, command, checkpoint, started, loggers, tells)
             except RoleLost as lost:
                 # Who trained has ended, and its weights are gone with it.
                 checkpoint, started = _last_before(lost, config, run_dir, num_restarts), None
@@ -218,7 +221,13 @@ def train(
 
 
 def _run(
-    config: TrainConfig, run_dir: Path, command: str, checkpoint: Checkpoint | None, started: float | None, loggers: Sequence[Logger]
+    config: TrainConfig,
+    run_dir: Path,
+    command: str,
+    checkpoint: Checkpoint | None,
+    started: float | None,
+    loggers: Sequence[Logger],
+    tells: bool,
 ) -> None:
     from embodied_rl.checkpoint import resume_command
     from embodied_rl.reporting import shows_progress
@@ -250,7 +259,7 @@ def _run(
         from embodied_rl.commands.render import render_videos
         from embodied_rl.reports.run_end import finish_run
 
-        finish_run(trainer.summary(episodes), render_videos)
+        finish_run(trainer.summary(episodes), render_videos, tells=tells)
 
 
 def _last_before(lost: Exception, config: TrainConfig, run_dir: Path, num_restarts: int) -> Checkpoint:

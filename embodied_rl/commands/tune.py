@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import shlex
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import PlayedEpisodes, Seed
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, terminal_width
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, terminal_width
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, brief, shown
-from embodied_rl.progress import wrapped_lines
+from embodied_rl.progress import Advance, clock_text, progress_bar, run_clock, spoke, wrapped_lines
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
+
+    from embodied_rl.config import TrainConfig
+    from embodied_rl.loggers import Logger
 
 Value = str | int | float | bool
 
@@ -39,7 +46,7 @@ COMMAND = Command(
 
 
 class Pruned(Exception):
-    """An interim evaluation was so poor that the trial ends here."""
+    """An interim evaluation was so poor that the trial ends here. Its text says how poor."""
 
 
 @dataclass(frozen=True)
@@ -121,20 +128,32 @@ def main(argv: Sequence[str]) -> None:
     for key in ("run_dir", "resume"):
         if any(word.startswith(f"{key}=") for word in fixed):
             raise UserError(f"{key}= is the study's to set: runs lie in study={values['study']}.")
-    folder = Path(values["study"])
-    study = _open(folder, values["prune"], values["sampler_seed"])
-    finished = _search(study, folder, fixed, ranges, values["trials"])
-    _tell(study, folder, fixed, ranges, finished)
+    if importlib.util.find_spec("optuna") is None:
+        raise MissingExtraError("Command 'tune'", "tune")
+    folder, trials = Path(values["study"]), values["trials"]
+    searched = [word for word, mine in zip(argv, is_own, strict=True) if not mine and word not in fixed]
+    _say(f"Optuna searches {', '.join(searched)}: {trials} trials of {shlex.join(fixed) or 'the main job'}.")
+    print(f"Study: {folder}", flush=True)
+    spoke()
+    with run_clock(time.time()):
+        with progress_bar("loading Optuna and PyTorch"):
+            study = _open(folder, values["prune"], values["sampler_seed"])
+            import torch  # noqa: F401
+        finished = _search(study, folder, fixed, ranges, trials)
+        _tell(study, folder, fixed, finished)
+
+
+def _say(text: str) -> None:
+    """A line; between words where a terminal is narrower."""
+    print("\n".join(wrapped_lines(text, terminal_width(), 2)) if sys.stdout.isatty() else text, flush=True)
 
 
 def _open(folder: Path, prune: bool, seed: int) -> Study:
-    """The study of a folder, begun or gone on with. Raises MissingExtraError."""
-    try:
-        import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("Command 'tune'", "tune", error) from error
+    """The study of a folder, begun or gone on with."""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)
     storage = JournalStorage(JournalFileBackend(str(folder / "study.journal")))
@@ -155,54 +174,83 @@ def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[R
         trial = study.ask()
         chosen = [one.word(one.draw(trial)) for one in ranges]
         trial.set_user_attr("overrides", chosen)
-        print(f"# trial {trial.number + 1} of {trials}: {shlex.join(chosen)}", flush=True)
+        name, run_dir, began_s = f"trial {trial.number + 1} of {trials}", _run_dir(folder, trial.number), time.monotonic()
         try:
-            score = _run(trial, [*fixed, *chosen], folder / f"trial{trial.number:04d}")
+            results = _run(trial, name, [*fixed, *chosen], run_dir)
         except Pruned as end:
             study.tell(trial, state=TrialState.PRUNED)
-            print(f"Ended early: {end}.", flush=True)
-            continue
+            told = f"ended early, {end}"
         except (UserError, NonFiniteError) as error:
             study.tell(trial, state=TrialState.FAIL)
             if trial.number == 0:
                 raise
-            print("\n".join(wrapped_lines(f"Failed: {brief(error)}", terminal_width(), 2)), flush=True)
-            continue
-        if score is None:
-            study.tell(trial, state=TrialState.FAIL)
-            print("Interrupted. The same command goes on with the study.")
-            break
-        study.tell(trial, score)
-        finished.append(folder / f"trial{trial.number:04d}")
+            told = f"failed: {brief(error)}"
+        else:
+            if results is None:
+                study.tell(trial, state=TrialState.FAIL)
+                print("Interrupted. The same command goes on with the study.")
+                break
+            study.tell(trial, float(results["return_mean"] if results["success"] is None else results["success"]))
+            finished.append(run_dir)
+            told = _score(results["success"], results["return_mean"]) + f", {results['steps']:,} steps"
+        _say(f"{name}: {told}, {clock_text(time.monotonic() - began_s)}: {shlex.join(chosen)}")
     return finished
 
 
-def _run(trial: Trial, words: Sequence[str], run_dir: Path) -> float | None:
-    """Success in the final evaluation, or the return where there is none; None for a run that was interrupted. Raises Pruned."""
-    from embodied_rl.commands.learn import Run, trained
+def _run_dir(folder: Path, number: int) -> Path:
+    """Of a trial, whose number is counted from 1 wherever it is shown."""
+    return folder / f"trial{number + 1:04d}"
+
+
+def _score(success: float | None, mean_return: float) -> str:
+    return f"return {mean_return:.4g}" if success is None else f"success {success:.1%}"
+
+
+def _run(trial: Trial, name: str, words: Sequence[str], run_dir: Path) -> dict[str, Any] | None:
+    """The results of a trial's run; None where it was interrupted. Raises Pruned."""
+    from embodied_rl.commands.learn import Run
+    from embodied_rl.commands.train import train
+    from embodied_rl.config.compose import load_train_config
+
+    words = [*words, f"run_dir={run_dir}", "video.enabled=no"]
+    config = load_train_config(words)
+    # The study tells one line of each trial.
+    logger = dataclasses.replace(config.logger, names=tuple(each for each in config.logger.names if each != "console"))
+    config = dataclasses.replace(config, logger=logger)
+    with progress_bar(name, config.total_steps) as advance:
+        run = Run(
+            train(config, overrides=words, command=command_line("train", words), loggers=[_watcher(trial, config, advance)], tells=False)
+        )
+    return run.results if (run.path / "results.json").is_file() else None
+
+
+def _watcher(trial: Trial, config: TrainConfig, advance: Advance) -> Logger:
+    """Tells Optuna of interim evaluations, and ends the run where Optuna gives it up."""
     from embodied_rl.loggers import Logger
 
     class Watcher(Logger):
-        """Tells Optuna of interim evaluations, and ends the run where Optuna gives it up."""
+        def __init__(self) -> None:
+            self._step, self._note = 0, ""
 
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
-            score = metrics.get("eval/success", metrics.get("eval/return"))
+            success, mean_return = metrics.get("eval/success"), metrics.get("eval/return")
+            score = mean_return if success is None else success
+            if score is not None:
+                self._note = _score(success, score)
+            advance(min(step, config.total_steps) - self._step, self._note)
+            self._step = min(step, config.total_steps)
             if score is not None:
                 trial.report(float(score), step)
                 if trial.should_prune():
-                    raise Pruned(f"its interim evaluation gave {score:.4g} after {step:,} steps, below the median of earlier trials")
+                    raise Pruned(f"{self._note} after {step:,} steps is below the median of earlier trials")
 
         def close(self) -> None:
             return
 
-    run: Run = trained([*words, f"run_dir={run_dir}", "video.enabled=no"], loggers=[Watcher()])
-    if not (run.path / "results.json").is_file():
-        return None
-    results = run.results
-    return float(results["return_mean"] if results["success"] is None else results["success"])
+    return Watcher()
 
 
-def _tell(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[Range], finished: Sequence[Path]) -> None:
+def _tell(study: Study, folder: Path, fixed: Sequence[str], finished: Sequence[Path]) -> None:
     from optuna.trial import TrialState
 
     from embodied_rl.reporting import sweep_table
@@ -213,7 +261,7 @@ def _tell(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[Ran
     if not done:
         print(f"\nNo trial of {folder} was finished.")
         return
-    folders = [folder / f"trial{trial.number:04d}" for trial in sorted(done, key=lambda trial: -(trial.value or 0.0))]
+    folders = [_run_dir(folder, trial.number) for trial in sorted(done, key=lambda trial: -(trial.value or 0.0))]
     there = [path for path in folders if path.is_dir()]
     print(f"\n{sweep_table(there)}")
     best = study.best_trial

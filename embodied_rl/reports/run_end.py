@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import shlex
-import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from embodied_rl.checkpoint import add_result_to_card, load_checkpoint, resume_command
 from embodied_rl.checkpoint.card import python_of
@@ -19,13 +19,13 @@ from embodied_rl.reports.page import REPORT_FILE, write_report
 from embodied_rl.trust import code_names
 
 
-def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, stream: TextIO | None = None) -> dict[str, Any]:
-    """Everything at a run's end: results, video, model card, report, and the closing text on `stream` (standard output).
+def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, tells: bool = True) -> dict[str, Any]:
+    """Everything at a run's end: results, video, model card, report, and the closing text on standard output.
 
     Args:
         summary: the run.
         film: `embodied_rl.commands.render.render_videos`. Handed over, for commands stand above this module.
-        stream: where the closing text goes.
+        tells: whether there is a closing text.
 
     Returns:
         The content of results.json.
@@ -33,6 +33,7 @@ def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, stream: 
     Raises:
         UserError: ``video.enabled=yes`` and this machine cannot render (after everything else was written).
     """
+    began_s = time.monotonic()
     results = write_results(summary)
     add_result_to_card(summary.checkpoint, _card_rows(results))
     videos, reason, failure = _videos(summary, film)
@@ -42,8 +43,11 @@ def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, stream: 
         summary.loggers.log_checkpoint(summary.steps, summary.checkpoint)
         # The curves are drawn, and the live display ends, before the report and the closing text.
         summary.loggers.close()
+    # Written before as well: filming may take long, and fail.
+    results = write_results(summary, whole_wall_clock_s=summary.wall_clock_s + time.monotonic() - began_s)
     write_report([summary.run_dir])
-    print(closing_text(summary, results, videos, reason), file=stream or sys.stdout, flush=True)
+    if tells:
+        print(closing_text(summary, results, videos, reason), flush=True)
     if failure is not None:
         raise failure
     return results
@@ -75,9 +79,14 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
     if (run_dir / "tensorboard").is_dir():
         commands.append(("look at the curves", f"tensorboard --logdir {shlex.quote(str(run_dir))}"))
     next_steps = [f"  {name:<24} {command}" for name, command in commands]
-    took = f"{summary.steps:,} steps, {clock_text(summary.wall_clock_s)} of wall-clock"
-    told = [f"{result_text(results)} ({took}).", *_cloning_text(results)]
+    told = [f"{result_text(results)}.", *_cloning_text(results), f"{summary.steps:,} steps. {_time_text(results)}"]
     return "\n".join(["", *told, "", *lines, "", "Next:", *next_steps])
+
+
+def _time_text(results: dict[str, Any]) -> str:
+    """How long everything took, on the clock that begins with the user's command."""
+    parts = [("trained", "train_wall_clock_s"), ("evaluated", "wall_clock_s"), ("filmed and reported", "whole_wall_clock_s")]
+    return f"Wall-clock since the command: {', '.join(f'{what} after {clock_text(results[key])}' for what, key in parts if results[key])}."
 
 
 def _cloning_text(results: dict[str, Any]) -> list[str]:

@@ -308,7 +308,10 @@ def _tiles_of_one(run: RunData) -> list[str]:
     shown.append(
         tile("environment steps", trained, f"{number(results.get('steps_per_s'))} a second, {results.get('iterations')} iterations")
     )
-    shown.append(tile("wall-clock", clock(results.get("wall_clock_s")), f"{clock(results.get('train_wall_clock_s'))} until trained"))
+    told = f"{clock(results.get('train_wall_clock_s'))} until trained"
+    if (whole := results.get("whole_wall_clock_s")) is not None:
+        told += f", {clock(whole)} with films"
+    shown.append(tile("wall-clock", clock(results.get("wall_clock_s")), told))
     return shown
 
 
