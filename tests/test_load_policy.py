@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import embodied_rl
 from embodied_rl.commands.learn import LoadedPolicy, Run
 from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
@@ -16,9 +15,13 @@ from tests.vla.toys import QUIET, SIM, TINY, WORDS
 
 PPO = ("algorithm.rollout_steps=8", "algorithm.minibatch_size=16", "algorithm.num_epochs=1", "total_steps=64")
 CHUNKS = ("algorithm.advantage=gae_chunk", "algorithm.ratio=token")
+OWN = "tests.test_own_parts:SmallNetworks"
+VECTORS = ("sim.kwargs.pixels=false", "sim.kwargs.words=neither")
 KINDS = {
-    "mlp": ("policy=mlp", "policy.hidden_sizes=[8]", "sim.kwargs.pixels=false", "sim.kwargs.words=neither"),
+    "mlp": ("policy=mlp", "policy.hidden_sizes=[8]", *VECTORS),
     "cnn": ("policy=cnn", "policy.hidden_sizes=[8]", "policy.cnn_channels=[4,4,4]", "sim.kwargs.size=40", "sim.kwargs.words=neither"),
+    "mixed": ("policy=mixed", "policy.hidden_sizes=[8]", "policy.cnn_channels=[4,4,4]", "sim.kwargs.size=40", "sim.kwargs.words=neither"),
+    "custom": ("policy=custom", f"policy.target={OWN}", "policy.options.hidden_sizes=[8]", *VECTORS),
     "tiny_vla": (*TINY, "policy.state_key=state", *CHUNKS),
     "flow": ("policy=flow", "policy.chunk=3", "policy.hidden_sizes=[8]", "policy.num_steps=2", "sim.kwargs.pixels=false", *CHUNKS),
 }
@@ -41,9 +44,9 @@ class Point:
         return float(self.side * (self.x - before))
 
 
-def played(policy: LoadedPolicy, seed: int, size: int = 16) -> float:
-    """The return of an episode of ten steps; chunks are played to their end before the policy looks again."""
-    point, total, left = Point(seed, size), 0.0, 10
+def played(policy: LoadedPolicy, seed: int, size: int = 16, steps: int = 10) -> float:
+    """The return of an episode of so many steps; chunks are played to their end before the policy looks again."""
+    point, total, left = Point(seed, size), 0.0, steps
     policy.reset()
     while left > 0:
         action = policy.predict(point.observe())
@@ -64,8 +67,8 @@ def batch_of(size: int, count: int = 3) -> tuple[list[dict[str, object]], dict[s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loaded_policy_plays_as_the_run_was_evaluated(kind: str, tmp_path: Path) -> None:
-    run, size = train_points(tmp_path, *KINDS[kind]), 40 if kind == "cnn" else 16
-    policy = embodied_rl.load_policy(run.path)
+    run, size = train_points(tmp_path, *KINDS[kind]), 40 if kind in ("cnn", "mixed") else 16
+    policy = run.load_policy(trust=[OWN] if kind == "custom" else ())
     for episode in run.results["episodes"][:2]:
         assert played(policy, episode["seed"], size) == pytest.approx(episode["return"], abs=1e-5)
     rows, batch = batch_of(size)

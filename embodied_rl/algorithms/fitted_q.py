@@ -24,8 +24,10 @@ _CHUNK_ROWS = 16_384
 """Rows of one forward pass over everything; affects only memory."""
 _WARM_SHARE = 0.1
 """Of the steps, those at the beginning that regress on the recorded returns (see `fit_q`)."""
-_COOLING_SHARE = 0.2
-"""Of the steps, those at the end in which the learning rate falls."""
+_LAST_SHARE = 0.2
+"""Of the steps, the last ones, over which drift and loss are measured."""
+_LEAST_COOLING = 1000
+"""Steps in which the learning rate falls: the noise of the last batches must not widen the intervals."""
 _NUM_CHECKS = 40
 """How often, in so many steps, it is asked whether the values still move."""
 _LEAST_CHECKS = 6
@@ -112,9 +114,9 @@ class FittedQ:
     counts: np.ndarray
     """[E, N] how often each episode is in each member's resample."""
     drift: float
-    """How much the mean of `values` moved while the learning rate fell."""
+    """How much the mean of `values` moved in the last steps, a fifth of `FittedQConfig.num_steps`."""
     loss: float
-    """Mean squared error of those steps, in units of reward²."""
+    """Their mean squared error, in units of reward²."""
     num_steps: int
     """Taken."""
 
@@ -176,8 +178,8 @@ def fit_q(
     mean over first states of E_{a ~ π} Q(s₀, a). Each member has its own resample of episodes (Hao et al. 2021, "Bootstrapping
     fitted Q-evaluation for off-policy inference"), so that their spread is the estimate's error from the choice of episodes;
     the error of the function class is in no interval. The first tenth of the steps regresses on the recorded returns, which is
-    where the iteration starts, not where it ends. Once the values hardly move while the steps double, or only a fifth of the steps is
-    left, the learning rate falls and the regression ends.
+    where the iteration starts, not where it ends. Once the values hardly move while the steps double, the learning rate falls and the
+    regression ends; at `num_steps` at the latest.
 
     Args:
         steps: recorded steps.
@@ -238,7 +240,8 @@ class _Regression:
     def run(self, on_step: Callable[[int], object] | None) -> FittedQ:
         config = self.config
         parameters, optimizer = list(self.online.parameters()), FlatAdam(self.online.flat)
-        warm, cooling = int(_WARM_SHARE * config.num_steps), max(1, int(_COOLING_SHARE * config.num_steps))
+        warm, last = (max(1, int(share * config.num_steps)) for share in (_WARM_SHARE, _LAST_SHARE))
+        cooling = min(max(last, _LEAST_COOLING), config.num_steps)
         checked = max(1, config.num_steps // _NUM_CHECKS)
         cools_at, end, settling = config.num_steps - cooling, config.num_steps, _Settling()
         before, losses = 0.0, []
@@ -247,7 +250,7 @@ class _Regression:
                 cools_at, end = step, step + cooling
                 if on_step is not None:
                     on_step(config.num_steps - end)
-            if step == cools_at:
+            if step == end - last:
                 before = float(self._values(self.online).mean())
             if step == end:
                 break
@@ -260,7 +263,7 @@ class _Regression:
             optimizer.step(torch.cat([part.flatten() for part in gradient]), rate)
             # Followed closely while the target is fixed, so that the iteration starts from the regression.
             self.target.flat.lerp_(self.online.flat, 1.0 if step < warm else config.target_rate)
-            if step >= cools_at:
+            if step >= end - last:
                 losses.append(float(loss.detach().mean()))
             if on_step is not None:
                 on_step(1)

@@ -282,10 +282,9 @@ class Run:
             sys.path.insert(0, str(source.resolve()))
         return trained([*more, *overrides, f"resume={self.path}"], source)
 
-    def load_policy(self) -> LoadedPolicy:
-        """The trained policy, to be asked for actions."""
-
-        return load_policy(self.path)
+    def load_policy(self, *, domain: str | None = None, trust: Sequence[str] = ()) -> LoadedPolicy:
+        """The trained policy, to be asked for actions; see `embodied_rl.load_policy`."""
+        return load_policy(self.path, domain=domain, trust=trust)
 
 
 def learn(

@@ -414,7 +414,7 @@ def _fit_notes(fitted: FittedQ, episodes: Sequence[PlayedEpisode]) -> tuple[str,
     notes = ["the interval holds the choice of episodes and the chance of the fit; what every fit gets wrong alike is not in it"]
     spread = float(fitted.values.std(ddof=1)) if len(fitted.values) > 1 else 0.0
     if abs(fitted.drift) > max(spread, 1e-9):
-        notes.append(f"still moving at the end ({fitted.drift:+.3g} while the learning rate fell): give fqe.num_steps more")
+        notes.append(f"still moving at the end ({fitted.drift:+.3g} in the last steps): give fqe.num_steps more")
     if any(episode.log_prob is None for episode in episodes):
         notes.append("how the recorded actions were drawn is not known: a player without randomness supports no other action's value")
     return tuple(notes)

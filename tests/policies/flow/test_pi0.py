@@ -17,6 +17,7 @@ from embodied_rl.policies.flow.options import FlowOptions
 from embodied_rl.policies.flow.pi0 import Moments, PI0Options, PI0Policy, letterbox, load_pi0_policy
 from embodied_rl.policies.tiny_language import train_tokenizer
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
+from tests.test_load_policy import batch_of, played, train_points
 
 H, D, STEPS = 4, 5, 4
 TEXTS = ["push the red cube", "pick up the bowl and put it on the plate"] * 4
@@ -232,6 +233,20 @@ def test_a_folder_without_tokenizer_is_refused_before_its_weights_are_read(folde
     (tmp_path / "model.safetensors").write_bytes(b"not even read")
     with pytest.raises(UserError, match=r"holds no tokenizer \(none of tokenizer.json"):
         load(tmp_path)
+
+
+def test_a_loaded_policy_plays_as_the_run_was_evaluated(folder: Path, tmp_path: Path) -> None:
+    run = train_points(
+        tmp_path, "policy=pi0", f"policy.path={folder}", "policy.chunk=2", f"policy.num_steps={STEPS}", "policy.prompt_tokens=12",
+        "sim.num_slots=2", "evaluation.num_episodes=2", "total_steps=4", "algorithm.advantage=gae_chunk", "algorithm.ratio=token",
+        "algorithm.rollout_steps=2", "algorithm.minibatch_size=4",
+    )  # fmt: skip
+    policy, episode = run.load_policy(), run.results["episodes"][0]
+    assert played(policy, episode["seed"]) == pytest.approx(episode["return"], abs=1e-5)
+    rows, batch = batch_of(16, count=2)
+    answers = policy.predict(batch)
+    assert answers.shape == (2, 2, 2)
+    np.testing.assert_allclose(answers, [policy.predict(row) for row in rows], atol=1e-5)
 
 
 def test_a_run_is_configured_with_it_by_name(folder: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
+import embodied_rl
 from embodied_rl.commands import evaluate, offline_eval, record
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
@@ -144,7 +145,7 @@ def test_openvla_plays_as_the_run_was_evaluated(checkpoint: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", [pytest.param(OPENVLA, id="openvla ppo"), pytest.param(OFT, id="oft grpo")])
-def test_one_update_end_to_end(kind: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+def test_one_update_end_to_end_and_predict_of_its_policy(kind: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
     overrides = [
         *SIM, *QUIET, *kind, "sim.kwargs.dim=7", "sim.num_slots=2", "evaluation.num_episodes=2", "total_steps=2", f"policy.path={folder}",
         f"policy.instruction={SPOON}", "policy.unnorm_key=bridge_orig", "policy.prompt_tokens=24", "policy.dtype=float32",
@@ -155,6 +156,8 @@ def test_one_update_end_to_end(kind: tuple[str, ...], folder: Path, tmp_path: Pa
     results = json.loads((run_dir / "results.json").read_text())
     assert results["num_episodes"] == 2
     assert results["policy"] == kind[0].removeprefix("policy=")
+    policy, episode = embodied_rl.load_policy(run_dir), results["episodes"][0]
+    assert played(policy, episode["seed"], steps=episode["length"]) == pytest.approx(episode["return"], abs=1e-5)
     row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert np.isfinite(row["train/policy_loss"])
     assert row["train/grad_norm"] > 0
