@@ -7,16 +7,18 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.registry import load_target
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.rendering import configure_rendering
 from embodied_rl.types import SimSpec, StepBuffers
+
+if TYPE_CHECKING:
+    from embodied_rl.config import SimConfig  # a simulator's process has no configuration
 
 
 class SimWrapper(SimEnv):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from embodied_rl.config import SimConfig
 from embodied_rl.errors import NonFiniteError
+
+if TYPE_CHECKING:
+    from embodied_rl.config import SimConfig
 
 STACK_BEGINS = "Stack (most recent call first):"
 """What `faulthandler` writes above the stack of a thread."""
