@@ -20,7 +20,6 @@ def require_memory(what: str, parts: Mapping[str, int], smaller: str) -> None:
     Args:
         what: takes the memory, beginning with its key: ``policy.name=actor_critic with these sizes``.
         parts: {name and shape: bytes}.
-        smaller: the keys that make it smaller.
     """
     import psutil
 

@@ -149,7 +149,6 @@ def write_mp4(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
     """Write pictures [H, W, 3] uint8 as H.264 (yuv420p, which every player takes; odd sides lose one line).
 
     Args:
-        path: where to.
         frames: at least one, all of one size.
         fps: pictures a second.
         hold_s: how long the last picture stays in addition, to the nearest picture.
@@ -178,7 +177,6 @@ def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
     """Write pictures [H, W, 3] uint8 as a GIF that loops for ever; smaller, slower and with fewer colours until it fits `max_bytes`.
 
     Args:
-        path: where to.
         frames: at least one, all of one size.
         fps: pictures a second; above 12 some are left out, so that the pace stays.
         hold_s: how long the last picture stays in addition.

@@ -53,8 +53,6 @@ def check_compatible(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool =
     """Make sure that the checkpoint's policy fits a simulator.
 
     Args:
-        checkpoint: what was loaded.
-        spec: of the simulator at hand.
         same_task: also insist on the task's name; False for a deliberate transfer to a task with equal spaces.
 
     Raises:

@@ -247,7 +247,6 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
     """Read a checkpoint folder, a run's folder (its `last`), or a link such as ``…/checkpoints/best``.
 
     Args:
-        path: where it lies.
         with_learner: also read what only resuming needs.
         trust: code that its configuration may name beside what is registered here, ``package.module:Attribute``. A checkpoint that this
             user wrote on this machine may name anything.

@@ -99,8 +99,6 @@ def evaluate_checkpoint(
     """Play `num_episodes` held-out seeds, each once, with the policy's mode (or with random actions).
 
     Args:
-        checkpoint: what to evaluate.
-        num_episodes: >= 1.
         seed: the seeds are 2**30 + seed + 0 … num_episodes - 1.
         sim: another simulator configuration; None: the checkpoint's.
         policy: "checkpoint" or "random".
@@ -125,9 +123,7 @@ def evaluate_players(
 
     Args:
         players: at least one; the first one's simulator is taken where `sim` is None.
-        num_episodes: of each, >= 1.
         seed: the seeds are 2**30 + seed + 0 … num_episodes - 1.
-        sim: the simulator's configuration.
         temperature: of action tokens that are drawn, 0 for the likeliest; None: what each checkpoint's run evaluated with.
 
     Returns:

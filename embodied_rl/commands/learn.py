@@ -216,7 +216,6 @@ def load_policy(path: Path | str, *, domain: str | None = None, trust: Sequence[
     """The policy of a run's folder (its last checkpoint) or of a checkpoint's folder, of any kind: small networks, VLAs, language agents.
 
     Args:
-        path: see above.
         domain: of a run with several domains, whose policy.
         trust: code that the checkpoint may name beside what is registered (docs/trust.md).
 

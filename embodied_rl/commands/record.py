@@ -128,17 +128,10 @@ def record(
     """Play and record the seeds of `plan`.
 
     Args:
-        sim: the simulator.
-        folder: where to.
-        plan: which seeds, and which episodes are kept.
         policy: who acts: `checkpoint`'s policy, an expert, or random actions.
-        checkpoint: for policy="checkpoint".
         expert: ``package.module:Attribute``; None: the one that is known for the task.
         sample: draw the policy's actions, and keep their log-probabilities; False: its mode.
         showing: what is kept beside the observations; None: nothing.
-        video: how pictures are stored.
-        resume: add to what is in `folder`.
-        command: how the recording is made, to be kept in it.
 
     Raises:
         UserError: the task has no expert, state or pictures of the kind that is asked for; the folder holds another recording.

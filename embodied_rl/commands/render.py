@@ -112,8 +112,6 @@ def film_players(
 
     Args:
         players: (checkpoint, "checkpoint" or "random"), one or two; policies act with their mode.
-        output: folder for the videos.
-        film: how.
         sim: another simulator configuration; None: the first checkpoint's.
         with_dialogues: of language agents, also write what they were asked and answered, as pages.
 
@@ -255,8 +253,6 @@ def film_recording(
     states were recorded, else by their actions.
 
     Args:
-        recording: opened.
-        output: folder for the videos.
         film: how; ``cameras`` are those that were recorded.
         sim: the simulator for a replay; None: the recording's own.
         trust: code that the recording's own simulator may name, see `embodied_rl.replay.sim_of`.

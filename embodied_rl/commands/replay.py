@@ -96,13 +96,11 @@ def replay(
     """Play episodes of a recording again.
 
     Args:
-        recording: opened.
         by: "action": reset to the seed and give the recorded actions; "state": restore the recorded state before each step.
         num_episodes: the first so many; None: all.
         sim: the simulator; None: the recording's own.
         image_size: draw pictures of so many pixels; None: none.
         output: with `image_size`: a new recording of the same episodes with these pictures.
-        video: how they are stored.
 
     Raises:
         UserError: the recording does not say which simulator it is of, does not fit it, or lacks states; nothing can be drawn.
@@ -144,7 +142,6 @@ def sim_of(recording: Recording, trust: Sequence[str] = (), replaced: Sequence[s
     """The simulator that a recording is of.
 
     Args:
-        recording: opened.
         trust, replaced: code that it may name beside what is registered here, and keys that the caller replaces; see
             `embodied_rl.checkpoint.load_checkpoint`.
 

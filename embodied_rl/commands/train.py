@@ -179,7 +179,6 @@ def train(
             the values of `overrides` in place of the stored ones.
         overrides: the ``key=value`` of the command line.
         command: how the run was started, for the model card.
-        loggers: see `Trainer`.
         tells: whether the result is printed at the end.
 
     Raises:

@@ -131,8 +131,6 @@ def assess(
 
     Args:
         data: the episodes, with a model where a doubly robust estimate is asked for.
-        names: which estimators.
-        given: discount, resampling, bounds.
         unsupported: a reason that rules out importance weights altogether (no log-probabilities, say); "": none is known.
         refits: the same episodes with models that were fitted to resamples of them. With two or more, intervals of doubly robust
             estimates hold what the fit adds to their error; without, they take the model for given.
@@ -159,9 +157,7 @@ def assess_model(values: np.ndarray, given: Assumptions, *, refused: str = "", n
 
     Args:
         values: [E] the model's mean value of first states, of E members, each fitted to its own resample of the episodes.
-        given: the confidence.
         refused: why it cannot be had ("": it can).
-        notes: what a reader should know.
     """
     none = "a fitted model has no bound that holds without assumptions on its class"
     if refused:

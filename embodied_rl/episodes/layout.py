@@ -124,8 +124,6 @@ def layout_for(spec: SimSpec, video: VideoFormat, extras: Mapping[str, Any]) -> 
     """The columns of an episode of this simulator.
 
     Args:
-        spec: the simulator's.
-        video: how pictures are stored.
         extras: {name of an optional column: one row of it}, among them ``state.<name>`` and ``images.<camera>``.
 
     Raises:

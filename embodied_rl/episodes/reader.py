@@ -59,7 +59,6 @@ def open_recording(path: Path | str, *, verify: bool = True) -> Recording:
     """Open a recording, of whichever format the path holds.
 
     Args:
-        path: a folder or a file.
         verify: of our own format, hold what is read for the first time against its checksum. False: what was verified before is read
             again a little faster.
 

@@ -149,10 +149,8 @@ class RecordingWriter:
 
     Args:
         folder: made where it is missing.
-        info: what all episodes share.
         video: how pictures are stored. mp4: what a policy saw losslessly, `images` for people small; png: both exact, larger and
             slower; raw: both as arrays.
-        resume: add to what is there.
         duplicates: what to do with an episode of a seed that this policy has played in this task already: refuse it, skip it
             (its number is `SKIPPED`) or still add it. The policy is the one that the episode's metadata name
             (``policy``), else the recording's.

@@ -308,13 +308,11 @@ def score_recording(
     """Read a recording once and let every target look at each episode.
 
     Args:
-        recording: what was recorded.
         targets: policies whose spaces are the recording's.
         horizon: cut episodes after so many steps; None: whole ones.
         task: only episodes of this task; None: all.
         max_episodes: only the first so many; None: all.
         num_draws: K; 0: neither draws nor probabilities of choices are needed.
-        seed: of the draws.
         on_episode: called with 1 after each episode, for a progress bar.
 
     Raises:

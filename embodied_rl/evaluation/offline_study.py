@@ -177,7 +177,6 @@ def study_recording(
     Args:
         recording: what `embodied_rl.episodes.reader.open_recording` gives.
         checkpoints: (label, checkpoint); labels differ.
-        settings: what to estimate.
         on_episode: called with 1 after each episode that was read.
         on_fit: called with a policy's label and how many more regression steps are done.
 

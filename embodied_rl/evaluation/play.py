@@ -35,8 +35,6 @@ def play_and_sum_up(
 
     Args:
         advance: called with every episode, and the share of successes so far.
-        sim: what `manager` was made from.
-        label: name of the policy that plays.
         started: `time.perf_counter()` from which on the wall clock counts; None: now.
 
     Raises:

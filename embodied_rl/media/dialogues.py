@@ -77,7 +77,6 @@ def film_captured(folder: Path, tokenizer: str | None, output: Path, film: Film)
 
     Args:
         tokenizer: folder of the model that was served: it turns tokens into text.
-        output: folder to write to.
         film: how; sessions are selected as episodes are.
 
     Raises:

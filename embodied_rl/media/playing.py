@@ -121,13 +121,10 @@ def film(
 
     Args:
         manager: of a `FilmedSim` made with ``autoreset=False``, whose slots are then left in the middle of episodes.
-        actor: what acts.
         seeds: of the episodes; slot s plays seeds[s], seeds[s + num_slots], …
         size: pixels a side of one camera's picture.
         num_cameras: how many the simulator was made with.
         selection: keep only the best or worst of them, so that memory does not grow with the seeds; None: all.
-        with_values: also ask the actor for its values.
-        on_episode: called with every episode as it ends.
 
     Returns:
         In the order of `seeds`; with a selection, in its order.

@@ -47,8 +47,6 @@ def tile(label: str, number: str, more: str = "", interval: tuple[float, float, 
     """A figure that is seen at once.
 
     Args:
-        label: what it is.
-        number: the figure.
         more: a line below.
         interval: (low, value, high), shares of one: drawn as a bar.
     """
@@ -170,7 +168,6 @@ def line_chart(
     """A figure with a title, a legend where there are several series, and the curves. Empty series are left out.
 
     Args:
-        title: of the figure.
         series: at least one with a point, or the figure is empty.
         x_label: of the horizontal axis.
         y_range: None: just large enough.
@@ -241,7 +238,6 @@ def stacked_chart(
     """A figure of shares that add up to one between neighbouring edges of the horizontal axis, in minutes.
 
     Args:
-        title: of the figure.
         edges: [n + 1] ascending.
         shares: (colour, label, [n] share of each stretch).
         marks: (x, kind, text): vertical lines, of style ``mark-<kind>``.

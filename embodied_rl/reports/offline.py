@@ -47,8 +47,6 @@ def write_offline_report(path: Path, study: OfflineStudy, recording: Recording, 
     """Write the report.
 
     Args:
-        path: where to.
-        study: what was found.
         recording: read for its pictures.
         document: provenance: task, command, versions, machine.
 

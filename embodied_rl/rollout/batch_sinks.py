@@ -49,8 +49,6 @@ class BatchSinks:
     they lie there, and columns are made of hundreds of steps at once (`SteadyGroup`). Other batches go to the slots' sinks row by row.
 
     Args:
-        writer: where finished episodes go.
-        num_slots: of the manager.
         films: columns whose pictures are encoded elsewhere; they are due only at an episode's beginning, for their size.
         observations_alone: leave out states and images, which the batches may hold too.
     """

@@ -36,13 +36,8 @@ def evaluate(
     are taken). Slots that have played their share stand still. The manager's episodes are lost: reset it afterwards.
 
     Args:
-        manager: whose simulators are played in.
-        generator: what acts.
-        num_episodes: see above.
-        first_seed: see above.
         reconfigure: begin as in fresh simulators, whatever was played before (see `EnvManager.reset`).
         temperature: of action tokens that are drawn, from random numbers that depend only on an episode's seed; None: the mode.
-        on_episode: called with every episode as it ends.
         is_over: asked before every step; once it is true, the evaluation ends with the seeds up to the first that was not played to its
             end. Simulators that play by themselves do not ask.
 

@@ -76,7 +76,6 @@ class GeneratorPlayer:
 
     Args:
         generator: with weights published.
-        action: of the simulator.
         draws: sample; False: the mode, which has no log-probability: as a behaviour policy it is deterministic.
         layout: of a policy whose actions are not the simulator's own, normalised, step by step.
         values: also ask a generator that has them; False: the policy has no critic.
@@ -298,11 +297,7 @@ class Recorder:
 
     Args:
         manager: of an `instrumented` simulator, made with ``autoreset=False``; what its slots were doing is lost.
-        player: chooses the actions.
-        writer: where to.
-        plan: which seeds.
         num_groups: of slots that are stepped in turns.
-        on_episode: called with every episode that was finished.
         films: where the simulators put their videos, of a `filmed` one; None: pictures are encoded in this process.
 
     Raises:

@@ -51,10 +51,6 @@ class TrainingRecorder:
 
     Args:
         folder: of the recording; gone on with where it exists.
-        info: what all episodes share.
-        config: which share.
-        seed: the run's.
-        num_slots: of the manager.
 
     Raises:
         RecordingError: the folder holds a recording of another simulator, or a damaged one.

@@ -97,10 +97,7 @@ def write_foreign(recording: Recording, output: Path, name: str, advance: Advanc
     """Write a recording in the format `name`; the folder appears when it is whole.
 
     Args:
-        recording: read one episode at a time.
         output: a folder that is not there yet, or empty.
-        name: among `FORMATS`.
-        advance: called for every episode that is done.
         **options: the format's own (``video`` of lerobot).
 
     Returns:

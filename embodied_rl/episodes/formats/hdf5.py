@@ -308,9 +308,6 @@ def write_extras(group: h5py.Group, episode: RecordedEpisode, notes: NoteBook, w
     """Put what the format has no place for into ``embodied_rl`` below an episode's group.
 
     Args:
-        group: the episode's.
-        episode: what to take it from.
-        notes: receives a note for every field.
         with_state: whether the simulator's states are among it.
         flags: which of terminated, truncated and success are among it.
     """

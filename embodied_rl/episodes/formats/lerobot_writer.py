@@ -104,9 +104,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: Advance, vi
 
     Args:
         recording: of at least one episode.
-        folder: where to.
         target: where the folder will lie.
-        advance: called for every episode.
         video: mp4: pictures as H.264, small and not exact; png: each as a PNG file in its row, exact.
 
     Raises:
