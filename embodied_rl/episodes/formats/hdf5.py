@@ -17,19 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from embodied_rl.episodes.formats.base import (
-    PER_STEP_EXTRAS,
-    SIDE_ENTRY,
-    ActionBounds,
-    ForeignRecording,
-    NoteBook,
-    TableBuilder,
-    damaged,
-    parse_json,
-    parse_side_episode,
-    side_episode,
-    unknown_seed,
-)
+from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.recording import RecordedEpisode, RecordingError
 from embodied_rl.errors import MissingExtraError, brief
 from embodied_rl.types import SimSpec, TensorSpec
@@ -62,12 +50,14 @@ class H5File:
         self.path = path
         self._h5py = import_h5py()
         if not path.is_file():
-            raise damaged(path, "is missing")
+            raise base.damaged(path, "is missing")
         self._size = path.stat().st_size
         try:
             self.root: h5py.Group = self._h5py.File(path, "r")
         except (OSError, RuntimeError, ValueError) as error:
-            raise damaged(path, f"cannot be opened as HDF5: it is damaged, cut short, or another kind of file ({brief(error)})") from error
+            raise base.damaged(
+                path, f"cannot be opened as HDF5: it is damaged, cut short, or another kind of file ({brief(error)})"
+            ) from error
 
     def close(self) -> None:
         self.root.file.close()
@@ -80,7 +70,7 @@ class H5File:
         """A group right below `parent`."""
         found = self._child(parent, name, episode)
         if not isinstance(found, self._h5py.Group):
-            raise damaged(self.path, "must be a group, is a dataset", episode, _field(parent, name))
+            raise base.damaged(self.path, "must be a group, is a dataset", episode, _field(parent, name))
         return found
 
     def is_group(self, parent: h5py.Group, name: str, episode: int | None = None) -> bool:
@@ -96,44 +86,44 @@ class H5File:
         """A dataset right below `parent`, whose dtype is of one of numpy's `kinds` ("O": strings, or arrays of bytes)."""
         found, field = self._child(parent, name, episode), _field(parent, name)
         if not isinstance(found, self._h5py.Dataset):
-            raise damaged(self.path, "must be a dataset, is a group", episode, field)
+            raise base.damaged(self.path, "must be a dataset, is a group", episode, field)
         with self._errors(episode, field):
             stored = found.id.get_create_plist()
             if stored.get_external_count() or stored.get_layout() == self._h5py.h5d.VIRTUAL:
-                raise damaged(self.path, "keeps its data in another file, which is not followed", episode, field)
+                raise base.damaged(self.path, "keeps its data in another file, which is not followed", episode, field)
             dtype = found.dtype
             if dtype.kind == "O":
                 inner = self._h5py.check_vlen_dtype(dtype)
                 # A reference is an object too, and to follow it would leave the field that was asked for.
                 plain = self._h5py.check_string_dtype(dtype) is not None or (inner is not None and np.dtype(inner).kind in "iu")
                 if not plain:
-                    raise damaged(self.path, "holds objects or references, which are not read", episode, field)
+                    raise base.damaged(self.path, "holds objects or references, which are not read", episode, field)
             if dtype.kind not in kinds:
-                raise damaged(self.path, f"must hold {'numbers' if kinds == _NUMBERS else 'text'}, holds {dtype}", episode, field)
+                raise base.damaged(self.path, f"must hold {'numbers' if kinds == _NUMBERS else 'text'}, holds {dtype}", episode, field)
             self._require_honest(found, episode, field)
         return found
 
     def _require_honest(self, found: h5py.Dataset, episode: int | None, field: str) -> None:
         """Before memory is taken for what a dataset claims: it may not be more than its bytes in the file can stand for."""
         if found.size is None:
-            raise damaged(self.path, "claims None values: it is empty", episode, field)
+            raise base.damaged(self.path, "claims None values: it is empty", episode, field)
         stored = min(found.id.get_storage_size(), self._size)
         # HDF5 takes memory for a whole chunk, however little of it is asked for.
         claimed = found.dtype.itemsize * max(found.size, math.prod(found.chunks or ()))
         if claimed > max(SMALL_BYTES, MAX_RATIO * stored):
             what = f"claims {brief(list(found.shape), 60)} values of {found.dtype}, {claimed:,} bytes, and has {stored:,} in the file"
-            raise damaged(self.path, what, episode, field)
+            raise base.damaged(self.path, what, episode, field)
         if claimed > psutil.virtual_memory().available:
-            raise damaged(self.path, f"takes {claimed / 2**30:.1f} GiB, more than this machine has free", episode, field)
+            raise base.damaged(self.path, f"takes {claimed / 2**30:.1f} GiB, more than this machine has free", episode, field)
 
     def array(self, parent: h5py.Group, name: str, episode: int | None = None, length: int | None = None) -> np.ndarray:
         """Numbers [T, ...]; `length` is the T that must be."""
         found = self.dataset(parent, name, episode)
         field = _field(parent, name)
         if found.ndim < 1:
-            raise damaged(self.path, "must have a row per step, is a single number", episode, field)
+            raise base.damaged(self.path, "must have a row per step, is a single number", episode, field)
         if length is not None and found.shape[0] != length:
-            raise damaged(self.path, f"has {found.shape[0]} rows instead of {length}", episode, field)
+            raise base.damaged(self.path, f"has {found.shape[0]} rows instead of {length}", episode, field)
         with self._errors(episode, field):
             values = np.empty(found.shape, found.dtype)
             rows = max(1, _BLOCK_BYTES // max(1, found.dtype.itemsize * math.prod(found.shape[1:])))
@@ -146,9 +136,9 @@ class H5File:
         found = self.dataset(parent, name, episode, kinds="OS")
         field = _field(parent, name)
         if found.ndim > 1:
-            raise damaged(self.path, f"must hold a text a step, holds {brief(list(found.shape), 60)}", episode, field)
+            raise base.damaged(self.path, f"must hold a text a step, holds {brief(list(found.shape), 60)}", episode, field)
         if length is not None and found.size != length:
-            raise damaged(self.path, f"has {found.size} rows instead of {length}", episode, field)
+            raise base.damaged(self.path, f"has {found.size} rows instead of {length}", episode, field)
         with self._errors(episode, field):
             texts = np.empty(found.size, object)
             for row, value in enumerate(self._values(found, episode, field)):
@@ -165,7 +155,9 @@ class H5File:
             for value in found[first : first + rows]:
                 total += len(value)
                 if total > max(SMALL_BYTES, 4 * self._size):
-                    raise damaged(self.path, f"holds more than {total:,} bytes of text, and the file has {self._size:,}", episode, field)
+                    raise base.damaged(
+                        self.path, f"holds more than {total:,} bytes of text, and the file has {self._size:,}", episode, field
+                    )
                 yield value
 
     def leaves(
@@ -179,7 +171,7 @@ class H5File:
             child = self._child(group, name, episode)
             if isinstance(child, self._h5py.Group):
                 if self._h5py.h5o.get_info(child.id).addr in seen:
-                    raise damaged(self.path, "is a group that lies within itself", episode, _field(group, name))
+                    raise base.damaged(self.path, "is a group that lies within itself", episode, _field(group, name))
                 found |= {f"{name}{joint}{inner}": place for inner, place in self.leaves(child, episode, joint, seen).items()}
             else:
                 found[name] = (group, name)
@@ -196,9 +188,9 @@ class H5File:
                 return None
             dtype = owner.attrs.get_id(name).dtype
             if dtype.kind == "O" and self._h5py.check_string_dtype(dtype) is None:
-                raise damaged(self.path, "holds objects or references, which are not read", episode, f"{owner.name}@{name}")
+                raise base.damaged(self.path, "holds objects or references, which are not read", episode, f"{owner.name}@{name}")
             if owner.attrs.get_id(name).get_storage_size() > self._size:
-                raise damaged(self.path, "claims more than the file has", episode, f"{owner.name}@{name}")
+                raise base.damaged(self.path, "claims more than the file has", episode, f"{owner.name}@{name}")
             value = owner.attrs[name]
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
@@ -206,10 +198,10 @@ class H5File:
         field = _field(parent, name)
         with self._errors(episode, field):
             if not self.has(parent, name):
-                raise damaged(self.path, "is missing", episode, field)
+                raise base.damaged(self.path, "is missing", episode, field)
             kind = parent.id.links.get_info(name.encode()).type
             if kind != self._h5py.h5l.TYPE_HARD:
-                raise damaged(self.path, "is a link to somewhere else, which is not followed", episode, field)
+                raise base.damaged(self.path, "is a link to somewhere else, which is not followed", episode, field)
             return parent[name]
 
     @contextmanager
@@ -220,10 +212,10 @@ class H5File:
         except RecordingError:
             raise
         except (OSError, KeyError, RuntimeError, TypeError, ValueError, UnicodeError, MemoryError) as error:
-            raise damaged(self.path, f"cannot be read ({brief(error)})", episode, field) from error
+            raise base.damaged(self.path, f"cannot be read ({brief(error)})", episode, field) from error
 
 
-class H5Recording(ForeignRecording):
+class H5Recording(base.ForeignRecording):
     """Episodes that lie as groups in one HDF5 file, whose small columns are read once, when it is opened."""
 
     _file: H5File
@@ -232,35 +224,37 @@ class H5Recording(ForeignRecording):
         self._file.close()
 
     @abstractmethod
-    def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
+    def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
         """Everything of an episode but observations and states, by `RecordedEpisode`'s names."""
 
-    def _survey(self, num_episodes: int, notes: NoteBook) -> tuple[TableBuilder, ActionBounds]:
+    def _survey(self, num_episodes: int, notes: base.NoteBook) -> tuple[base.TableBuilder, base.ActionBounds]:
         """Read the small columns of all episodes once. Raises RecordingError where they have actions of different sizes."""
-        table, bounds = TableBuilder.empty(), ActionBounds()
+        table, bounds = base.TableBuilder.empty(), base.ActionBounds()
         for number in range(num_episodes):
             fields = self._flags(number, notes)
             action: np.ndarray = fields["action"]
             if action.dtype.kind == "f":
                 if action.ndim != 2:
-                    raise damaged(self._file.path, f"must be [T, A], is {list(action.shape)}", number, "actions")
+                    raise base.damaged(self._file.path, f"must be [T, A], is {list(action.shape)}", number, "actions")
                 if bounds.low is not None and bounds.low.shape != action.shape[1:]:
-                    raise damaged(self._file.path, f"has {action.shape[1]} columns, earlier episodes {bounds.low.size}", number, "actions")
+                    raise base.damaged(
+                        self._file.path, f"has {action.shape[1]} columns, earlier episodes {bounds.low.size}", number, "actions"
+                    )
                 bounds.add(action)
             ended = bool(fields["terminated"][-1] or fields["truncated"][-1])
             table.add(fields["seed"], fields["reward"], fields["success"], ended, fields.get("task"))
         return table, bounds
 
-    def _filled(self, name: str, length: int, notes: NoteBook, said: str) -> np.ndarray:
+    def _filled(self, name: str, length: int, notes: base.NoteBook, said: str) -> np.ndarray:
         """[T] in place of a ``reward`` or ``success`` that the file does not have."""
         notes.add(name, "filled", f"{said}; {'False' if name == 'success' else '0'} at every step")
         return np.zeros(length, bool if name == "success" else np.float32)
 
-    def _seed_or_unknown(self, seed: object, number: int, notes: NoteBook, why: str) -> int:
+    def _seed_or_unknown(self, seed: object, number: int, notes: base.NoteBook, why: str) -> int:
         if type(seed) is int:
             return seed
         notes.add("seed", "filled", f"{why}; negative numbers, one for each episode")
-        return unknown_seed(number)
+        return base.unknown_seed(number)
 
 
 def _field(parent: h5py.Group, name: str) -> str:
@@ -270,7 +264,7 @@ def _field(parent: h5py.Group, name: str) -> str:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def require_numbers(spec: SimSpec, project: str, notes: NoteBook) -> Mapping[str, TensorSpec]:
+def require_numbers(spec: SimSpec, project: str, notes: base.NoteBook) -> Mapping[str, TensorSpec]:
     """The observations that a format of numbers holds; the others are noted. Raises RecordingError where it cannot hold a recording."""
     if spec.action.kind == "text":
         raise RecordingError(f"{project}'s format holds actions as numbers, and these are text. Choose native, lerobot or minari.")
@@ -304,32 +298,34 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def write_extras(group: h5py.Group, episode: RecordedEpisode, notes: NoteBook, with_state: bool, flags: tuple[str, ...] = ()) -> None:
+def write_extras(group: h5py.Group, episode: RecordedEpisode, notes: base.NoteBook, with_state: bool, flags: tuple[str, ...] = ()) -> None:
     """Put what the format has no place for into ``embodied_rl`` below an episode's group.
 
     Args:
         with_state: whether the simulator's states are among it.
         flags: which of terminated, truncated and success are among it.
     """
-    extras = {name: part for name, part in episode.per_step().items() if name in (*PER_STEP_EXTRAS, *flags)}
+    extras = {name: part for name, part in episode.per_step().items() if name in (*base.PER_STEP_EXTRAS, *flags)}
     extras |= {f"images/{camera}": pictures for camera, pictures in episode.images.items()}
     if with_state:
         extras |= {f"state/{name}": part for name, part in (episode.state or {}).items()}
-    ours = group.create_group(SIDE_ENTRY, track_order=True)
-    ours.attrs["episode"] = json.dumps(side_episode(episode))
+    ours = group.create_group(base.SIDE_ENTRY, track_order=True)
+    ours.attrs["episode"] = json.dumps(base.side_episode(episode))
     for name, part in extras.items():
         write_array(ours, name, part)
         field = name.split("/")[0]
-        notes.add(field if field == "state" else name.replace("/", "."), "extra", f"{SIDE_ENTRY}/{name.split('/')[0]}")
+        notes.add(field if field == "state" else name.replace("/", "."), "extra", f"{base.SIDE_ENTRY}/{name.split('/')[0]}")
 
 
 def read_extras(file: H5File, group: h5py.Group, number: int, length: int) -> dict[str, Any]:
     """Fields of `RecordedEpisode` that `write_extras` put there; empty for a file that another program wrote. Raises RecordingError."""
-    if not file.has(group, SIDE_ENTRY):
+    if not file.has(group, base.SIDE_ENTRY):
         return {}
-    ours = file.group(group, SIDE_ENTRY, number)
-    fields = parse_side_episode(file.path, parse_json(file.path, file.attribute(ours, "episode", number), SIDE_ENTRY, number), number)
-    for name in (*PER_STEP_EXTRAS, "terminated", "truncated", "success"):
+    ours = file.group(group, base.SIDE_ENTRY, number)
+    fields = base.parse_side_episode(
+        file.path, base.parse_json(file.path, file.attribute(ours, "episode", number), base.SIDE_ENTRY, number), number
+    )
+    for name in (*base.PER_STEP_EXTRAS, "terminated", "truncated", "success"):
         if file.has(ours, name):
             fields[name] = read_column(file, ours, name, number, length)
     for name in ("images", "state"):

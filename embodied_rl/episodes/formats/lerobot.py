@@ -14,27 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats import lerobot_layout as layout
-from embodied_rl.episodes.formats.base import (
-    IMPORTED,
-    PER_STEP_EXTRAS,
-    ActionBounds,
-    ForeignRecording,
-    NoteBook,
-    TableBuilder,
-    as_float32,
-    damaged,
-    finish_episode,
-    last_only,
-    parse_json,
-    parse_side_episode,
-    parse_side_info,
-    read_json,
-    repeat_last,
-    split_ends,
-    unknown_last,
-    unknown_seed,
-)
 from embodied_rl.episodes.formats.hdf5 import MAX_RATIO, SMALL_BYTES
 from embodied_rl.episodes.formats.lerobot_layout import Feature, Storage
 from embodied_rl.episodes.pictures import Frames
@@ -66,14 +47,14 @@ class DataFile:
     def __init__(self, path: Path, parquet: ModuleType) -> None:
         self.path = path
         if not path.is_file():
-            raise damaged(path, "is missing")
+            raise base.damaged(path, "is missing")
         try:
             self._file = open_parquet(parquet, path)
             groups = self._file.metadata
             sizes = [groups.row_group(number).num_rows for number in range(groups.num_row_groups)]
             numbers = np.asarray(self._file.read(columns=["episode_index"])["episode_index"].to_numpy(), np.int64)
         except Exception as error:  # pyarrow's errors have half a dozen classes
-            raise damaged(path, f"cannot be read as parquet: it is damaged or cut short ({_line(error)})") from error
+            raise base.damaged(path, f"cannot be read as parquet: it is damaged or cut short ({_line(error)})") from error
         self._names = set(self._file.schema_arrow.names)
         self._ends = np.cumsum(sizes)
         starts = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 1))
@@ -86,10 +67,10 @@ class DataFile:
     def episode(self, number: int, length: int, names: list[str]) -> Rows:
         """Columns of an episode of `length` steps."""
         if missing := [name for name in names if name not in self._names]:
-            raise damaged(self.path, "is missing", number, missing[0])
+            raise base.damaged(self.path, "is missing", number, missing[0])
         start, end = self._spans.get(number, (0, 0))
         if end - start != length:
-            raise damaged(self.path, f"holds {end - start} rows of it one after another instead of {length}", number, "episode_index")
+            raise base.damaged(self.path, f"holds {end - start} rows of it one after another instead of {length}", number, "episode_index")
         first, last = (int(np.searchsorted(self._ends, row, side="right")) for row in (start, end - 1))
         before = int(self._ends[first - 1]) if first else 0
         # Some writers put many episodes into a row group, which is decoded as a whole: the next episode's is likely the same.
@@ -97,7 +78,7 @@ class DataFile:
             try:
                 self._cached = (first, last, names), self._file.read_row_groups(list(range(first, last + 1)), columns=names)
             except Exception as error:
-                raise damaged(self.path, f"cannot be read ({_line(error)})", number) from error
+                raise base.damaged(self.path, f"cannot be read ({_line(error)})", number) from error
         return Rows(self.path, number, self._cached[1].slice(start - before, length))
 
     def close(self) -> None:
@@ -153,7 +134,7 @@ class Rows:
         return rows.to_numpy(zero_copy_only=False).astype(dtype, copy=False).reshape(count, *shape)
 
     def _damaged(self, field: str, what: str) -> ValueError:
-        return damaged(self._path, what, self._number, field)
+        return base.damaged(self._path, what, self._number, field)
 
 
 def _objects(values: Iterable[object]) -> np.ndarray:
@@ -175,7 +156,7 @@ def decode_picture(path: Path, number: int, feature: Feature, data: object) -> n
                 raise ValueError(f"a picture of {image.height} × {image.width}")
             return np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise damaged(path, f"holds no picture of {list(feature.shape)} ({_line(error)})", number, feature.name) from error
+        raise base.damaged(path, f"holds no picture of {list(feature.shape)} ({_line(error)})", number, feature.name) from error
 
 
 class Clip:
@@ -186,7 +167,7 @@ class Clip:
 
         self.path, self._tolerance = path, 0.5 / fps
         if not path.is_file():
-            raise damaged(path, "is missing", number, feature.name)
+            raise base.damaged(path, "is missing", number, feature.name)
         try:
             self._container = av.open(str(path))
             self._stream = self._container.streams.video[0]
@@ -194,7 +175,7 @@ class Clip:
                 raise ValueError("it does not say when its pictures are shown")
             self._time_base = self._stream.time_base
         except (av.FFmpegError, OSError, ValueError, IndexError) as error:
-            raise damaged(
+            raise base.damaged(
                 path, f"cannot be opened as a video: it is damaged or cut short ({_line(error)})", number, feature.name
             ) from error
         self._frames: Iterator[VideoFrame] = iter(())
@@ -217,9 +198,9 @@ class Clip:
                     break
         except (av.FFmpegError, OSError, ValueError, TypeError, OverflowError) as error:
             self._last = -np.inf
-            raise damaged(self.path, f"cannot be decoded at {second:.3f} s ({_line(error)})", number, feature.name) from error
+            raise base.damaged(self.path, f"cannot be decoded at {second:.3f} s ({_line(error)})", number, feature.name) from error
         self._last = -np.inf
-        raise damaged(self.path, f"has no picture at {second:.3f} s", number, feature.name)
+        raise base.damaged(self.path, f"has no picture at {second:.3f} s", number, feature.name)
 
     def _array(self, frame: VideoFrame, feature: Feature) -> np.ndarray:
         picture = frame.to_ndarray(format="rgb24")
@@ -256,14 +237,14 @@ class _Place:
     """{feature: (file, second of the first picture)}"""
 
 
-class LeRobotRecording(ForeignRecording):
+class LeRobotRecording(base.ForeignRecording):
     """Reads one data set. Raises RecordingError where it is damaged or contradicts itself."""
 
     format = "lerobot"
 
     def __init__(self, path: Path) -> None:
         self._parquet = layout.import_pyarrow()[1]
-        self._root, notes = path, NoteBook()
+        self._root, notes = path, base.NoteBook()
         self._files: OrderedDict[Path, DataFile] = OrderedDict()
         self._clips: OrderedDict[Path, Clip] = OrderedDict()
         self._info = self._read_info()
@@ -284,7 +265,7 @@ class LeRobotRecording(ForeignRecording):
     # ---- episodes ----
 
     def _episode(self, number: int) -> RecordedEpisode:
-        place, notes = self._places[number], NoteBook()
+        place, notes = self._places[number], base.NoteBook()
         rows = self._rows(number, [feature for feature in self._features if feature.storage != "video"])
         fields = self._flags(number, rows, notes)
         parts: dict[str, dict[str, Any]] = {"observation": {}, "state": {}, "images": {}}
@@ -294,9 +275,9 @@ class LeRobotRecording(ForeignRecording):
                 picture = feature.is_picture
                 values = self._pictures(number, feature, rows) if picture else rows[feature.field]
                 if not picture:
-                    values = unknown_last(values) if room == "state" else repeat_last(values)
+                    values = base.unknown_last(values) if room == "state" else base.repeat_last(values)
                 parts[room][key] = values
-        for name in PER_STEP_EXTRAS:
+        for name in base.PER_STEP_EXTRAS:
             if name in rows:
                 fields[name] = rows[name]
         fields |= {"observation": parts["observation"], "state": parts["state"] or None, "images": parts["images"]}
@@ -305,25 +286,25 @@ class LeRobotRecording(ForeignRecording):
         else:
             fields |= self._side_episodes[number]
         fields["metadata"] = {**fields["metadata"], "final_observation": "repeated"}
-        return finish_episode(place.data, number, fields)
+        return base.finish_episode(place.data, number, fields)
 
-    def _flags(self, number: int, rows: Mapping[str, np.ndarray], notes: NoteBook) -> dict[str, Any]:
+    def _flags(self, number: int, rows: Mapping[str, np.ndarray], notes: base.NoteBook) -> dict[str, Any]:
         """Action, reward, flags and seed of an episode."""
         length = self._places[number].length
         action = rows["action"]
-        fields: dict[str, Any] = {"seed": unknown_seed(number) if self._side_episodes is None else self._side_episodes[number]["seed"]}
-        fields["action"] = action if action.dtype.kind in "iO" else as_float32(action, "action", notes)
-        fields["reward"] = as_float32(rows.get("reward", np.zeros(length, np.float32)), "reward", notes)
+        fields: dict[str, Any] = {"seed": base.unknown_seed(number) if self._side_episodes is None else self._side_episodes[number]["seed"]}
+        fields["action"] = action if action.dtype.kind in "iO" else base.as_float32(action, "action", notes)
+        fields["reward"] = base.as_float32(rows.get("reward", np.zeros(length, np.float32)), "reward", notes)
         fields["success"] = rows.get("success", np.zeros(length, bool)).astype(bool)
         for name in ("reward", "success"):
             if name not in rows:
                 notes.add(name, "filled", f"the data set has none; {'0' if name == 'reward' else 'False'} at every step")
         if "terminated" in rows and "truncated" in rows:
             return fields | {name: rows[name].astype(bool) for name in ("terminated", "truncated")}
-        done = split_ends(rows["done"].astype(bool), "terminated", notes) if "done" in rows else False
+        done = base.split_ends(rows["done"].astype(bool), "terminated", notes) if "done" in rows else False
         notes.add("terminated", "filled", "the last step's 'next.done', which does not tell the task's end from a cut; False without it")
         notes.add("truncated", "filled", "an episode that is not done at its last step was cut by its recorder")
-        return fields | {"terminated": last_only(length, done), "truncated": last_only(length, not done)}
+        return fields | {"terminated": base.last_only(length, done), "truncated": base.last_only(length, not done)}
 
     def _rows(self, number: int, features: list[Feature]) -> dict[str, np.ndarray]:
         """{field: [T, …]} of an episode's columns; pictures as object arrays of bytes."""
@@ -377,23 +358,23 @@ class LeRobotRecording(ForeignRecording):
 
     def _read_info(self) -> dict[str, Any]:
         path = self._root / layout.INFO
-        info = read_json(path)
+        info = base.read_json(path)
         version = info.get("codebase_version")
         if not isinstance(version, str) or not version.startswith("v3."):
-            raise damaged(
+            raise base.damaged(
                 path,
                 f"is {version!r}; v3.x is read. LeRobot's own convert_dataset_v21_to_v30 brings older data sets up to it",
                 field="codebase_version",
             )
         for name, kinds in (("fps", (int, float)), ("features", (dict,)), ("data_path", (str,))):
             if type(info.get(name)) not in kinds:
-                raise damaged(path, f"is {info.get(name)!r:.60}", field=name)
+                raise base.damaged(path, f"is {info.get(name)!r:.60}", field=name)
         if not info["fps"] > 0:
-            raise damaged(path, f"must be above 0, is {info['fps']}", field="fps")
+            raise base.damaged(path, f"must be above 0, is {info['fps']}", field="fps")
         for name, feature in info["features"].items():
             shape = feature.get("shape") if isinstance(feature, dict) else None
             if not isinstance(shape, list) or not isinstance(feature.get("dtype"), str) or any(type(size) is not int for size in shape):
-                raise damaged(path, "must have a dtype and a shape of whole numbers", field=f"features.{name}")
+                raise base.damaged(path, "must have a dtype and a shape of whole numbers", field=f"features.{name}")
         return info
 
     def _table(self, path: Path, columns: list[str] | None = None) -> Any:
@@ -401,17 +382,17 @@ class LeRobotRecording(ForeignRecording):
             with open_parquet(self._parquet, path) as file:
                 return file.read(columns=columns)
         except Exception as error:  # pyarrow's errors have half a dozen classes
-            raise damaged(path, f"cannot be read as parquet: it is damaged or cut short ({_line(error)})") from error
+            raise base.damaged(path, f"cannot be read as parquet: it is damaged or cut short ({_line(error)})") from error
 
     def _read_tasks(self) -> dict[int, str]:
         """{task_index: text}"""
         path = self._root / layout.TASKS
         if not path.is_file():
-            raise damaged(path, "is missing")
+            raise base.damaged(path, "is missing")
         table = self._table(path)
         texts = next((name for name in ("task", "__index_level_0__") if name in table.column_names), None)
         if texts is None or "task_index" not in table.column_names:
-            raise damaged(path, f"must have the columns 'task' and 'task_index', has {table.column_names}")
+            raise base.damaged(path, f"must have the columns 'task' and 'task_index', has {table.column_names}")
         return dict(zip(map(int, table["task_index"].to_pylist()), map(str, table[texts].to_pylist()), strict=True))
 
     def _read_places(self) -> list[_Place]:
@@ -419,28 +400,28 @@ class LeRobotRecording(ForeignRecording):
         folder = self._root / layout.EPISODES_DIR
         paths = sorted(folder.glob("*/*.parquet"))
         if not paths:
-            raise damaged(folder, "holds no parquet file")
+            raise base.damaged(folder, "holds no parquet file")
         videos = [name for name, feature in self._info["features"].items() if feature["dtype"] == "video"]
         wanted = [*_PLACES, *(f"videos/{name}/{column}" for name in videos for column in ("chunk_index", "file_index", "from_timestamp"))]
         rows: list[dict[str, Any]] = []
         for path in paths:
             present = self._table(path)
             if missing := [name for name in wanted if name not in present.column_names]:
-                raise damaged(path, "is missing", field=missing[0])
+                raise base.damaged(path, "is missing", field=missing[0])
             rows += present.select(wanted).to_pylist()
         rows.sort(key=lambda row: row["episode_index"])
         total, first = self._info.get("total_episodes", len(rows)), 0
         if not rows or len(rows) != total or any(row["episode_index"] != number for number, row in enumerate(rows)):
-            raise damaged(folder, f"lists {len(rows)} episodes, {layout.INFO} says {total}, numbered from 0")
+            raise base.damaged(folder, f"lists {len(rows)} episodes, {layout.INFO} says {total}, numbered from 0")
         places = []
         for number, row in enumerate(rows):
             if row["dataset_from_index"] != first or row["dataset_to_index"] != first + row["length"] or row["length"] < 1:
                 what = f"says rows {row['dataset_from_index']} to {row['dataset_to_index']} and length {row['length']}; row {first} is next"
-                raise damaged(folder, what, number, "length")
+                raise base.damaged(folder, what, number, "length")
             places.append(self._place(row, videos))
             first += row["length"]
         if first != self._info.get("total_frames", first):
-            raise damaged(folder, f"lists {first} steps, {layout.INFO} says {self._info['total_frames']}")
+            raise base.damaged(folder, f"lists {first} steps, {layout.INFO} says {self._info['total_frames']}")
         return places
 
     def _place(self, row: Mapping[str, Any], videos: list[str]) -> _Place:
@@ -458,15 +439,15 @@ class LeRobotRecording(ForeignRecording):
         path = self._root / layout.SIDE_INFO
         if not path.is_file():
             return None
-        data = read_json(path)
+        data = base.read_json(path)
         try:
             features = tuple(Feature.from_dict(entry) for entry in data["features"])
         except (KeyError, TypeError, ValueError) as error:
-            raise damaged(path, f"cannot be read ({error})", field="features") from error
+            raise base.damaged(path, f"cannot be read ({error})", field="features") from error
         for feature in features:
             if feature.name not in self._info["features"]:
-                raise damaged(path, f"names a feature that {layout.INFO} does not have", field=feature.name)
-        return parse_side_info(path, data), features
+                raise base.damaged(path, f"names a feature that {layout.INFO} does not have", field=feature.name)
+        return base.parse_side_info(path, data), features
 
     def _read_side_episodes(self) -> list[dict[str, Any]] | None:
         """Of each episode; those that another program has appended since get the values of an imported one."""
@@ -474,15 +455,15 @@ class LeRobotRecording(ForeignRecording):
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeError) as error:
-            raise damaged(path, f"cannot be read ({error})") from error
+            raise base.damaged(path, f"cannot be read ({error})") from error
         if len(lines) < len(self._places):
             lines += [
-                json.dumps({"seed": unknown_seed(n), "task": None, "instruction": self._episode_tasks[n], "metadata": {}})
+                json.dumps({"seed": base.unknown_seed(n), "task": None, "instruction": self._episode_tasks[n], "metadata": {}})
                 for n in range(len(lines), len(self._places))
             ]
         if len(lines) != len(self._places):
-            raise damaged(path, f"holds {len(lines)} episodes, the data set {len(self._places)}")
-        return [parse_side_episode(path, parse_json(path, line, "line", number), number) for number, line in enumerate(lines)]
+            raise base.damaged(path, f"holds {len(lines)} episodes, the data set {len(self._places)}")
+        return [base.parse_side_episode(path, base.parse_json(path, line, "line", number), number) for number, line in enumerate(lines)]
 
     @cached_property
     def _episode_tasks(self) -> list[str | None]:
@@ -495,16 +476,16 @@ class LeRobotRecording(ForeignRecording):
                 .column("task_index", "column", "int64", ())[0]
             )
             if index not in self._tasks:
-                raise damaged(place.data, f"names task {index}, which {layout.TASKS} does not have", number, "task_index")
+                raise base.damaged(place.data, f"names task {index}, which {layout.TASKS} does not have", number, "task_index")
             tasks.append(self._tasks[index])
         return tasks
 
     # ---- theirs ----
 
-    def _foreign_features(self, notes: NoteBook) -> Iterator[Feature]:
+    def _foreign_features(self, notes: base.NoteBook) -> Iterator[Feature]:
         features: dict[str, dict[str, Any]] = self._info["features"]
         if "action" not in features:
-            raise damaged(self._root / layout.INFO, "is missing", field="features.action")
+            raise base.damaged(self._root / layout.INFO, "is missing", field="features.action")
         fields = {"action": "action"}
         for ours, theirs in (("reward", _REWARDS), ("success", _SUCCESSES)):
             if found := next((name for name in theirs if name in features), None):
@@ -529,10 +510,10 @@ class LeRobotRecording(ForeignRecording):
             else:
                 notes.add(name, "lost", "no part of an episode here")
 
-    def _survey(self, notes: NoteBook, action: ActionSpec | None) -> tuple[TableBuilder, ActionSpec, bool]:
+    def _survey(self, notes: base.NoteBook, action: ActionSpec | None) -> tuple[base.TableBuilder, ActionSpec, bool]:
         """Read the small columns of all episodes once."""
         small = [feature for feature in self._features if feature.field in ("action", "reward", "success", "terminated", "truncated")]
-        table, bounds, choices = TableBuilder.empty(), ActionBounds(), -1
+        table, bounds, choices = base.TableBuilder.empty(), base.ActionBounds(), -1
         for number in range(len(self._places)):
             fields = self._flags(number, self._rows(number, small), notes)
             if action is None and fields["action"].dtype == np.int64:
@@ -550,7 +531,7 @@ class LeRobotRecording(ForeignRecording):
             notes.add("seed", "filled", "the format has none; negative numbers, one for each episode")
         return table, action, len(set(self._episode_tasks)) > 1
 
-    def _action_spec(self, bounds: ActionBounds, choices: int, notes: NoteBook) -> ActionSpec:
+    def _action_spec(self, bounds: base.ActionBounds, choices: int, notes: base.NoteBook) -> ActionSpec:
         feature = next(feature for feature in self._features if feature.field == "action")
         if feature.storage == "text":
             return ActionSpec.text()
@@ -559,14 +540,14 @@ class LeRobotRecording(ForeignRecording):
             return ActionSpec.discrete(choices + 1)
         return bounds.spec(notes)
 
-    def _foreign_info(self, action: ActionSpec, several: bool, notes: NoteBook) -> RecordingInfo:
+    def _foreign_info(self, action: ActionSpec, several: bool, notes: base.NoteBook) -> RecordingInfo:
         observation: dict[str, TensorSpec | VariableSpec] = {}
         for feature in self._features:
             if feature.field.startswith("observation."):
                 key = feature.field.removeprefix("observation.")
                 observation[key] = VariableSpec("text") if feature.storage == "text" else TensorSpec(feature.shape, feature.dtype)
         if not observation:
-            raise damaged(self._root / layout.INFO, "names no feature 'observation.…'", field="features")
+            raise base.damaged(self._root / layout.INFO, "names no feature 'observation.…'", field="features")
         notes.add("spec.task", "filled", "the format has no name of a simulator's task; the folder's")
         if several:
             notes.add("instruction", "kept", "differs between episodes")
@@ -578,7 +559,9 @@ class LeRobotRecording(ForeignRecording):
             instruction=None if several else self._episode_tasks[0],
             reports_success=any(feature.field == "success" for feature in self._features),
         )
-        return RecordingInfo(spec, sim={}, policy=IMPORTED, metadata={"format": self.format, "robot_type": self._info.get("robot_type")})
+        return RecordingInfo(
+            spec, sim={}, policy=base.IMPORTED, metadata={"format": self.format, "robot_type": self._info.get("robot_type")}
+        )
 
 
 def _is_rgb(feature: Mapping[str, Any]) -> bool:

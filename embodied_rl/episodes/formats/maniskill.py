@@ -14,24 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.episodes.formats.base import (
-    SIDE_ENTRY,
-    ActionBounds,
-    Advance,
-    FieldNote,
-    NoteBook,
-    as_float32,
-    damaged,
-    finish_episode,
-    last_only,
-    note_side_episode,
-    note_snapshots,
-    parse_side_info,
-    read_json,
-    side_info,
-    split_ends,
-    tensor_specs,
-)
+from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
 from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.types import SimSpec, TensorSpec
@@ -58,7 +41,7 @@ def paths(path: Path) -> tuple[Path, Path]:
     if path.is_dir():
         found = sorted(path.glob("*.h5"), key=lambda file: (file.stem != NAME, file.name))
         if not found:
-            raise damaged(path, "holds no .h5 file")
+            raise base.damaged(path, "holds no .h5 file")
         path = found[0]
     return path.with_suffix(".h5"), path.with_suffix(".json")
 
@@ -73,15 +56,15 @@ class ManiSkillRecording(H5Recording):
 
     def __init__(self, path: Path) -> None:
         h5_path, json_path = paths(path)
-        self._meta = read_json(json_path)
+        self._meta = base.read_json(json_path)
         self._file = H5File(h5_path)
         self._keys: tuple[str, ...] | None = None
         try:
             self._entries = self._check_entries(json_path)
-            notes = NoteBook()
+            notes = base.NoteBook()
             table, bounds = self._survey(len(self._entries), notes)
-            side = self._meta.get(SIDE_ENTRY)
-            info = self._foreign_info(bounds, notes) if side is None else parse_side_info(json_path, side)
+            side = self._meta.get(base.SIDE_ENTRY)
+            info = self._foreign_info(bounds, notes) if side is None else base.parse_side_info(json_path, side)
             self._keys = None if side is None else tuple(info.spec.observation)
         except BaseException:
             self._file.close()
@@ -89,55 +72,57 @@ class ManiSkillRecording(H5Recording):
         super().__init__(h5_path, info, table.table(), notes.notes())
 
     def _episode(self, number: int) -> RecordedEpisode:
-        return self._read(number, NoteBook())
+        return self._read(number, base.NoteBook())
 
     def _check_entries(self, json_path: Path) -> list[dict[str, Any]]:
         """The JSON file's episodes."""
         entries = self._meta.get("episodes")
         env_info = self._meta.get("env_info")
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-            raise damaged(json_path, "must list at least one episode", field="episodes")
+            raise base.damaged(json_path, "must list at least one episode", field="episodes")
         if not isinstance(env_info, dict) or not isinstance(env_info.get("env_id"), str):
-            raise damaged(json_path, "must say which environment the episodes are of", field="env_info.env_id")
+            raise base.damaged(json_path, "must say which environment the episodes are of", field="env_info.env_id")
         for number, entry in enumerate(entries):
             if type(entry.get("episode_id")) is not int:
-                raise damaged(json_path, f"must be an integer, is {entry.get('episode_id')!r:.40}", number, "episode_id")
+                raise base.damaged(json_path, f"must be an integer, is {entry.get('episode_id')!r:.40}", number, "episode_id")
         return entries
 
     def _group(self, number: int) -> h5py.Group:
         return self._file.group(self._file.root, f"traj_{self._entries[number]['episode_id']}", number)
 
-    def _action(self, group: h5py.Group, number: int, notes: NoteBook) -> np.ndarray:
+    def _action(self, group: h5py.Group, number: int, notes: base.NoteBook) -> np.ndarray:
         """[T, A], of several robots side by side."""
         file, entry = self._file, self._entries[number]
         if file.is_group(group, "actions", number):
             parts = list(file.arrays(file.group(group, "actions", number), number).values())
             notes.add("action", "changed", "one array per robot in the file; side by side here")
             if not parts or len({len(part) for part in parts}) > 1:
-                raise damaged(file.path, f"holds {len(parts)} arrays of {sorted({len(part) for part in parts})} rows", number, "actions")
+                raise base.damaged(
+                    file.path, f"holds {len(parts)} arrays of {sorted({len(part) for part in parts})} rows", number, "actions"
+                )
             action = np.concatenate(parts, axis=1)
         else:
             action = file.array(group, "actions", number)
         if action.ndim != 2 or not len(action):
-            raise damaged(file.path, f"must be [T, A] with at least one step, is {list(action.shape)}", number, "actions")
+            raise base.damaged(file.path, f"must be [T, A] with at least one step, is {list(action.shape)}", number, "actions")
         if entry.get("elapsed_steps", len(action)) != len(action):
-            raise damaged(
+            raise base.damaged(
                 file.path.with_suffix(".json"),
                 f"says {entry['elapsed_steps']} steps, 'actions' holds {len(action)}",
                 number,
                 "elapsed_steps",
             )
-        return action if action.dtype == np.int64 else as_float32(action, "action", notes)
+        return action if action.dtype == np.int64 else base.as_float32(action, "action", notes)
 
-    def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
+    def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
         """Everything of an episode but observations and states."""
         file, group, entry = self._file, self._group(number), self._entries[number]
         action = self._action(group, number, notes)
         length = len(action)
         fields: dict[str, Any] = {"action": action}
         for ours, theirs in (("terminated", "terminated"), ("truncated", "truncated")):
-            flag = split_ends(file.array(group, theirs, number, length).astype(bool), ours, notes)
-            fields[ours] = last_only(length, flag)
+            flag = base.split_ends(file.array(group, theirs, number, length).astype(bool), ours, notes)
+            fields[ours] = base.last_only(length, flag)
         if file.attribute(group, _BY_SUCCESS, number):
             fields["terminated"][-1] = False
         for ours, theirs, kind in (("success", "success", bool), ("reward", "rewards", np.float32)):
@@ -150,25 +135,25 @@ class ManiSkillRecording(H5Recording):
         fields["metadata"] = {"maniskill": metadata}
         return fields | read_extras(file, group, number, length)
 
-    def _seed(self, entry: Mapping[str, Any], number: int, notes: NoteBook) -> int:
+    def _seed(self, entry: Mapping[str, Any], number: int, notes: base.NoteBook) -> int:
         reset = entry.get("reset_kwargs")
         seed = entry.get("episode_seed", reset.get("seed") if isinstance(reset, dict) else None)
         seed = seed[0] if isinstance(seed, list) and len(seed) == 1 else seed
         return self._seed_or_unknown(seed, number, notes, "the file does not say")
 
-    def _read(self, number: int, notes: NoteBook) -> RecordedEpisode:
+    def _read(self, number: int, notes: base.NoteBook) -> RecordedEpisode:
         file, group = self._file, self._group(number)
         fields = self._flags(number, notes)
         fields["observation"] = self._observation(group, number, len(fields["action"]) + 1, notes)
         if "state" not in fields and file.has(group, "env_states"):
             states = file.arrays(file.group(group, "env_states", number), number, len(fields["action"]) + 1)
             fields["state"] = states or None
-        return finish_episode(file.path, number, fields)
+        return base.finish_episode(file.path, number, fields)
 
-    def _observation(self, group: h5py.Group, number: int, rows: int, notes: NoteBook) -> dict[str, np.ndarray]:
+    def _observation(self, group: h5py.Group, number: int, rows: int, notes: base.NoteBook) -> dict[str, np.ndarray]:
         file = self._file
         if not file.has(group, "obs"):
-            raise damaged(
+            raise base.damaged(
                 file.path, "is missing: replay the file with --obs-mode state --save-traj, which records observations", number, "obs"
             )
         if not file.is_group(group, "obs", number):
@@ -178,20 +163,20 @@ class ManiSkillRecording(H5Recording):
             return _named_parts(parts, notes)
         missing = [key for key in self._keys if _place(key) not in parts]
         if missing:
-            raise damaged(file.path, "is missing", number, f"obs/{_place(missing[0])}")
+            raise base.damaged(file.path, "is missing", number, f"obs/{_place(missing[0])}")
         return {key: parts[_place(key)] for key in self._keys}
 
-    def _foreign_info(self, bounds: ActionBounds, notes: NoteBook) -> RecordingInfo:
+    def _foreign_info(self, bounds: base.ActionBounds, notes: base.NoteBook) -> RecordingInfo:
         env_info = self._meta["env_info"]
-        observation = self._observation(self._group(0), 0, len(self._flags(0, NoteBook())["action"]) + 1, notes)
+        observation = self._observation(self._group(0), 0, len(self._flags(0, base.NoteBook())["action"]) + 1, notes)
         kwargs = env_info.get("env_kwargs") or {}
         limit = env_info.get("max_episode_steps")
-        action = self._flags(0, NoteBook())["action"]
+        action = self._flags(0, base.NoteBook())["action"]
         if action.dtype == np.int64:
-            raise damaged(self._file.path, "holds integers; actions of ManiSkill's are vectors", 0, "actions")
+            raise base.damaged(self._file.path, "holds integers; actions of ManiSkill's are vectors", 0, "actions")
         spec = SimSpec(
             task=env_info["env_id"],
-            observation=tensor_specs(observation),
+            observation=base.tensor_specs(observation),
             action=bounds.spec(notes),
             max_episode_steps=limit if type(limit) is int else None,
             reports_success=self._file.has(self._group(0), "success"),
@@ -207,7 +192,7 @@ class ManiSkillRecording(H5Recording):
         )
 
 
-def _named_parts(parts: Mapping[str, np.ndarray], notes: NoteBook) -> dict[str, np.ndarray]:
+def _named_parts(parts: Mapping[str, np.ndarray], notes: base.NoteBook) -> dict[str, np.ndarray]:
     """ManiSkill's nested observation {path: [T + 1, …]} by the names that our simulator gives (`sim.robots.maniskill_observation`)."""
     named: dict[str, np.ndarray] = {}
     shown = [part for path, part in parts.items() if path.split("/")[0] in ("agent", "extra")]
@@ -230,23 +215,25 @@ def _named_parts(parts: Mapping[str, np.ndarray], notes: NoteBook) -> dict[str, 
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(recording: Recording, folder: Path, target: Path, advance: Advance) -> tuple[FieldNote, ...]:
+def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[base.FieldNote, ...]:
     """Write ``trajectory.h5`` and ``.json``, which ManiSkill's own `replay_trajectory` plays, into an empty folder; `target` is not needed.
 
     Raises:
         RecordingError: the recording holds what the format cannot (text actions), or is damaged.
         OSError: the files cannot be written.
     """
-    spec, notes = recording.spec, NoteBook()
+    spec, notes = recording.spec, base.NoteBook()
     kept = require_numbers(spec, "ManiSkill", notes)
     _note_kept(spec, notes)
     entries = _write_h5(folder / f"{NAME}.h5", recording, kept, notes, advance)
-    document = _document(recording, notes) | {"episodes": entries, SIDE_ENTRY: side_info(recording.info, kept)}
+    document = _document(recording, notes) | {"episodes": entries, base.SIDE_ENTRY: base.side_info(recording.info, kept)}
     (folder / f"{NAME}.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
     return notes.notes()
 
 
-def _write_h5(path: Path, recording: Recording, kept: Mapping[str, TensorSpec], notes: NoteBook, advance: Advance) -> list[dict[str, Any]]:
+def _write_h5(
+    path: Path, recording: Recording, kept: Mapping[str, TensorSpec], notes: base.NoteBook, advance: base.Advance
+) -> list[dict[str, Any]]:
     control_mode = dict(recording.info.sim.get("kwargs") or {}).get("control_mode")
     entries = []
     with import_h5py().File(path, "w") as file:
@@ -279,7 +266,7 @@ def _reset_kwargs(episode: RecordedEpisode, info: RecordingInfo) -> dict[str, An
 
 
 def _write_episode(
-    group: h5py.Group, episode: RecordedEpisode, kept: Mapping[str, TensorSpec], notes: NoteBook, ends_at_success: bool
+    group: h5py.Group, episode: RecordedEpisode, kept: Mapping[str, TensorSpec], notes: base.NoteBook, ends_at_success: bool
 ) -> None:
     if tuple(kept) == ("state",):
         write_array(group, "obs", episode.observation["state"])
@@ -302,8 +289,8 @@ def _write_episode(
             write_array(states, name, part)
         notes.add("state", "kept", "env_states")
     write_extras(group, episode, notes, with_state=False)
-    note_side_episode(episode, notes, f"{SIDE_ENTRY}@episode", own=("seed",))
-    note_snapshots(episode, notes)
+    base.note_side_episode(episode, notes, f"{base.SIDE_ENTRY}@episode", own=("seed",))
+    base.note_snapshots(episode, notes)
 
 
 def _place(key: str) -> str:
@@ -316,7 +303,7 @@ def _place(key: str) -> str:
     return key if key == "state" else f"extra/{key}"
 
 
-def _note_kept(spec: SimSpec, notes: NoteBook) -> None:
+def _note_kept(spec: SimSpec, notes: base.NoteBook) -> None:
     for key in spec.tensors:
         moved = key in _TEXTURES
         notes.add(f"observation.{key}", "kept", f"obs/{_place(key)}; the camera's name is not known" if moved else "")
@@ -324,7 +311,7 @@ def _note_kept(spec: SimSpec, notes: NoteBook) -> None:
         notes.add(name, "kept")
 
 
-def _document(recording: Recording, notes: NoteBook) -> dict[str, Any]:
+def _document(recording: Recording, notes: base.NoteBook) -> dict[str, Any]:
     """Everything of the JSON file but the episodes."""
     info = recording.info
     theirs = info.metadata.get("env_info")

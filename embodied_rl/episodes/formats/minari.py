@@ -18,24 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.episodes.formats.base import (
-    IMPORTED,
-    SIDE_ENTRY,
-    Advance,
-    FieldNote,
-    NoteBook,
-    as_float32,
-    damaged,
-    finish_episode,
-    last_only,
-    note_side_episode,
-    note_snapshots,
-    parse_json,
-    parse_side_info,
-    read_json,
-    side_info,
-    split_ends,
-)
+from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, write_array, write_extras
 from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingError, RecordingInfo
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
@@ -176,11 +159,13 @@ class MinariRecording(H5Recording):
     def __init__(self, path: Path) -> None:
         folder = folder_of(path)
         self._meta_path = folder / METADATA_FILE
-        self._meta = read_json(self._meta_path)
+        self._meta = base.read_json(self._meta_path)
         if self._meta.get("data_format", "hdf5") != "hdf5":
-            raise damaged(self._meta_path, f"is '{self._meta['data_format']}'; of Minari's storages only hdf5 is read", field="data_format")
-        notes = NoteBook()
-        side = self._meta.get(SIDE_ENTRY)
+            raise base.damaged(
+                self._meta_path, f"is '{self._meta['data_format']}'; of Minari's storages only hdf5 is read", field="data_format"
+            )
+        notes = base.NoteBook()
+        side = self._meta.get(base.SIDE_ENTRY)
         self._leaves, action = self._spaces()
         file = self._file = H5File(folder / DATA_FILE)
         try:
@@ -188,42 +173,42 @@ class MinariRecording(H5Recording):
             self._numbers = sorted(int(match.group(1)) for match in found)
             total = self._meta.get("total_episodes", len(self._numbers))
             if not self._numbers or total != len(self._numbers):
-                raise damaged(file.path, f"holds {len(self._numbers)} episodes, {METADATA_FILE} says {total}")
-            info = parse_side_info(self._meta_path, side) if side is not None else None
+                raise base.damaged(file.path, f"holds {len(self._numbers)} episodes, {METADATA_FILE} says {total}")
+            info = base.parse_side_info(self._meta_path, side) if side is not None else None
             action = action if info is None else info.spec.action
             self._discrete = action is not None and action.kind == "discrete"
             table, bounds = self._survey(len(self._numbers), notes)
             info = self._foreign_info(action or bounds.spec(notes), notes) if info is None else info
             self._keys = dict(zip(info.spec.observation, self._leaves, strict=False))
             if len(info.spec.observation) != len(self._leaves):
-                raise damaged(self._meta_path, "names other observations than the space", field=SIDE_ENTRY)
+                raise base.damaged(self._meta_path, "names other observations than the space", field=base.SIDE_ENTRY)
         except BaseException:
             file.close()
             raise
         super().__init__(folder, info, table.table(), notes.notes())
 
     def _episode(self, number: int) -> RecordedEpisode:
-        notes = NoteBook()
+        notes = base.NoteBook()
         file, group = self._file, self._group(number)
         fields = self._flags(number, notes)
         rows = len(fields["reward"]) + 1
         fields["observation"] = {key: self._leaf(group, leaf, number, rows) for key, leaf in self._keys.items()}
         options = {name.partition("/")[2]: self._plain(group, name, number) for name in group.attrs if name.startswith("options/")}
         fields.setdefault("metadata", {"reset_options": options} if options else {})
-        return finish_episode(file.path, number, fields)
+        return base.finish_episode(file.path, number, fields)
 
     def _spaces(self) -> tuple[tuple[Leaf, ...], ActionSpec | None]:
         parsed = {}
         for name in ("observation_space", "action_space"):
             space = self._meta.get(name)
             if space is None:
-                raise damaged(self._meta_path, "is missing, and is not looked up by making the environment", field=name)
-            parsed[name] = parse_json(self._meta_path, space, name) if isinstance(space, str) else space
+                raise base.damaged(self._meta_path, "is missing, and is not looked up by making the environment", field=name)
+            parsed[name] = base.parse_json(self._meta_path, space, name) if isinstance(space, str) else space
         try:
             leaves = tuple(leaves_of(parsed["observation_space"]))
             return leaves, action_spec_of(parsed["action_space"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise damaged(self._meta_path, f"holds a space that cannot be read ({error})", field="spaces") from error
+            raise base.damaged(self._meta_path, f"holds a space that cannot be read ({error})", field="spaces") from error
 
     def _group(self, number: int) -> h5py.Group:
         return self._file.group(self._file.root, f"episode_{self._numbers[number]}", number)
@@ -232,35 +217,35 @@ class MinariRecording(H5Recording):
         value = self._file.attribute(owner, name, number)
         return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
-    def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
+    def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
         """Everything of an episode but observations."""
         file, group = self._file, self._group(number)
         reward = file.array(group, "rewards", number)
         length = len(reward)
         claimed = self._plain(group, "total_steps", number)
         if length < 1 or (claimed is not None and claimed != length):
-            raise damaged(file.path, f"holds {length} rows, total_steps says {claimed}", number, "rewards")
+            raise base.damaged(file.path, f"holds {length} rows, total_steps says {claimed}", number, "rewards")
         fields: dict[str, Any] = {
-            "reward": as_float32(reward.reshape(length), "reward", notes),
+            "reward": base.as_float32(reward.reshape(length), "reward", notes),
             "action": self._action(group, number, length, notes),
         }
         for ours, theirs in (("terminated", "terminations"), ("truncated", "truncations")):
             flags = file.array(group, theirs, number, length).astype(bool)
-            fields[ours] = last_only(length, split_ends(flags, ours, notes))
+            fields[ours] = base.last_only(length, base.split_ends(flags, ours, notes))
         fields["success"] = self._success(group, number, length, notes)
         seed = self._seed_or_unknown(self._plain(group, "seed", number), number, notes, "not every episode has one")
         return fields | {"seed": seed} | read_extras(file, group, number, length)
 
-    def _action(self, group: h5py.Group, number: int, length: int, notes: NoteBook) -> np.ndarray:
+    def _action(self, group: h5py.Group, number: int, length: int, notes: base.NoteBook) -> np.ndarray:
         file = self._file
         if file.dataset(group, "actions", number, kinds="biufOS").dtype.kind in "OS":
             return file.strings(group, "actions", number, length)
         action = file.array(group, "actions", number, length)
         if self._discrete:
             return action.astype(np.int64).reshape(length, 1)
-        return as_float32(action.reshape(length, -1), "action", notes)
+        return base.as_float32(action.reshape(length, -1), "action", notes)
 
-    def _success(self, group: h5py.Group, number: int, length: int, notes: NoteBook) -> np.ndarray:
+    def _success(self, group: h5py.Group, number: int, length: int, notes: base.NoteBook) -> np.ndarray:
         """Of the infos, which begin with the reset's in Minari's own recorder."""
         file = self._file
         infos = file.group(group, "infos", number) if file.has(group, "infos") else None
@@ -269,7 +254,7 @@ class MinariRecording(H5Recording):
             return self._filled("success", length, notes, "the file has none")
         values = file.array(infos, name, number)
         if len(values) not in (length, length + 1):
-            raise damaged(file.path, f"has {len(values)} rows instead of {length} or {length + 1}", number, f"infos/{name}")
+            raise base.damaged(file.path, f"has {len(values)} rows instead of {length} or {length + 1}", number, f"infos/{name}")
         return values[-length:].astype(bool).reshape(length)
 
     def _leaf(self, group: h5py.Group, leaf: Leaf, number: int, rows: int) -> np.ndarray:
@@ -286,13 +271,13 @@ class MinariRecording(H5Recording):
             return _decode_jpegs(file, dataset, leaf.spec, number, rows, field)
         part = file.array(parent, name, number, rows)
         if part.shape[1:] != shape and part.size != rows * int(np.prod(shape)):
-            raise damaged(file.path, f"has rows of {list(part.shape[1:])}, the space says {list(shape)}", number, field)
+            raise base.damaged(file.path, f"has rows of {list(part.shape[1:])}, the space says {list(shape)}", number, field)
         return part.astype(leaf.spec.dtype, copy=False).reshape(rows, *shape)
 
-    def _foreign_info(self, action: ActionSpec, notes: NoteBook) -> RecordingInfo:
+    def _foreign_info(self, action: ActionSpec, notes: base.NoteBook) -> RecordingInfo:
         meta, env = self._meta, {}
         if isinstance(meta.get("env_spec"), str):
-            env = parse_json(self._meta_path, meta["env_spec"], "env_spec")
+            env = base.parse_json(self._meta_path, meta["env_spec"], "env_spec")
         limit = env.get("max_episode_steps")
         if not env.get("id"):
             notes.add("spec.task", "filled", "the file names no environment; the data set's name")
@@ -305,7 +290,7 @@ class MinariRecording(H5Recording):
             reports_success="success" not in {note.field for note in notes},
         )
         about = {name: meta[name] for name in _ABOUT if name in meta}
-        return RecordingInfo(spec, sim={}, policy=IMPORTED, metadata={"format": self.format, **about})
+        return RecordingInfo(spec, sim={}, policy=base.IMPORTED, metadata={"format": self.format, **about})
 
 
 def _decode_jpegs(file: H5File, dataset: h5py.Dataset, spec: TensorSpec, number: int, rows: int, field: str) -> np.ndarray:
@@ -313,7 +298,7 @@ def _decode_jpegs(file: H5File, dataset: h5py.Dataset, spec: TensorSpec, number:
     from PIL import Image
 
     if len(dataset) != rows:
-        raise damaged(file.path, f"has {len(dataset)} rows instead of {rows}", number, field)
+        raise base.damaged(file.path, f"has {len(dataset)} rows instead of {rows}", number, field)
     pictures = []
     for row in range(rows):
         try:
@@ -323,21 +308,21 @@ def _decode_jpegs(file: H5File, dataset: h5py.Dataset, spec: TensorSpec, number:
                     raise ValueError(f"a picture of {image.height} × {image.width}")
                 pictures.append(np.asarray(image))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise damaged(file.path, f"holds no picture of {list(spec.shape)} in row {row} ({error})", number, field) from error
+            raise base.damaged(file.path, f"holds no picture of {list(spec.shape)} in row {row} ({error})", number, field) from error
     return np.stack(pictures)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(recording: Recording, folder: Path, target: Path, advance: Advance) -> tuple[FieldNote, ...]:
+def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[base.FieldNote, ...]:
     """Write ``data`` into an empty folder; the data set's id is that of `dataset_id`.
 
     Raises:
         RecordingError: the recording holds what the format cannot, or is damaged; or `target` is no place of a data set of Minari's.
         OSError: the files cannot be written.
     """
-    spec, notes, name = recording.spec, NoteBook(), dataset_id(target)
+    spec, notes, name = recording.spec, base.NoteBook(), dataset_id(target)
     kept: dict[str, TensorSpec | VariableSpec] = {}
     for key, part in spec.observation.items():
         if isinstance(part, VariableSpec) and part.kind != "text":
@@ -398,9 +383,9 @@ def _write_h5(
     path: Path,
     recording: Recording,
     kept: Mapping[str, TensorSpec | VariableSpec],
-    notes: NoteBook,
+    notes: base.NoteBook,
     seen: _Texts,
-    advance: Advance,
+    advance: base.Advance,
 ) -> None:
     with import_h5py().File(path, "w", track_order=True) as file:
         for number, episode in enumerate(recording):
@@ -422,8 +407,8 @@ def _write_h5(
             # Minari's recorder keeps the reset's info too: T + 1 rows.
             write_array(group, "infos/success", np.concatenate([[False], episode.success]))
             write_extras(group, episode, notes, with_state=True)
-            note_side_episode(episode, notes, f"{SIDE_ENTRY}@episode", own=("seed",))
-            note_snapshots(episode, notes)
+            base.note_side_episode(episode, notes, f"{base.SIDE_ENTRY}@episode", own=("seed",))
+            base.note_snapshots(episode, notes)
             advance(1)
 
 
@@ -443,5 +428,5 @@ def _metadata(recording: Recording, kept: Mapping[str, TensorSpec | VariableSpec
         "observation_space": json.dumps(observation_space_of(kept, texts)),
         "action_space": json.dumps(action_space_of(info.spec.action, texts.get(_ACTION))),
         "algorithm_name": about.get("algorithm_name") or str(info.policy.get("kind", "unknown")),
-        SIDE_ENTRY: side_info(info, kept),
+        base.SIDE_ENTRY: base.side_info(info, kept),
     }

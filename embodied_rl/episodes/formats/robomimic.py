@@ -15,26 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.episodes.formats.base import (
-    IMPORTED,
-    SIDE_ENTRY,
-    Advance,
-    FieldNote,
-    NoteBook,
-    as_float32,
-    damaged,
-    finish_episode,
-    last_only,
-    note_side_episode,
-    note_snapshots,
-    parse_json,
-    parse_side_info,
-    repeat_last,
-    side_info,
-    split_ends,
-    tensor_specs,
-    unknown_last,
-)
+from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
 from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
@@ -59,7 +40,7 @@ def file_of(path: Path) -> Path:
         return path
     found = sorted([*path.glob("*.hdf5"), *path.glob("*.h5")], key=lambda file: (file.name != NAME, file.name))
     if not found:
-        raise damaged(path, "holds no .hdf5 file")
+        raise base.damaged(path, "holds no .hdf5 file")
     return found[0]
 
 
@@ -78,14 +59,14 @@ class RobomimicRecording(H5Recording):
             found = [match for name in file.names(self._data) if (match := _DEMO.fullmatch(name))]
             self._demos = [match.group() for match in sorted(found, key=lambda match: int(match.group(1)))]
             if not self._demos:
-                raise damaged(file.path, "holds no group 'demo_0', 'demo_1', …", field="/data")
+                raise base.damaged(file.path, "holds no group 'demo_0', 'demo_1', …", field="/data")
             self._masks = self._read_masks()
             self._env_args = self._read_env_args()
-            side = file.attribute(self._data, SIDE_ENTRY)
+            side = file.attribute(self._data, base.SIDE_ENTRY)
             self._own = side is not None
-            info = parse_side_info(file.path, parse_json(file.path, side, SIDE_ENTRY)) if self._own else None
+            info = base.parse_side_info(file.path, base.parse_json(file.path, side, base.SIDE_ENTRY)) if self._own else None
             self._sparse = self._rewards_tell_success() and not self._own
-            notes = NoteBook()
+            notes = base.NoteBook()
             table, bounds = self._survey(len(self._demos), notes)
             info = self._foreign_info(bounds.spec(notes), notes) if info is None else info
             self._keys = tuple(info.spec.observation)
@@ -95,7 +76,7 @@ class RobomimicRecording(H5Recording):
         super().__init__(file.path, info, table.table(), notes.notes())
 
     def _episode(self, number: int) -> RecordedEpisode:
-        return self._read(number, NoteBook(), self._keys)
+        return self._read(number, base.NoteBook(), self._keys)
 
     def _group(self, number: int) -> h5py.Group:
         return self._file.group(self._data, self._demos[number], number)
@@ -109,12 +90,12 @@ class RobomimicRecording(H5Recording):
         masks = {name: set(file.strings(group, name)) for name in file.names(group)}
         for name, demos in masks.items():
             if missing := sorted(demos - set(self._demos)):
-                raise damaged(file.path, f"names the episode '{missing[0]}', which is not there", field=f"/mask/{name}")
+                raise base.damaged(file.path, f"names the episode '{missing[0]}', which is not there", field=f"/mask/{name}")
         return masks
 
     def _read_env_args(self) -> dict[str, Any]:
         text = self._file.attribute(self._data, "env_args")
-        return {} if text is None else parse_json(self._file.path, text, "/data@env_args")
+        return {} if text is None else base.parse_json(self._file.path, text, "/data@env_args")
 
     def _rewards_tell_success(self) -> bool:
         """robosuite's reward is 1 where the task is solved, and 0 elsewhere, unless it was asked to shape it."""
@@ -122,17 +103,17 @@ class RobomimicRecording(H5Recording):
         shaped = isinstance(kwargs, dict) and bool(kwargs.get("reward_shaping"))
         return self._env_args.get("type") == _ROBOSUITE and not shaped
 
-    def _flags(self, number: int, notes: NoteBook) -> dict[str, Any]:
+    def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
         """Everything of an episode but observations and states."""
         file, group = self._file, self._group(number)
         action = file.array(group, "actions", number)
         length = len(action)
         claimed = file.attribute(group, "num_samples", number)
         if length < 1 or (claimed is not None and claimed != length):
-            raise damaged(file.path, f"'actions' holds {length} rows, num_samples says {claimed}", number, "actions")
-        fields: dict[str, Any] = {"action": action if self._own and action.dtype == np.int64 else as_float32(action, "action", notes)}
+            raise base.damaged(file.path, f"'actions' holds {length} rows, num_samples says {claimed}", number, "actions")
+        fields: dict[str, Any] = {"action": action if self._own and action.dtype == np.int64 else base.as_float32(action, "action", notes)}
         if file.has(group, "rewards"):
-            fields["reward"] = as_float32(file.array(group, "rewards", number, length), "reward", notes)
+            fields["reward"] = base.as_float32(file.array(group, "rewards", number, length), "reward", notes)
         else:
             fields["reward"] = self._filled("reward", length, notes, "the file has no 'rewards'")
         fields |= read_extras(file, group, number, length)
@@ -141,12 +122,12 @@ class RobomimicRecording(H5Recording):
         fields["seed"] = self._seed_or_unknown(fields.get("seed"), number, notes, "the format has none")
         return fields
 
-    def _guess_ends(self, group: h5py.Group, number: int, reward: np.ndarray, notes: NoteBook) -> dict[str, np.ndarray]:
+    def _guess_ends(self, group: h5py.Group, number: int, reward: np.ndarray, notes: base.NoteBook) -> dict[str, np.ndarray]:
         """terminated, truncated and success of a file that another program wrote."""
         file, length = self._file, len(reward)
         done = False
         if file.has(group, "dones"):
-            done = split_ends(file.array(group, "dones", number, length).astype(bool), "terminated", notes)
+            done = base.split_ends(file.array(group, "dones", number, length).astype(bool), "terminated", notes)
         notes.add("terminated", "filled", "the file's 'dones' of the last step, which does not tell the task's end from a cut")
         notes.add("truncated", "filled", "an episode whose last 'dones' is 0 was cut by its recorder")
         success = np.zeros(length, bool)
@@ -155,9 +136,9 @@ class RobomimicRecording(H5Recording):
             notes.add("success", "filled", "the file has none; a reward of 1 is robosuite's sign of it")
         else:
             success = self._filled("success", length, notes, "the file has none")
-        return {"terminated": last_only(length, done), "truncated": last_only(length, not done), "success": success}
+        return {"terminated": base.last_only(length, done), "truncated": base.last_only(length, not done), "success": success}
 
-    def _read(self, number: int, notes: NoteBook, keys: tuple[str, ...] | None) -> RecordedEpisode:
+    def _read(self, number: int, notes: base.NoteBook, keys: tuple[str, ...] | None) -> RecordedEpisode:
         file, group = self._file, self._group(number)
         fields = self._flags(number, notes)
         length = len(fields["reward"])
@@ -166,17 +147,17 @@ class RobomimicRecording(H5Recording):
         if repeated and not self._own:
             metadata["final_observation"] = "repeated"
         if "state" not in fields and file.has(group, STATES):
-            fields["state"] = {STATES: unknown_last(file.array(group, STATES, number, length))}
+            fields["state"] = {STATES: base.unknown_last(file.array(group, STATES, number, length))}
             notes.add("state", "filled", "the file holds the states before each step; the one after the last is NaN")
-        return finish_episode(file.path, number, fields)
+        return base.finish_episode(file.path, number, fields)
 
     def _observation(
-        self, group: h5py.Group, number: int, length: int, keys: tuple[str, ...] | None, notes: NoteBook
+        self, group: h5py.Group, number: int, length: int, keys: tuple[str, ...] | None, notes: base.NoteBook
     ) -> tuple[dict[str, np.ndarray], bool]:
         """{key: [T + 1, …]}, and whether the last row is not the file's own."""
         file = self._file
         if not file.has(group, "obs"):
-            raise damaged(file.path, "is missing: robomimic's dataset_states_to_obs.py extracts observations", number, "obs")
+            raise base.damaged(file.path, "is missing: robomimic's dataset_states_to_obs.py extracts observations", number, "obs")
         shown = file.group(group, "obs", number)
         after = file.group(group, "next_obs", number) if file.has(group, "next_obs") else None
         observation: dict[str, np.ndarray] = {}
@@ -186,10 +167,10 @@ class RobomimicRecording(H5Recording):
             if after is not None and file.has(after, key):
                 observation[key] = np.concatenate([part, file.array(after, key, number, length)[-1:]])
             else:
-                observation[key] = repeat_last(part)
+                observation[key] = base.repeat_last(part)
                 repeated.append(key)
         if not observation:
-            raise damaged(file.path, "holds no observation", number, "obs")
+            raise base.damaged(file.path, "holds no observation", number, "obs")
         for key in repeated:
             notes.add(f"observation.{key}", "filled", "the file has no 'next_obs' of it; the last observation stands twice")
         return observation, bool(repeated)
@@ -203,7 +184,7 @@ class RobomimicRecording(H5Recording):
         masks = sorted(name for name, demos in self._masks.items() if self._demos[number] in demos)
         return metadata | ({"masks": masks} if masks else {})
 
-    def _foreign_info(self, action: ActionSpec, notes: NoteBook) -> RecordingInfo:
+    def _foreign_info(self, action: ActionSpec, notes: base.NoteBook) -> RecordingInfo:
         attributes = {name: self._file.attribute(self._data, name) for name in _KEPT_ATTRIBUTES}
         attributes = {name: str(value) for name, value in attributes.items() if value is not None}
         first = self._read(0, notes, None)
@@ -212,7 +193,7 @@ class RobomimicRecording(H5Recording):
             notes.add("spec.task", "filled", "the file does not say; its own name")
         spec = SimSpec(
             task=str(task or self._file.path.stem),
-            observation=tensor_specs(first.observation),
+            observation=base.tensor_specs(first.observation),
             action=action,
             control_hz=self._control_hz(notes),
             instruction=_instruction(attributes.get("problem_info")),
@@ -221,9 +202,9 @@ class RobomimicRecording(H5Recording):
         metadata: dict[str, Any] = {"format": self.format, "attributes": attributes}
         if self._env_args:
             metadata["env_args"] = self._env_args
-        return RecordingInfo(spec, sim={}, policy=IMPORTED, metadata=metadata)
+        return RecordingInfo(spec, sim={}, policy=base.IMPORTED, metadata=metadata)
 
-    def _control_hz(self, notes: NoteBook) -> float | None:
+    def _control_hz(self, notes: base.NoteBook) -> float | None:
         kwargs = self._env_args.get("env_kwargs")
         value = kwargs.get("control_freq") if isinstance(kwargs, dict) else None
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -245,21 +226,21 @@ def _instruction(problem_info: str | None) -> str | None:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(recording: Recording, folder: Path, target: Path, advance: Advance) -> tuple[FieldNote, ...]:
+def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[base.FieldNote, ...]:
     """Write ``demos.hdf5`` into an empty folder; `target` is not needed.
     Raises RecordingError: the recording holds what the format cannot (text actions), or is damaged; OSError: the file cannot be written."""
-    spec, notes = recording.spec, NoteBook()
+    spec, notes = recording.spec, base.NoteBook()
     for key in require_numbers(spec, "robomimic", notes):
         notes.add(f"observation.{key}", "kept", "obs and, for the one after the last step, next_obs")
     for field in ("action", "reward"):
         notes.add(field, "kept")
     for field in _FLAGS:
-        notes.add(field, "extra", f"{SIDE_ENTRY}/{field}; 'dones' says only that the episode ended")
+        notes.add(field, "extra", f"{base.SIDE_ENTRY}/{field}; 'dones' says only that the episode ended")
     _write_h5(folder / NAME, recording, notes, advance)
     return notes.notes()
 
 
-def _write_h5(path: Path, recording: Recording, notes: NoteBook, advance: Advance) -> None:
+def _write_h5(path: Path, recording: Recording, notes: base.NoteBook, advance: base.Advance) -> None:
     masks: dict[str, list[str]] = {}
     with import_h5py().File(path, "w") as file:
         data = file.create_group("data", track_order=True)
@@ -273,7 +254,7 @@ def _write_h5(path: Path, recording: Recording, notes: NoteBook, advance: Advanc
             advance(1)
         data.attrs["total"] = total
         data.attrs["env_args"] = json.dumps(_env_args(recording, notes))
-        data.attrs[SIDE_ENTRY] = json.dumps(side_info(recording.info, recording.spec.tensors))
+        data.attrs[base.SIDE_ENTRY] = json.dumps(base.side_info(recording.info, recording.spec.tensors))
         for attribute, value in dict(recording.info.metadata.get("attributes") or {}).items():
             data.attrs[attribute] = value
         if "problem_info" not in data.attrs and recording.spec.instruction:
@@ -291,7 +272,7 @@ def _split(number: int, num_episodes: int) -> str:
     return "valid" if number % 10 == 9 or (num_episodes < 10 and 0 < number == num_episodes - 1) else "train"
 
 
-def _write_episode(group: h5py.Group, episode: RecordedEpisode, kept: Mapping[str, TensorSpec], notes: NoteBook) -> None:
+def _write_episode(group: h5py.Group, episode: RecordedEpisode, kept: Mapping[str, TensorSpec], notes: base.NoteBook) -> None:
     group.attrs["num_samples"] = episode.num_steps
     if isinstance(model := episode.metadata.get("model_file"), str):
         group.attrs["model_file"] = model
@@ -304,10 +285,10 @@ def _write_episode(group: h5py.Group, episode: RecordedEpisode, kept: Mapping[st
     plain = _plain_states(episode)
     if plain is not None:
         write_array(group, STATES, plain[:-1])
-        notes.add("state", "kept", f"'{STATES}' (one vector), and exactly in {SIDE_ENTRY}/state")
+        notes.add("state", "kept", f"'{STATES}' (one vector), and exactly in {base.SIDE_ENTRY}/state")
     write_extras(group, episode, notes, with_state=True, flags=_FLAGS)
-    note_side_episode(episode, notes, f"{SIDE_ENTRY}@episode")
-    note_snapshots(episode, notes)
+    base.note_side_episode(episode, notes, f"{base.SIDE_ENTRY}@episode")
+    base.note_snapshots(episode, notes)
 
 
 def _plain_states(episode: RecordedEpisode) -> np.ndarray | None:
@@ -319,7 +300,7 @@ def _plain_states(episode: RecordedEpisode) -> np.ndarray | None:
     return np.concatenate(parts, axis=1)
 
 
-def _env_args(recording: Recording, notes: NoteBook) -> dict[str, Any]:
+def _env_args(recording: Recording, notes: base.NoteBook) -> dict[str, Any]:
     info = recording.info
     theirs = info.metadata.get("env_args")
     if isinstance(theirs, dict):
