@@ -38,18 +38,7 @@ from embodied_rl.serving.agents.sessions import CapturedSession, CapturedTurn, S
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
-from embodied_rl.sim.text.program import (
-    FAILURE_STATUS,
-    ProgramOptions,
-    RunningProgram,
-    TaskBook,
-    episode_line,
-    is_program,
-    lasting_environment,
-    program_box,
-    program_environment,
-    program_spec,
-)
+from embodied_rl.sim.text import program
 from embodied_rl.sim.text.served_program import ProgramEnding, ProgramPool, ServedEpisode
 from embodied_rl.stopping import waiting
 from embodied_rl.types import EpisodeSummary
@@ -120,23 +109,23 @@ class _Running:
     seed: int
     task: Mapping[str, Any]
     session: str
-    process: RunningProgram | ServedEpisode
+    process: program.RunningProgram | ServedEpisode
     started_s: float
 
 
 class ProgramRunner:
     """Runs programs against a proxy that has a token, so that only the sessions opened here exist. For one thread."""
 
-    def __init__(self, options: ProgramOptions, proxy: AgentProxy, model: str) -> None:
+    def __init__(self, options: program.ProgramOptions, proxy: AgentProxy, model: str) -> None:
         """`model`: its name at the proxy.
         Raises UserError: this machine's sandbox is weaker than the options ask for, or a task file cannot be read."""
         self.options, self.proxy, self.model = options, proxy, model
-        self.tasks = TaskBook(options)
-        self._box = program_box(options, proxy.base_url)
+        self.tasks = program.TaskBook(options)
+        self._box = program.program_box(options, proxy.base_url)
         self._pool: ProgramPool | None = None
         if options.stays:
             words = options.words({}, 0, model)
-            self._pool = ProgramPool(words, lasting_environment(options, proxy.base_url, model), options.serve_limits, self._box)
+            self._pool = ProgramPool(words, program.lasting_environment(options, proxy.base_url, model), options.serve_limits, self._box)
         self._running: dict[Hashable, _Running] = {}
         self._failed_to_start: list[Played] = []
         self._put_aside: dict[str, CapturedSession] = {}  # sessions that their programs ended themselves
@@ -157,7 +146,7 @@ class ProgramRunner:
         session = ""
         try:
             session, key = self.proxy.open_session({"seed": seed, "task": dict(task)}, sampling)
-            line = episode_line(base_url=self.proxy.base_url, key=key, session=session, model=self.model, task=task, seed=seed)
+            line = program.episode_line(base_url=self.proxy.base_url, key=key, session=session, model=self.model, task=task, seed=seed)
             process = self._begin(line)
         except (OSError, ValueError) as error:
             if session:
@@ -210,11 +199,11 @@ class ProgramRunner:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, line: Mapping[str, Any]) -> RunningProgram | ServedEpisode:
+    def _begin(self, line: Mapping[str, Any]) -> program.RunningProgram | ServedEpisode:
         if self._pool is not None:
             return self._pool.begin(line)
         words = self.options.words(line["task"], line["seed"], self.model)
-        return RunningProgram(words, program_environment(self.options, line), self.options.timeout_s, self._box)
+        return program.RunningProgram(words, program.program_environment(self.options, line), self.options.timeout_s, self._box)
 
     def _finish(self, one: _Running, *, late: bool) -> Played:
         del self._running[one.tag]
@@ -241,7 +230,7 @@ class ProgramRunner:
         if late:
             return ProgramFaultKind.TIMED_OUT
         lost = self._pool is not None and ending.status is not None  # one that stays has no reason to end, whatever its status
-        if ending.failed or lost or (ending.status not in (None, 0) and not (by_exit and ending.status == FAILURE_STATUS)):
+        if ending.failed or lost or (ending.status not in (None, 0) and not (by_exit and ending.status == program.FAILURE_STATUS)):
             return ProgramFaultKind.CRASHED
         if captured is None or not any(len(turn.sampled_ids) for turn in captured.turns):
             return ProgramFaultKind.NO_TURNS
@@ -474,7 +463,7 @@ class ProgramGenerator(AgentGenerator):
         config = self.agent.config
         return SessionSampling(seed, temperature, config.top_p, config.top_k)
 
-    def runner(self, options: ProgramOptions) -> ProgramRunner:
+    def runner(self, options: program.ProgramOptions) -> ProgramRunner:
         """Programs that talk to this proxy."""
         self._runners.append(ProgramRunner(options, self.proxy, MODEL_NAME))
         return self._runners[-1]
@@ -496,9 +485,9 @@ class ProgramManager(Simulators):
 
     def __init__(self, config: SimConfig, num_slots: int | None = None) -> None:
         """`num_slots`: programs at a time; None: the configuration's. Raises UserError: see `ProgramOptions.of` and `TaskBook`."""
-        self.options = ProgramOptions.of(config)
-        self.tasks = TaskBook(self.options)
-        self.spec = program_spec(config)
+        self.options = program.ProgramOptions.of(config)
+        self.tasks = program.TaskBook(self.options)
+        self.spec = program.program_spec(config)
         self.num_slots = num_slots or config.num_slots
 
     def texts(self) -> list[str]:
@@ -562,6 +551,6 @@ class ProgramManager(Simulators):
 def make_manager(config: SimConfig, seeds: EpisodeSeeds, **options: Any) -> EnvManager | ProgramManager:
     """The environment manager of a configuration, or what stands in its place for agent programs; see `EnvManager.from_config`.
     Raises UserError: the simulator's or the program's configuration cannot be used."""
-    if is_program(config):
+    if program.is_program(config):
         return ProgramManager(config, options.get("num_slots"))
     return EnvManager.from_config(config, seeds, **options)
