@@ -115,7 +115,7 @@ def replay(
     wanted = sim_of(recording) if sim is None else sim
     count = len(recording) if num_episodes is None else min(num_episodes, len(recording))
     if count == 0:
-        raise _user_error(f"'{recording.path}' holds no episode.")
+        raise UserError(f"'{recording.path}' holds no episode.")
     # Looked at before any simulator is started; the first episode speaks for all, and each is checked again when its turn comes.
     physics = by == "state" and recording.episode(0).state is not None
     shown = instrumented(wanted, physics=physics, image_size=image_size)
@@ -150,7 +150,7 @@ def sim_of(recording: Recording, trust: Sequence[str] = (), replaced: Sequence[s
         UntrustedCode: it names other code, and this user did not record it on this machine. Nothing of it was imported.
     """
     if not recording.info.sim:
-        raise _user_error(
+        raise UserError(
             f"'{recording.path}' does not say in which simulator it was recorded (task '{recording.spec.task}'). "
             "Name it: sim=maniskill_pushcube, say."
         )
@@ -314,7 +314,7 @@ def _judge(report: ReplayReport, tolerance: float | None) -> None:
 
 def _check(values: Mapping[str, Any]) -> None:
     if values["output"] is not None and not values["render"]:
-        raise _user_error("output goes with render=true: without pictures there is nothing to write but the report (report=…).")
+        raise UserError("output goes with render=true: without pictures there is nothing to write but the report (report=…).")
 
 
 def _sim(recording: Recording, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> SimConfig:
@@ -333,14 +333,10 @@ def _output(values: Mapping[str, Any], recording: Recording) -> Path:
         return next_free(recording.path.with_name(f"{recording.path.stem}-rendered"))
     folder = Path(values["output"])
     if (folder / RECORDING_FILE).exists():
-        raise _user_error(f"'{folder}' holds a recording already. Choose another output=….")
+        raise UserError(f"'{folder}' holds a recording already. Choose another output=….")
     return folder
 
 
 def _beside(path: Path) -> Path:
     """The folder of a recording, or the one that its file lies in."""
     return path if path.is_dir() else path.parent
-
-
-def _user_error(message: str) -> Exception:
-    return UserError(message)
