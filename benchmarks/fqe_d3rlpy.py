@@ -119,7 +119,7 @@ def write_for_peer(path: Path, episodes: Sequence[Any], checkpoint: Any) -> None
     """The recorded steps and the target's network as plain arrays."""
     from torch import nn
 
-    from embodied_rl.episodes.open_loop import normalise
+    from embodied_rl.episodes.assessment import normalise
     from embodied_rl.policies.actor_critic import build_policy
 
     policy = build_policy(checkpoint.config.policy, checkpoint.spec)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from embodied_rl.config import SimConfig, load_sim_config
-from embodied_rl.episodes.films import Films, films_folder, keep_films
+from embodied_rl.episodes.layout import Films, films_folder, keep_films
 from embodied_rl.episodes.recording import RecordingInfo
 from embodied_rl.episodes.writer import GATHER_S, RecordingWriter
 from embodied_rl.rollout.batch_sinks import BatchSinks

@@ -28,8 +28,8 @@ from embodied_rl.progress import Advance, clock_text, progress_bar
 from embodied_rl.reporting import RunSummary, parts_text, shows_progress, warm_start_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
 from embodied_rl.roles.components import Started, end_ranks, hybrid_here, start_simulators
+from embodied_rl.rollout.batch_sinks import TrainingRecorder
 from embodied_rl.rollout.evaluation import evaluate
-from embodied_rl.rollout.training_recording import TrainingRecorder
 from embodied_rl.run_folder import announce, is_gone, note_run_id, run_id, write_failure
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.stopping import Stopper, WaitStopped

@@ -20,8 +20,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.media.dialogues import film_captured
 from embodied_rl.media.episodes import FilmedEpisode, Moment
-from embodied_rl.media.overlays import Overlays, annotate, parse_overlays
-from embodied_rl.media.settings import Film
+from embodied_rl.media.overlays import Film, Overlays, annotate, parse_overlays
 from embodied_rl.serving.agents.sessions import CapturedSession, CapturedTurn
 from embodied_rl.sim.film import PAPER, text_panel
 from embodied_rl.train import train

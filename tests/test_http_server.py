@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.serving.environments.environment import ServiceLimits
+from embodied_rl.serving.environments.hub import ServiceLimits
 from embodied_rl.serving.http_server import HttpRequest, HttpServer, Reply, ServerLimits
 
 LIMITS = ServerLimits(max_body_mb=2 / 16, max_connections=3, request_s=0.5)

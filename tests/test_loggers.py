@@ -29,7 +29,7 @@ from embodied_rl.loggers.console import ConsoleLogger, Limits, metrics_table, ti
 from embodied_rl.loggers.jsonl import JsonlLogger, read_metrics
 from embodied_rl.loggers.meanings import FIGURES, MEANINGS, Meaning, derived, explain_text, meaning_of, with_aliases
 from embodied_rl.loggers.plot import PlotLogger, choose_panels, draw_curves
-from embodied_rl.loggers.tensorboard import TensorBoardLogger
+from embodied_rl.loggers.trackers import TensorBoardLogger
 from embodied_rl.progress import clock_text, progress_bar
 from embodied_rl.video import write_gif, write_mp4
 
@@ -106,7 +106,7 @@ def test_tensorboard_reads_the_scalars_and_forgets_what_a_resumed_run_repeats(tm
 LOG_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
-from embodied_rl.loggers.tensorboard import TensorBoardLogger
+from embodied_rl.loggers.trackers import TensorBoardLogger
 logger = TensorBoardLogger(Path(sys.argv[1]))
 for step in range(100, 2100, 100):
     logger.log(step, {"a": float(step)})

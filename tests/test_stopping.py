@@ -19,7 +19,7 @@ import pytest
 
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.serving.environments.app import EnvironmentService
-from embodied_rl.serving.environments.environment import ServiceLimits
+from embodied_rl.serving.environments.hub import ServiceLimits
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.stopping import Stopper, WaitStopped, waiting

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from embodied_rl.agents.parsing import ActionParser, InvalidAction, ParsedAction, ToolRequest, tagged, tool_calls, tools_text
-from embodied_rl.agents.tools.runner import ToolBudget, ToolRunner
+from embodied_rl.agents.tools.builtin import ToolBudget, ToolRunner
 from embodied_rl.agents.turns import Dropped
 from embodied_rl.config.agent import AgentConfig
 from embodied_rl.errors import UserError

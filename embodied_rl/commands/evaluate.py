@@ -133,7 +133,7 @@ def evaluate_players(
         IncompatibleCheckpointError: the simulator's spaces are not those that a policy was trained with.
         UserError, SimFault: from the simulator.
     """
-    from embodied_rl.evaluation.play import play_and_sum_up
+    from embodied_rl.evaluation.output import play_and_sum_up
     from embodied_rl.rollout.programs import make_manager
     from embodied_rl.sim.seeding import EpisodeSeeds
 
@@ -525,7 +525,7 @@ def play_untrained(player: Untrained) -> tuple[EvaluationResult, dict[str, Any]]
     Raises UserError: the policy does not fit the simulator, its folder is incomplete, or a server does not answer."""
     import torch
 
-    from embodied_rl.evaluation.play import play_and_sum_up
+    from embodied_rl.evaluation.output import play_and_sum_up
     from embodied_rl.rollout.programs import make_manager
     from embodied_rl.sim.seeding import EpisodeSeeds
 

@@ -23,7 +23,7 @@ from embodied_rl.versions import machine, versions
 if TYPE_CHECKING:
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import SimConfig
-    from embodied_rl.episodes.films import Films
+    from embodied_rl.episodes.layout import Films
     from embodied_rl.episodes.recording import RecordingInfo
     from embodied_rl.episodes.writer import RecordingWriter
     from embodied_rl.rollout.recording import Player, RecordingPlan, RecordingResult
@@ -138,7 +138,7 @@ def record(
         IncompatibleCheckpointError: the checkpoint does not fit the simulator.
         SimFault: the simulator failed and its configuration says to stop.
     """
-    from embodied_rl.episodes.films import films_folder, keep_films
+    from embodied_rl.episodes.layout import films_folder, keep_films
     from embodied_rl.episodes.writer import GATHER_S, RecordingWriter
     from embodied_rl.rollout.filmed import films_of, with_films
     from embodied_rl.sim.instrumented import instrumented, plain_spec

@@ -14,7 +14,7 @@ from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_comman
 from embodied_rl.config import load_sim_config
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import require_writable
-from embodied_rl.media.settings import FORMATS, Film, file_name, write_videos
+from embodied_rl.media.overlays import FORMATS, Film, file_name, write_videos
 from embodied_rl.progress import progress_bar
 from embodied_rl.trust import trusted_names
 
@@ -261,8 +261,8 @@ def film_recording(
         UserError: there is no episode; a replay is needed and is not possible; the files cannot be written.
     """
     from embodied_rl.commands.replay import sim_of
+    from embodied_rl.media.episodes import choose_cameras, from_pictures, recorded_cameras, stride_of, summaries
     from embodied_rl.media.overlays import Row
-    from embodied_rl.media.recorded import choose_cameras, from_pictures, recorded_cameras, stride_of, summaries
 
     if len(recording) == 0:
         raise UserError(f"'{recording.path}' holds no episode.")
@@ -291,7 +291,7 @@ def film_recording(
 
 def _replayed(recording: Recording, numbers: Sequence[int], film: Film, stride: int, sim: SimConfig) -> list[FilmedEpisode]:
     """Play these episodes again, and keep what the simulator draws."""
-    from embodied_rl.media.recorded import PictureSink
+    from embodied_rl.media.episodes import PictureSink
     from embodied_rl.rollout.replaying import Replayer, check_fits
     from embodied_rl.sim.instrumented import instrumented, plain_spec
     from embodied_rl.sim.manager import EnvManager
@@ -334,8 +334,7 @@ def _pictures(rows: Sequence[Row], spec: SimSpec, film: Film, cameras: Sequence[
 def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[str]) -> None:
     """Put a video into the logs of the checkpoint's run, at the checkpoint's step.
     Raises MissingExtraError: a logger's packages are not installed."""
-    from embodied_rl.loggers.tensorboard import TensorBoardLogger
-    from embodied_rl.loggers.wandb import WandbLogger
+    from embodied_rl.loggers.trackers import TensorBoardLogger, WandbLogger
 
     run_dir, config = checkpoint.run_dir, checkpoint.config.logger
     for name in names:

@@ -54,8 +54,7 @@ def main(argv: Sequence[str]) -> None:
 def start(values: dict[str, Any]) -> tuple[EnvironmentService, str | None]:
     """(the service that the arguments describe, listening; its token where that is new). Raises UserError."""
     from embodied_rl.serving.environments.app import EnvironmentService
-    from embodied_rl.serving.environments.environment import ServiceLimits
-    from embodied_rl.serving.environments.hub import offered_simulators
+    from embodied_rl.serving.environments.hub import ServiceLimits, offered_simulators
     from embodied_rl.serving.http_server import ServerLimits
 
     listed = values["sims"].removeprefix("[").removesuffix("]")

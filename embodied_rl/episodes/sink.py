@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes.buffers import SPILL_BYTES, Buffer, EpisodeRows, VideoBuffer
-from embodied_rl.episodes.films import Films
 from embodied_rl.episodes.folder import EpisodeAbout
-from embodied_rl.episodes.layout import Column, is_extra
+from embodied_rl.episodes.layout import Column, Films, is_extra
 from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, RecordingError, Value
 from embodied_rl.episodes.writer import RecordingWriter
 

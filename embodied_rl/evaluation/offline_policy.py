@@ -19,7 +19,7 @@ import torch
 
 from embodied_rl.checkpoint import Checkpoint, check_compatible
 from embodied_rl.config import PolicyConfig
-from embodied_rl.episodes.open_loop import chunks_of, normalise, query_steps, steps_of
+from embodied_rl.episodes.assessment import chunks_of, normalise, query_steps, steps_of
 from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.types import Observation, SimSpec

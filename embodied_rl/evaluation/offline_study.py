@@ -16,18 +16,20 @@ import torch
 from embodied_rl.algorithms.fitted_q import FittedQ, FittedQConfig, RecordedSteps, fit_q
 from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.episodes.assessment import (
+    DEFAULT_BINS,
     Assumptions,
     Estimate,
+    OpenLoop,
     assess,
     assess_behaviour,
     assess_model,
     choose_ranking,
+    compare,
     note_contradictions,
     ratio_mismatch,
     share_of_best,
 )
 from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, discounts, effective_sample_size, log_weights, stack
-from embodied_rl.episodes.open_loop import DEFAULT_BINS, OpenLoop, compare
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.evaluation.offline_policy import (
     Mode,

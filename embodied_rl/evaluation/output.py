@@ -1,10 +1,11 @@
-"""What ``embodied_rl.evaluate`` shows and writes: tables, JSON, a CSV of every episode, and two policies compared on the same seeds."""
+"""Plays the held-out episodes of any policy, sums them up, compares two policies seed by seed, and writes tables, JSON and a CSV."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import io
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.checkpoint import Checkpoint
+from embodied_rl.errors import UserError
 from embodied_rl.reporting import Figures, by_task, config_hash, episode_rows, summarise, task_figures, task_of
 from embodied_rl.statistics import bootstrap_mean_interval, holm, mcnemar_p_value, paired_rate_interval, sign_flip_p_value
 from embodied_rl.types import EpisodeSummary
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from embodied_rl.config import SimConfig, TrainConfig
+    from embodied_rl.generation.base import Generator
+    from embodied_rl.progress import Advance
+    from embodied_rl.sim.simulators import Simulators
     from embodied_rl.types import SimSpec
 
 
@@ -372,3 +377,50 @@ def _provenance(result: EvaluationResult, command: str) -> dict[str, Any]:
         "versions": versions(),
         "machine": machine(),
     }
+
+
+def play_and_sum_up(
+    manager: Simulators,
+    generator: Generator,
+    advance: Advance,
+    *,
+    sim: SimConfig,
+    label: str,
+    num_episodes: int,
+    first_seed: int,
+    temperature: float | None,
+    reconfigure: bool = False,
+    started: float | None = None,
+) -> EvaluationResult:
+    """Play with `generator` as `embodied_rl.rollout.evaluation.evaluate` does, and work out the figures.
+
+    Args:
+        advance: called with every episode, and the share of successes so far.
+        started: `time.perf_counter()` from which on the wall clock counts; None: now.
+
+    Raises:
+        UserError: no episode could be finished, or the temperature of what draws no action tokens.
+    """
+    from embodied_rl.reporting import summarise
+    from embodied_rl.rollout.evaluation import evaluate
+
+    started = time.perf_counter() if started is None else started
+    spec, finished = manager.spec, list[bool]()
+
+    def on_episode(episode: EpisodeSummary) -> None:
+        finished.append(episode.success_once)
+        advance(1, f"success {np.mean(finished):.0%}" if spec.reports_success else "")
+
+    episodes = evaluate(
+        manager,
+        generator,
+        num_episodes,
+        first_seed=first_seed,
+        reconfigure=reconfigure,
+        temperature=temperature,
+        on_episode=on_episode,
+    )
+    if not episodes:
+        raise UserError(f"None of the {num_episodes} episodes could be finished: the simulator failed in every one.")
+    figures = summarise(episodes, spec.reports_success)
+    return EvaluationResult(sim, spec, label, episodes, figures, time.perf_counter() - started, temperature)

@@ -22,11 +22,11 @@ LOGGERS = Registry(
     {
         "console": "embodied_rl.loggers.console:ConsoleLogger",
         "jsonl": "embodied_rl.loggers.jsonl:JsonlLogger",
-        "mlflow": "embodied_rl.loggers.mlflow:MlflowLogger",
+        "mlflow": "embodied_rl.loggers.trackers:MlflowLogger",
         "plot": "embodied_rl.loggers.plot:PlotLogger",
-        "tensorboard": "embodied_rl.loggers.tensorboard:TensorBoardLogger",
-        "trackio": "embodied_rl.loggers.trackio:TrackioLogger",
-        "wandb": "embodied_rl.loggers.wandb:WandbLogger",
+        "tensorboard": "embodied_rl.loggers.trackers:TensorBoardLogger",
+        "trackio": "embodied_rl.loggers.trackers:TrackioLogger",
+        "wandb": "embodied_rl.loggers.trackers:WandbLogger",
     },
 )
 _BUILT_IN = frozenset(LOGGERS.built_in) - {"mlflow", "trackio"}

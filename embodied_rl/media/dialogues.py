@@ -11,8 +11,7 @@ from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.errors import UserError
 from embodied_rl.media.episodes import FilmedEpisode, Moment, Spoken
-from embodied_rl.media.overlays import Overlays, Pictures, Row, parse_overlays
-from embodied_rl.media.settings import Film, free_names, write_videos
+from embodied_rl.media.overlays import Film, Overlays, Pictures, Row, free_names, parse_overlays, write_videos
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.rollout.programs import episode_of_session
 from embodied_rl.serving.agents.sessions import CapturedSession, read_captured

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embodied_rl.agents.agent import Agent, ImageInputs
 from embodied_rl.agents.parsing import response_text, tools_text
-from embodied_rl.agents.tools.runner import ToolRunner
+from embodied_rl.agents.tools.builtin import ToolRunner
 from embodied_rl.config import AgentConfig, GenerationConfig, LanguageConfig, TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.generation.scripted_tokens import RandomTokens

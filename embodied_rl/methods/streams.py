@@ -17,12 +17,11 @@ from embodied_rl.algorithms.filters import GroupFilter, build_filters
 from embodied_rl.config import GroupsConfig, PlayerConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
-from embodied_rl.rollout.domain_collector import DomainCollector
 from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, queue_weights
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, GroupQueueConfig, Share
 from embodied_rl.rollout.initialized import StartLibrary
-from embodied_rl.rollout.queue_pump import QueuePump
+from embodied_rl.rollout.queue_pump import DomainCollector, QueuePump
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.sim.simulators import Simulators, SimulatorsElsewhere

@@ -9,7 +9,7 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.episodes.recording import RecordingInfo
 from embodied_rl.errors import UserError
 from embodied_rl.methods.base import Method
-from embodied_rl.rollout.training_recording import FOLDER, TrainingRecorder
+from embodied_rl.rollout.batch_sinks import FOLDER, TrainingRecorder
 from embodied_rl.types import SimSpec
 from embodied_rl.versions import versions
 

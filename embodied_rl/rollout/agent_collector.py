@@ -23,14 +23,14 @@ import numpy as np
 
 from embodied_rl.agents.agent import Agent, Answer, Conversation, Prompt, PromptTooLong
 from embodied_rl.agents.parsing import InvalidAction, ToolRequest
-from embodied_rl.agents.tools.runner import ToolBudget
+from embodied_rl.agents.tools.builtin import ToolBudget
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, Failure, TokenBackend
+from embodied_rl.rollout.batch_sinks import AgentRecord
 from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.observations import copied
 from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
-from embodied_rl.rollout.training_recording import AgentRecord
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.stopping import waiting
 from embodied_rl.types import StepBatch

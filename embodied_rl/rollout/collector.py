@@ -19,9 +19,9 @@ from embodied_rl.timeline import span
 from embodied_rl.types import ActionLayout, EpisodeGroup, EpisodeSummary, Observation, Rollout, StepBatch, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
+    from embodied_rl.rollout.batch_sinks import TrainingRecorder
     from embodied_rl.rollout.groups import GroupQueue
     from embodied_rl.rollout.scoring import Scorer
-    from embodied_rl.rollout.training_recording import TrainingRecorder
 
 _NOISE_STREAM = 1
 

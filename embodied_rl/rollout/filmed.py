@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.config import SimConfig
-from embodied_rl.episodes.films import Filming, FilmingTools, Films
-from embodied_rl.episodes.layout import Column, picture_column
+from embodied_rl.episodes.layout import Column, Filming, FilmingTools, Films, picture_column
 from embodied_rl.episodes.pictures import frame_rate
 from embodied_rl.sim.factory import SimFactory, SimWrapper, wrapped
 from embodied_rl.sim.instrumented import IMAGE

@@ -19,7 +19,7 @@ from embodied_rl.timeline import span
 from embodied_rl.types import ActionLayout, ActionSpec, Episode, EpisodeSummary, Observation, StepBatch
 
 if TYPE_CHECKING:
-    from embodied_rl.rollout.training_recording import TrainingRecorder
+    from embodied_rl.rollout.batch_sinks import TrainingRecorder
 
 _NOISE_STREAM = 2
 _NOISE_BLOCK = 64

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from embodied_rl.episodes.films import Films
+from embodied_rl.episodes.layout import Films
 from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError

@@ -14,8 +14,7 @@ import pytest
 from embodied_rl.agents.agent import Agent, Prompt
 from embodied_rl.agents.parsing import AnyCall, InvalidAction, MalformedCall, ToolCall, ToolRequest, ValidAction, response_text, tool_calls
 from embodied_rl.agents.tools.base import Toolbox, text_schema
-from embodied_rl.agents.tools.builtin import Calculator
-from embodied_rl.agents.tools.runner import ToolBudget, ToolRunner
+from embodied_rl.agents.tools.builtin import Calculator, ToolBudget, ToolRunner
 from embodied_rl.config import AgentConfig, ToolsConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion

@@ -20,8 +20,7 @@ from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.tiny_language import train_tokenizer
 from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
 from embodied_rl.serving.environments.app import EnvironmentService
-from embodied_rl.serving.environments.environment import ServiceLimits
-from embodied_rl.serving.environments.hub import offered_simulators
+from embodied_rl.serving.environments.hub import ServiceLimits, offered_simulators
 from embodied_rl.serving.http_server import ServerLimits
 from tests.chaos.harness import Attack
 from tests.chaos.http_mistakes import Sent, Targets, draw, message

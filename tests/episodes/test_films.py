@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodied_rl.episodes.films import PICTURES_AT_ONCE, Filming, FilmingTools
-from embodied_rl.episodes.layout import Column
+from embodied_rl.episodes.layout import PICTURES_AT_ONCE, Column, Filming, FilmingTools
 from embodied_rl.episodes.pictures import VideoReader, VideoWriter
 
 HEIGHT, WIDTH, FPS = 32, 48, 20
@@ -74,12 +73,12 @@ def test_a_film_does_not_depend_on_what_came_before_or_how_many_pictures_wait(tm
         lost.add(dict.fromkeys(COLUMNS, picture))
     lost.discard()
     films = {seed: filmed(seed, tools) for seed in shown}
-    monkeypatch.setattr("embodied_rl.episodes.films.PICTURES_AT_ONCE", 1)
+    monkeypatch.setattr("embodied_rl.episodes.layout.PICTURES_AT_ONCE", 1)
     assert films == {seed: filmed(seed, FilmingTools()) for seed in shown}
 
 
 def test_few_large_pictures_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embodied_rl.episodes.films.WAITING_BYTES", 3 * len(COLUMNS) * HEIGHT * WIDTH * 3 + 1)
+    monkeypatch.setattr("embodied_rl.episodes.layout.WAITING_BYTES", 3 * len(COLUMNS) * HEIGHT * WIDTH * 3 + 1)
     shown, filming = pictures(1, 20), Filming(tmp_path, COLUMNS, FPS, 1, FilmingTools())
     most = 0
     for picture in shown:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from embodied_rl.episodes.open_loop import chunks_of, compare, normalise, query_steps, steps_of, token_ids
+from embodied_rl.episodes.assessment import chunks_of, compare, normalise, query_steps, steps_of, token_ids
 from embodied_rl.types import ActionSpec
 
 VECTORS = ActionSpec.continuous([-1, 0], [1, 10])

@@ -12,8 +12,8 @@ import pytest
 from embodied_rl.commands.render import film_recording
 from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.errors import UserError
-from embodied_rl.media.recorded import from_pictures, moment_of, recorded_cameras, stride_of
-from embodied_rl.media.settings import Film
+from embodied_rl.media.episodes import from_pictures, moment_of, recorded_cameras, stride_of
+from embodied_rl.media.overlays import Film
 from embodied_rl.video import border_width
 from tests.filming.samples import SPEC, recorded_episode
 

@@ -24,7 +24,7 @@ from embodied_rl.episodes.recording import Recording, RecordingInfo
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.tiny_language import make_tiny_model
-from embodied_rl.rollout.training_recording import TrainingRecorder
+from embodied_rl.rollout.batch_sinks import TrainingRecorder
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots import gymnasium as gymnasium_sim
 from embodied_rl.sim.text import frozenlake, questions

@@ -15,7 +15,7 @@ import pytest
 from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ToolRequest
 from embodied_rl.agents.tools.base import Toolbox, text_schema
-from embodied_rl.agents.tools.runner import ToolRunner
+from embodied_rl.agents.tools.builtin import ToolRunner
 from embodied_rl.agents.turns import AgentEpisode, rows_of
 from embodied_rl.config import ToolsConfig
 from embodied_rl.generation.scripted_tokens import RandomTokens, ScriptedTokens

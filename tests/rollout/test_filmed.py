@@ -16,7 +16,7 @@ import pytest
 
 from embodied_rl.commands.record import Showing, record
 from embodied_rl.config import SimConfig
-from embodied_rl.episodes.films import films_folder, keep_films
+from embodied_rl.episodes.layout import films_folder, keep_films
 from embodied_rl.episodes.pictures import VideoReader
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordingError, RecordingInfo

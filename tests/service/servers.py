@@ -16,7 +16,7 @@ import pytest
 
 from embodied_rl.config import SimConfig
 from embodied_rl.serving.environments.app import EnvironmentService
-from embodied_rl.serving.environments.environment import ServiceLimits
+from embodied_rl.serving.environments.hub import ServiceLimits
 from embodied_rl.serving.http_server import HttpProblem, HttpRequest, HttpServer, Reply, ServerLimits
 from embodied_rl.sim import remote_client
 

@@ -26,9 +26,9 @@ from PIL import Image
 
 from embodied_rl.commands import serve_envs
 from embodied_rl.errors import UserError
-from embodied_rl.serving.environments import environment as environment_module
+from embodied_rl.serving.environments import hub as environment_module
 from embodied_rl.serving.environments.app import EnvironmentService
-from embodied_rl.serving.environments.environment import Environment, Outcome
+from embodied_rl.serving.environments.hub import Environment, Outcome
 from embodied_rl.serving.http_server import ServerLimits
 from embodied_rl.sim import process
 from embodied_rl.sim.snapshots import decode_state

@@ -27,19 +27,28 @@ from embodied_rl.serving.agents.responses import Responses
 from embodied_rl.serving.agents.sessions import CapturedSession, Prompt, Session, SessionBook, SessionLimits, SessionSampling
 from embodied_rl.serving.agents.structures import StopTexts
 from embodied_rl.serving.http_server import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    TEXTS,
     EventStream,
     HttpProblem,
     HttpRequest,
     HttpServer,
+    Paths,
     Reply,
     ServerLimits,
+    document,
     is_loopback,
+    page,
     require_token,
     require_token_off_loopback,
+    route,
     same_token,
     wrong_method,
 )
-from embodied_rl.serving.openapi import COUNT, FLAG, NUMBER, OBJECT, TEXT, TEXTS, Paths, document, page, route
 
 _LIST = {"type": "array", "items": OBJECT}
 _SOME = {"type": "integer", "minimum": 1}

@@ -9,19 +9,27 @@ from typing import Any
 from embodied_rl import __version__
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import did_you_mean
-from embodied_rl.serving.environments.environment import OPERATIONS, EnvRequest, ServiceLimits
-from embodied_rl.serving.environments.hub import Hub
+from embodied_rl.serving.environments.hub import OPERATIONS, EnvRequest, Hub, ServiceLimits
 from embodied_rl.serving.http_server import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    TEXTS,
     HttpProblem,
     HttpRequest,
     HttpServer,
+    Paths,
     Reply,
     ServerLimits,
+    document,
+    page,
     require_token,
+    route,
     token_to_ask_for,
     wrong_method,
 )
-from embodied_rl.serving.openapi import COUNT, FLAG, NUMBER, OBJECT, TEXT, TEXTS, Paths, document, page, route
 from embodied_rl.sim.wire import ENCODINGS
 
 _ASCENDING = {**COUNT, "description": "Ascending over an environment's requests; the same number again is the same request again."}

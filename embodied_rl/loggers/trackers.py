@@ -1,0 +1,257 @@
+"""Trackers: MLflow, TensorBoard, trackio and Weights & Biases, each library imported by its own logger only.
+
+MLflow: a run of its experiment per run folder; without a server its files lie in ``<run_dir>/mlflow.db``. TensorBoard: through
+tensorboard's own writer, without torch, TensorFlow or moviepy. trackio, Hugging Face's: a folder; ``trackio show`` opens the board.
+Weights & Biases: the offline mode needs no account and no network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.files import append_whole, cannot_write, next_free, write_atomic
+from embodied_rl.loggers.base import LoggedRun, Logger
+from embodied_rl.loggers.meanings import with_aliases
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    from embodied_rl.config import LoggerConfig
+
+
+_MAX_PARAMS = 100
+"""MLflow takes so many parameters at a time."""
+
+
+class MlflowLogger(Logger):
+    """A resumed run continues the same MLflow run. ``logger.options.mlflow.{tracking_uri,experiment}``."""
+
+    def __init__(
+        self, run_dir: Path, run_config: Mapping[str, Any], resume_step: int | None, tracking_uri: str = "", experiment: str = "embodied_rl"
+    ) -> None:
+        """
+        Args:
+            tracking_uri: of a server or store; empty: MLFLOW_TRACKING_URI, or a file in the run's folder.
+            experiment: its name there.
+        """
+        try:
+            from mlflow import MlflowClient
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("Logger 'mlflow'", "mlflow", error) from error
+        run_dir.mkdir(parents=True, exist_ok=True)
+        store = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir.resolve() / 'mlflow.db'}"
+        self._client = MlflowClient(store)
+        remembered = run_dir / "mlflow_run_id.txt"
+        if resume_step is not None and remembered.is_file():
+            self._run_id = remembered.read_text(encoding="utf-8").strip()
+            return
+        found = self._client.get_experiment_by_name(experiment)
+        artefacts = None if "://" in tracking_uri and not tracking_uri.startswith("sqlite") else (run_dir.resolve() / "mlflow").as_uri()
+        number = found.experiment_id if found is not None else self._client.create_experiment(experiment, artefacts)
+        self._run_id = self._client.create_run(number, run_name=run_dir.name).info.run_id
+        write_atomic(remembered, f"{self._run_id}\n")
+        self._log_config(run_config)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Logger.log`: names are those of the other loggers."""
+
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        self._client.log_batch(self._run_id, [Metric(name, value, now, step) for name, value in with_aliases(metrics).items()])
+
+    def log_video(self, step: int, path: Path) -> None:
+        """See `Logger.log_video`: an artefact below ``videos``."""
+        self._client.log_artifact(self._run_id, str(path), "videos")
+
+    def log_checkpoint(self, step: int, path: Path) -> None:
+        """See `Logger.log_checkpoint`: an artefact below ``model``."""
+        self._client.log_artifacts(self._run_id, str(path.resolve()), "model")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+    def _log_config(self, run_config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        def flat(part: Mapping[str, Any], prefix: str = "") -> list[Param]:
+            found = []
+            for key, value in part.items():
+                name = f"{prefix}{key}"
+                found += flat(value, f"{name}.") if isinstance(value, Mapping) and value else [Param(name, str(value)[:500])]
+            return found
+
+        params = flat(run_config)
+        for start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS])
+
+
+VIDEO_TAG = "video"
+_RGB = 3
+"""Value of an image summary's field "colorspace"."""
+
+
+class TensorBoardLogger(Logger):
+    """Writes ``<run_dir>/tensorboard``; look at it with ``tensorboard --logdir <run_dir>``."""
+
+    def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("Logger 'tensorboard'", "all", error) from error
+        self._event, self._summary = Event, Summary
+        folder = run_dir / "tensorboard"
+        if resume_step is None and folder.exists():
+            folder.rename(next_free(folder))  # of an earlier attempt at this run, as `metrics.jsonl` is kept
+        # tensorboard's own EventFileWriter writes in a thread, some time later, and names files of one second in the order of their
+        # process's numbers: a run that is killed would lose what it logged before its checkpoint, or what follows be read before it.
+        self._file = _EventFile(folder)
+        self._writer = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if resume_step is not None:
+            # TensorBoard drops what earlier files of this folder hold from this step on.
+            self._write(Event(wall_time=time.time(), step=resume_step + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._add(step, [self._summary.Value(tag=name, simple_value=value) for name, value in with_aliases(metrics).items()])
+
+    def log_video(self, step: int, path: Path) -> None:
+        """Show an mp4 or a GIF in TensorBoard's "Images", which plays GIFs. An mp4 is shown as the GIF beside it, or made one.
+        Raises UserError: the mp4 cannot be read."""
+        from embodied_rl.video import gif_size, mp4_as_gif
+
+        beside = path.with_suffix(".gif")
+        data = beside.read_bytes() if beside.is_file() else mp4_as_gif(path)
+        width, height = gif_size(data)
+        image = self._summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=data)
+        self._add(step, [self._summary.Value(tag=VIDEO_TAG, image=image)])
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, step: int, values: list[Summary.Value]) -> None:
+        self._write(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def _write(self, event: Event) -> None:
+        self._writer.write(event.SerializeToString())
+
+
+class _EventFile:
+    """A new event file that TensorBoard reads after all others of its folder; a record is in it when `write` returns."""
+
+    def __init__(self, folder: Path) -> None:
+        seconds = [int(match[1]) for path in folder.glob("*tfevents*") if (match := re.search(r"tfevents\.(\d+)\.", path.name))]
+        second = max([int(time.time()), *(1 + earlier for earlier in seconds)])
+        self.path = folder / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("xb", buffering=0)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def write(self, record: bytes) -> None:
+        append_whole(self._file, record, self.path)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TrackioLogger(Logger):
+    """One trackio run per run folder; a resumed run continues it. ``logger.options.trackio.{project,space_id}``."""
+
+    def __init__(
+        self, run_dir: Path, run_config: Mapping[str, Any], resume_step: int | None, project: str = "embodied_rl", space_id: str = ""
+    ) -> None:
+        """
+        Args:
+            project: its name; TRACKIO_DIR says where projects lie.
+            space_id: a Hugging Face Space that shows the run while it goes on; empty: none.
+        """
+        try:
+            import trackio
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("Logger 'trackio'", "trackio", error) from error
+        self._trackio = trackio
+        self._run = trackio.init(
+            project=project,
+            name=run_dir.name,
+            config=dict(run_config),
+            space_id=space_id or None,
+            resume="never" if resume_step is None else "allow",
+            embed=False,
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(with_aliases(metrics), step=step)
+
+    def log_video(self, step: int, path: Path) -> None:
+        if path.suffix in (".mp4", ".gif"):
+            self._run.log({"video": self._trackio.Video(str(path), format=path.suffix[1:])}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbLogger(Logger):
+    """Logs to one W&B run per run folder; a resumed run continues the same one. Offline files lie in ``<run_dir>/wandb``."""
+
+    def __init__(self, run_dir: Path, project: str, mode: str, run_config: Mapping[str, Any], resume_step: int | None = None) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("Logger 'wandb'", "wandb", error) from error
+        self._wandb = wandb
+        os.environ.setdefault("WANDB_SILENT", "true")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        remembered = run_dir / "wandb_run_id.txt"
+        run_id = remembered.read_text(encoding="utf-8").strip() if resume_step is not None and remembered.is_file() else None
+        try:
+            self._run = wandb.init(
+                project=project,
+                mode="offline" if mode == "offline" else "online",
+                dir=str(run_dir),
+                name=run_dir.name,
+                id=run_id,
+                resume="allow" if mode == "online" and run_id is not None else None,
+                config=dict(run_config),
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except (wandb.errors.UsageError, wandb.errors.CommError) as error:
+            raise UserError(
+                f"Logger 'wandb' cannot start: {error}. Log in with `wandb login`, or use logger.wandb_mode=offline."
+            ) from error
+        write_atomic(remembered, f"{self._run.id}\n")
+        # Everything is drawn against environment steps; W&B's own counter only ever grows and would refuse a resumed step.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    @classmethod
+    def from_config(cls, config: LoggerConfig, run: LoggedRun) -> WandbLogger:
+        return cls(run.run_dir, config.wandb_project, config.wandb_mode, run.run_config, run.resume_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **with_aliases(metrics)})
+
+    def log_video(self, step: int, path: Path) -> None:
+        # By path: arrays would need moviepy.
+        if path.suffix in (".mp4", ".gif"):
+            self._run.log({"step": step, "video": self._wandb.Video(str(path), format="gif" if path.suffix == ".gif" else "mp4")})
+
+    def log_checkpoint(self, step: int, path: Path) -> None:
+        """Keep the checkpoint as an artefact of type ``model`` with the alias ``step-N``; offline it waits for `wandb sync`."""
+        artefact = self._wandb.Artifact(f"model-{self._run.id}", type="model", metadata={"step": step})
+        artefact.add_dir(str(path.resolve()))
+        self._run.log_artifact(artefact, aliases=["latest", f"step-{step}"])
+
+    def close(self) -> None:
+        self._run.finish()
