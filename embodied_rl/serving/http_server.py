@@ -1,7 +1,7 @@
 """A small JSON server on the standard library's threads: routes are the caller's, limits, refusals and OpenAPI 3.1 are here.
 
 One thread a connection, connections kept open. No framework is needed for a handful of routes whose time goes into simulators and
-language models, and nothing has to be installed beside them. OpenAPI: https://spec.openapis.org/oas/v3.1.0, for generated clients, and a page to read.
+language models, and nothing has to be installed beside them. OpenAPI is https://spec.openapis.org/oas/v3.1.0, for generated clients.
 """
 
 from __future__ import annotations
