@@ -18,9 +18,8 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
 from embodied_rl.rollout.judge import OpenAIJudge, transcript
-from embodied_rl.rollout.schedule import GroupQueueConfig
 from embodied_rl.rollout.scoring import Score, ThreadScorer, checked_score, load_score, rewarded
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
