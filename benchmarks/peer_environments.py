@@ -32,7 +32,7 @@ class PeerEnvironment:
 
     @property
     def folder(self) -> Path:
-        return cache_folder() / self.name
+        return (folder or cache_folder()) / self.name
 
     def python(self) -> Path:
         """Its interpreter; installs on the first call. Raises MissingPeerError where that fails."""
@@ -49,6 +49,10 @@ class PeerEnvironment:
         _run(self.name, [str(python), "-m", "pip", "install", "--quiet", *options, *self.requirements], dict(self.variables))
         stamp.write_text(recipe, encoding="utf-8")
         return python
+
+
+folder: Path | None = None
+"""In which environments lie; None: the user's cache."""
 
 
 def cache_folder() -> Path:

@@ -102,6 +102,7 @@ def run_contender(name: str, overrides: list[str]) -> None:
 
 def _ours(config: TrainConfig, gate: Gate) -> None:
     """The unmodified `Trainer.run`; only the beginnings and times of its rollouts are listened to."""
+    from embodied_rl.learning.executors import LocalExecutor
     from embodied_rl.trainer import Trainer
 
     with Trainer(config, Path(config.run_dir), command="benchmarks/ppo_cpu.py") as trainer:
@@ -116,7 +117,9 @@ def _ours(config: TrainConfig, gate: Gate) -> None:
             return rollout
 
         collector.next_rollout = gated
-        gate.tell(threads=trainer.method.learner.compute_threads, processes=1 + trainer.manager.num_workers)
+        learner = trainer.method.learner
+        parts = learner.executor.side_by_side if isinstance(learner.executor, LocalExecutor) else 1
+        gate.tell(threads=parts * learner.compute_threads, processes=1 + trainer.manager.num_workers)
         trainer.run()
 
 

@@ -6,7 +6,7 @@ they take turns within each round; medians over rounds. Threads are each side's 
 third time with one thread of torch, which small networks like better where the cores are busy.
 
     python benchmarks/ppo_cpu.py
-    python benchmarks/ppo_cpu.py --contenders skrl,rsl_rl,sample_factory,pufferlib    # each in an environment of its own
+    python benchmarks/ppo_cpu.py --contenders all                                     # the peers, each in an environment of its own
     python benchmarks/ppo_cpu.py --task pixel_reach_84                                # a CNN, ours against stable-baselines3's
 """
 
@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
+import peer_environments
 from gate import PHASES, GatedProcess, Segment
 from peer_environments import MissingPeerError
 from ppo_contenders import EAGER, NAMES, OURS, OUTSIDE, PIXEL_NAMES, SB3_DUMMY, SB3_DUMMY_ONE, SB3_SUBPROC, command_of, run_contender
@@ -136,6 +137,8 @@ def main() -> None:
     config = load_train_config(overrides)
     names = arguments.only or list(NAMES if config.policy.encoder == "mlp" else PIXEL_NAMES)
     missing = []
+    if arguments.peers:
+        peer_environments.folder = Path(arguments.peers)
     for name in arguments.contenders:
         try:
             OUTSIDE[name].python()
@@ -168,8 +171,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="iterations before the first round")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=f"contenders: {', '.join(NAMES)}")
     parser.add_argument(
-        "--contenders", type=_outside, default=[], metavar="NAME,NAME", help=f"further ones, installed when missing: {', '.join(OUTSIDE)}"
+        "--contenders",
+        type=_outside,
+        default=[],
+        metavar="NAME,NAME",
+        help=f"further ones, installed when missing, or all: {', '.join(OUTSIDE)}",
     )
+    parser.add_argument("--peers", metavar="FOLDER", help="in which the further contenders' environments lie; ~/.cache/embodied_rl/peers")
     parser.add_argument("--contender", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--overrides", nargs="+", default=[], help="of the configuration, for all sides: algorithm.num_epochs=4")
     arguments = parser.parse_args()
@@ -179,7 +187,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _outside(text: str) -> list[str]:
-    names = text.split(",")
+    names = list(OUTSIDE) if text == "all" else text.split(",")
     if unknown := [name for name in names if name not in OUTSIDE]:
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(OUTSIDE)}")
     return names

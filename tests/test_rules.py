@@ -146,7 +146,7 @@ EXAMPLES = (
     (
         "pipeline_stages",
         f"{CARTPOLE} hybrid.placement={{kind:hybrid,num_pipeline_stages:4}}",
-        "is what sim.pipeline_groups says (now 2): set sim.pipeline_groups=4",
+        "is what sim.pipeline_groups says (now auto): set sim.pipeline_groups=4",
     ),
     ("multiplexed_domains", f"{DOMAINS} hybrid=multiplexed", "moves episodes of one task, and a run with several domains has many"),
     ("multiplexed_rollouts", f"{CARTPOLE} hybrid=multiplexed", "fixed rollouts (algorithm=ppo) have all slots end together"),

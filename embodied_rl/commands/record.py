@@ -161,7 +161,7 @@ def record(
         films = None if videos is None else films_of(manager.spec, videos)
         writing = RecordingWriter(folder, info, video=video, resume=resume, gather_s=GATHER_S)
         with writing as writer, keep_films(films.folder) if films else nullcontext():
-            result = _play(manager, player, writer, plan, num_groups=min(sim.pipeline_groups, slots), films=films)
+            result = _play(manager, player, writer, plan, num_groups=min(sim.num_groups, slots), films=films)
     return Recorded(folder, spec, result, time.perf_counter() - started)
 
 

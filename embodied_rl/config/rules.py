@@ -537,7 +537,7 @@ _ELSEWHERE = "The nearest possible: hybrid.placement=disaggregated."
 _HERE = (
     Rule(
         "pipeline_stages",
-        lambda run: not run.on_ray and run.hybrid.placement.num_pipeline_stages not in (1, run.sim.pipeline_groups),
+        lambda run: not run.on_ray and run.hybrid.placement.num_pipeline_stages not in (1, run.sim.num_groups),
         "hybrid.placement.num_pipeline_stages={hybrid.placement.num_pipeline_stages} is what sim.pipeline_groups says (now "
         "{sim.pipeline_groups}): set sim.pipeline_groups={hybrid.placement.num_pipeline_stages}.",
     ),

@@ -60,8 +60,9 @@ class SimConfig(Config, place="sim"):
     placement: Literal["auto", "none", "pack", "spread", "near_gpu"] = "auto"
     """Which cores and memory each worker gets; auto: near_gpu or spread on a machine with several NUMA nodes that is only ours,
     none elsewhere."""
-    pipeline_groups: Slots = 2
-    """Slots are stepped in this many alternating groups: one group simulates while the policy acts for another."""
+    pipeline_groups: Slots | Literal["auto"] = "auto"
+    """Slots are stepped in this many alternating groups: one group simulates while the policy acts for another. auto: the policy acts for
+    two halves, one by one, and they are stepped in turns or together, whichever was the faster when `num_workers` was measured."""
     max_episode_steps: Annotated[int, Bounds(1, 1_000_000_000)] | None = None
     """Truncate after this many steps; null: what the simulator says."""
     success_ends_episode: bool = False
@@ -88,7 +89,12 @@ class SimConfig(Config, place="sim"):
         super().__post_init__()
         workers, slots = self.fixed_workers, self.num_slots
         require(workers is None or workers <= slots, "sim.num_workers", f"<= sim.num_slots ({slots})", workers)
-        require(self.pipeline_groups <= slots, "sim.pipeline_groups", f"<= sim.num_slots ({slots})", self.pipeline_groups)
+        require(self.num_groups <= slots, "sim.pipeline_groups", f"<= sim.num_slots ({slots})", self.pipeline_groups)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of slots that the policy acts for one by one; two where time decides whether they are stepped in turns."""
+        return self.pipeline_groups if isinstance(self.pipeline_groups, int) else min(2, self.num_slots)
 
     @property
     def fixed_workers(self) -> int | None:

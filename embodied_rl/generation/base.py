@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -58,6 +58,22 @@ class Generator:
     def recv(self) -> ActedBatch:
         """The oldest batch. Raises RuntimeError when nothing was sent."""
         raise RuntimeError(f"{type(self).__name__} does not act in this process.")
+
+    def act_in_parts(self, slots: np.ndarray, observation: Observation, noise: np.ndarray, parts: Sequence[slice]) -> ActedBatch:
+        """`send` and `recv` of each of these `parts`, which follow one another and cover all rows, as one batch: not a bit of a row
+        depends on the rows of other parts."""
+        acted = []
+        for part in parts:
+            self.send(slots[part], {key: rows[part] for key, rows in observation.items()}, noise[part])
+            acted.append(self.recv())
+        given = [own.given for own in acted if own.given is not None]
+        return ActedBatch(
+            slots=np.concatenate([own.slots for own in acted]),
+            action=np.concatenate([own.action for own in acted]),
+            log_prob=np.concatenate([own.log_prob for own in acted]),
+            version=acted[0].version,
+            given=np.concatenate(given) if given else None,
+        )
 
     def publish(self, version: int) -> None:
         """Take the policy's present weights as `version`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -39,6 +39,13 @@ class TorchGenerator(Generator):
         action, log_prob = self._actor.act(observation, noise)
         given = given_action(self._policy, action) if self._policy.translates else None
         self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version, given))
+
+    def act_in_parts(self, slots: np.ndarray, observation: Observation, noise: np.ndarray, parts: Sequence[slice]) -> ActedBatch:
+        """See `Generator.act_in_parts`. numpy's takes all rows at once, but for its products: their bits depend on their number."""
+        if not isinstance(self._actor, NumpyGaussianActor):
+            return super().act_in_parts(slots, observation, noise, parts)
+        action, log_prob = self._actor.act(observation, noise, parts)
+        return ActedBatch(slots.copy(), action, log_prob, self.version)
 
     def recv(self) -> ActedBatch:
         """The oldest batch. Raises RuntimeError when nothing was sent."""
@@ -136,8 +143,10 @@ class NumpyGaussianActor:
             self._scale = mean.numpy().copy(), inverse_std.numpy().copy()
             self._clip = np.float32(policy.normalizer.clip)
 
-    def act(self, observation: Observation, noise: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Actions [n, A] and log-probabilities [n, A], both float32 and in fresh memory."""
+    def act(
+        self, observation: Observation, noise: np.ndarray | None, parts: Sequence[slice] = (slice(None),)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Actions [n, A] and log-probabilities [n, A], both float32 and in fresh memory; products are those of each of the `parts`."""
         x = observation[self._key]
         if x.dtype != np.float32:
             x = x.astype(np.float32)
@@ -147,7 +156,7 @@ class NumpyGaussianActor:
             np.minimum(x, self._clip, out=x)
             np.maximum(x, -self._clip, out=x)
         for weight, bias in self._hidden:
-            x = x.dot(weight)
+            x = _product(x, weight, parts)
             x += bias
             if self._activation == "tanh":
                 np.tanh(x, out=x)
@@ -155,7 +164,7 @@ class NumpyGaussianActor:
                 np.maximum(x, 0.0, out=x)
             else:
                 x = np.expm1(np.minimum(x, 0.0)) + np.maximum(x, 0.0)
-        mean = x.dot(self._output_weight)
+        mean = _product(x, self._output_weight, parts)
         mean += self._output_bias
         if noise is None:
             return mean, np.broadcast_to(self._log_prob_of_mode, mean.shape).copy()
@@ -168,3 +177,13 @@ class NumpyGaussianActor:
         z *= np.float32(-0.5)
         z += self._log_prob_of_mode
         return action, z
+
+
+def _product(x: np.ndarray, weight: np.ndarray, parts: Sequence[slice]) -> np.ndarray:
+    """[n, D] times [D, H], part by part."""
+    if len(parts) == 1:
+        return x.dot(weight)
+    product = np.empty((len(x), weight.shape[1]), x.dtype)
+    for part in parts:
+        np.dot(x[part], weight, out=product[part])
+    return product

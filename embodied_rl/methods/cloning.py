@@ -199,7 +199,7 @@ class DaggerMethod(CloningMethod):
             manager,
             SwitchedGenerator(generator, manager.spec, "mode"),
             rollout_steps=config.algorithm.rollout_steps,
-            num_groups=config.sim.pipeline_groups,
+            num_groups=config.sim.num_groups,
             seed=config.seed,
             layout=layout_of(policy),
         )

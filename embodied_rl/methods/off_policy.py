@@ -135,7 +135,7 @@ class MixedMethod(OfflineMethod):
             manager,
             self._acting,
             rollout_steps=config.algorithm.rollout_steps,
-            num_groups=config.sim.pipeline_groups,
+            num_groups=config.sim.num_groups,
             seed=config.seed,
             layout=policy.action_layout,
         )

@@ -135,7 +135,7 @@ def make_rollout_collector(config: TrainConfig, manager: Simulators, generator: 
         manager,
         generator,
         rollout_steps=config.algorithm.rollout_steps,
-        num_groups=config.sim.pipeline_groups,
+        num_groups=config.sim.num_groups,
         seed=config.seed,
         layout=layout,
         max_staleness=config.algorithm.max_staleness,

@@ -69,7 +69,9 @@ def measure(config: TrainConfig, *, iterations: int = 4, step_s: float = 2.0, ac
             act = act_time(trainer, observation, act_repeats)
             step = step_time(trainer, step_s)
         workload = _workload(config, trainer, experience, train_s, act, step)
-        return Measurement(workload, experience.num_steps / seconds, config.sim.pipeline_groups if workload.rollout_steps else 1)
+        return Measurement(
+            workload, experience.num_steps / seconds, (trainer.manager.num_turns or config.sim.num_groups) if workload.rollout_steps else 1
+        )
 
 
 def _iterations(trainer: Trainer, count: int) -> tuple[Experience, float, float]:

@@ -103,8 +103,7 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
     assert groups is not None, "the configuration was checked"
     slots = config.sim.num_slots // count + (index < config.sim.num_slots % count)
     workers = min(max((config.sim.fixed_workers or available_cores()) // count, 1), slots)
-    stages = min(config.sim.pipeline_groups, slots)
-    sim = dataclasses.replace(config.sim, num_slots=slots, num_workers=workers, pipeline_groups=stages)
+    sim = dataclasses.replace(config.sim, num_slots=slots, num_workers=workers, pipeline_groups=min(config.sim.num_groups, slots))
     own = dataclasses.replace(groups, groups_per_step=groups.groups_per_step // count)
     hybrid = dataclasses.replace(config.hybrid, players=1)
     return dataclasses.replace(config, sim=sim, algorithm=dataclasses.replace(config.algorithm, groups=own), hybrid=hybrid)

@@ -115,6 +115,7 @@ class RolloutCollector(Collector):
         """
         Args:
             rollout_steps: decisions of each slot: chunks, where the policy acts in chunks.
+            num_groups: of slots, that are acted for one by one; stepped in turns, or together where `manager.num_turns` is 1.
             layout: of the policy's actions; None: they are the simulator's own.
             max_staleness: S; 0: `pump` does nothing.
         """
@@ -124,7 +125,13 @@ class RolloutCollector(Collector):
         self.rollout_steps = rollout_steps
         self.seed = seed
         self.times = CollectorTimes()
-        self._groups = split_slots(range(manager.num_slots), num_groups)
+        slots = range(manager.num_slots)
+        self._groups = split_slots(slots, num_groups)
+        self._parts: list[slice] = []
+        """Of a group, those that are acted for one by one; none: it is acted for whole."""
+        if manager.num_turns == 1 and num_groups > 1:
+            # As bits go, what is acted for stays as it is: a product of all rows may sum in another order than those of two halves.
+            self._parts, self._groups = [slice(part.start, part.stop) for part in self._groups], [slots]
         self._batches: list[StepBatch] = []
         self.max_staleness = max_staleness
         self._partial: _PartialRollout | None = None
@@ -208,8 +215,12 @@ class RolloutCollector(Collector):
 
     def _act(self, partial: _PartialRollout, batch: StepBatch, group: range) -> None:
         """Decide for a group, and send it on."""
-        self.generator.send(batch.slots, batch.observation, partial.noise[partial.num_decided, group.start : group.stop])
-        acted = self.generator.recv()
+        noise = partial.noise[partial.num_decided, group.start : group.stop]
+        if self._parts:
+            acted = self.generator.act_in_parts(batch.slots, batch.observation, noise, self._parts)
+        else:
+            self.generator.send(batch.slots, batch.observation, noise)
+            acted = self.generator.recv()
         partial.acted(group, batch.observation, acted)
         given = acted.for_simulator(self.manager.spec.action, self.manager.chunk_size)
         if self.recorder is not None:

@@ -121,7 +121,7 @@ class EnvManager(WorkerSimulators):
             SimFactory(config.target, config.task, kwargs, config.extra),
             slots,
             num_workers=auto_workers(config, slots, chunk_size),
-            num_groups=min(config.pipeline_groups, slots),
+            num_groups=min(config.num_groups, slots),
             seeds=seeds,
             success_ends_episode=config.success_ends_episode,
             max_episode_steps=config.max_episode_steps,

@@ -1,4 +1,5 @@
-"""`sim.num_workers=auto`, measured: the same slots over different numbers of workers take turns in being stepped, before a run begins.
+"""`sim.num_workers=auto` and `sim.pipeline_groups=auto`, measured: the same slots over different numbers of workers take turns in being
+stepped, half of the slots after the other and all together, before a run begins.
 
 Measured is what a rollout does: groups of slots in turns, with a policy's thinking in between that takes a core while the others
 simulate. Actions are those that hold still. The measured workers are ended, or, where they give the same numbers afterwards as before,
@@ -11,7 +12,7 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,9 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.worker_choice import WorkerChoice, candidates, check_auto, remember, remembered
+from embodied_rl.sim.worker_choice import THINK_S, Setting, WorkerChoice, candidates, check_auto, remember, remembered, settings
 from embodied_rl.sim.worker_pool import split_slots
-from embodied_rl.types import ActionSpec, StepBatch
+from embodied_rl.types import ActionSpec, SimSpec, StepBatch
 
 _LONGEST_START_S = 2.5
 """A simulator that takes longer to start is not started again to be measured: what takes long to start takes long to step, and is the
@@ -32,10 +33,8 @@ faster the more workers there are."""
 _LEAST_START_S = 1.25
 """Of processor time, of each worker: below, it was the machine that was busy, and up to `_BUSY` times as long may have passed."""
 _BUSY = 4
-_WINDOW_S, _ROUNDS = 0.05, 4
-"""Each number of workers is stepped so long, so often."""
-_THINK_S = 100e-6
-"""Of the policy, for one group of slots: a small network's."""
+_WINDOW_S, _ROUNDS = 0.035, 4
+"""Each setting is stepped so long, so often."""
 _STEADY = 1.5
 """Largest rate over smallest, beyond which a choice holds for this run only."""
 _COMPARED_STEPS = 8
@@ -46,12 +45,21 @@ Told = Callable[[str], None]
 
 
 def start_measured(
-    config: SimConfig, seeds: EpisodeSeeds, *, tell: Told, num_slots: int | None = None, autoreset: bool = True, chunk_size: int = 1
+    config: SimConfig,
+    seeds: EpisodeSeeds,
+    *,
+    tell: Told,
+    num_slots: int | None = None,
+    autoreset: bool = True,
+    chunk_size: int = 1,
+    calls: Callable[[SimSpec], int] | None = None,
 ) -> EnvManager:
-    """`EnvManager.from_config` for a run that will last: what `num_workers=auto` stands for is measured where it is not yet known.
+    """`EnvManager.from_config` for a run that will last: what ``num_workers=auto`` stands for is measured where it is not yet known, and
+    with it ``pipeline_groups=auto``: `num_turns` of the manager.
 
     Args:
         tell: takes the line that says what was chosen.
+        calls: by which the policy acts for all slots, where they are stepped together; None: they are stepped in turns, or as they come.
 
     Raises:
         UserError: the simulator rejects its configuration.
@@ -65,12 +73,13 @@ def start_measured(
     if config.num_workers != "auto" or num_slots not in (None, config.num_slots):
         return manager(None)
     check_auto(config)
-    if (choice := remembered(config, chunk_size)) is not None:
-        started = manager(choice.num_workers)
-        tell(str(choice))
-        return started
+    groups = config.num_groups
+    turns = (1, groups) if calls is not None and config.pipeline_groups == "auto" and groups > 1 else (groups,)
+    if (choice := remembered(config, chunk_size, turns=turns)) is not None:
+        started = manager(choice.setting.num_workers)
+        return _settled(started, choice, turns, calls, tell)
     numbers = candidates(config.num_slots)
-    if len(numbers) == 1 or config.target.startswith(_NOT_MEASURED):
+    if len(numbers) * len(turns) == 1 or config.target.startswith(_NOT_MEASURED):
         return manager(None)
     began = time.perf_counter()
     found = {numbers[-1]: manager(numbers[-1])}
@@ -80,20 +89,33 @@ def start_measured(
     if slow or spec.action.kind == "text" or spec.steps_together:
         return found[numbers[-1]]
     try:
-        choice, steady = _measured(config, found, {number: partial(manager, number) for number in numbers[:-1]})
+        others = {number: partial(manager, number) for number in numbers[:-1]}
+        choice, steady = _measured(config, found, others, turns, 1 if calls is None else calls(spec))
         if steady:
             remember(config, choice, chunk_size)
     except (SimFault, UserError, ValueError):
         choice = None  # whatever it is, the run meets it in its own words
-    chosen = numbers[-1] if choice is None else choice.num_workers
+    chosen = numbers[-1] if choice is None else choice.setting.num_workers
     for number in [number for number in found if choice is None or number != chosen]:
         found.pop(number).close()
-    if choice is not None:
-        tell(str(choice))
-    return found.pop(chosen, None) or manager(chosen)
+    started = found.pop(chosen) if chosen in found else manager(chosen)
+    return started if choice is None else _settled(started, choice, turns, calls, tell)
 
 
-def _measured(config: SimConfig, found: dict[int, EnvManager], others: dict[int, Callable[[], EnvManager]]) -> tuple[WorkerChoice, bool]:
+def _settled(
+    manager: EnvManager, choice: WorkerChoice, turns: tuple[int, ...], calls: Callable[[SimSpec], int] | None, tell: Told
+) -> EnvManager:
+    """With the turns that are the best of these workers with this policy."""
+    own = dataclasses.replace(choice, calls=1 if calls is None else calls(manager.spec), num_workers=manager.num_workers)
+    if len(turns) > 1:
+        manager.num_turns = own.setting.num_turns
+    tell(str(own))
+    return manager
+
+
+def _measured(
+    config: SimConfig, found: dict[int, EnvManager], others: Mapping[int, Callable[[], EnvManager]], ways: tuple[int, ...], calls: int
+) -> tuple[WorkerChoice, bool]:
     """Start the others too, measure all, and leave the chosen one in `found` if it is as it was at its start.
 
     Returns:
@@ -102,20 +124,19 @@ def _measured(config: SimConfig, found: dict[int, EnvManager], others: dict[int,
     for number, start in others.items():
         found[number] = start()
     before = {number: _first_steps(manager) for number, manager in found.items()}
-    turns = {number: Turns(manager, config.pipeline_groups) for number, manager in found.items()}
-    rates: dict[int, list[float]] = {number: [] for number in found}
+    turns = {each: Turns(found[each.num_workers], each.num_turns) for each in settings(config, ways)}
+    rates: dict[Setting, list[float]] = {each: [] for each in turns}
     for _ in range(_ROUNDS):
-        for number, turn in turns.items():
-            rates[number].append(turn.steps_per_s(_WINDOW_S))
-    choice = WorkerChoice.of(config.name, config.num_slots, {number: statistics.median(own) for number, own in rates.items()})
-    manager = found[choice.num_workers]
-    manager.discard()
-    same = _first_steps(manager) == before[choice.num_workers] and not manager.fault_records
+        for each, turn in turns.items():
+            rates[each].append(turn.steps_per_s(_WINDOW_S))
+    choice = WorkerChoice(config.name, config.num_slots, {each: statistics.median(own) for each, own in rates.items()}, calls)
+    manager = found[choice.setting.num_workers]
+    same = _first_steps(manager) == before[choice.setting.num_workers] and not manager.fault_records
     if not same:  # the past of these workers shows
-        found.pop(choice.num_workers).close()
+        found.pop(choice.setting.num_workers).close()
     else:
         manager.reset()
-    chosen = rates[choice.num_workers]
+    chosen = rates[choice.setting]
     return choice, max(chosen) < _STEADY * min(chosen)
 
 
@@ -132,30 +153,33 @@ def _starts_slowly(manager: EnvManager, seconds: float) -> bool:
 
 
 class Turns:
-    """The slots of a manager, stepped in turns as a rollout does."""
+    """The slots of a manager, stepped in turns as a rollout does. Several may share a manager, one after another."""
 
-    def __init__(self, manager: EnvManager, num_groups: int) -> None:
-        """Resets all slots."""
+    def __init__(self, manager: EnvManager, num_groups: int, calls: int = 1) -> None:
+        """Resets all slots. `calls`: of the policy, for each group."""
         self._manager = manager
         self._groups = [group for group in split_slots(range(manager.num_slots), min(num_groups, manager.num_slots)) if len(group)]
         self._actions = [still_actions(manager, len(group)) for group in self._groups]
+        self._think_s = calls * THINK_S
         manager.reset()
-        for group, actions in zip(self._groups, self._actions, strict=True):
-            manager.send(group, actions)
 
     def steps_per_s(self, seconds: float) -> float:
         """Environment steps per second of about so long; the first round, in which the workers wake, does not count."""
+        for group, actions in zip(self._groups, self._actions, strict=True):
+            self._manager.send(group, actions)
         self._round()
         started, rounds = time.perf_counter(), 0
         while (taken := time.perf_counter() - started) < seconds or rounds < 2:
             self._round()
             rounds += 1
+        for group in self._groups:
+            begin_ended(self._manager, self._manager.recv(group))
         return rounds * self._manager.num_slots / max(taken, 1e-9)
 
     def _round(self) -> None:
         for group, actions in zip(self._groups, self._actions, strict=True):
             begin_ended(self._manager, self._manager.recv(group))
-            until = time.perf_counter() + _THINK_S
+            until = time.perf_counter() + self._think_s
             while time.perf_counter() < until:
                 pass
             self._manager.send(group, actions)

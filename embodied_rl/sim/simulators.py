@@ -29,6 +29,8 @@ class Simulators:
     """K: steps that a message may hold."""
     autoreset: bool = True
     """A slot whose episode ended begins the next one in the same step; False: it waits for `begin`."""
+    num_turns: int | None = None
+    """Groups of slots that are best stepped in turns, where that was measured; None: it was not."""
     last_drift: Mapping[int, float | None] = {}
     """{slot: how far the episode that was restored last is off what was saved}, where it was played again."""
     plays_itself: bool = False

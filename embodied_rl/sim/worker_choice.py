@@ -1,11 +1,14 @@
-"""How many worker processes `sim.num_workers=auto` stands for: remembered for a simulator, its slots and this machine."""
+"""What `sim.num_workers=auto` and `sim.pipeline_groups=auto` stand for: remembered for a simulator, its slots and this machine."""
 
 from __future__ import annotations
 
+import functools
+import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
@@ -14,45 +17,79 @@ from embodied_rl.sim.affinity import available_cores
 
 WORTH = 1.03
 """More workers take more memory: they must be so many times as fast."""
+THINK_S = 100e-6
+"""Of the policy, for one call: a small network's."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
-_MEASURED = 1
+_MEASURED = 2
 """To be raised when the measurement changes, so that what is remembered is measured again."""
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """What is chosen."""
+
+    num_workers: int
+    num_turns: int
+    """Groups of slots that are stepped in turns; 1: all together."""
+
+    def __str__(self) -> str:
+        return f"{self.num_workers}x{self.num_turns}"
 
 
 @dataclass(frozen=True)
 class WorkerChoice:
-    """The number of workers that was the fastest, and what was measured."""
+    """What was measured, and the setting that is the fastest with a policy that acts for all slots by so many calls."""
 
     sim: str
     num_slots: int
-    num_workers: int
-    steps_per_s: Mapping[str, float]
-    """{number of workers: environment steps per second}"""
+    measured: Mapping[Setting, float]
+    """{setting: environment steps per second}, where one call acts for all slots of a turn."""
+    calls: int = 1
+    """Of the policy, for all slots, where they are stepped together."""
+    num_workers: int | None = None
+    """Those that were started; None: the best number of them."""
 
-    @staticmethod
-    def of(sim: str, num_slots: int, steps_per_s: Mapping[int, float]) -> WorkerChoice:
-        """The fewest workers that no larger number beats by more than `WORTH`."""
-        best = min(steps_per_s)
-        for num_workers in sorted(steps_per_s):
-            if steps_per_s[num_workers] > WORTH * steps_per_s[best]:
-                best = num_workers
-        return WorkerChoice(sim, num_slots, best, {str(number): round(rate, 1) for number, rate in sorted(steps_per_s.items())})
+    @functools.cached_property
+    def steps_per_s(self) -> dict[Setting, float]:
+        """What this policy makes of the rates: its further calls add to the time of slots that are stepped together."""
+        further = {each: (self.calls - 1) * THINK_S if each.num_turns == 1 else 0.0 for each in self.measured}
+        return {each: self.num_slots / (self.num_slots / rate + further[each]) for each, rate in self.measured.items()}
 
-    @property
-    def gain(self) -> float:
-        """Times as fast as one worker."""
-        return self.steps_per_s[str(self.num_workers)] / self.steps_per_s["1"]
+    @functools.cached_property
+    def setting(self) -> Setting:
+        """The fewest workers that no larger number beats by more than `WORTH`, with the turns that suit them best."""
+        fastest: dict[int, Setting] = {}
+        for each in sorted(self.steps_per_s, key=self.steps_per_s.__getitem__):
+            fastest[each.num_workers] = each
+        if self.num_workers is not None:
+            return fastest[self.num_workers]
+        best = fastest[min(fastest)]
+        for _, each in sorted(fastest.items()):
+            if self.steps_per_s[each] > WORTH * self.steps_per_s[best]:
+                best = each
+        return best
+
+    def gain(self, other: int) -> float:
+        """Times as fast as so many workers, with the turns that suit them best."""
+        theirs = max(rate for each, rate in self.steps_per_s.items() if each.num_workers == other)
+        return self.steps_per_s[self.setting] / theirs
 
     def __str__(self) -> str:
-        workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
-        rates = {int(number): rate for number, rate in self.steps_per_s.items()}
-        if self.num_workers == 1:
-            most = max(rates)
-            gained = f"{rates[1] / rates[most]:.2f} times as fast as {most}"
-        else:
-            gained = f"{self.gain:.2f} times as fast as 1"
-        return f"sim.num_workers=auto: {workers} for {self.num_slots} slots of {self.sim}, {gained} when it was measured here."
+        said, chosen = [], self.setting
+        if len(numbers := {each.num_workers for each in self.measured}) > 1:
+            workers = "1 worker" if chosen.num_workers == 1 else f"{chosen.num_workers} workers"
+            other = max(numbers) if chosen.num_workers == 1 else 1
+            said.append(
+                f"sim.num_workers=auto: {workers} for {self.num_slots} slots of {self.sim}, {self.gain(other):.2f} times as fast as {other}"
+            )
+        others = [rate for each, rate in self.steps_per_s.items() if each.num_workers == chosen.num_workers and each != chosen]
+        if others:
+            ways = ("together", "in two groups") if chosen.num_turns == 1 else ("in two groups", "together")
+            slots = "stepped" if said else f"{self.num_slots} slots of {self.sim} are stepped"
+            gain = self.steps_per_s[chosen] / max(others)
+            said.append(f"sim.pipeline_groups=auto: {slots} {ways[0]}, {gain:.2f} times as fast as {ways[1]}")
+        return f"{'; '.join(said)} when it was measured here."
 
 
 def check_auto(config: SimConfig) -> None:
@@ -69,20 +106,32 @@ def candidates(num_slots: int) -> list[int]:
     return sorted({min(max(number, 1), num_slots) for number in (1, cores // 2, cores)})
 
 
-def remembered(config: SimConfig, chunk_size: int = 1) -> WorkerChoice | None:
-    """What was chosen for this simulator, these slots and this machine; None: it has not been measured."""
-    answer = RememberedAnswers(_FOLDER).read(*_question(config, chunk_size))
+def settings(config: SimConfig, turns: Sequence[int]) -> list[Setting]:
+    """What is compared, ascending: every number of workers with each of these numbers of turns."""
+    return [Setting(number, each) for number in candidates(config.num_slots) for each in turns]
+
+
+def remembered(config: SimConfig, chunk_size: int = 1, *, turns: Sequence[int] = (), calls: int = 1) -> WorkerChoice | None:
+    """What was chosen for this simulator, these slots and this machine; None: it has not been measured.
+
+    Args:
+        turns: what has to be among what was measured; empty: whatever was.
+        calls: see `WorkerChoice`.
+    """
+    answer: Any = RememberedAnswers(_FOLDER).read(*_question(config, chunk_size))
     with suppress(ValueError, TypeError, KeyError, AttributeError):
-        found = WorkerChoice(**answer)  # type: ignore[arg-type]
-        known = {str(number) for number in candidates(config.num_slots)}
-        if set(found.steps_per_s) == known and str(found.num_workers) in known and found.gain > 0:
-            return found
+        rates = {Setting(*map(int, key.split("x"))): float(rate) for key, rate in answer.items()}
+        known = settings(config, turns or sorted({each.num_turns for each in rates}))
+        measured = {each: rates[each] for each in known}
+        if measured and all(0 < rate < math.inf for rate in measured.values()):
+            return WorkerChoice(config.name, config.num_slots, measured, calls)
     return None
 
 
 def remember(config: SimConfig, choice: WorkerChoice, chunk_size: int = 1) -> None:
-    """Keep a choice. A folder that cannot be written keeps nothing: it is measured again next time."""
-    RememberedAnswers(_FOLDER).write(*_question(config, chunk_size), asdict(choice))
+    """Keep what was measured. A folder that cannot be written keeps nothing: it is measured again next time."""
+    rates = {str(each): round(rate, 1) for each, rate in sorted(choice.measured.items())}
+    RememberedAnswers(_FOLDER).write(*_question(config, chunk_size), rates)
 
 
 def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | None:
@@ -90,7 +139,7 @@ def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | No
     check_auto(config)
     number = config.fixed_workers
     if config.num_workers == "auto" and num_slots == config.num_slots and (choice := remembered(config, chunk_size)) is not None:
-        number = choice.num_workers
+        number = choice.setting.num_workers
     return None if number is None else min(number, num_slots)
 
 
