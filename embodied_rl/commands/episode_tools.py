@@ -22,8 +22,7 @@ from embodied_rl.progress import progress_bar
 if TYPE_CHECKING:
     import numpy as np
 
-    from embodied_rl.episodes.formats.base import FieldNote
-    from embodied_rl.episodes.recording import Recording, RecordingInfo
+    from embodied_rl.episodes.recording import FieldNote, Recording, RecordingInfo
 
 FORMAT_NAMES = ("lerobot", "maniskill", "minari", "native", "robomimic")
 VIDEO_FORMATS = ("mp4", "png", "raw")
@@ -252,7 +251,7 @@ def convert(source: Recording, output: Path, format_name: str, video: str = "mp4
 
 
 def _native_notes(source: Recording, video: str) -> tuple[FieldNote, ...]:
-    from embodied_rl.episodes.formats.base import FieldNote
+    from embodied_rl.episodes.recording import FieldNote
 
     images = source.episode(0).images if len(source) and video == "mp4" else {}
     return tuple(FieldNote(f"images.{name}", "changed", "as H.264, which is not exact (video=png is)") for name in images)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,6 @@ from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.trust import RECORDING, sign
 from embodied_rl.types import Observation, SimSpec
 
-if TYPE_CHECKING:
-    from embodied_rl.episodes.formats.base import FieldNote
-
-
 FORMAT_VERSION = 1
 Value = npt.ArrayLike | Mapping[str, object] | None
 """A row of a column: an array or a number, a text, or what JSON can hold."""
@@ -27,6 +23,24 @@ STEP_COLUMNS = ("action", "reward", "terminated", "truncated", "success")
 """Columns per step that every episode has, and …"""
 OPTIONAL_COLUMNS = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
 """… those that it may lack."""
+Fate = Literal["kept", "extra", "changed", "filled", "lost"]
+"""kept: exact, where the format itself keeps it. extra: exact, in a place of ours that other readers of the format overlook.
+changed: there, but not bit by bit or not under its name. filled: the file does not say; something else stands in its place.
+lost: not there any more."""
+
+
+@dataclass(frozen=True)
+class FieldNote:
+    """What becomes of one field in another format."""
+
+    field: str
+    """As in `RecordedEpisode`: ``log_prob``, ``observation.state``, ``seed``; or what else the line is about."""
+    fate: Fate
+    note: str = ""
+    """Where it is, what stands for it, or why it is gone."""
+
+    def __str__(self) -> str:
+        return f"{self.fate:<8}{self.field}{': ' if self.note else ''}{self.note}"
 
 
 @dataclass(frozen=True, eq=False)

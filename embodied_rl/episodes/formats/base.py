@@ -7,38 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from embodied_rl.episodes.folder import fit_problems
-from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Recording, RecordingError, RecordingInfo
+from embodied_rl.episodes.recording import EpisodeTable, Fate, FieldNote, RecordedEpisode, Recording, RecordingError, RecordingInfo
 from embodied_rl.errors import UserError, brief
 from embodied_rl.reading import parse_json as parse_text
 from embodied_rl.reading import read_regular
 from embodied_rl.types import ActionSpec, TensorSpec, VariableSpec
 
-Fate = Literal["kept", "extra", "changed", "filled", "lost"]
-"""kept: exact, where the format itself keeps it. extra: exact, in a place of ours that other readers of the format overlook.
-changed: there, but not bit by bit or not under its name. filled: the file does not say; something else stands in its place.
-lost: not there any more."""
-
 _ORDER = ("lost", "filled", "changed", "extra", "kept")
-
-
-@dataclass(frozen=True)
-class FieldNote:
-    """One field and its fate."""
-
-    field: str
-    """As in `RecordedEpisode`: ``log_prob``, ``observation.state``, ``seed``; or what else the line is about."""
-    fate: Fate
-    note: str = ""
-    """Where it is, what stands for it, or why it is gone."""
-
-    def __str__(self) -> str:
-        return f"{self.fate:<8}{self.field}{': ' if self.note else ''}{self.note}"
 
 
 class NoteBook:

@@ -9,9 +9,9 @@ import pytest
 
 from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.formats import FORMATS, detect_format, write_foreign
-from embodied_rl.episodes.formats.base import FieldNote, NoteBook
+from embodied_rl.episodes.formats.base import NoteBook
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingError
+from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingError
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.episodes.episode_toys import make_episode
 from tests.episodes.formats.samples import (
