@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.episodes.formats.base import Advance, FieldNote, ForeignRecording, told_as_damage
-from embodied_rl.episodes.recording import Recording, RecordingError
+from embodied_rl.episodes.formats.base import Advance, ForeignRecording, told_as_damage
+from embodied_rl.episodes.recording import FieldNote, Recording, RecordingError
 from embodied_rl.errors import did_you_mean
 from embodied_rl.files import cannot_write
 

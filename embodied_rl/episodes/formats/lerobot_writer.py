@@ -15,7 +15,6 @@ from embodied_rl.episodes.formats import lerobot_layout as layout
 from embodied_rl.episodes.formats.base import (
     PER_STEP_EXTRAS,
     Advance,
-    FieldNote,
     NoteBook,
     note_side_episode,
     note_snapshots,
@@ -24,7 +23,7 @@ from embodied_rl.episodes.formats.base import (
 )
 from embodied_rl.episodes.formats.lerobot_layout import Feature
 from embodied_rl.episodes.pictures import DEFAULT_FPS, VideoWriter, encode_png
-from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingError
+from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingError
 from embodied_rl.types import SimSpec, VariableSpec
 
 if TYPE_CHECKING:

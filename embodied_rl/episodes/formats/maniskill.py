@@ -16,7 +16,7 @@ import numpy as np
 
 from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
-from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
+from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.types import SimSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _named_parts(parts: Mapping[str, np.ndarray], notes: base.NoteBook) -> dict[
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[base.FieldNote, ...]:
+def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[FieldNote, ...]:
     """Write ``trajectory.h5`` and ``.json``, which ManiSkill's own `replay_trajectory` plays, into an empty folder; `target` is not needed.
 
     Raises:

@@ -20,7 +20,7 @@ import numpy as np
 
 from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, write_array, write_extras
-from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingError, RecordingInfo
+from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingError, RecordingInfo
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ def _decode_jpegs(file: H5File, dataset: h5py.Dataset, spec: TensorSpec, number:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[base.FieldNote, ...]:
+def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[FieldNote, ...]:
     """Write ``data`` into an empty folder; the data set's id is that of `dataset_id`.
 
     Raises:

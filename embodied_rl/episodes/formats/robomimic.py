@@ -17,7 +17,7 @@ import numpy as np
 
 from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
-from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
+from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def _instruction(problem_info: str | None) -> str | None:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[base.FieldNote, ...]:
+def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[FieldNote, ...]:
     """Write ``demos.hdf5`` into an empty folder; `target` is not needed.
     Raises RecordingError: the recording holds what the format cannot (text actions), or is damaged; OSError: the file cannot be written."""
     spec, notes = recording.spec, base.NoteBook()
