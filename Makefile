@@ -44,10 +44,10 @@ check: $(TEST_STAMP) ## format, lint and types
 	$(PY) -m mypy
 
 test: check ## the tests that every change must pass
-	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(PY) -m pytest --numprocesses auto --dist loadfile $(ARGS)
 
 test-all: check ## every test, the slow ones too
-	$(PY) -m pytest --numprocesses 2 --dist loadfile -m "" $(ARGS)
+	$(PY) -m pytest --numprocesses auto --dist loadfile -m "" $(ARGS)
 
 chaos: $(TEST_STAMP) ## attack commands, files, requests and processes for MINUTES=10
 	$(PY) -m tests.chaos minutes=$(MINUTES) $(ARGS)

@@ -152,29 +152,66 @@ def test_a_run_stops_at_nan_and_leaves_the_batch(tmp_path: Path) -> None:
     assert str(dump) in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["sim=maniskil_pushcube"], "Simulator 'maniskil_pushcube' is not known. Did you mean 'maniskill_pushcube'?"),
-        (["algorithm.clip_hig=0.3"], "Did you mean 'clip_high'?"),
-        (["algorithm.clip_high=wide"], "algorithm.clip_high must be a number, got 'wide'"),
-        (["algorithm.gamma=1.5"], "algorithm.gamma must be between 0 and 1, got 1.5"),
-        (["policy=cnn"], "policy.observation_key='rgb' is not an observation of task"),
-        (["sim=halfcheetah", "sim.task=HalfCheeta-v5"], "Did you mean 'HalfCheetah-v5'?"),
-        (["sim.target=nowhere.at:all"], "No module named 'nowhere'"),
-        (["run_dir=/proc/no"], "Cannot write '/proc/no'"),
-        (["algorithm.groups.group_size=4"], "algorithm=ppo learns from rollouts of all slots and has no groups. Choose a method on groups"),
-        (["experiment=halfcheetah", "protocol=null"], "to leave out an experiment's protocol, type '~protocol'"),
-        (["sim=frozenlake"], "policy=language generation=tokens_torch algorithm=grpo"),
-        (["resume=nothing"], "Checkpoint 'nothing' does not exist"),
-        (["algorithm.minibatch_size=4096"], "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps (256), got 4096"),
-    ],
-)
-def test_a_mistake_is_one_line(tmp_path: Path, overrides: list[str], message: str) -> None:
-    done = run_command(*PENDULUM, "run_dir=run", *overrides, cwd=tmp_path, expect=2)
-    assert message in done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(errors) == 1, done.stderr
+MISTAKES = [
+    (["sim=maniskil_pushcube"], "Simulator 'maniskil_pushcube' is not known. Did you mean 'maniskill_pushcube'?"),
+    (["algorithm.clip_hig=0.3"], "Did you mean 'clip_high'?"),
+    (["algorithm.clip_high=wide"], "algorithm.clip_high must be a number, got 'wide'"),
+    (["algorithm.gamma=1.5"], "algorithm.gamma must be between 0 and 1, got 1.5"),
+    (["policy=cnn"], "policy.observation_key='rgb' is not an observation of task"),
+    (["sim=halfcheetah", "sim.task=HalfCheeta-v5"], "Did you mean 'HalfCheetah-v5'?"),
+    (["sim.target=nowhere.at:all"], "No module named 'nowhere'"),
+    (["run_dir=/proc/no"], "Cannot write '/proc/no'"),
+    (["algorithm.groups.group_size=4"], "algorithm=ppo learns from rollouts of all slots and has no groups. Choose a method on groups"),
+    (["experiment=halfcheetah", "protocol=null"], "to leave out an experiment's protocol, type '~protocol'"),
+    (["sim=frozenlake"], "policy=language generation=tokens_torch algorithm=grpo"),
+    (["resume=nothing"], "Checkpoint 'nothing' does not exist"),
+    (["algorithm.minibatch_size=4096"], "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps (256), got 4096"),
+]
+MATHEMATICS = [
+    (["algorithm.advantage=rloo"], "works on whole episodes"),
+    (["algorithm=grpo", "algorithm.loss=ipa", "algorithm.loss_options.max_mismatch=2"], "set advantage=ipa"),
+    (["algorithm=grpo", "algorithm.loss_options.max_mismatch=2"], "is no option of 'ppo_clip'"),
+]
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json, sys
+from embodied_rl.commands.train import main
+
+for words in json.loads(sys.argv[1]):
+    sys.argv, errors, status = ["train", *words], io.StringIO(), 0
+    try:
+        with contextlib.redirect_stderr(errors):
+            main()
+    except SystemExit as ended:
+        status = ended.code
+    print("ENDED", json.dumps([status, errors.getvalue()]), flush=True)
+"""
+"""In one process, which imports torch once."""
+
+
+@pytest.fixture(scope="module")
+def mistaken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """{what its error says: (exit status, error output)} of the command lines with each of the mistakes."""
+    commands = [[*PENDULUM, *words] for words, _ in MISTAKES] + [["sim=cartpole", *words] for words, _ in MATHEMATICS]
+    given = json.dumps([last_of([f"run_dir=run{number}", *words]) for number, words in enumerate(commands)])
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER, given],
+        cwd=tmp_path_factory.mktemp("mistaken"),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    ended = [json.loads(line.removeprefix("ENDED ")) for line in done.stdout.splitlines() if line.startswith("ENDED ")]
+    messages = [message for _, message in (*MISTAKES, *MATHEMATICS)]
+    return {message: (status, errors) for message, (status, errors) in zip(messages, ended, strict=True)}
+
+
+@pytest.mark.parametrize("message", [message for _, message in (*MISTAKES, *MATHEMATICS)])
+def test_a_mistake_is_one_line(mistaken: dict[str, tuple[int, str]], message: str) -> None:
+    status, told = mistaken[message]
+    assert status == 2
+    assert message in told
+    errors = [line for line in told.splitlines() if line.strip()]
+    assert len(errors) == 1, told
     assert errors[0].startswith("error: ")
 
 
@@ -379,20 +416,6 @@ def test_old_episodes_are_trained_on_within_the_staleness(tmp_path: Path) -> Non
     run = train(load_train_config(overrides))
     assert curve(run)[-1]["groups/consumed"] > 4
     assert json.loads((run / "results.json").read_text())["return_mean"] > 0
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (["algorithm.advantage=rloo"], "works on whole episodes"),
-        (["algorithm=grpo", "algorithm.loss=ipa", "algorithm.loss_options.max_mismatch=2"], "set advantage=ipa"),
-        (["algorithm=grpo", "algorithm.loss_options.max_mismatch=2"], "is no option of 'ppo_clip'"),
-    ],
-)
-def test_mathematics_that_do_not_fit_are_one_line(overrides: list[str], reason: str, tmp_path: Path) -> None:
-    done = run_command("sim=cartpole", *overrides, "run_dir=run", cwd=tmp_path, expect=2)
-    assert reason in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.slow

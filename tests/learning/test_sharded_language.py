@@ -81,7 +81,7 @@ def learn(learner: Learner, batch: TokenBatch, step: int) -> dict[str, float]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="whole"),
+        pytest.param({}, id="whole", marks=pytest.mark.slow),
         pytest.param({"lora_rank": 2, "lora_targets": ("q_proj", "down_proj")}, id="lora"),
         pytest.param({"layout": "right"}, id="padded", marks=pytest.mark.slow),
     ],

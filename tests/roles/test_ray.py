@@ -54,6 +54,7 @@ def test_fixed_rollouts_with_ray(tmp_path: Path, session: Any) -> None:
     assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray", "hybrid.num_threads=1"))
 
 
+@pytest.mark.slow
 def test_a_language_agent_with_ray_is_the_one_without_it_bit_for_bit(tmp_path: Path, session: Any) -> None:
     """The warm start comes before the actor that trains keeps its reference, and is in both runs' checkpoints; with reward workers too."""
     task = [*TEXTS, SCORED, "total_steps=250", "evaluation.every_steps=100", "algorithm.kl.coef=0.1"]

@@ -123,7 +123,7 @@ def test_a_restart_gives_up_what_was_collected_ahead(playing: Any) -> None:
     assert set(collector.next_rollout(7).policy_version.ravel().tolist()) == {7}
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo"])
+@pytest.mark.parametrize("loss", [pytest.param("ppo_clip", marks=pytest.mark.slow), "decoupled_ppo"])
 def test_a_run_collects_the_next_rollout_while_it_learns_from_the_last(tmp_path: Path, loss: str) -> None:
     """Evaluations in between begin new episodes; steps are counted as without."""
     options = ["algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5"] if loss == "decoupled_ppo" else []

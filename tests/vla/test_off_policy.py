@@ -32,6 +32,8 @@ FLOW = FlowPolicyConfig(chunk=3, hidden_sizes=(16,), num_steps=2, method="flow_n
 EXPERT = ("algorithm.recorded.expert=tests.vla.toys:PointExpert", "algorithm.recorded.expert_episodes=60")
 CRITICS = ("algorithm.off_policy.hidden_sizes=[64,64]", "algorithm.minibatch_size=64", "algorithm.learning_rate=3e-3")
 CRITICS += ("algorithm.off_policy.target_rate=0.05", "algorithm.gamma=0.9")
+SAMPLES = {("tiny_vla", "iql"), ("flow", "sac")}
+"""Of the policies and updates on ranks, which run by default: the updates share their steps, and test_recorded_on_ranks.py has them all."""
 
 
 def make_policy(config: TinyVLAConfig | FlowPolicyConfig) -> Policy:
@@ -151,9 +153,14 @@ def test_what_learns_from_which_loss() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
-@pytest.mark.parametrize("update", ["sac", "iql", "awac"])
-@pytest.mark.parametrize("config", [VLA, FLOW], ids=["tiny_vla", "flow"])
+@pytest.mark.parametrize(
+    ("config", "update"),
+    [
+        pytest.param(config, update, id=f"{name}-{update}", marks=[pytest.mark.ci_sample] if (name, update) in SAMPLES else [])
+        for name, config in (("tiny_vla", VLA), ("flow", FLOW))
+        for update in ("sac", "iql", "awac")
+    ],
+)
 def test_two_ranks_take_the_same_steps(config: TinyVLAConfig | FlowPolicyConfig, update: str) -> None:
     options = OffPolicyConfig(update=update, fresh=update == "sac", hidden_sizes=(16,), target_rate=0.25)  # type: ignore[arg-type]
     algorithm = AlgorithmConfig(off_policy=options, max_grad_norm=1.0)

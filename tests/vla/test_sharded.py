@@ -102,8 +102,7 @@ def test_episodes_of_chunks(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
-@pytest.mark.parametrize("oft", [False, True], ids=["openvla", "oft"])
+@pytest.mark.parametrize("oft", [pytest.param(False, marks=pytest.mark.ci_sample), True], ids=["openvla", "oft"])
 def test_openvla_with_lora(folder: Path, oft: bool) -> None:
     policies = [build(folder, oft=oft, lora_rank=4, dtype="float32") for _ in range(2)]
     policies[1].load_state_dict(policies[0].state_dict())
