@@ -39,9 +39,7 @@ class Aggregation:
 
     A sequence is a row with at least one entry in the mask. `horizon` is a constant (the limit of generated tokens), never the
     padded width L, which differs from one micro-batch to the next.
-
-    Raises:
-        ValueError: unknown mode, or a horizon that is missing, not positive or not wanted.
+    Raises ValueError: unknown mode, or a horizon that is missing, not positive or not wanted.
     """
 
     mode: Mode = "token-mean"
@@ -127,9 +125,7 @@ def visible_entries(mask: Tensor | None, **tensors: Tensor) -> list[Tensor]:
 
     Entries are emptied before any arithmetic and not only after it: a NaN behind the mask would come back in the gradient, where
     the chain rule multiplies it by a zero. A tensor [B] beside a first one of [B, L] gives its number to the whole row.
-
-    Raises:
-        ValueError: shapes that do not agree, or a mask that is not bool; never a silent broadcast of [B] against [B, 1].
+    Raises ValueError: shapes that do not agree, or a mask that is not bool; never a silent broadcast of [B] against [B, 1].
     """
     shape = next(iter(tensors.values())).shape
     if mask is not None and (mask.shape != shape or mask.dtype != torch.bool):

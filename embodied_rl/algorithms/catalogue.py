@@ -44,9 +44,7 @@ def described(name: str, target: str, *, arrays: Collection[str], shared: Collec
 
     An argument that `arrays` names is an input, `shared` ones every such function takes, all others are options: a configuration sets
     them, and those without a default it must set.
-
-    Raises:
-        UserError: there is no such function, its arguments cannot be given by name, or one of `shared` is missing.
+    Raises UserError: there is no such function, its arguments cannot be given by name, or one of `shared` is missing.
     """
     function = load_target(target)
     if not callable(function):

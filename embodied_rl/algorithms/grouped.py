@@ -191,9 +191,7 @@ def pass_at_k(*, score: Tensor, group: Tensor, mask: Tensor | None = None, std: 
     """Only the best row of a group is credited, with best - second best (Tang et al. 2025, arXiv:2503.19595, leave-one-out of the max).
 
     Where two are best, none is credited. ``std=True`` divides by the group's standard deviation + 1e-6.
-
-    Raises:
-        ValueError: a group of one: it has no second best.
+    Raises ValueError: a group of one: it has no second best.
     """
     statistics = group_statistics(score=score, group=group, rows=counted_rows(mask))
     if bool(statistics.single.any()):

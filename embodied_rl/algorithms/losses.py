@@ -162,9 +162,7 @@ def value_loss(
 
     With e = value - returns: ``mse`` is e^2; ``huber`` (Huber 1964) is e^2 up to |e| = huber_delta and huber_delta (2 |e| - huber_delta)
     beyond, twice that of torch.nn.functional, so that the coefficient means the same for both kinds.
-
-    Raises:
-        ValueError: `clip` without `old_value`, an unknown kind, bounds that are not positive, or shapes that do not agree.
+    Raises ValueError: `clip` without `old_value`, an unknown kind, bounds that are not positive, or shapes that do not agree.
     """
     if kind not in ("mse", "huber"):
         raise ValueError(f"kind of value loss must be mse or huber, got {kind!r}.")

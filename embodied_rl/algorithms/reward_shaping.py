@@ -37,9 +37,7 @@ def penalize_overlong(
     """Soft overlong punishment (DAPO: Yu et al. 2025, arXiv:2503.14476): nothing up to max_length - buffer, then linear to `penalty`.
 
     The penalty is reached at max_length and stays beyond it. [B] rewards and lengths in tokens or steps.
-
-    Raises:
-        ValueError: unless 0 < buffer <= max_length.
+    Raises ValueError: unless 0 < buffer <= max_length.
     """
     if not 0 < buffer <= max_length:
         raise ValueError(f"penalize_overlong needs 0 < buffer <= max_length, got buffer={buffer}, max_length={max_length}.")

@@ -47,8 +47,7 @@ def mask_at_level(mask: Tensor | None, level: Level, steps: Tensor) -> Tensor | 
 def spread(x: Tensor, level: Level, steps: Tensor) -> Tensor:
     """Advantages [B] or [B, K] to the shape of `level`, each number for all that belongs to it; [B, L] pass as tokens'.
 
-    Raises:
-        ValueError: numbers of single steps, and a level that has one number for all of them.
+    Raises ValueError: numbers of single steps, and a level that has one number for all of them.
     """
     if x.dim() == 1:
         return x  # losses give the number of a row to all its entries

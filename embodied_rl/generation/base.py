@@ -94,8 +94,7 @@ class Generator:
     def at_temperature(self, temperature: float) -> AbstractContextManager[ActionLayout]:
         """Act at another temperature within, with noise as the layout that is given says. Training's is the policy's own.
 
-        Raises:
-            UserError: it does not draw action tokens.
+        Raises UserError: it does not draw action tokens.
         """
         raise UserError("evaluation.temperature is of action tokens; language agents have agent.evaluation_temperature. Set it null.")
 

@@ -239,8 +239,7 @@ class TokenBackend(TokenCache):
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Take requests; work on them goes on in the background or inside `poll`.
 
-        Raises:
-            UserError: a request id is in flight already, or the backend cannot do what a request asks (top_k, images, …).
+        Raises UserError: a request id is in flight already, or the backend cannot do what a request asks (top_k, images, …).
         """
 
     @abstractmethod
@@ -267,10 +266,7 @@ class TokenBackend(TokenCache):
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Replace weights in place, tensor by tensor (`LanguagePolicy.named_weights`); requests in flight go on with the new ones.
 
-        Tokens sampled after it carry `version`.
-
-        Raises:
-            UserError: the backend does not own its weights, or the tensors are another model's.
+        Tokens sampled after it carry `version`. Raises UserError: the backend does not own its weights, or the tensors are another model's.
         """
 
     @abstractmethod

@@ -64,8 +64,7 @@ class TorchGenerator(Generator):
     def at_temperature(self, temperature: float) -> Iterator[ActionLayout]:
         """Act at another temperature for as long, with noise as the layout that is given says. Training's is the policy's own.
 
-        Raises:
-            UserError: the policy does not draw tokens.
+        Raises UserError: the policy does not draw tokens.
         """
         module = self._actor.module
         if module is None or module.temperature is None:

@@ -39,8 +39,7 @@ class Trains(Protocol):
 def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, method: Trains, simulators: Simulators) -> HybridEngine:
     """Engine with residency for a method's learner.
 
-    Raises:
-        UserError: the method has nothing of what `config` wants to move, or cannot train on several ranks.
+    Raises UserError: the method has nothing of what `config` wants to move, or cannot train on several ranks.
     """
     sharded = method.sharded
     if config.sharding is not None and sharded is None:

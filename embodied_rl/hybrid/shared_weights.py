@@ -178,8 +178,7 @@ class SharedWeightsReader:
     def hold(self, timeout_s: float = 60.0) -> Iterator[HeldWeights]:
         """The newest version. The publisher can publish one further version meanwhile, and waits with the one after it.
 
-        Raises:
-            TimeoutError: nothing has been published yet.
+        Raises TimeoutError: nothing has been published yet.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -146,8 +146,7 @@ class DeltaSink:
     def take(self, version: int, stream: NamedTensors) -> dict[str, Tensor]:
         """{name: tensor} of `version`, to be copied: the next stream changes them in place.
 
-        Raises:
-            ValueError: the stream is a difference to another version than the one taken last, or is none of a `DeltaSource`.
+        Raises ValueError: the stream is a difference to another version than the one taken last, or is none of a `DeltaSource`.
         """
         parts = iter(stream)
         name, base = next(parts, ("nothing", torch.tensor(-1)))

@@ -70,9 +70,7 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
     """Cut a module's parameters over the mesh, in place; returns it. All ranks call it with equal parameters.
 
     Frozen and trained parameters (LoRA) may be mixed. Make the optimizer afterwards: its parameters are the local parts.
-
-    Raises:
-        UserError: a parameter has no dimension to be cut, or the model has no tensor-parallel plan where one is asked for.
+    Raises UserError: a parameter has no dimension to be cut, or the model has no tensor-parallel plan where one is asked for.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 

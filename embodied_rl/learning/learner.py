@@ -128,8 +128,7 @@ class Learner:
     def clone(self, sequences: Sequence[TokenSequence], *, num_epochs: int, minibatch_rows: int, learning_rate: float, seed: int) -> float:
         """Learn the masked tokens by cross-entropy; the mean loss of the last epoch. The optimizer's state is forgotten afterwards.
 
-        Raises:
-            NonFiniteLossError: as `update`.
+        Raises NonFiniteLossError: as `update`.
         """
         rows, objective = TokenBatch.of_cloning(sequences), TokenCloning(cast("LanguagePolicy", self.policy), self.config)
         generator = np.random.default_rng(np.random.SeedSequence([seed, len(sequences)]))

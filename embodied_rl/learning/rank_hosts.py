@@ -129,8 +129,7 @@ class LocalRanks:
 def listening_store(address: str, num_ranks: int, timeout_s: float) -> tuple[str, Store]:
     """(what others `open_store`, the store), on a free port of this one address: torch by itself would listen on all of a machine's.
 
-    Raises:
-        OSError: the address is none of this machine's.
+    Raises OSError: the address is none of this machine's.
     """
     listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = listening.getsockname()[1]
@@ -169,8 +168,7 @@ def interface_of(address: str) -> str | None:
 def listen_on(address: str) -> None:
     """Have this process's gloo use the interface of an address, unless the environment names one already.
 
-    Raises:
-        UserError: no interface has it: gloo would give the other ranks an address that they cannot reach.
+    Raises UserError: no interface has it: gloo would give the other ranks an address that they cannot reach.
     """
     if os.environ.get(_INTERFACE):
         return

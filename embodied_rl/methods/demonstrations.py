@@ -83,8 +83,7 @@ class Demonstrations:
     def load(self) -> list[EpisodeRef]:
         """The episodes to learn from; the expert plays first where no recording was given. What the manager's slots were doing is lost.
 
-        Raises:
-            UserError: there is no such episode.
+        Raises UserError: there is no such episode.
         """
         recorded = self.config.algorithm.recorded
         if not self._recordings:

@@ -67,8 +67,7 @@ def read_language_policy(
 ) -> LanguagePolicy:
     """The policy that a checkpoint's folder describes, with `tensors` for weights; None: random ones, or those of the model in `base`.
 
-    Raises:
-        IncompatibleCheckpointError: the folder or the tensors are not a language policy's.
+    Raises IncompatibleCheckpointError: the folder or the tensors are not a language policy's.
     """
     language = config.language
     if base is not None:

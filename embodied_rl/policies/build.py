@@ -18,9 +18,7 @@ def build_policy(config: AnyPolicyConfig, spec: SimSpec) -> Policy:
     """The policy that a configuration describes, for a simulator.
 
     New weights are drawn from torch's global generator, so seed it first.
-
-    Raises:
-        UserError: the policy does not fit the simulator, or its checkpoint folder is incomplete.
+    Raises UserError: the policy does not fit the simulator, or its checkpoint folder is incomplete.
     """
     if config.name in _MADE_OF_SIZES:
         _require_memory(config, spec)

@@ -31,11 +31,7 @@ class ChatTokenizer:
 
     @staticmethod
     def read(folder: str | Path) -> ChatTokenizer:
-        """From a model folder.
-
-        Raises:
-            UserError: there is no tokenizer, or it cannot be read.
-        """
+        """From a model folder. Raises UserError: there is no tokenizer, or it cannot be read."""
         folder = Path(folder)
         if not folder.is_dir():
             raise UserError(f"Tokenizer folder '{folder}' does not exist.")
@@ -86,8 +82,7 @@ class ChatTokenizer:
     ) -> np.ndarray:
         """[P] int64 of messages through the model's chat template; a template knows its special tokens itself.
 
-        Raises:
-            UserError: there is no template, it refuses the messages, or it makes nothing of them.
+        Raises UserError: there is no template, it refuses the messages, or it makes nothing of them.
         """
         text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         token_ids = self.encode(text)

@@ -129,8 +129,7 @@ class LanguagePolicy(TrainedModule):
     def reference_log_prob(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """[B, S] float32 of the reference policy: the model without its LoRA, or the copy that `keep_reference` made.
 
-        Raises:
-            UserError: there is neither.
+        Raises UserError: there is neither.
         """
         with self._reference_model() as model:
             return self._evaluate(model, sequences).log_prob

@@ -105,8 +105,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def load_named_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Copy tensors into a plain model in place, by name; returns how many. A tied head follows its embedding.
 
-    Raises:
-        UserError: a name or shape is not the model's; what came before it is loaded already.
+    Raises UserError: a name or shape is not the model's; what came before it is loaded already.
     """
     own = model.state_dict()
     count = 0

@@ -29,8 +29,7 @@ _INDEX = "model.safetensors.index.json"
 def check_model_folder(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder that holds a whole model.
 
-    Raises:
-        UserError: the folder, its config.json, or safetensors are missing, damaged, or pickles are all there is.
+    Raises UserError: the folder, its config.json, or safetensors are missing, damaged, or pickles are all there is.
     """
     if not folder.is_dir():
         raise UserError(

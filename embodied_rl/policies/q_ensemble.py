@@ -78,8 +78,7 @@ class ActorWithCritics(TrainedModule):
     def __init__(self, policy: Policy, options: OffPolicyConfig) -> None:
         """The critics' weights are drawn from torch's global generator.
 
-        Raises:
-            UserError: the policy has no features, or the critics take more memory than there is.
+        Raises UserError: the policy has no features, or the critics take more memory than there is.
         """
         super().__init__()
         self.policy, self.options = policy, options

@@ -37,8 +37,7 @@ PREPARED = ("image", "words")
 def word_ids(text: str, vocabulary: int, max_words: int) -> list[int]:
     """A row of the embedding for each word: 1 + a hash of the word in lower case; 0 is padding. Words beyond the last are left out.
 
-    Raises:
-        UserError: there is no word.
+    Raises UserError: there is no word.
     """
     words = "".join(letter if letter.isalnum() else " " for letter in text.lower()).split()
     if not words:
@@ -124,8 +123,7 @@ class TinyVLAPolicy(Policy):
     def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
         """image uint8 [B, H, W, 3], words int64 [B, max_words], and state float32 [B, S] where it is read; on the CPU.
 
-        Raises:
-            UserError: an instruction is empty.
+        Raises UserError: an instruction is empty.
         """
         config = self.config
         image = torch.as_tensor(observation[config.image_key])

@@ -38,8 +38,7 @@ class VisionInputs:
     def read(folder: str | Path, config: PretrainedConfig) -> VisionInputs:
         """From a model folder and its transformers configuration.
 
-        Raises:
-            UserError: there is no image processor, or the model is of neither family.
+        Raises UserError: there is no image processor, or the model is of neither family.
         """
         folder = Path(folder)
         if not (folder / "preprocessor_config.json").is_file() and not (folder / "processor_config.json").is_file():
@@ -69,8 +68,7 @@ class VisionInputs:
     def tensors(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
         """{"pixel_values": …, "image_grid_thw": [I, 3]} of I images uint8 [H, W, 3]; the grids only where the model has them.
 
-        Raises:
-            UserError: an image is not uint8 [H, W, 3], or too small or narrow for the model.
+        Raises UserError: an image is not uint8 [H, W, 3], or too small or narrow for the model.
         """
         for image in images:
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
@@ -95,8 +93,7 @@ class VisionInputs:
     def expand(self, prompt_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
         """[P'] int64: each image's one placeholder token becomes as many as the image takes.
 
-        Raises:
-            UserError: there are not as many placeholders as images.
+        Raises UserError: there are not as many placeholders as images.
         """
         places = np.flatnonzero(prompt_ids == self.image_token_id)
         if len(places) != len(images):

@@ -58,9 +58,7 @@ def start_simulators(config: TrainConfig, tell: Callable[[str], None]) -> Starte
     """A rollout worker elsewhere with its own, or those of all domains here.
 
     `tell` takes the line that says what ``sim.num_workers=auto`` came to.
-
-    Raises:
-        UserError: a simulator rejects its configuration, packages, assets or devices are missing.
+    Raises UserError: a simulator rejects its configuration, packages, assets or devices are missing.
     """
     if (worker := start_worker(config)) is not None:
         return Started(worker, functools.partial(_around_worker, config, worker))
@@ -160,8 +158,7 @@ def _here(config: TrainConfig) -> TrainConfig:
 def start_worker(config: TrainConfig) -> RemoteWorker | None:
     """Start the rollout worker, or several, that play outside this process; None: the run plays here.
 
-    Raises:
-        UserError: the simulators or the cluster cannot be had; see also `config.rules`, which come first.
+    Raises UserError: the simulators or the cluster cannot be had; see also `config.rules`, which come first.
     """
     if not config.hybrid.plays_apart:
         return None

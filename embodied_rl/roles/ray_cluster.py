@@ -60,8 +60,7 @@ class Need:
 def needs_of(config: HybridConfig) -> list[Need]:
     """What every actor of a run takes: env and generation of each rollout worker, each rank of train, and each reward worker.
 
-    Raises:
-        UserError: an actor has nothing.
+    Raises UserError: an actor has nothing.
     """
     num_ranks = 1 if config.sharding is None else config.sharding.num_ranks
     players = config.players
@@ -277,8 +276,7 @@ class RayCluster:
 def nodes_of_ranks(devices: Sequence[Device], num_ranks: int) -> list[int]:
     """The node of each rank of training: one for each GPU that the role names; or as many on each node, where it names processors.
 
-    Raises:
-        UserError: they cannot be divided so.
+    Raises UserError: they cannot be divided so.
     """
     nodes = sorted({device.node for device in devices})
     if devices[0].kind == "gpu" and num_ranks > 1:
@@ -298,11 +296,7 @@ def nodes_of_ranks(devices: Sequence[Device], num_ranks: int) -> list[int]:
 
 
 def nodes_of_players(devices: Sequence[Device], role: Role, players: int) -> list[int]:
-    """The node of each rollout worker's actor of a role: as many on each.
-
-    Raises:
-        UserError: they cannot be divided so.
-    """
+    """The node of each rollout worker's actor of a role: as many on each. Raises UserError: they cannot be divided so."""
     nodes = sorted({device.node for device in devices})
     if players % len(nodes):
         raise UserError(
@@ -332,10 +326,7 @@ def _knock(address: str) -> None:
 
 def prepare(config: RayConfig) -> Any:
     """Import Ray, so that a cluster which is started here requires a token: any client that reaches a Ray cluster can run code in it,
-    and its servers listen on every interface.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
+    and its servers listen on every interface. Raises MissingExtraError: Ray is not installed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray reads this when it is imported; a process that has done so keeps what it has.

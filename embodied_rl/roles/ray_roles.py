@@ -204,11 +204,7 @@ class RayTeam(WorkerTeam):
 
 
 def wait_for_start(cluster: RayCluster, reference: Reference, timeout_s: float, role: str) -> None:
-    """Until an actor answers for the first time.
-
-    Raises:
-        UserError: it does not in time, or the cluster has lost what it needs.
-    """
+    """Until an actor answers for the first time. Raises UserError: it does not in time, or the cluster has lost what it needs."""
     deadline = time.monotonic() + timeout_s
     while not ray.wait([reference], timeout=1.0)[0]:
         with waiting:  # see `value_of`

@@ -107,8 +107,7 @@ class SimFactory:
 def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: dict[str, Any]) -> SimEnv:
     """Make a SimEnv from a SimEnv factory, a gymnasium.Env factory or a gymnasium.vector.VectorEnv factory.
 
-    Raises:
-        UserError: the factory rejects its arguments, or what it makes is none of these.
+    Raises UserError: the factory rejects its arguments, or what it makes is none of these.
     """
     if task is not None:
         kwargs = {"task": task, **kwargs}

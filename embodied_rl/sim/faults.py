@@ -65,11 +65,7 @@ class WrongShapeError(ValueError):
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """What the manager does when a worker fails.
-
-    Raises:
-        ValueError: a limit below zero.
-    """
+    """What the manager does when a worker fails. Raises ValueError: a limit below zero."""
 
     recovery: Literal["restore", "restart"] = "restore"
     """restore: a new worker takes every episode up where it was: from its last snapshot or its seed, and by playing the actions

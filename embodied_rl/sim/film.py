@@ -91,8 +91,7 @@ class FilmedSim(SimWrapper):
     def render(self, env_id: int) -> np.ndarray:
         """Pictures [cameras · H, W, 3] uint8, one below the other; of several sizes, the smaller ones in the middle of black.
 
-        Raises:
-            UserError: the task or this machine cannot draw, or there is no such camera.
+        Raises UserError: the task or this machine cannot draw, or there is no such camera.
         """
         with drawing(self.spec.task):
             # Some simulators hand out the buffer that they draw the next picture into.

@@ -127,9 +127,7 @@ class InstrumentedSim(SimWrapper):
     """Passes everything on to the simulator named by `target` and adds what `instrumented` was asked for.
 
     A snapshot is the simulator's own: an expert's memory, should it have one, begins anew with a restored episode.
-
-    Raises:
-        UserError: the simulator cannot draw here, offers no physical state, or its expert does not fit it.
+    Raises UserError: the simulator cannot draw here, offers no physical state, or its expert does not fit it.
     """
 
     def __init__(
@@ -188,8 +186,7 @@ class InstrumentedSim(SimWrapper):
     def restore(self, env_id: int, data: bytes) -> None:
         """See `SimEnv.restore`; what `encode_physics` gave is set in the running episode instead.
 
-        Raises:
-            SnapshotError: the state does not fit this simulator.
+        Raises SnapshotError: the state does not fit this simulator.
         """
         if data.startswith(_PHYSICS_MARK):
             self._set_physics(env_id, decode_state(memoryview(data)[len(_PHYSICS_MARK) :]))
@@ -251,8 +248,7 @@ class InstrumentedSim(SimWrapper):
 def expert_maker(target: str) -> Callable[[SimEnv, int], Expert]:
     """How to make the expert of one environment, from a class or function of no argument or of (simulator, environment's number).
 
-    Raises:
-        UserError: the target cannot be imported, or takes other arguments.
+    Raises UserError: the target cannot be imported, or takes other arguments.
     """
     made = load_target(target)
     needed = [

@@ -195,9 +195,7 @@ class EnvManager(WorkerSimulators):
         """Start new episodes of given seeds in these slots, whatever they were doing; never waits.
 
         `recv` then hands the slots out as after a step: their first observation, reward 0, nothing ended.
-
-        Raises:
-            ValueError: a slot that is still stepping.
+        Raises ValueError: a slot that is still stepping.
         """
         pool = self._live_pool()
         assert pool.slab is not None, "the manager is closed"

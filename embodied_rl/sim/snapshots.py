@@ -44,9 +44,7 @@ def encode_state(tree: object) -> bytes:
     (any strides; they come back contiguous). Inner nodes: list, tuple, dict (keys of any leaf or tuple type), set, frozenset, deque.
     Only these exact types: an enumeration or a subclass would come back as something else. Equal trees give equal bytes, as long
     as their dictionaries were filled in the same order.
-
-    Raises:
-        SnapshotError: something in the tree is of another type (the message says where), or it contains itself.
+    Raises SnapshotError: something in the tree is of another type (the message says where), or it contains itself.
     """
     writer = _Writer()
     try:
@@ -68,8 +66,7 @@ def encode_state(tree: object) -> bytes:
 def decode_state(data: bytes | bytearray | memoryview) -> Any:
     """The inverse of `encode_state`; arrays are fresh and writable.
 
-    Raises:
-        SnapshotError: the bytes are no snapshot, are cut short or altered, or have another format version.
+    Raises SnapshotError: the bytes are no snapshot, are cut short or altered, or have another format version.
     """
     view = memoryview(data).cast("B")
     if len(view) < len(_MAGIC) or view[: len(_MAGIC)] != _MAGIC:

@@ -65,8 +65,7 @@ def sysfs_gpus(root: Path) -> list[GpuAddress]:
 def nvml_gpus(library: str = "libnvidia-ml.so.1") -> list[GpuAddress] | None:
     """The GPUs that NVIDIA's driver lets this process see, by PCI address; None where the driver is not installed.
 
-    Raises:
-        UserError: the library is there and fails, with what it says (a driver that was updated without a restart, say).
+    Raises UserError: the library is there and fails, with what it says (a driver that was updated without a restart, say).
     """
     try:
         nvml = ctypes.CDLL(library)

@@ -163,8 +163,7 @@ def encode_action(action: str | np.ndarray) -> Json:
 def decode_action(spec: ActionSpec, data: Json) -> np.ndarray:
     """[1, A] in the simulator's units, or an object array [1] of `str`: what `SimEnv.step` takes for one environment.
 
-    Raises:
-        UserError: of another kind or length, not finite, beyond the choices, or a text that outgrows its room.
+    Raises UserError: of another kind or length, not finite, beyond the choices, or a text that outgrows its room.
     """
     if spec.kind == "text":
         return _decode_text(spec, data)

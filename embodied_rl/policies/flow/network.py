@@ -98,8 +98,7 @@ class Critic(nn.Module):
 def build_flow_policy(config: FlowNetworkConfig, options: FlowOptions, spec: SimSpec) -> FlowPolicy[Tensor]:
     """The small flow policy for a simulator; weights are drawn from torch's global generator, so seed it first.
 
-    Raises:
-        UserError: actions are not continuous, or the simulator has no such observation.
+    Raises UserError: actions are not continuous, or the simulator has no such observation.
     """
     if spec.action.kind != "continuous":
         raise UserError(f"A flow policy makes continuous actions, but task '{spec.task}' takes {spec.action.kind} ones. Use policy=mlp.")

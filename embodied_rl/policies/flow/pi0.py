@@ -98,8 +98,7 @@ class PI0Inputs:
     def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
         """Resize, tokenize and scale: once, so that training need not do it in every epoch.
 
-        Raises:
-            UserError: an image has a wrong dtype or shape, or there is no instruction.
+        Raises UserError: an image has a wrong dtype or shape, or there is no instruction.
         """
         pictures = [self._pictures(_numpy(observation[key]), key) for key in self.options.cameras]
         rows = len(pictures[0])
@@ -259,8 +258,7 @@ def load_pi0_policy(
 def build_pi0(config: PI0PolicyConfig, spec: SimSpec) -> PI0Policy:
     """The folder of `config.path` as a policy that trains.
 
-    Raises:
-        UserError: the folder is missing or incomplete, does not fit the simulator, or the task gives no instruction.
+    Raises UserError: the folder is missing or incomplete, does not fit the simulator, or the task gives no instruction.
     """
     if not Path(config.path).is_dir():
         raise UserError(

@@ -139,9 +139,7 @@ class OpenVLAConfig:
 
         `vision` gives the shapes of transformers whose names are not in `VIT_SHAPES`. A `dataset_statistics.json` beside it, as
         fine-tuned checkpoints carry it, replaces the statistics of the same data sets.
-
-        Raises:
-            UserError: the file is missing, is not JSON or not an OpenVLA's, or names a vision transformer that is not known.
+        Raises UserError: the file is missing, is not JSON or not an OpenVLA's, or names a vision transformer that is not known.
         """
         raw = read_json(directory / "config.json")
         if raw.get("model_type") != "openvla":

@@ -76,9 +76,7 @@ def resize_images(images: np.ndarray, size: int, strategy: ResizeStrategy, *, ke
     - ``resize-naive``: stretch to the square.
     - ``resize-crop``: shorter side to `size`, then the middle.
     - ``letterbox``: grey bars make it square, then stretch.
-
-    Raises:
-        UserError: wrong dtype or shape; the message names the observation `key`.
+    Raises UserError: wrong dtype or shape; the message names the observation `key`.
     """
     check_images(images, key)
     if images.shape[1:3] == (size, size):

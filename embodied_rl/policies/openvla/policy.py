@@ -249,8 +249,7 @@ class VLAPolicy(Policy):
     def load_value_head(self, path: str | Path) -> None:
         """Take a value head's weights from a safetensors file with RL4VLA's names or RLinf's; other weights in it are ignored.
 
-        Raises:
-            UserError: this policy has no value head, or the file's does not fit.
+        Raises UserError: this policy has no value head, or the file's does not fit.
         """
         if self.value_head is None:
             raise UserError(f"This policy has no value head to fill from '{path}'. Set policy.value_head=true.")
@@ -326,8 +325,7 @@ class OFTPolicy(VLAPolicy):
     ) -> None:
         """`values`: one for a chunk, or one for each of its steps.
 
-        Raises:
-            UserError: the checkpoint's actions, images or robot state do not fit the simulator.
+        Raises UserError: the checkpoint's actions, images or robot state do not fit the simulator.
         """
         oft = model.oft
         super().__init__(
@@ -349,8 +347,7 @@ class OFTPolicy(VLAPolicy):
     def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
         """As `VLAPolicy.act`; the regression head gives normalised actions [B, L] float32 instead of tokens, and no randomness.
 
-        Raises:
-            UserError: noise for the regression head.
+        Raises UserError: noise for the regression head.
         """
         if self.model.oft.head == "discrete":
             return super().act(observation, noise)

@@ -76,8 +76,7 @@ class OpenVLAProcessor:
     def token_ids(self, instruction: str) -> list[int]:
         """The prompt's tokens: BOS, text, and the lone space 29871 that stands before the actions.
 
-        Raises:
-            UserError: the instruction is empty, or the tokenizer is not Llama's.
+        Raises UserError: the instruction is empty, or the tokenizer is not Llama's.
         """
         ids = list(self.encode(prompt_of(instruction)))
         if not ids or ids[0] != BOS_TOKEN:
@@ -113,8 +112,7 @@ class OpenVLAProcessor:
     def images(self, images: np.ndarray, *, key: str = "rgb") -> np.ndarray:
         """Camera images uint8 [B, H, W, 3] → pictures uint8 [B, S, S, 3], by the checkpoint's resize strategy.
 
-        Raises:
-            UserError: wrong dtype or shape.
+        Raises UserError: wrong dtype or shape.
         """
         return resize_images(images, self.config.image_size, self.config.resize, key=key)
 

@@ -293,8 +293,7 @@ class Elsewhere(Protocol):
 class Session:
     """The simulator under test, and the episodes that everything is compared with: its first ones.
 
-    Raises:
-        whatever the simulator raises while it is built, reset and stepped for the first time.
+    Raises whatever the simulator raises while it is built, reset and stepped for the first time.
     """
 
     def __init__(

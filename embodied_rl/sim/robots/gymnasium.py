@@ -121,8 +121,7 @@ def saved_whole(task: str) -> bool:
 def find_spec(task: str) -> gymnasium.envs.registration.EnvSpec:
     """What is registered as `task`, or as the second part of ``package:task`` once the package is imported.
 
-    Raises:
-        UserError: nothing is, or the package cannot be imported.
+    Raises UserError: nothing is, or the package cannot be imported.
     """
     package, colon, name = task.partition(":")
     if not colon:

@@ -209,8 +209,7 @@ def axis_angle(quaternion: np.ndarray) -> np.ndarray:
 def assets_folder(assets_dir: Path | None = None) -> Path:
     """Where LIBERO's meshes and textures are: `assets_dir`, the package's own folder, or ``~/.cache/libero/assets``.
 
-    Raises:
-        MissingAssetsError: nowhere; the message holds the command that fetches them.
+    Raises MissingAssetsError: nowhere; the message holds the command that fetches them.
     """
     download = Path("~/.cache/libero/assets").expanduser()
     places = [assets_dir] if assets_dir is not None else [_package() / "assets", download]

@@ -35,9 +35,7 @@ def read_init_states(path: Path) -> np.ndarray:
 
     The files were written by `torch.save`, a zip archive around one pickled array. Nothing is unpickled: the pickle's instructions are
     listed, must be those of a plain array of 64-bit floats, and the numbers are taken from their text.
-
-    Raises:
-        UserError: the file is missing, damaged or holds something else.
+    Raises UserError: the file is missing, damaged or holds something else.
     """
     try:
         with zipfile.ZipFile(path) as archive:

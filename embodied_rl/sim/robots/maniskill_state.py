@@ -68,8 +68,7 @@ class EpisodeState:
     def restore(self, state: dict[str, Any]) -> None:
         """Build the scene anew and set what `capture` gave; some 20 ms, more with cameras.
 
-        Raises:
-            SnapshotError: the state is of another task or robot.
+        Raises SnapshotError: the state is of another task or robot.
         """
         import torch
 

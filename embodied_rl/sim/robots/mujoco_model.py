@@ -65,8 +65,7 @@ class Drawing:
     def frame(self, data: MjData, camera: str | int = -1, height: int = 256, width: int = 256, out: np.ndarray | None = None) -> np.ndarray:
         """One picture [height, width, 3] uint8, the top row first; camera -1 is MuJoCo's free camera.
 
-        Raises:
-            UserError: this machine cannot draw off-screen.
+        Raises UserError: this machine cannot draw off-screen.
         """
         renderer = self._renderers.get((height, width)) or self._new(height, width)
         renderer.update_scene(data, camera=camera, scene_option=self._option)

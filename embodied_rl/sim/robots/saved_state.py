@@ -69,8 +69,7 @@ class DataState:
     def restore(self, state: dict[str, Any]) -> None:
         """Set what `capture` gave; no MuJoCo function is called, since each would change the solver's warm start.
 
-        Raises:
-            SnapshotError: the state is of another model or of another version of MuJoCo.
+        Raises SnapshotError: the state is of another model or of another version of MuJoCo.
         """
         content = state["arrays"]
         if state["layout"] != self._layout or content.nbytes != self._size:
@@ -116,8 +115,7 @@ class ModelChanges:
     def restore(self, state: dict[str, Any]) -> None:
         """Set what `capture` gave, and everything else back to what the model was made with.
 
-        Raises:
-            SnapshotError: the state is of another model.
+        Raises SnapshotError: the state is of another model.
         """
         if state["layout"] != self._layout:
             raise SnapshotError(
@@ -213,11 +211,7 @@ class EnvState:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Set what `capture` gave.
-
-        Raises:
-            SnapshotError: the state is of another task, or of another version of its packages.
-        """
+        """Set what `capture` gave. Raises SnapshotError: the state is of another task, or of another version of its packages."""
         if state["layers"] != self._names:
             saved, present = " > ".join(state["layers"]), " > ".join(self._names)
             raise SnapshotError(f"Snapshot was taken from the environment {saved} and cannot be restored into {present}.")

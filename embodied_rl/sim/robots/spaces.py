@@ -38,8 +38,7 @@ class ObservationPart:
 def observation_parts(space: gymnasium.Space) -> list[ObservationPart]:
     """Flatten an observation space into named parts.
 
-    Raises:
-        UserError: a space that is neither Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict nor Tuple.
+    Raises UserError: a space that is neither Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict nor Tuple.
     """
     return _parts(space, ())
 
@@ -80,8 +79,7 @@ def _is_image(space: gymnasium.Space) -> bool:
 def action_spec(space: gymnasium.Space) -> ActionSpec:
     """ActionSpec of a Discrete or Text space, a bounded Box (flattened) or a Dict of bounded Boxes (concatenated; see `action_splits`).
 
-    Raises:
-        UserError: another space, or a Box without finite bounds.
+    Raises UserError: another space, or a Box without finite bounds.
     """
     if isinstance(space, spaces.Discrete):
         return ActionSpec.discrete(int(space.n))

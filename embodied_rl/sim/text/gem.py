@@ -389,8 +389,7 @@ def make_rock(
 ) -> RockSim:
     """`num_envs` sandboxes with one GEM environment each; see `embodied_rl.sim.text.gem.make` for the arguments.
 
-    Raises:
-        UserError: no task, or the server cannot be reached or refuses it.
+    Raises UserError: no task, or the server cannot be reached or refuses it.
     """
     if not task:
         raise UserError("protocol=rock needs the environment's id: sim.task=game:GuessTheNumber-v0-easy, say.")

@@ -30,8 +30,7 @@ episode's reward where ``sim.kwargs.reward=return``."""
 def load_function(target: str) -> Function:
     """``module:function`` or ``path/to/file.py:function``.
 
-    Raises:
-        SystemExit: there is no such module, file or function, or it cannot be called with a client and a task.
+    Raises SystemExit: there is no such module, file or function, or it cannot be called with a client and a task.
     """
     where, _, name = target.rpartition(":")
     try:

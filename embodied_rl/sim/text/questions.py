@@ -212,8 +212,7 @@ def example(name: str) -> str:
 def read_rows(path: str, names: Sequence[str], optional: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
     """(where it stands, row) of a .jsonl file of objects that have `names`, and nothing beyond these and `optional` but ``id``.
 
-    Raises:
-        UserError: the file cannot be read, is empty, or a line is not such an object.
+    Raises UserError: the file cannot be read, is empty, or a line is not such an object.
     """
     file = Path(path).expanduser()
     try:

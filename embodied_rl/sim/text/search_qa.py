@@ -76,8 +76,7 @@ def words(text: str) -> list[str]:
 def read_corpus(path: Path) -> list[Document]:
     """A folder of .txt and .md files (titled by their names), or a .jsonl file of {"title", "text"}.
 
-    Raises:
-        UserError: there is neither, or a line is malformed.
+    Raises UserError: there is neither, or a line is malformed.
     """
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md"))

@@ -167,8 +167,7 @@ class BatchSystem:
     def lay_out(self) -> None:
         """Find out where everything lies; to be called when the scenes hold all that they will.
 
-        Raises:
-            UnsupportedTask: the scenes differ in what they hold.
+        Raises UnsupportedTask: the scenes differ in what they hold.
         """
         self.layouts = [SceneLayout(scene) for scene in self.scenes]
         first = self.layouts[0]

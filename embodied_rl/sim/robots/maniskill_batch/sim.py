@@ -164,8 +164,7 @@ def _check_shapes(env: BatchedTask) -> None:
 class ManiSkillBatchSim(ManiSkillSim):
     """What `ManiSkillSim` does, with equal numbers; `envs` are views of the batch's rows.
 
-    Raises:
-        UnsupportedTask: the task cannot be stepped as a batch.
+    Raises UnsupportedTask: the task cannot be stepped as a batch.
     """
 
     def _build_each(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> BaseEnv:
@@ -260,9 +259,7 @@ def difference(task: str, arguments: Mapping[str, Any], num_envs: int) -> str | 
     """What a batch of `num_envs` does otherwise than environments by themselves; None: nothing, bit for bit.
 
     The first and the last of the batch are compared. Its size matters: for some shapes torch sums in another order than for one row.
-
-    Raises:
-        UserError: the task cannot be made with these arguments, batch or not.
+    Raises UserError: the task cannot be made with these arguments, batch or not.
     """
     asked = {"render": False, "render_size": 64, "camera_size": None, **arguments}
     single = ManiSkillSim(task, 2, **asked)
