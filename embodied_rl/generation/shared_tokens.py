@@ -51,7 +51,6 @@ class TokenView(TokenBackend):
 
     @property
     def can_constrain(self) -> bool:
-        """See `TokenBackend`."""
         return self._shared.backend.can_constrain
 
     def take(self, completion: Completion) -> None:

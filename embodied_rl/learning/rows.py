@@ -145,7 +145,6 @@ class EpisodeRows(Rows):
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> EpisodeRows:
-        """See `Rows.of_tensors`."""
 
         def below(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -84,7 +84,6 @@ class TokenLearner(GroupLearner):
         return joined(parts)
 
     def update(self, prepared: PreparedTurns, *, iteration: int, steps: int) -> dict[str, float]:
-        """See `GroupLearner.update`."""
         num_turns = max(prepared.num_turns, 1)
         stats = self.learner.update(
             prepared.tokens,
@@ -97,7 +96,6 @@ class TokenLearner(GroupLearner):
 
     @property
     def wants_start(self) -> bool:
-        """See `GroupLearner.wants_start`."""
         return any(start.wanted for start in self.warm_starts.values())
 
     def begin(self, version: int) -> None:
@@ -121,7 +119,6 @@ class TokenLearner(GroupLearner):
         self.learner.keep_reference()
 
     def note(self, stream: Stream, groups: Sequence[EpisodeGroup]) -> None:
-        """See `GroupLearner.note`."""
         if groups:
             self._last[stream.name] = agent_episodes(groups)[: _DOMAIN_DIALOGUES if stream.domain else _DIALOGUES]
 
@@ -133,12 +130,10 @@ class TokenLearner(GroupLearner):
             write_dialogues(path, episodes, decode, f"{name}: the last training episodes")
 
     def metrics(self) -> dict[str, float]:
-        """See `GroupLearner.metrics`."""
         told = {name: start.metrics() for name, start in self.warm_starts.items()}
         return prefixed("warm_start", {key: value for name, own in told.items() for key, value in prefixed(name, own).items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """See `GroupLearner.state_dict`."""
         starts = {name: start.state_dict() for name, start in self.warm_starts.items()}
         episodes = {name: method.state_dict() for name, method in self._methods.items()}
         if "" in episodes:
@@ -146,7 +141,6 @@ class TokenLearner(GroupLearner):
         return {"episodes": episodes, "warm_starts": starts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `GroupLearner.load_state_dict`."""
         for name, method in self._methods.items():
             method.load_state_dict(state["episodes"][name] if name else state["episodes"])
         for name, start in self.warm_starts.items():

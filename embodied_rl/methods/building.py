@@ -123,12 +123,10 @@ class ActingHere(Acting):
         self.speaking, self.weights = language, None if language is None else language.named_weights
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
-        """See `Acting.generator`."""
         policy = self._policies[stream.policy]
         return make_generator(stream.config.generation, policy), layout_of(policy)
 
     def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
-        """See `Acting.tokens`."""
         assert self._language is not None, "there is a language policy"
         return make_backend(config.generation, self._language, self._run_dir, seed=config.seed)
 

@@ -111,19 +111,15 @@ class EpisodeLearner(GroupLearner):
         self._policy = policy
 
     def gather(self, groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
-        """See `GroupLearner.gather`."""
         return EpisodeBatch.of(list(groups), lambda seen: prepare_observation(self._policy, seen))
 
     def observation(self, gathered: EpisodeBatch) -> TensorObservation:
-        """See `GroupLearner.observation`."""
         return gathered.observation
 
     def prepare(self, gathered: EpisodeBatch) -> PreparedEpisodes:
-        """See `GroupLearner.prepare`."""
         return prepare_episodes(self.algorithm, self.learner, gathered)
 
     def update(self, prepared: PreparedEpisodes, *, iteration: int, steps: int) -> dict[str, float]:
-        """See `GroupLearner.update`."""
         stats = self.learner.update(
             prepared.rows,
             minibatch_rows=prepared.minibatch_rows(self.config.algorithm.minibatch_size),
@@ -134,11 +130,9 @@ class EpisodeLearner(GroupLearner):
         return {**stats, **prepared.credit.metrics, **adapted(self.algorithm, self.config, stats, int(prepared.credit.mask.sum()))}
 
     def state_dict(self) -> dict[str, Any]:
-        """See `GroupLearner.state_dict`."""
         return {"episodes": self.algorithm.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `GroupLearner.load_state_dict`."""
         self.algorithm.load_state_dict(state["episodes"])
 
 

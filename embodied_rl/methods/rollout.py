@@ -91,11 +91,9 @@ class RolloutMethod(Method):
         self.collector.restart(seed_round=iteration)
 
     def running_episodes(self) -> dict[str, Tensor]:
-        """See `Method.running_episodes`."""
         return {f"{slot}": torch.frombuffer(bytearray(saved), dtype=torch.uint8) for slot, saved in enumerate(self.collector.episodes())}
 
     def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        """See `Method.take_up`."""
         self.collector.take_up([episodes[str(slot)].numpy().tobytes() for slot in range(len(episodes))])
 
     def metrics(self) -> dict[str, float]:

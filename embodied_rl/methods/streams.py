@@ -220,7 +220,6 @@ class StreamGenerators(Generator):
         self.version = 0
 
     def publish(self, version: int) -> None:
-        """See `Generator.publish`."""
         self._publish(version)
         self.version = version
 

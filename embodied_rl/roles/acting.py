@@ -93,7 +93,6 @@ class LoadedActing(WorkerActing):
         return own
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
-        """See `Acting.generator`."""
         own = self.policy(stream.policy, stream.config, stream.spec)
         return own.generator, own.layout
 
@@ -111,7 +110,6 @@ class LoadedActing(WorkerActing):
         return backend
 
     def weights_go_through(self, name: str, backend: TokenBackend) -> None:
-        """See `Acting.weights_go_through`."""
         self.backends[name] = backend
 
     def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:

@@ -132,7 +132,6 @@ class MultiplexedSimulators(Simulators):
             self._multiplexer.finished(key)
 
     def discard(self) -> None:
-        """See `EnvManager.discard`."""
         self.manager.discard()
         self._held.clear()
         episodes, self._episodes = list(self._episodes.values()), {}

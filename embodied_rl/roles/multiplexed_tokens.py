@@ -63,7 +63,6 @@ class MultiplexedTokens(TokenBackend):
         """Ids of what was submitted and has not ended."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `TokenBackend.submit`."""
         check_new_ids(requests, self._in_flight)
         if not self.can_constrain:
             refuse_structures(requests)
@@ -72,7 +71,6 @@ class MultiplexedTokens(TokenBackend):
         self._place()
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._place()
         while True:
@@ -108,12 +106,10 @@ class MultiplexedTokens(TokenBackend):
         self._place()
 
     def pause(self) -> None:
-        """See `TokenBackend.pause`."""
         for backend in self.backends:
             backend.pause()
 
     def resume(self) -> None:
-        """See `TokenBackend.resume`."""
         for backend in self.backends:
             backend.resume()
 

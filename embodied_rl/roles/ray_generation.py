@@ -91,14 +91,12 @@ class RayActing(WorkerActing):
         self._handles: list[RayGenerator | RayTokens] = []
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
-        """See `Acting.generator`."""
         layout: ActionLayout = value_of(self._worker.begin.remote(stream.policy, stream.domain, stream.spec.to_dict()), _ROLE)
         generator = RayGenerator(self._worker, stream.policy)
         self._handles.append(generator)
         return generator, layout
 
     def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
-        """See `Acting.tokens`."""
         can_constrain = value_of(self._worker.begin_tokens.remote(dict(self.files), name, config.generation.backend), _ROLE)
         backend = RayTokens(self._worker, name, can_constrain)
         self._handles.append(backend)
@@ -124,7 +122,6 @@ class RayGenerator(Generator):
         self._asked.append(self._worker.act.remote(self._name, slots, observation, noise))
 
     def recv(self) -> ActedBatch:
-        """See `Generator.recv`."""
         acted: ActedBatch = value_of(self._asked.popleft(), _ROLE)
         return acted
 
@@ -147,25 +144,20 @@ class RayTokens(TokenBackend):
         self._worker, self._name, self.can_constrain = worker, name, can_constrain
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `TokenBackend.submit`."""
         if requests:
             self._ask("submit", list(requests))
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`."""
         return list(self._ask("poll", min_ready, timeout_s))
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """See `TokenBackend.abort`."""
         if wanted := list(request_ids):
             self._ask("abort", wanted)
 
     def pause(self) -> None:
-        """See `TokenBackend.pause`."""
         self._ask("pause")
 
     def resume(self) -> None:
-        """See `TokenBackend.resume`."""
         self._ask("resume")
 
     def load_weights(self, version: int, tensors: Iterable[Any]) -> None:

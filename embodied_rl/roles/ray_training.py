@@ -161,7 +161,6 @@ class TrainedApart(Method):
 
     @property
     def trained_copy(self) -> TrainedApart:
-        """See `Method.trained_copy`."""
         return self
 
     @property

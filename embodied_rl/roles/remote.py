@@ -110,16 +110,13 @@ class RemoteWorker(Simulators):
         return self._worker_pids
 
     def texts(self, domain: str = "") -> list[str]:
-        """See `RolloutWorker.texts`."""
         return [str(text) for text in self.insist("texts", domain=domain)]
 
     def demonstrate(self, domain: str = "") -> list[AgentEpisode]:
-        """See `RolloutWorker.demonstrate`."""
         return list(self.insist("demonstrate", domain=domain))
 
     @property
     def fault_records(self) -> list[FaultRecord]:
-        """See `Simulators.fault_records`."""
         return self._faults
 
     def note_faults(self, records: Sequence[FaultRecord]) -> None:
@@ -127,7 +124,6 @@ class RemoteWorker(Simulators):
         self._faults.extend(records)
 
     def publish(self, version: int) -> None:
-        """See `Generator.publish`."""
         started = time.perf_counter()
         self.version = version
         try:
@@ -226,7 +222,6 @@ class RemoteGenerator(Generator):
         self._worker = worker
 
     def publish(self, version: int) -> None:
-        """See `Generator.publish`."""
         self._worker.publish(version)
         self.version = version
 
@@ -264,12 +259,10 @@ class RemoteCollector(Collector):
                 self._worker.replace(lost)
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
-        """See `RolloutCollector.take_up`."""
         self._worker.insist("take_up", episodes=[np.frombuffer(episode, np.uint8) for episode in episodes])
         self._worker.needs_restart = False
 
     def next_rollout(self, version: int) -> Rollout:
-        """See `RolloutCollector.next_rollout`."""
         rollout = self._play(version).rollout
         assert rollout is not None, "fixed rollouts"
         return rollout

@@ -85,7 +85,6 @@ class TokenProcess(TokenBackend):
         self._outbox += requests
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`."""
         self.flush()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while len(self._ready) < max(min_ready, 1) and self._in_flight:
@@ -97,18 +96,15 @@ class TokenProcess(TokenBackend):
         return ready
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """See `TokenBackend.abort`."""
         wanted = [number for number in request_ids if number in self._in_flight]
         if wanted:
             self.flush()
             self._role.tell("abort", ids=wanted)
 
     def pause(self) -> None:
-        """See `TokenBackend.pause`."""
         self._ask("pause")
 
     def resume(self) -> None:
-        """See `TokenBackend.resume`."""
         self._ask("resume")
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:

@@ -276,10 +276,8 @@ class LearnedPatience(Patience):
         self._num_workers, self._seen, self._longest_s, self._built_s = num_workers, 0, 0.0, built_s
 
     def limit_s(self) -> float:
-        """See `Patience.limit_s`."""
         floor = _FLOOR_S if self._seen >= self._num_workers else _FIRST_FLOOR_S
         return min(self._limit_s, max(floor, _FACTOR * (self._longest_s if self._seen else self._built_s)))
 
     def took(self, seconds: float) -> None:
-        """See `Patience.took`."""
         self._seen, self._longest_s = self._seen + 1, max(self._longest_s, seconds)

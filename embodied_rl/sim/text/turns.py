@@ -117,7 +117,6 @@ class TextSim(SimEnv):
             out.info[env_id] = dict(turn.info)
 
     def sample_action(self, env_id: int, seed: int) -> str:
-        """See `TextGame.sample_action`."""
         return self._games[env_id].sample_action(np.random.default_rng(seed))
 
     def close(self) -> None:
