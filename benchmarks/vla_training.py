@@ -32,8 +32,8 @@ from vla import NUM_TOKENS, PROMPT_TOKENS, SHAPES, flop_of, peaks_of, random_inp
 from embodied_rl.config import ShardingConfig
 from embodied_rl.learning.fsdp import make_mesh, shard
 from embodied_rl.policies.action_tokens import TokenDistribution
-from embodied_rl.policies.openvla.images import PixelNormaliser
 from embodied_rl.policies.openvla.model import OpenVLA
+from embodied_rl.policies.openvla.processor import PixelNormaliser
 
 LORA_TARGETS = ["qkv", "fc1", "fc2", "fc3", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 OFFLOAD = ", FSDP2 offload"

@@ -71,8 +71,8 @@ def test_vla_training_runs() -> None:
 def test_chunks_are_decided_as_on_a_gpu(vla: ModuleType) -> None:
     import torch
 
-    from embodied_rl.policies.openvla.images import PixelNormaliser
     from embodied_rl.policies.openvla.oft import OFTConfig, OpenVLAOFT
+    from embodied_rl.policies.openvla.processor import PixelNormaliser
 
     model = vla.random_model(lambda: OpenVLAOFT(vla.tiny_config(), OFTConfig(chunk=2)), "cpu", torch.float32)
     given = vla.random_inputs(3, "cpu", 14)

@@ -7,8 +7,11 @@ Shapes: P tokens of a prompt, n sampled tokens.
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -332,3 +335,163 @@ def derive_seed(base: int, request_id: int) -> int:
 def uniform_stream(seed: int) -> np.random.Generator:
     """A request's own random numbers: what it samples does not depend on what else is sampled."""
     return np.random.Generator(np.random.Philox(key=seed))
+
+
+# ---- backends that sample inside of poll ------------------------------------------------------------------------------
+
+
+_YIELD_S = 0.0005
+
+
+class Stepwise(TokenBackend):
+    """Half of a `TokenBackend`: a subclass gives `_step` and `num_in_flight`, and appends to `_ready`."""
+
+    def __init__(self) -> None:
+        self._ready: list[Completion] = []
+        self._paused = False
+        self._lock = threading.Lock()
+        self._callers = 0
+        self._callers_lock = threading.Lock()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that are waited for, those not yet begun included."""
+        raise NotImplementedError
+
+    def _step(self) -> None:
+        """Sample one token for each active request."""
+        raise NotImplementedError
+
+    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
+        """See `TokenBackend.poll`: runs steps until enough is ready, at least one of them."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if not self._enough(min_ready) and not self._paused:
+                    self._step()
+                over = deadline is not None and time.monotonic() >= deadline
+                if self._enough(min_ready) or over or (self._paused and deadline is None):
+                    ready, self._ready = self._ready, []
+                    return ready
+            self._let_others_in()
+
+    def pause(self) -> None:
+        with self._turn():
+            self._paused = True
+
+    def resume(self) -> None:
+        with self._turn():
+            self._paused = False
+
+    def _enough(self, min_ready: int) -> bool:
+        return len(self._ready) >= max(min_ready, 1) or self.num_in_flight == 0
+
+    def _let_others_in(self) -> None:
+        """A lock that is let go and taken again at once would hardly ever be had by another thread."""
+        if self._paused:
+            time.sleep(_YIELD_S)
+        while self._callers:
+            time.sleep(_YIELD_S)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold still between two steps of a `poll` that may run in another thread."""
+        with self._callers_lock:
+            self._callers += 1
+        try:
+            with self._lock:
+                yield
+        finally:
+            with self._callers_lock:
+                self._callers -= 1
+
+
+# ---- one backend for several callers ----------------------------------------------------------------------------------
+
+
+class SharedTokens:
+    """A backend that callers use through `view`s; for one thread."""
+
+    def __init__(self, backend: TokenBackend) -> None:
+        self.backend = backend
+        self._owners: dict[int, tuple[TokenView, int]] = {}
+        self._next_id = 0
+
+    def view(self) -> TokenView:
+        """A `TokenView` for another caller."""
+        return TokenView(self)
+
+    def submit(self, view: TokenView, requests: Sequence[GenerationRequest]) -> dict[int, int]:
+        """{the view's request id: the backend's} of what is now in flight."""
+        numbers = {request.request_id: self._next_id + index for index, request in enumerate(requests)}
+        self._next_id += len(requests)
+        self.backend.submit([replace(request, request_id=numbers[request.request_id]) for request in requests])
+        self._owners |= {number: (view, own) for own, number in numbers.items()}
+        return numbers
+
+    def poll(self, timeout_s: float | None) -> None:
+        """Poll the backend until any completion is ready, and give each to the view that submitted it."""
+        for completion in self.backend.poll(min_ready=1, timeout_s=timeout_s):
+            view, own = self._owners.pop(completion.request_id)
+            view.take(replace(completion, request_id=own))
+
+
+class TokenView(TokenBackend):
+    """One caller's view of a shared backend. Implements `TokenBackend`."""
+
+    def __init__(self, shared: SharedTokens) -> None:
+        self._shared = shared
+        self._numbers: dict[int, int] = {}
+        self._ready: list[Completion] = []
+
+    @property
+    def version(self) -> int:
+        return self._shared.backend.version
+
+    @property
+    def can_constrain(self) -> bool:
+        return self._shared.backend.can_constrain
+
+    def take(self, completion: Completion) -> None:
+        """One of its requests has ended."""
+        del self._numbers[completion.request_id]
+        self._ready.append(completion)
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        if requests:
+            check_new_ids(requests, self._numbers)
+            self._numbers |= self._shared.submit(self, requests)
+
+    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
+        """See `TokenBackend.poll`; what is ready for others meanwhile waits for them."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        asked = False
+        while self._numbers and (len(self._ready) < min_ready or not asked):
+            left = None if until is None else max(until - time.monotonic(), 0.0)
+            if asked and left == 0.0:
+                break
+            in_flight = len(self._numbers)
+            self._shared.poll(left if len(self._ready) < min_ready else 0.0)
+            if asked and left is None and len(self._numbers) == in_flight and not self._ready:
+                break  # paused: a wait without a limit returns with what is there
+            asked = True
+        ready, self._ready = self._ready, []
+        return ready
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        self._shared.backend.abort([self._numbers[number] for number in request_ids if number in self._numbers])
+
+    def pause(self) -> None:
+        """Pause the whole backend, for all views."""
+        self._shared.backend.pause()
+
+    def resume(self) -> None:
+        """Resume the whole backend, for all views."""
+        self._shared.backend.resume()
+
+    def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Load into the whole backend, for all views."""
+        self._shared.backend.load_weights(version, tensors)
+
+    def close(self) -> None:
+        """Does nothing: the backend's creator closes it."""

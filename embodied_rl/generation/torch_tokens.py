@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicCache
 from embodied_rl.errors import UserError
 from embodied_rl.generation.sampling import SampledTokens, SamplingSettings, sample_tokens
 from embodied_rl.generation.slab_cache import SlabCache, decode_mask
-from embodied_rl.generation.stepwise import Stepwise
 from embodied_rl.generation.structures import Matcher, Structures
 from embodied_rl.generation.tokens import (
     Completion,
@@ -28,6 +27,7 @@ from embodied_rl.generation.tokens import (
     Failure,
     FinishReason,
     GenerationRequest,
+    Stepwise,
     check_new_ids,
     context_room,
     derive_seed,

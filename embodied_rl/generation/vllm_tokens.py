@@ -6,14 +6,24 @@ while requests are in flight, and stamps each token with the version that sample
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Callable, Iterable, Sequence
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
 from embodied_rl.errors import MissingExtraError, UserError
-from embodied_rl.generation.stepwise import Stepwise
 from embodied_rl.generation.structures import not_compiled
 from embodied_rl.generation.tokens import (
     Completion,
@@ -21,16 +31,268 @@ from embodied_rl.generation.tokens import (
     Failure,
     FinishReason,
     GenerationRequest,
+    Stepwise,
+    TokenCache,
     check_new_ids,
     context_room,
     derive_seed,
 )
-from embodied_rl.generation.vllm_start import Sleeper, Sleeps, load_files, load_in_place, scannable_modules
-from embodied_rl.generation.vllm_vision import VLLMVision, keep_transformers_classes
-from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer
+from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer, first_line, import_transformers, is_vision_language
+from embodied_rl.policies.vision_inputs import VisionInputs
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm.outputs import CompletionOutput
+
+
+# ---- starting the engine, and its memory ------------------------------------------------------------------------------
+
+
+class _WithoutLLVM:
+    """Stands for `sys` where vLLM's build for CPUs looks into everything that all modules hold when an engine starts: it breaks on
+    llvmlite (numba), whose library answers to every name, ``__dict__`` among them."""
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        return {name: module for name, module in sys.modules.items() if name.split(".")[0] != "llvmlite"}
+
+
+@contextmanager
+def scannable_modules() -> Iterator[None]:
+    """Starting an engine within it works after numba was imported, as after the first update of a run."""
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # other builds and versions do not look
+        yield
+        return
+    looking: Any = dispatcher
+    looking.sys = _WithoutLLVM()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of names that it has looked at
+            yield
+    finally:
+        looking.sys = sys
+
+
+Call = Callable[..., Any]
+"""(name of a method of the engine, arguments …) → what it returns, once it has."""
+
+
+class Sleeper:
+    """Puts an engine to sleep and wakes it.
+
+    On GPUs this frees the memory (vLLM's sleep level 1). Its build for processors keeps it: there sleeping only stops the engine, and
+    `frees` is False.
+    """
+
+    def __init__(self, call: Call, *, on_processors: bool) -> None:
+        self.frees = not on_processors
+        self.device = torch.device("cpu" if on_processors else "cuda")
+        self.asleep = False
+        self._call, self._weights_are_here = call, True
+        self._bytes = sum(call("collective_rpc", "embodied_cache_bytes"))
+
+    @property
+    def cache_bytes(self) -> int:
+        """What keys and values take now, on all workers together."""
+        return 0 if self.asleep and self.frees else self._bytes
+
+    def sleep(self) -> int:
+        """Sample nothing until `wake`; returns the bytes of keys and values that were freed. They are recomputed afterwards."""
+        if self.asleep:
+            return 0
+        before = self.cache_bytes
+        self._call("sleep", level=1, mode="keep")
+        self.asleep, self._weights_are_here = True, False
+        return before - self.cache_bytes
+
+    def wake_weights(self) -> None:
+        """New weights are about to be written over the old ones, which must be there for that."""
+        if not self._weights_are_here:
+            self._call("wake_up", tags=["weights"])
+            self._weights_are_here = True
+
+    def wake(self) -> None:
+        """Go on where `sleep` stopped."""
+        if self.asleep:
+            self._call("wake_up", tags=["kv_cache"] if self._weights_are_here else None)
+            self.asleep, self._weights_are_here = False, True
+
+
+class Sleeps(TokenCache):
+    """What a backend whose engine can sleep reports about it."""
+
+    _sleeper: Sleeper
+
+    @property
+    def can_free_memory(self) -> bool:
+        """Whether `release_memory` gives memory back: on GPUs."""
+        return self._sleeper.frees
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and its cache lie."""
+        return self._sleeper.device
+
+    @property
+    def cache_bytes(self) -> int:
+        """What keys and values take now."""
+        return self._sleeper.cache_bytes
+
+
+_BUCKET_BYTES = 2**30
+
+
+def load_in_place(call: Callable[[], object]) -> None:
+    """Raises UserError, in one line, when the engine refuses a tensor."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        call()
+    except EngineDeadError:
+        raise
+    except Exception as error:  # an engine in another process reports whatever happened there as a bare Exception
+        raise UserError(f"vLLM cannot take the new weights; those it serves may be half replaced: {first_line(error)}") from error
+
+
+def load_files(tensors: Iterable[tuple[str, Any]], call: Callable[[str], object]) -> None:
+    """Call `call` with the path of one file of tensors after another. Raises as `load_in_place` does."""
+    with _Exchange() as exchange:
+        for path in exchange.files(tensors):
+            load_in_place(partial(call, str(path)))
+
+
+class _Exchange:
+    """A folder in shared memory, where there is one, through which tensors reach vLLM's workers."""
+
+    def __enter__(self) -> _Exchange:
+        shared = Path("/dev/shm")
+        self._folder = Path(tempfile.mkdtemp(prefix="embodied_weights_", dir=shared if os.access(shared, os.W_OK) else None))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def files(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[Path]:
+        """A file of about a gibibyte at a time; each is gone when the next one is asked for."""
+        bucket: dict[str, Any] = {}
+        size = 0
+        for name, tensor in tensors:
+            whole = tensor.detach().contiguous().cpu()
+            bucket[name] = whole
+            size += whole.numel() * whole.element_size()
+            if size >= _BUCKET_BYTES:
+                yield from self._written(bucket)
+                bucket, size = {}, 0
+        if bucket:
+            yield from self._written(bucket)
+
+    def _written(self, bucket: dict[str, Any]) -> Iterator[Path]:
+        path = self._folder / "weights.safetensors"
+        save_file(bucket, path)
+        yield path
+        path.unlink()
+
+
+# ---- vision-language models -------------------------------------------------------------------------------------------
+
+# vLLM prepares pictures with the model's own transformers processor. Its own implementations of vision-language models import torchvision;
+# its transformers implementation does not, and is what serves them here: log-probabilities are the trainer's.
+
+
+_WITHOUT_TORCHVISION = ("llava",)
+"""Model types whose processor handles no videos, for which transformers needs torchvision."""
+
+
+class VLLMVision:
+    """Of one model folder."""
+
+    def __init__(self, folder: Path, config: PretrainedConfig) -> None:
+        """Raises UserError where vLLM could not prepare this model's pictures on this machine."""
+        self.inputs, self._config = VisionInputs.read(folder, config), config
+        if config.model_type not in _WITHOUT_TORCHVISION and importlib.util.find_spec("torchvision") is None:
+            raise UserError(
+                f"vLLM cannot serve '{folder}': the processor of vision-language models of type '{config.model_type}' needs torchvision, "
+                f"which is not installed here. Without it vLLM serves {', '.join(_WITHOUT_TORCHVISION)}; take the torch backend "
+                "(generation=tokens_torch), which serves all that train."
+            )
+        self._folder = folder
+
+    @staticmethod
+    def of(folder: Path) -> VLLMVision | None:
+        """Of a model folder; None: it reads only text. Raises UserError as the constructor."""
+        config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if not is_vision_language(config):
+            return None
+        check_tokenizer(folder)  # vLLM's processor of pictures writes their placeholders with it
+        return VLLMVision(folder, config)
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Arguments of vLLM's EngineArgs."""
+        arguments: dict[str, Any] = {
+            "model_impl": "transformers",
+            # The processor needs the tokenizer.
+            "skip_tokenizer_init": False,
+            # Pictures of the largest size would be tried out when the engine starts.
+            "skip_mm_profiling": True,
+            # Prepared pictures are not worth their memory: an episode's next prompt is answered by the cache of prefixes.
+            "mm_processor_cache_gb": 0,
+        }
+        if self._config.model_type == "llava":
+            arguments["mm_processor_kwargs"] = self._llava_processor()
+        return arguments
+
+    def _llava_processor(self) -> dict[str, Any]:
+        """What a folder's processor_config.json says where there is one; the model's configuration says the same."""
+        tokenizer = import_transformers().AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
+        return {
+            "patch_size": self._config.vision_config.patch_size,
+            "vision_feature_select_strategy": self._config.vision_feature_select_strategy,
+            # CLIP's own token, which the strategy "default" leaves out.
+            "num_additional_image_tokens": 1,
+            "image_token": tokenizer.convert_ids_to_tokens(self.inputs.image_token_id),
+        }
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises UserError when the image tokens of the prompt are not those of its images."""
+        self.inputs.check(request.prompt_ids, request.images)
+
+    def prompt(self, request: GenerationRequest) -> dict[str, Any]:
+        """vLLM's prompt: one placeholder for each picture, which its processor makes as many as `check_read` wants to see."""
+        from PIL import Image
+
+        return {
+            "prompt_token_ids": self._collapsed(request),
+            "multi_modal_data": {"image": [Image.fromarray(image) for image in request.images]},
+        }
+
+    def _collapsed(self, request: GenerationRequest) -> list[int]:
+        lengths = iter(self.inputs.num_tokens(request.images))
+        ids, found, place = request.prompt_ids, [], 0
+        while place < len(ids):
+            found.append(int(ids[place]))
+            place += next(lengths) if ids[place] == self.inputs.image_token_id else 1
+        return found
+
+    def check_read(self, request: GenerationRequest, read: list[int] | None) -> None:
+        """Raises UserError where vLLM has read another prompt than the trainer will: its processor counts otherwise."""
+        if read is not None and not np.array_equal(np.asarray(read), request.prompt_ids):
+            raise UserError(
+                f"vLLM reads the prompt of request {request.request_id} as {len(read)} tokens, and training as {len(request.prompt_ids)}: "
+                f"the processor files in '{self._folder}' do not fit its config.json. Take the torch backend (generation=tokens_torch)."
+            )
+
+
+def keep_transformers_classes() -> None:
+    """Call before an engine in this process loads a model through transformers' code.
+
+    vLLM would decorate transformers' own classes for compilation, and the policy that is trained in this process is made of the same.
+    """
+    import vllm.model_executor.models.transformers.base as base
+
+    setattr(base, "support_torch_compile", lambda **_: lambda cls: cls)  # noqa: B010  # an assignment is an error to type checkers
+
 
 Engine = TypeVar("Engine")
 

@@ -18,8 +18,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.scripted_tokens import RandomTokens
-from embodied_rl.generation.shared_tokens import SharedTokens
-from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.generation.tokens import SharedTokens, TokenBackend
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.agents import TokenLearner
 from embodied_rl.methods.groups import EpisodeLearner, GroupLearner, GroupMethod

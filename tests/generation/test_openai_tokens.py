@@ -14,8 +14,7 @@ import pytest
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation import openai_tokens
-from embodied_rl.generation.openai_http import Reply, RetryPolicy, retry_after_s
-from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
+from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens, Reply, RetryPolicy, retry_after_s
 from embodied_rl.generation.tokens import Completion, GenerationRequest, derive_seed
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from tests.generation.token_servers import Exchange, TokenServer, choice

@@ -17,8 +17,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from embodied_rl.config.policy import LanguageConfig
-from embodied_rl.generation.stepwise import Stepwise
-from embodied_rl.generation.tokens import Completion, FinishReason, GenerationRequest
+from embodied_rl.generation.tokens import Completion, FinishReason, GenerationRequest, Stepwise
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,18 +24,102 @@ from embodied_rl.config.policy import FlowOptions, PI0Options, PI0PolicyConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import reset_mode, write_atomic
 from embodied_rl.policies.base import TensorObservation
-from embodied_rl.policies.flow.pi0_model import PI0Context, PI0Model
-from embodied_rl.policies.flow.policy import FlowPolicy
+from embodied_rl.policies.flow.policy import FlowPolicy, VelocityModel
 from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer, first_line, import_transformers
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
-from embodied_rl.policies.openvla.images import check_images
-from embodied_rl.policies.openvla.projector import ValueHead
+from embodied_rl.policies.openvla.processor import check_images
+from embodied_rl.policies.openvla.vision import ValueHead
 from embodied_rl.reading import parse_json, read_regular
 from embodied_rl.types import SimSpec
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
-    from transformers import PI0ForConditionalGeneration, PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import Cache, PI0ForConditionalGeneration, PretrainedConfig, PreTrainedTokenizerBase
+
+
+# ---- transformers' pi0 as a velocity model ----------------------------------------------------------------------------
+
+# Shape legend: B rows, I images of a row, S pixels of a side, P tokens of the prefix (images and prompt), H steps and D dimensions of a
+# chunk, F width of the language model.
+
+
+@dataclass(frozen=True)
+class PI0Context:
+    """What the denoising steps of one decision share."""
+
+    cache: Cache
+    """Keys and values of the prefix; every step appends to it and is cut off again."""
+    mask: Tensor
+    """[B, P] int64, 0 at padding."""
+    state: Tensor
+    """[B, max_state_dim]"""
+    features: Tensor
+    """[B, F] mean of the prefix's last hidden states."""
+
+
+class PI0Model(VelocityModel[PI0Context]):
+    """Around a `PI0ForConditionalGeneration`."""
+
+    pi0: PI0ForConditionalGeneration
+
+    def __init__(
+        self, pi0: PI0ForConditionalGeneration, prepare: Callable[[Mapping[str, Any]], TensorObservation], observation_keys: tuple[str, ...]
+    ) -> None:
+        """
+        Args:
+            prepare: a simulator's observation → images uint8 [B, I, S, S, 3], input_ids [B, P], attention_mask [B, P],
+                state [B, max_state_dim].
+            observation_keys: what `prepare` reads.
+        """
+        super().__init__()
+        self.pi0 = pi0
+        self._prepare = prepare
+        self.observation_keys = observation_keys
+        config = self.pi0.config
+        self.latent = (int(config.chunk_size), int(config.max_action_dim))
+        self.num_features = int(cast("PretrainedConfig", config.vlm_config).text_config.hidden_size)
+
+    def context(self, observation: Mapping[str, Any]) -> PI0Context:
+        ready = observation if "input_ids" in observation else self._prepare(observation)
+        model = self.pi0.model
+        weight = self.pi0.action_out_proj.weight
+        tensors = {key: ready[key].to(weight.device) for key in ("images", "input_ids", "attention_mask", "state")}
+        # SigLIP's normalisation: [0, 255] to [-1, 1].
+        pixels = (tensors["images"].movedim(-1, -3).to(weight.dtype) / 127.5) - 1.0
+        seen = torch.ones(pixels.shape[:2], dtype=torch.bool, device=weight.device)
+        mask = tensors["attention_mask"]
+        embedded = model.embed_prefix(tensors["input_ids"], pixels, seen)
+        output = model.vlm(
+            inputs_embeds=embedded,
+            attention_mask=mask,
+            position_ids=mask.cumsum(-1) - 1,
+            # One block: every token of the prefix sees every other, as pi0 was trained.
+            token_type_ids=torch.zeros_like(embedded)[:, :, 0],
+            use_cache=True,
+            return_dict=True,
+        )
+        share = (mask / mask.sum(-1, keepdim=True)).to(torch.float32)
+        features = torch.einsum("bp,bpf->bf", share, output.last_hidden_state.float())
+        return PI0Context(output.past_key_values, mask, tensors["state"].to(weight.dtype), features)
+
+    def features(self, context: PI0Context) -> Tensor:
+        return context.features
+
+    def velocity(self, context: PI0Context, x: Tensor, t: Tensor) -> Tensor:
+        prefix = context.mask.shape[1]
+        output = self.pi0(
+            state=context.state,
+            noise=x.to(context.state.dtype),
+            timestep=t,
+            attention_mask=context.mask,
+            past_key_values=context.cache,
+        )
+        context.cache.crop(prefix)
+        return output.logits.to(x.dtype)
+
+    def update_statistics(self, observation: TensorObservation) -> None:
+        """Nothing: states are scaled by the checkpoint's constants."""
+
 
 VALUE_HEAD, NOISE_NET, STATISTICS = "value_head.safetensors", "noise_net.safetensors", "flow_statistics.json"
 _EPSILON = 1e-8

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embodied_rl.policies.action_tokens import TokenDistribution
-from embodied_rl.policies.openvla.layers import Layers
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, attention_mask
+from embodied_rl.policies.openvla.vision import Layers
 
 GenerationMode = Literal["eager", "compile", "cuda_graph"]
 """eager: anywhere. compile: `torch.compile` of the whole decision, once for each shape. cuda_graph: a CUDA graph for each shape."""

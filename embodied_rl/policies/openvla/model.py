@@ -19,8 +19,7 @@ from embodied_rl.errors import MissingExtraError
 from embodied_rl.policies.action_tokens import ActionTokenizer
 from embodied_rl.policies.openvla.checkpoint import load_weights, save_weights
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
-from embodied_rl.policies.openvla.projector import Projector
-from embodied_rl.policies.openvla.vision import VisionBackbone
+from embodied_rl.policies.openvla.vision import Projector, VisionBackbone
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, LlamaModel

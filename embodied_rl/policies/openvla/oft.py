@@ -20,9 +20,8 @@ from torch import Tensor
 from embodied_rl.errors import UserError
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
-from embodied_rl.policies.openvla.layers import Layers
 from embodied_rl.policies.openvla.model import MAX_SHARD_BYTES, STOP_TOKEN, Embedded, VisionLanguageModel, attention_mask, join
-from embodied_rl.policies.openvla.projector import L1ActionHead, ProprioProjector
+from embodied_rl.policies.openvla.vision import L1ActionHead, Layers, ProprioProjector
 
 Head = Literal["discrete", "l1"]
 """discrete: K·A independent categorical distributions over the action tokens, what RL uses. l1: regression, without probabilities."""

@@ -14,24 +14,25 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.config.policy import VLAOptions
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
+from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape, shapes_of
 from embodied_rl.policies.openvla.generation import Accelerated, generate
-from embodied_rl.policies.openvla.images import PixelNormaliser, libero_gripper, libero_images
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, VisionLanguageModel
-from embodied_rl.policies.openvla.norm_stats import range_of
-from embodied_rl.policies.openvla.oft import OpenVLAOFT
-from embodied_rl.policies.openvla.processor import OpenVLAProcessor
-from embodied_rl.policies.openvla.projector import ValueHead, value_head_state
+from embodied_rl.policies.openvla.oft import OFT_KEY, OFTConfig, OpenVLAOFT
+from embodied_rl.policies.openvla.processor import OpenVLAProcessor, PixelNormaliser, libero_gripper, libero_images, range_of
+from embodied_rl.policies.openvla.vision import ValueHead, value_head_state
 from embodied_rl.types import SimSpec
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
+
 
 VALUE_HEAD = "value_head.safetensors"
 PREPARED = ("images", "input_ids", "prompt_mask")
@@ -426,3 +427,121 @@ def _check_spec(
                 f"The model reads a robot state of {proprio_dim} numbers, but '{options.proprio_key}' of task '{spec.task}' is {shape}. "
                 f"Set policy.proprio_key.{did_you_mean(options.proprio_key, spec.tensors)}"
             )
+
+
+# ---- out of a checkpoint folder ---------------------------------------------------------------------------------------
+
+
+def load_vla_policy(
+    directory: str | Path,
+    spec: SimSpec,
+    options: VLAOptions | None = None,
+    *,
+    oft: OFTConfig | None = None,
+    value_head: bool = True,
+    values: Literal["chunk", "action"] = "chunk",
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    vision: tuple[ViTShape, ViTShape] | None = None,
+) -> VLAPolicy:
+    """OpenVLA or, where `oft` is given or `config.json` says so, OpenVLA-OFT as a policy for a simulator.
+
+    A `value_head.safetensors` in the folder fills the value head; otherwise it is drawn from torch's global generator.
+
+    Args:
+        values: of OpenVLA-OFT: one for a chunk, or one for each of its steps.
+        dtype: of the model's weights; None: as stored. The value head is float32.
+        vision: see `OpenVLA.from_pretrained`.
+
+    Raises:
+        UserError: the checkpoint is incomplete, or does not fit the simulator.
+    """
+    directory = Path(directory)
+    config = OpenVLAConfig.read(directory, vision)
+    processor = OpenVLAProcessor.from_pretrained(directory, config)
+    policy: VLAPolicy
+    if oft is not None or OFT_KEY in config.raw:
+        chunked = OpenVLAOFT.from_pretrained(directory, oft, dtype=dtype, device=device, vision=vision)
+        policy = OFTPolicy(chunked, processor, spec, options, value_head=value_head, values=values)
+    else:
+        model = OpenVLA.from_pretrained(directory, dtype=dtype, device=device, vision=vision)
+        policy = OpenVLAPolicy(model, processor, spec, options, value_head=value_head)
+    if policy.value_head is not None and (directory / VALUE_HEAD).exists():
+        policy.load_value_head(directory / VALUE_HEAD)
+    return policy
+
+
+# ---- as a run's policy: whole or with LoRA ----------------------------------------------------------------------------
+
+
+_DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_openvla(config: OpenVLAPolicyConfig, spec: SimSpec) -> VLAPolicy:
+    """The checkpoint of `config.path` as a policy that trains.
+
+    Raises:
+        UserError: the folder is missing or incomplete, does not fit the simulator, or the task gives no instruction.
+        MissingExtraError: transformers, or peft for LoRA, is not installed.
+    """
+    if not Path(config.path).is_dir():
+        raise UserError(
+            f"policy.path='{config.path}' is no folder. Give the folder of an OpenVLA checkpoint: config.json, safetensors and the "
+            "tokenizer's files (docs/openvla.md)."
+        )
+    if config.instruction is None and config.instruction_key not in spec.observation and spec.instruction is None:
+        raise UserError(f"Task '{spec.task}' gives no instruction. A VLA acts on language: set policy.instruction='put the … on the …'.")
+    oft = None
+    if isinstance(config, OpenVLAOFTPolicyConfig):
+        oft = OFTConfig(
+            chunk=config.chunk,
+            action_dim=spec.action.dim,
+            num_images=len(config.cameras),
+            head=config.head,
+            film=config.film,
+            proprio_dim=config.proprio_dim,
+            variant=config.variant,
+        )
+    values = config.value if isinstance(config, OpenVLAOFTPolicyConfig) else "chunk"
+    dtype = _DTYPES[config.dtype]
+    vision = shapes_of(config.vision)
+    policy = load_vla_policy(config.path, spec, config, oft=oft, value_head=config.value_head, values=values, dtype=dtype, vision=vision)
+    if policy.chunk_size != config.chunk_size:
+        raise UserError(f"'{config.path}' holds OpenVLA-OFT (chunks of {policy.chunk_size} steps): set policy.name=openvla_oft.")
+    choose_trained(policy, config)
+    # With LoRA on everything that is trained, the model's own weights stay as the folder has them.
+    policy.base_folder = Path(config.path) if config.lora_rank > 0 else None
+    return policy
+
+
+def choose_trained(policy: VLAPolicy, config: OpenVLAPolicyConfig) -> None:
+    """Freeze what is not to be trained, put LoRA in, and have layers computed again in the backward pass, as the configuration says."""
+    vision = policy.model.vision_backbone
+    if config.lora_rank > 0:
+        _add_lora(policy.model, config, skip="vision_backbone." if config.freeze_vision else None)
+    elif config.freeze_vision:
+        vision.requires_grad_(False)
+    if config.gradient_checkpointing:
+        policy.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _add_lora(model: nn.Module, config: OpenVLAPolicyConfig, skip: str | None) -> None:
+    """Adapters in float32 beside frozen layers. Raises UserError where no layer has such a name."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise MissingExtraError("policy.lora_rank", "language", error) from error
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    wanted = [
+        name
+        for name in linear
+        if (skip is None or not name.startswith(skip))
+        and (config.lora_targets == ("all-linear",) or any(name == own or name.endswith(f".{own}") for own in config.lora_targets))
+    ]
+    if not wanted:
+        known = sorted({name.rsplit(".", 1)[-1] for name in linear})
+        raise UserError(
+            f"policy.lora_targets={list(config.lora_targets)} fits no layer of this model. Its linear layers: {', '.join(known)}."
+        )
+    settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=wanted)  # type: ignore[arg-type]
+    inject_adapter_in_model(settings, model)

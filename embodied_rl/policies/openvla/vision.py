@@ -9,11 +9,22 @@ Shape legend: B images, S pixels of a side, P patches, d width of one transforme
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embodied_rl.policies.openvla.config import ViTShape
+
+if TYPE_CHECKING:
+    from transformers import LlamaModel
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
 
 _EPS = 1e-6
 
@@ -155,3 +166,313 @@ class VisionBackbone(nn.Module):
         each = None if language is None else language.repeat_interleave(images, dim=0)
         features = torch.cat([self.featurizer(flat[:, :3], each), self.fused_featurizer(flat[:, 3:], each)], dim=-1)
         return features.view(rows, images * features.shape[1], features.shape[2])
+
+
+# ---- projectors, and heads on the language model's hidden states ------------------------------------------------------
+
+# Shape legend: B rows, P patches, K steps of a chunk, A action dimensions, D width of the language model.
+
+
+class Projector(nn.Module):
+    """Patch features into the language model's space: three layers with GELU between, the first four times as wide as its input."""
+
+    def __init__(self, vision_width: int, hidden_size: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(vision_width, 4 * vision_width)
+        self.fc2 = nn.Linear(4 * vision_width, hidden_size)
+        self.fc3 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[B, P, d0 + d1] → [B, P, D]"""
+        return self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(patches)))))
+
+
+class ProprioProjector(nn.Module):
+    """The robot's own state as one token (OpenVLA-OFT)."""
+
+    def __init__(self, proprio_dim: int, hidden_size: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(proprio_dim, hidden_size)
+        self.fc2 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, proprio: Tensor) -> Tensor:
+        """Normalised state [B, dim] → [B, D]"""
+        return self.fc2(F.gelu(self.fc1(proprio)))
+
+
+class ResidualBlock(nn.Module):
+    """x + relu(linear(norm(x)))"""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(x)
+
+
+class ResidualMLP(nn.Module):
+    """The regression network of OpenVLA-OFT ("MLPResNet")."""
+
+    def __init__(self, num_inputs: int, width: int, num_outputs: int, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(num_inputs)
+        self.fc1 = nn.Linear(num_inputs, width)
+        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(num_blocks))
+        self.layer_norm2 = nn.LayerNorm(width)
+        self.fc2 = nn.Linear(width, num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.fc1(self.layer_norm1(x)))
+        for block in self.mlp_resnet_blocks:
+            x = block(x)
+        return self.fc2(self.layer_norm2(x))
+
+
+class L1ActionHead(nn.Module):
+    """Continuous actions by regression: the hidden states of one step's A placeholders, side by side, to its A values."""
+
+    def __init__(self, hidden_size: int, action_dim: int) -> None:
+        super().__init__()
+        self.action_dim = action_dim
+        self.model = ResidualMLP(hidden_size * action_dim, hidden_size, action_dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, K·A, D] → normalised actions [B, K, A]"""
+        rows, units, width = hidden.shape
+        return self.model(hidden.reshape(rows, units // self.action_dim, self.action_dim * width))
+
+
+class ValueHead(nn.Module):
+    """State values from the hidden state at the prompt's last token: D → 512 → 128 → 1 with GELU, no bias in the last layer; or → K, one
+    for each step of a chunk (RLinf-VLA's action level).
+
+    The shape and initialisation of RL4VLA (Liu et al. 2025) and RLinf-VLA (2025), with RL4VLA's key names.
+    """
+
+    def __init__(self, hidden_size: int, num_values: int | None = None) -> None:
+        """`num_values`: K; None: one value, without a separate dimension."""
+        super().__init__()
+        self._single = num_values is None
+        self.head_l1 = nn.Linear(hidden_size, 512)
+        self.head_l2 = nn.Linear(512, 128)
+        self.head_l3 = nn.Linear(128, num_values or 1, bias=False)
+        for layer in (self.head_l1, self.head_l2):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            assert layer.bias is not None
+            nn.init.zeros_(layer.bias)
+        nn.init.normal_(self.head_l3.weight, std=0.02)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, D] → [B] float32, or [B, K]"""
+        x = hidden.to(self.head_l1.weight.dtype)
+        values = self.head_l3(F.gelu(self.head_l2(F.gelu(self.head_l1(x))))).float()
+        return values.squeeze(-1) if self._single else values
+
+
+_RLINF_VALUE_KEYS = {"mlp.0.": "head_l1.", "mlp.2.": "head_l2.", "mlp.4.": "head_l3."}
+
+
+def value_head_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take a value head's weights out of a state dict by RL4VLA's names (``head_l1.weight``, …) or RLinf's (``mlp.0.weight``, …).
+
+    Any prefix that ends in ``value_head.`` is dropped, and other keys that stand beside such a prefix are left out.
+    """
+    marked = {name.rpartition("value_head.")[2]: tensor for name, tensor in state.items() if "value_head." in name}
+    found = marked or dict(state)
+    for theirs, ours in _RLINF_VALUE_KEYS.items():
+        found = {ours + name.removeprefix(theirs) if name.startswith(theirs) else name: tensor for name, tensor in found.items()}
+    return found
+
+
+# ---- Llama's layers for acting ----------------------------------------------------------------------------------------
+
+# A module's call and every look-up of one of its parts cost more than a small layer, or a single token, costs in arithmetic. So a
+# decision looks everything up once (`Layers.of`) and then runs plain functions on tensors of two axes. They use the modules' own
+# weights: what a weight update writes is seen by the next decision, and numbers agree with the training pass to rounding. Adapters
+# work: a projection that is no plain layer is called. Weights must be whole: give generation its own copy where training shards them.
+#
+# Shape legend: B rows, n tokens read at once, T places of a cache, H heads of queries, G heads of keys and values, h width of a head,
+# D width of the language model.
+
+
+_Function = Callable[[Tensor], Tensor]
+_Added = Callable[[Tensor, Tensor], Tensor]
+"""(x, y) → x + projection(y)"""
+
+
+class _Layer(NamedTuple):
+    """The parts of one layer, in the order in which they run."""
+
+    input_norm: _Function
+    query: _Function
+    key: _Function
+    value: _Function
+    output: _Added
+    norm: _Function
+    gate: _Function
+    activation: _Function
+    up: _Function
+    down: _Added
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Memory of one decision, written in place, and the rotations of all its places."""
+
+    places: tuple[Tensor, ...]
+    """Of each layer: [B, T, 2·G, h], keys before values. One tensor serves all layers where no later token reads it."""
+    cosine: Tensor
+    """[B, T, 1, h], or [1, T, 1, h] where all rows count their places alike."""
+    sine: Tensor
+    """As `cosine`, negative in the first half: the half-turned vector is then a plain roll."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A language model's layers and last norm as functions: valid until its weights are moved, so build it for each decision."""
+
+    layers: tuple[_Layer, ...]
+    final_norm: _Function
+    num_keys: int
+    """G"""
+    head_width: int
+    """h"""
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    @staticmethod
+    def of(llama: LlamaModel) -> Layers:
+        """Of transformers' `LlamaModel`."""
+        config = llama.config
+        num_heads = config.num_attention_heads
+        return Layers(
+            tuple(_layer(cast("LlamaDecoderLayer", layer), config.hidden_act) for layer in llama.layers),
+            _norm(llama.norm),
+            config.num_key_value_heads or num_heads,
+            config.head_dim or config.hidden_size // num_heads,
+            llama.rotary_emb,
+        )
+
+    def allocate(self, embeds: Tensor, positions: Tensor, *, keep: bool) -> Cache:
+        """A cache without content.
+
+        Args:
+            embeds: [B, n, D]: its rows, dtype and device are the cache's.
+            positions: [B, T] or [1, T] int64.
+            keep: whether later tokens read what earlier ones left in every layer.
+        """
+        cosine, sine = self.rotary(embeds, positions)
+        first, second = sine.chunk(2, dim=-1)
+        sine = torch.cat([-first, second], dim=-1)
+        num_layers = len(self.layers)
+        shape = (num_layers if keep else 1, len(embeds), positions.shape[1], 2 * self.num_keys, self.head_width)
+        places = embeds.new_empty(shape).unbind(0)
+        return Cache(places if keep else places * num_layers, cosine.unsqueeze(2), sine.unsqueeze(2))
+
+    def read(self, x: Tensor, cache: Cache, *, start: int, mask: Tensor | None, causal: bool, last: int) -> Tensor:
+        """Hidden states [B, last, D], after the final norm, of the last tokens of x [B, n, D], whose places begin at `start`.
+
+        Args:
+            mask: [B, 1, n, start + n] bool, which places each token sees; None: all of them, or with `causal` those up to its own.
+            causal: no token sees a place behind its own; `mask`, where there is one, says so too. Then `start` is 0 and `last` is 1.
+            last: number of tokens that the last layer computes; callers need no more of it.
+        """
+        assert not causal or (start, last) == (0, 1)
+        rows, count, width = x.shape
+        end = start + count
+        cosine, sine = cache.cosine[:, start:end], cache.sine[:, start:end]
+        final_mask = None if mask is None else mask[:, :, -last:]
+        blocks = _blocks(x, mask) if causal and x.device.type == "cpu" else None
+        x = x.reshape(-1, width)  # a linear layer of three axes would reshape there and back
+        for index, (layer, place) in enumerate(zip(self.layers, cache.places, strict=True)):
+            query = _project(layer, x, cosine, sine, place[:, start:end])
+            if last < count and index + 1 == len(self.layers):
+                x, query = x.view(rows, count, width)[:, -last:].reshape(-1, width), query[:, -last:]
+                mask, causal, blocks = final_mask, False, None
+            mixed = _attend(query, place[:, :end], mask, causal=causal) if blocks is None else _attend_blocks(query, place, blocks)
+            x = layer.output(x, mixed.reshape(len(x), -1))
+            normed = layer.norm(x)
+            x = layer.down(x, layer.activation(layer.gate(normed)).mul_(layer.up(normed)))
+        return self.final_norm(x).view(rows, -1, width)
+
+
+def _layer(layer: LlamaDecoderLayer, activation: str) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    return _Layer(
+        _norm(layer.input_layernorm),
+        _linear(attention.q_proj),
+        _linear(attention.k_proj),
+        _linear(attention.v_proj),
+        _added(attention.o_proj),
+        _norm(layer.post_attention_layernorm),
+        _linear(mlp.gate_proj),
+        F.silu if activation == "silu" else mlp.act_fn,
+        _linear(mlp.up_proj),
+        _added(mlp.down_proj),
+    )
+
+
+def _linear(module: nn.Module) -> _Function:
+    return partial(F.linear, weight=module.weight, bias=module.bias) if type(module) is nn.Linear else module
+
+
+def _norm(module: nn.Module) -> _Function:
+    if type(module) is not nn.RMSNorm:
+        return module
+    return partial(torch.rms_norm, normalized_shape=module.normalized_shape, weight=module.weight, eps=module.eps)
+
+
+def _added(module: nn.Module) -> _Added:
+    """The sum is part of the product where the layer is a plain one."""
+    if type(module) is nn.Linear and module.bias is None:
+        return partial(torch.addmm, mat2=module.weight.t())
+    return lambda x, inner: x + module(inner)
+
+
+def _project(layer: _Layer, x: Tensor, cosine: Tensor, sine: Tensor, place: Tensor) -> Tensor:
+    """Queries [B, n, H, h] of a layer's input [B·n, D]; its keys and values go to their place [B, n, 2·G, h]."""
+    rows, count, num_places, width = place.shape
+    normed = layer.input_norm(x)
+    heads = torch.cat([layer.query(normed), layer.key(normed), layer.value(normed)], dim=1).view(rows, count, -1, width)
+    # Rotary positions, with pairs (i, i + h/2) as in Llama's published weights, for queries and keys in one go.
+    pairs = heads[:, :, : -(num_places // 2)]
+    turned = pairs.roll(width // 2, dims=-1)
+    pairs.mul_(cosine).addcmul_(turned, sine)
+    place.copy_(heads[:, :, -num_places:])
+    return heads[:, :, :-num_places]
+
+
+def _attend(query: Tensor, place: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """Queries [B, n, H, h] on the places [B, t, 2·G, h] → [B, n, H, h]"""
+    keys, values = place.transpose(1, 2).chunk(2, dim=1)
+    query = query.transpose(1, 2)
+    grouped = query.shape[1] != keys.shape[1]
+    # A causal mask that is given says all; the kernels take no other beside `is_causal`.
+    mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=grouped)
+    return mixed.transpose(1, 2)
+
+
+_BLOCK = 64
+"""Queries that the CPU's attention kernel takes at once."""
+
+
+def _blocks(x: Tensor, mask: Tensor | None) -> list[Tensor]:
+    """Of each block of queries, what is added to their scores [.., m, end]: 0 where they see a place and -inf elsewhere."""
+    count = x.shape[1]
+    spans = [(begin, min(begin + _BLOCK, count)) for begin in range(0, count, _BLOCK)]
+    if mask is None:
+        # One band serves all: column `count` is the first query's own place, wherever its block begins.
+        band = torch.full((_BLOCK, count + _BLOCK), -math.inf, dtype=x.dtype, device=x.device).triu_(count + 1)
+        return [band[: end - begin, count - begin : count - begin + end] for begin, end in spans]
+    added = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill_(~mask, -math.inf)
+    return [added[:, :, begin:end, :end] for begin, end in spans]
+
+
+def _attend_blocks(query: Tensor, place: Tensor, blocks: list[Tensor]) -> Tensor:
+    """Causal `_attend` on a CPU, whose kernel would also compute the masked half: block by block, each up to the block's end."""
+    mixed, begin = [], 0
+    for block in blocks:
+        end = block.shape[-1]
+        mixed.append(_attend(query[:, begin:end], place[:, :end], block, causal=False))
+        begin = end
+    return torch.cat(mixed, dim=1)

@@ -16,9 +16,9 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.sim.robots.maniskill import tasks
 from embodied_rl.sim.robots.maniskill_assets import require_assets, require_known
-from embodied_rl.sim.robots.maniskill_observation import named_parts, numbered_objects
 from embodied_rl.sim.robots.maniskill_patches import no_render_materials
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillBase
+from embodied_rl.sim.robots.maniskill_state import named_parts, numbered_objects
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import StepBuffers
 

@@ -12,7 +12,16 @@ from embodied_rl.errors import MissingAssetsError, UserError
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.maniskill_assets import assets_message, check_arguments, registered_tasks
 from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
-from embodied_rl.sim.robots.maniskill_observation import (
+from embodied_rl.sim.robots.maniskill_patches import (
+    contacts_of_their_own,
+    fast_tensors,
+    no_asset_prompt,
+    no_render_materials,
+    quick_rebuild,
+    quick_torch,
+)
+from embodied_rl.sim.robots.maniskill_state import (
+    EpisodeState,
     cameras,
     check_mode,
     dtype_name,
@@ -22,15 +31,6 @@ from embodied_rl.sim.robots.maniskill_observation import (
     numbered_objects,
     observing,
 )
-from embodied_rl.sim.robots.maniskill_patches import (
-    contacts_of_their_own,
-    fast_tensors,
-    no_asset_prompt,
-    no_render_materials,
-    quick_rebuild,
-    quick_torch,
-)
-from embodied_rl.sim.robots.maniskill_state import EpisodeState
 from embodied_rl.sim.robots.mujoco_model import require_camera
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
 from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mani_skill.utils.registration import EnvSpec
 
     from embodied_rl.sim.robots.maniskill_batch.graft import GraftedState
-    from embodied_rl.sim.robots.maniskill_observation import Tensors
+    from embodied_rl.sim.robots.maniskill_state import Tensors
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse", "none")
 """In the order in which we prefer them."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch.distributions import Normal
 
-from embodied_rl.policies.flow.schedule import log_density
+from embodied_rl.policies.flow.policy import log_density
 from tests.policies.flow.closed_forms import mixture_velocity, normal_velocity
 
 F64 = torch.float64

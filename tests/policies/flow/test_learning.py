@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_rl.policies.flow.schedule import ode_step
+from embodied_rl.policies.flow.policy import ode_step
 from tests.policies.flow.reach import RADIUS, clone, distances, make, objects, reinforce, sample
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_rl.policies.flow.schedule import flow_matching_loss, sample_times
+from embodied_rl.policies.flow.policy import flow_matching_loss, sample_times
 from tests.policies.flow.closed_forms import normal_velocity
 
 

@@ -13,8 +13,8 @@ import transformers
 from embodied_rl.config import PI0PolicyConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.build import build_policy
-from embodied_rl.policies.flow.options import FlowOptions
 from embodied_rl.policies.flow.pi0 import Moments, PI0Options, PI0Policy, letterbox, load_pi0_policy
+from embodied_rl.policies.flow.policy import FlowOptions
 from embodied_rl.policies.tiny_language import train_tokenizer
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.test_load_policy import batch_of, played, train_points

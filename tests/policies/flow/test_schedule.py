@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal
 
-from embodied_rl.policies.flow.schedule import Transition, initial_log_prob, mix, ode_step, sde_sigma, sde_step, step_time
+from embodied_rl.policies.flow.policy import Transition, initial_log_prob, mix, ode_step, sde_sigma, sde_step, step_time
 from tests.policies.flow.closed_forms import normal_velocity, slope, variance
 
 F64 = torch.float64

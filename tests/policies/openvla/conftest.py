@@ -14,9 +14,8 @@ from tokenizers import Tokenizer, models, normalizers, processors
 from torch import Tensor
 
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
-from embodied_rl.policies.openvla.images import PixelNormaliser
 from embodied_rl.policies.openvla.model import OpenVLA
-from embodied_rl.policies.openvla.processor import OpenVLAProcessor
+from embodied_rl.policies.openvla.processor import OpenVLAProcessor, PixelNormaliser
 
 FIXTURES = Path(__file__).parent / "fixtures"
 VISION = (ViTShape(32, 3, 2, 128, num_registers=4, layer_scale=True), ViTShape(48, 4, 3, 179, attention_pool=True))

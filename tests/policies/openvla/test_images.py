@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embodied_rl.errors import UserError
 from embodied_rl.policies.openvla.config import ResizeStrategy
-from embodied_rl.policies.openvla.images import PixelNormaliser, center_crop, libero_gripper, libero_images, resize_images
+from embodied_rl.policies.openvla.processor import PixelNormaliser, center_crop, libero_gripper, libero_images, resize_images
 
 
 @pytest.mark.parametrize("strategy", ["resize-naive", "resize-crop", "letterbox"])

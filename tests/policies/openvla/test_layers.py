@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from embodied_rl.policies.openvla.layers import Cache, Layers
 from embodied_rl.policies.openvla.model import attention_mask
+from embodied_rl.policies.openvla.vision import Cache, Layers
 
 
 def small_llama(num_keys: int = 4, activation: str = "silu") -> LlamaModel:

@@ -14,8 +14,7 @@ from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig
 from embodied_rl.policies.openvla.generation import generate
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, attention_mask
-from embodied_rl.policies.openvla.norm_stats import range_of
-from embodied_rl.policies.openvla.processor import OpenVLAProcessor
+from embodied_rl.policies.openvla.processor import OpenVLAProcessor, range_of
 from tests.policies.openvla.conftest import FIXTURES
 
 CLOSE = {"atol": 5e-4, "rtol": 0.0}

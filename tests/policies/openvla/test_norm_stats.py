@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.policies.openvla.norm_stats import range_of
+from embodied_rl.policies.openvla.processor import range_of
 
 STATS: dict[str, Any] = {
     "bridge_orig": {"action": {"q01": [-2.0, 0.0], "q99": [4.0, 1.0], "min": [-4, 0], "max": [8, 1], "mask": [True, False]}},

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from embodied_rl.errors import UserError
-from embodied_rl.policies.openvla.images import PixelNormaliser
 from embodied_rl.policies.openvla.model import Embedded
-from embodied_rl.policies.openvla.norm_stats import range_of
 from embodied_rl.policies.openvla.oft import PARTS, OFTConfig, OpenVLAOFT
+from embodied_rl.policies.openvla.processor import PixelNormaliser, range_of
 from tests.policies.openvla.conftest import FIXTURES, VISION
 
 CASES = {

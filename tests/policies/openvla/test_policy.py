@@ -17,10 +17,9 @@ from torch import Tensor
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_backend import ModuleActor
-from embodied_rl.policies.openvla.build import load_vla_policy
 from embodied_rl.policies.openvla.oft import OFTConfig
-from embodied_rl.policies.openvla.policy import VALUE_HEAD, OFTPolicy, OpenVLAPolicy, VLAOptions, VLAPolicy
-from embodied_rl.policies.openvla.projector import ValueHead
+from embodied_rl.policies.openvla.policy import VALUE_HEAD, OFTPolicy, OpenVLAPolicy, VLAOptions, VLAPolicy, load_vla_policy
+from embodied_rl.policies.openvla.vision import ValueHead
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.policies.openvla.conftest import VISION
 

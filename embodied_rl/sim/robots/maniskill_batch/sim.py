@@ -17,15 +17,15 @@ from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
 from embodied_rl.sim.robots.maniskill_batch.graft import EnvView, GraftedState, Grafts, kept_rows
 from embodied_rl.sim.robots.maniskill_batch.physics import BatchScene, make_scenes
 from embodied_rl.sim.robots.maniskill_batch.structs import install
-from embodied_rl.sim.robots.maniskill_observation import named_parts, observing
 from embodied_rl.sim.robots.maniskill_patches import no_render_materials
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
+from embodied_rl.sim.robots.maniskill_state import named_parts, observing
 from embodied_rl.types import StepBuffers
 
 if TYPE_CHECKING:
     from mani_skill.utils.registration import EnvSpec
 
-    from embodied_rl.sim.robots.maniskill_observation import Tensors
+    from embodied_rl.sim.robots.maniskill_state import Tensors
 
 # ---- the task ---------------------------------------------------------------------------------------------------------
 
