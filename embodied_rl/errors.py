@@ -38,6 +38,19 @@ class MissingExtraError(UserError):
         self.extra = extra
 
 
+class from_extra:  # noqa: N801  # a verb, as those of contextlib
+    """Around imports of optional packages: ``with from_extra("MuJoCo", "mujoco"): …``. Raises MissingExtraError where one is missing."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        self._what, self._extra = what, extra
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ImportError):
+            raise MissingExtraError(self._what, self._extra, error) from error
+
+
 class MissingAssetsError(UserError):
     """A simulator task whose meshes, textures or data sets are not on this machine."""
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.errors import UserError, from_extra
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 
 _CACHE_BYTES = 64 * 2**20
@@ -44,10 +44,8 @@ class Structures:
         Raises:
             MissingExtraError: xgrammar is not installed.
         """
-        try:
+        with from_extra("An answer that keeps to a structure (response_format)", "language"):
             import xgrammar
-        except ImportError as error:
-            raise MissingExtraError("An answer that keeps to a structure (response_format)", "language", error) from error
         self._vocab_size, self._new_matcher = vocab_size, xgrammar.GrammarMatcher
         vocabulary = xgrammar.TokenizerInfo.from_huggingface(tokenizer.of_transformers, vocab_size=vocab_size)
         # One thread: the others sample.

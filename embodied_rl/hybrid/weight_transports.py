@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied_rl.errors import MissingExtraError
+from embodied_rl.errors import from_extra
 from embodied_rl.hybrid.weight_sync import NamedTensors, Published, buckets
 
 BUCKET_BYTES = 256 * 2**20
@@ -49,10 +49,8 @@ def ray_tensors(references: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _import_ray() -> Any:
-    try:
+    with from_extra("Publishing weights through Ray", "ray"):
         import ray
-    except ImportError as error:
-        raise MissingExtraError("Publishing weights through Ray", "ray", error) from error
     return ray
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from embodied_rl.config.policy import LanguageConfig
-from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.errors import UserError, from_extra
 from embodied_rl.files import replace_folder, reset_mode, write_atomic_with
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.model_folder import check_safetensors, first_line
@@ -38,10 +38,8 @@ def with_lora(model: nn.Module, config: LanguageConfig) -> nn.Module:
     """
     if config.adapter is None and config.lora_rank == 0:
         return model
-    try:
+    with from_extra("LoRA", "language"):
         import peft
-    except ImportError as error:
-        raise MissingExtraError("LoRA", "language", error) from error
     if config.adapter is not None:
         found = _read_adapter(peft, model, Path(config.adapter))
     else:

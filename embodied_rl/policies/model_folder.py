@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.errors import UserError, from_extra
 from embodied_rl.reading import parse_json, read_regular
 
 if TYPE_CHECKING:
@@ -199,10 +199,8 @@ def max_context(config: PretrainedConfig) -> int:
 
 def import_transformers() -> ModuleType:
     """The library. Raises MissingExtraError when it is not installed."""
-    try:
+    with from_extra("A language policy", "language"):
         import transformers
-    except ImportError as error:
-        raise MissingExtraError("A language policy", "language", error) from error
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         # Bars of one shard and notes on sharding do not belong between our own lines.
         transformers.utils.logging.set_verbosity_error()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.errors import UserError, from_extra
 from embodied_rl.files import reset_mode
 from embodied_rl.memory import parameter_bytes, require_memory
 from embodied_rl.policies.model_folder import import_transformers
@@ -68,10 +68,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
         MissingExtraError: transformers is not installed.
     """
     transformers = import_transformers()
-    try:
+    with from_extra("A tokenizer", "language"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise MissingExtraError("A tokenizer", "language", error) from error
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + 3:
         raise UserError(f"vocab_size must be >= {len(alphabet) + 3} (the bytes and three special tokens), got {vocab_size}.")
@@ -158,10 +156,8 @@ def word_tokenizer(texts: Iterable[str], max_words: int = 4096) -> Any:
         MissingExtraError: transformers is not installed.
     """
     transformers = import_transformers()
-    try:
+    with from_extra("A tokenizer", "language"):
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    except ImportError as error:
-        raise MissingExtraError("A tokenizer", "language", error) from error
     counted = Counter(piece for text in [*texts, "user", "assistant", "system"] for piece in _PIECE.findall(text))
     frequent = [piece for piece, _ in sorted(counted.items(), key=lambda item: (-item[1], item[0]))[:max_words]]
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys([PAD, START, END, UNKNOWN, *_SIGNS, *frequent]))}

@@ -19,7 +19,7 @@ from typing import Any
 import embodied_rl
 from embodied_rl.config import HybridConfig, RayConfig
 from embodied_rl.config.hybrid import ClusterConfig, NodesConfig
-from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.errors import UserError, from_extra
 from embodied_rl.hybrid.placement import Cluster, Device, Role, resolve
 from embodied_rl.roles.ray_watch import ClusterWatch
 
@@ -332,8 +332,6 @@ def prepare(config: RayConfig) -> Any:
     # Ray reads this when it is imported; a process that has done so keeps what it has.
     if config.address is None and "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
-    try:
+    with from_extra("hybrid.cluster=ray", "ray"):
         import ray
-    except ImportError as error:
-        raise MissingExtraError("hybrid.cluster=ray", "ray", error) from error
     return ray

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean, shown
+from embodied_rl.errors import UserError, did_you_mean, from_extra, shown
 from embodied_rl.reading import parse_json, read_regular
 
 if TYPE_CHECKING:
@@ -100,10 +100,8 @@ class OpenVLAConfig:
 
     def llama(self) -> LlamaConfig:
         """The language model's configuration, with torch's fused attention. Raises MissingExtraError without transformers."""
-        try:
+        with from_extra("OpenVLA", "language"):
             from transformers import LlamaConfig
-        except ImportError as error:
-            raise MissingExtraError("OpenVLA", "language", error) from error
         config = LlamaConfig(**self.text)
         config._attn_implementation = "sdpa"
         return config

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodied_rl.errors import MissingExtraError
+from embodied_rl.errors import from_extra
 from embodied_rl.policies.action_tokens import ActionTokenizer
 from embodied_rl.policies.openvla.checkpoint import load_weights, save_weights
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
@@ -65,10 +65,8 @@ class VisionLanguageModel(nn.Module):
     """What OpenVLA and OpenVLA-OFT share: images and text to the language model's hidden states."""
 
     def __init__(self, config: OpenVLAConfig, *, film: bool = False) -> None:
-        try:
+        with from_extra("OpenVLA", "language"):
             from transformers import LlamaForCausalLM
-        except ImportError as error:
-            raise MissingExtraError("OpenVLA", "language", error) from error
         super().__init__()
         self.config = config
         self.tokens = ActionTokenizer(config.vocab_size, config.num_action_bins)

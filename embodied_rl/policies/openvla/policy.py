@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.config.policy import VLAOptions
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, from_extra
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
@@ -527,10 +527,8 @@ def choose_trained(policy: VLAPolicy, config: OpenVLAPolicyConfig) -> None:
 
 def _add_lora(model: nn.Module, config: OpenVLAPolicyConfig, skip: str | None) -> None:
     """Adapters in float32 beside frozen layers. Raises UserError where no layer has such a name."""
-    try:
+    with from_extra("policy.lora_rank", "language"):
         from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise MissingExtraError("policy.lora_rank", "language", error) from error
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     wanted = [
         name

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, from_extra
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
@@ -179,10 +179,8 @@ def _action_bounds(model: MjModel) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _gym_aloha() -> ModuleType:
-    try:
+    with from_extra("gym-aloha", "aloha"):
         import gym_aloha.constants
         import gym_aloha.tasks.sim
         import gym_aloha.utils
-    except ImportError as error:
-        raise MissingExtraError("gym-aloha", "aloha", error) from error
     return gym_aloha

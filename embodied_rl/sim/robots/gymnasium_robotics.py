@@ -17,7 +17,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, from_extra
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest
 from embodied_rl.sim.robots.known_indices import know_indices
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
@@ -173,12 +173,9 @@ class KitchenState(gymnasium.ObservationWrapper):
 
 
 def _register() -> None:
-    try:
-        # Its import prints a notice about other tasks (the Adroit hand) to every process that imports it.
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            import gymnasium_robotics
-    except ImportError as error:
-        raise MissingExtraError("gymnasium-robotics", "robotics", error) from error
+    # Its import prints a notice about other tasks (the Adroit hand) to every process that imports it.
+    with from_extra("gymnasium-robotics", "robotics"), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        import gymnasium_robotics
     if "FetchReachDense-v4" not in gymnasium.registry:
         gymnasium.register_envs(gymnasium_robotics)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean, from_extra
 from embodied_rl.files import write_atomic
 from embodied_rl.sim.robots.libero_states import INIT_STATES, chosen_states, read_init_states
 from embodied_rl.sim.robots.robosuite import FIXED_ARGUMENTS, RobosuiteSim, check_name, quiet_import
@@ -276,12 +276,9 @@ def _import_libero(assets_dir: Path | None) -> None:
     """Import LIBERO with a configuration file, without which its first import asks a question and waits for the answer."""
     folder = assets_folder(assets_dir)
     os.environ["LIBERO_CONFIG_PATH"] = str(configuration_folder())
-    with quiet_import():
-        try:
-            libero: Any = importlib.import_module("libero.libero")
-            importlib.import_module("libero.libero.envs")
-        except ImportError as error:
-            raise MissingExtraError("LIBERO", "libero", error) from error
+    with quiet_import(), from_extra("LIBERO", "libero"):
+        libero: Any = importlib.import_module("libero.libero")
+        importlib.import_module("libero.libero.envs")
     # Its own search would go to the network where it finds nothing.
     libero._assets_path_cache = str(folder)
 

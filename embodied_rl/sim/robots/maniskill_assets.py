@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
 
-from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean, from_extra
 
 UNDECLARED_NEEDS = ("SceneManipulation", "OpenCabinetDoor", "DrawSVG", "PushT", "WidowXAI")
 """Tasks that need more than ManiSkill's registry says (scene data sets, svgpathtools, a renderer, a robot): left out of `tasks`."""
@@ -29,14 +29,11 @@ _SELDOM_USED = {
 def registered_tasks() -> Mapping[str, Any]:
     """ManiSkill's registry, id → specification. Raises MissingExtraError where it is not installed. The first call takes seconds."""
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # some of its modules import GitPython, which insists on a git command
-    try:
-        with _placeholders(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "Failed to find system libvulkan": true, harmless, and said by us where it matters
-            import mani_skill.envs
-            from mani_skill.utils.logging_utils import logger
-            from mani_skill.utils.registration import REGISTERED_ENVS
-    except ImportError as error:
-        raise MissingExtraError("ManiSkill", "maniskill", error) from error
+    with from_extra("ManiSkill", "maniskill"), _placeholders(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "Failed to find system libvulkan": true, harmless, and said by us where it matters
+        import mani_skill.envs
+        from mani_skill.utils.logging_utils import logger
+        from mani_skill.utils.registration import REGISTERED_ENVS
     assert mani_skill.envs
     logger.setLevel("ERROR")  # its tasks warn about their own scenes, a line for each object
     return REGISTERED_ENVS

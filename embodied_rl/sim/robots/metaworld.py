@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import numpy as np
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, from_extra
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
@@ -276,8 +276,6 @@ def _touching(data: MjData, pads: tuple[int, int], object_geom_id: int) -> bool:
 
 
 def _classes() -> Mapping[str, type]:
-    try:
+    with from_extra("Meta-World", "metaworld"):
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS
-    except ImportError as error:
-        raise MissingExtraError("Meta-World", "metaworld", error) from error
     return ALL_V3_ENVIRONMENTS

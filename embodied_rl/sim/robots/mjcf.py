@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, from_extra
 from embodied_rl.paths import assets_dir
 from embodied_rl.registry import load_target
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
@@ -236,8 +236,6 @@ def _signature(mujoco: ModuleType, model: MjModel) -> str:
 
 
 def _mujoco() -> ModuleType:
-    try:
+    with from_extra("The MJCF simulator", "mujoco"):
         import mujoco
-    except ImportError as error:
-        raise MissingExtraError("The MJCF simulator", "mujoco", error) from error
     return mujoco

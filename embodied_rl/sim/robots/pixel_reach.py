@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.errors import UserError, from_extra
 from embodied_rl.paths import assets_dir
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.sim.robots.saved_state import DataState
@@ -56,10 +56,8 @@ class PixelReach(MujocoSim):
     def __init__(self, num_envs: int, task: str = "PixelReach", pixels: bool = True, image_size: int = 48, render_size: int = 256) -> None:
         if task != "PixelReach":
             raise UserError(f"Task '{task}' is not known. Known: PixelReach.")
-        try:
+        with from_extra("PixelReach", "mujoco"):
             import mujoco
-        except ImportError as error:
-            raise MissingExtraError("PixelReach", "mujoco", error) from error
         self._mujoco = mujoco
         model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_reach.xml"))
         drawing = Drawing(model, multisampling=True, without=NOT_DRAWN)

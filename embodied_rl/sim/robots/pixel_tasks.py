@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, from_extra
 from embodied_rl.paths import assets_dir
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
@@ -86,10 +86,8 @@ class PixelTasks(MujocoSim):
         self.tasks = task_set(task)
         if reward not in REWARDS:
             raise UserError(f"PixelTasks reward '{reward}' is not known.{did_you_mean(reward, REWARDS)}")
-        try:
+        with from_extra("PixelTasks", "mujoco"):
             import mujoco
-        except ImportError as error:
-            raise MissingExtraError("PixelTasks", "mujoco", error) from error
         self._mujoco = mujoco
         model = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_tasks.xml"))
         data = [mujoco.MjData(model) for _ in range(num_envs)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import gymnasium
 import numpy as np
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, from_extra
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one
 
 if TYPE_CHECKING:
@@ -23,10 +23,8 @@ OBSERVATIONS = {"state": "state", "pixels": "pixels", "keypoints": "environment_
 
 def tasks() -> list[str]:
     """The one task, "PushT-v0". Raises MissingExtraError where gym-pusht is not installed."""
-    try:
+    with from_extra("gym-pusht", "pusht"):
         import gym_pusht
-    except ImportError as error:
-        raise MissingExtraError("gym-pusht", "pusht", error) from error
     assert gym_pusht
     return ["PushT-v0"]
 

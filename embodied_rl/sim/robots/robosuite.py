@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, from_extra
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.rendering import has_display, mujoco_backend
@@ -296,11 +296,8 @@ def check_name(kind: str, name: str, known: Collection[str]) -> None:
 
 def import_robosuite() -> ModuleType:
     """The package, without its log file and warnings. Raises MissingExtraError where it is not installed."""
-    with quiet_import():
-        try:
-            suite = importlib.import_module("robosuite")
-        except ImportError as error:
-            raise MissingExtraError("robosuite", "robosuite", error) from error
+    with quiet_import(), from_extra("robosuite", "robosuite"):
+        suite = importlib.import_module("robosuite")
     # Wipe prints a line in every step at a joint's limit, which is a part of its reward and no news.
     vars(importlib.import_module("robosuite.robots.robot"))["print"] = lambda *args, **kwargs: None
     return suite

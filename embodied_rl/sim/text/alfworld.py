@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean, from_extra
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
@@ -78,11 +78,9 @@ def make(
 
 def import_engine() -> Any:
     """alfworld's environments. Raises MissingExtraError where they, or the PDDL engine below them, are not installed."""
-    try:
+    with from_extra("ALFWorld", "alfworld"):
         importlib.import_module("fast_downward")
         return importlib.import_module("alfworld.agents.environment.alfred_tw_env")
-    except ImportError as error:
-        raise MissingExtraError("ALFWorld", "alfworld", error) from error
 
 
 def game_files(folder: Path, split: str, task: str) -> list[Path]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean, from_extra
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
@@ -64,10 +64,8 @@ def make(
 
 def import_appworld() -> Any:
     """The package. Raises MissingExtraError where it is not installed."""
-    try:
+    with from_extra("AppWorld", "appworld"):
         return importlib.import_module("appworld")
-    except ImportError as error:
-        raise MissingExtraError("AppWorld", "appworld", error) from error
 
 
 def task_ids(appworld: Any, dataset: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean, from_extra
 from embodied_rl.registry import load_target
 from embodied_rl.sim.text.opponents import make_opponent, random_move
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
@@ -57,15 +57,13 @@ def tasks() -> list[str]:
 @functools.cache
 def registered() -> Mapping[str, Any]:
     """TextArena's registry. Raises MissingExtraError where the package is not installed."""
-    try:
+    with from_extra("TextArena", "textarena"):
         import nltk
 
         # Games download word lists while they are imported or made. Here a missing list is an error, and no game waits for a network.
         nltk.download = lambda *_, **__: False
         importlib.import_module("textarena")
         return importlib.import_module("textarena.envs.registration").ENV_REGISTRY
-    except ImportError as error:
-        raise MissingExtraError("TextArena", "textarena", error) from error
 
 
 def make(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.errors import UserError, from_extra
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
@@ -32,10 +32,8 @@ def tasks() -> list[str]:
 
 def import_textworld() -> Any:
     """The package. Raises MissingExtraError where it is not installed."""
-    try:
+    with from_extra("TextWorld", "textworld"):
         return importlib.import_module("textworld")
-    except ImportError as error:
-        raise MissingExtraError("TextWorld", "textworld", error) from error
 
 
 def make(
