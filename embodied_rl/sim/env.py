@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.snapshots import SnapshotError
+from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
 from embodied_rl.types import SimSpec, StepBuffers
 
 
@@ -91,17 +91,27 @@ class SimEnv(ABC):
     # ---- saved episodes: `spec.snapshots` says "exact" or "approximate" -----------------------------------------------
 
     def snapshot(self, env_id: int) -> bytes:
-        """The episode of one environment (`embodied_rl.sim.snapshots.encode_state`); may set the live environment's own state again,
-        so that both continue alike.
+        """The episode of one environment (`embodied_rl.sim.snapshots.encode_state`), by default what `_saved` gives; may set the live
+        environment's own state again, so that both continue alike.
 
         The worker keeps what is its own beside the simulator's bytes (the last observation, return, length, seeds). Whatever the episode
         still depends on is in the bytes: physics state and warm start, controllers, random generators, elapsed steps, wrappers.
         """
-        raise SnapshotError(f"Task '{self.spec.task}' has no snapshots: an episode is taken up by its seed and actions.")
+        return encode_state({"task": self.spec.task, **self._saved(env_id)})
 
     def restore(self, env_id: int, data: bytes) -> None:
         """Take up an episode saved by a simulator made with the same arguments, in this process or another, by this environment or
         another; writes no observation. Raises SnapshotError for bytes of another task or version."""
+        tree = decode_state(data)
+        require_task(tree, self.spec.task)
+        self._take_up(env_id, tree)
+
+    def _saved(self, env_id: int) -> dict[str, Any]:
+        """What the rest of one environment's episode depends on, as plain values and arrays."""
+        raise SnapshotError(f"Task '{self.spec.task}' has no snapshots: an episode is taken up by its seed and actions.")
+
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+        """The inverse of `_saved`."""
         raise SnapshotError(f"Task '{self.spec.task}' has no snapshots: an episode is taken up by its seed and actions.")
 
     # ---- the physical state by name: what recordings keep beside the observation --------------------------------------

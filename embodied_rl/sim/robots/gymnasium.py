@@ -34,7 +34,7 @@ from embodied_rl.sim.robots.spaces import (
     row_of,
     row_writer,
 )
-from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
+from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.types import SimSpec, StepBuffers
 
 # ---- environments that can leave an observation out -------------------------------------------------------------------
@@ -303,19 +303,12 @@ class GymnasiumSim(SimEnv):
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
         return np.asarray(draw_from(self.envs[env_id], camera), np.uint8)
 
-    def snapshot(self, env_id: int) -> bytes:
-        """See `SimEnv`. Raises SnapshotError where the spec does not say "exact"."""
-        env = self._state(env_id).capture()
-        return encode_state(
-            {"task": self.spec.task, "env": env, "random": self._random[env_id].state if self._draws_while_stepping else None}
-        )
+    def _saved(self, env_id: int) -> dict[str, Any]:
+        return {"env": self._state(env_id).capture(), "random": self._random[env_id].state if self._draws_while_stepping else None}
 
-    def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv`. Raises SnapshotError for bytes of another task or version, or where the spec does not say "exact"."""
-        state, tree = self._state(env_id), decode_state(data)
-        require_task(tree, self.spec.task)
-        state.restore(tree["env"])
-        self._random[env_id].state = tree["random"]
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+        self._state(env_id).restore(saved["env"])
+        self._random[env_id].state = saved["random"]
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
         """See `SimEnv` and `embodied_rl.sim.robots.mujoco_model`."""

@@ -14,7 +14,6 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 MAX_EPISODE_STEPS = 160
@@ -104,14 +103,11 @@ class KeyDoor(SimEnv):
             frame[np.hypot(x - centre[0], y - centre[1]) < radius] = colour
         return frame
 
-    def snapshot(self, env_id: int) -> bytes:
-        return encode_state({"task": self.spec.task, "state": self._state[env_id].copy()})
+    def _saved(self, env_id: int) -> dict[str, Any]:
+        return {"state": self._state[env_id].copy()}
 
-    def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv`. Raises SnapshotError for bytes of another task or version."""
-        tree = decode_state(data)
-        require_task(tree, self.spec.task)
-        self._state[env_id] = tree["state"]
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+        self._state[env_id] = saved["state"]
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
         """See `SimEnv`: x and y in metres, and 1 with the key."""

@@ -19,7 +19,6 @@ from embodied_rl.sim.robots.maniskill_assets import require_assets, require_know
 from embodied_rl.sim.robots.maniskill_patches import no_render_materials
 from embodied_rl.sim.robots.maniskill_sim import ManiSkillBase
 from embodied_rl.sim.robots.maniskill_state import named_parts, numbered_objects
-from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import StepBuffers
 
 __all__ = ["HostBuffers", "ManiSkillGpuSim", "make", "tasks"]
@@ -183,24 +182,19 @@ class ManiSkillGpuSim(ManiSkillBase):
         for i in range(self.num_envs):
             out.info[i] = {key: column[i] for key, column in columns.items()}
 
-    def snapshot(self, env_id: int) -> bytes:
+    def _saved(self, env_id: int) -> dict[str, Any]:
         """Poses and velocities of one environment, what the task adds to them, and the steps that it has taken."""
         with self._torch.inference_mode():
             state = map_tree(self.env.get_state_dict(), lambda tensor: tensor[env_id : env_id + 1].cpu().numpy())
-        return encode_state(
-            {"task": self.spec.task, "state": state, "elapsed": int(self._elapsed[env_id]), "seed": int(self._seeds[env_id])}
-        )
+        return {"state": state, "elapsed": int(self._elapsed[env_id]), "seed": int(self._seeds[env_id])}
 
-    def restore(self, env_id: int, data: bytes) -> None:
-        """Put an environment where another one was. Raises SnapshotError for bytes of another task."""
-        tree = decode_state(data)
-        require_task(tree, self.spec.task)
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
         device = self.env.device
         with self._torch.inference_mode():
             chosen = self._torch.tensor([env_id], device=device)
-            self.env.set_state_dict(map_tree(tree["state"], lambda array: self._torch.as_tensor(array, device=device)), chosen)
-            self.env._elapsed_steps[env_id] = tree["elapsed"]
-        self._elapsed[env_id], self._seeds[env_id] = tree["elapsed"], tree["seed"]
+            self.env.set_state_dict(map_tree(saved["state"], lambda array: self._torch.as_tensor(array, device=device)), chosen)
+            self.env._elapsed_steps[env_id] = saved["elapsed"]
+        self._elapsed[env_id], self._seeds[env_id] = saved["elapsed"], saved["seed"]
 
     def render(self, env_id: int) -> np.ndarray:
         """The task's human camera, [H, W, 3] uint8. Raises UserError where the simulator was made without ``render=True``."""

@@ -33,7 +33,6 @@ from embodied_rl.sim.robots.maniskill_state import (
 )
 from embodied_rl.sim.robots.mujoco_model import require_camera
 from embodied_rl.sim.robots.spaces import action_spec, action_splits
-from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.specs import SnapshotKind
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec
 
@@ -233,17 +232,16 @@ class ManiSkillSim(ManiSkillBase):
 
     def snapshot(self, env_id: int) -> bytes:
         """See `SimEnv`; the live environment builds its scene anew as well, so that both continue alike (`maniskill_state`)."""
-        saved = self._states[env_id].capture()
-        data = encode_state({"task": self.spec.task, "elapsed": self._elapsed[env_id], "episode": saved})
+        data = super().snapshot(env_id)
         self.restore(env_id, data)
         return data
 
-    def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv`. Raises SnapshotError for bytes of another task, robot or version."""
-        tree = decode_state(data)
-        require_task(tree, self.spec.task)
-        self._states[env_id].restore(tree["episode"])
-        self._elapsed[env_id] = tree["elapsed"]
+    def _saved(self, env_id: int) -> dict[str, Any]:
+        return {"elapsed": self._elapsed[env_id], "episode": self._states[env_id].capture()}
+
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+        self._states[env_id].restore(saved["episode"])
+        self._elapsed[env_id] = saved["elapsed"]
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
         """See `SimEnv`: ManiSkill's own ``env_states``, "actors/<name>" [13] and "articulations/<name>" [13 + 2 · joints]."""

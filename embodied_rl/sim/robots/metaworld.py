@@ -19,7 +19,7 @@ from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
 from embodied_rl.sim.robots.mujoco_model import camera_in_use
-from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
+from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.types import SimSpec, StepBuffers, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
@@ -168,17 +168,14 @@ class MultiTaskSim(SimEnv):
             sim.observe([0], self._rows[i])
             self._observe(i, task, out)
 
-    def snapshot(self, env_id: int) -> bytes:
+    def _saved(self, env_id: int) -> dict[str, Any]:
         task, sim = self._current(env_id)
-        return encode_state({"task": self.spec.task, "of": task, "episode": sim.snapshot(0)})
+        return {"of": task, "episode": sim.snapshot(0)}
 
-    def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv`. Raises SnapshotError for bytes of another simulator, or of a task that is not among these."""
-        tree = decode_state(data)
-        require_task(tree, self.spec.task)
-        if tree["of"] not in self._stock:
-            raise SnapshotError(f"Snapshot is of the task '{tree['of']}', which is not among those of '{self.spec.task}'.")
-        self._take(env_id, tree["of"]).restore(0, tree["episode"])
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+        if saved["of"] not in self._stock:
+            raise SnapshotError(f"Snapshot is of the task '{saved['of']}', which is not among those of '{self.spec.task}'.")
+        self._take(env_id, saved["of"]).restore(0, saved["episode"])
 
     def render(self, env_id: int) -> np.ndarray:
         """One frame [H, W, 3] uint8 of the slot's present task."""

@@ -13,7 +13,6 @@ import numpy as np
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.saved_state import layers_of, unique_held
-from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
 from embodied_rl.types import StepBuffers
 
 if TYPE_CHECKING:
@@ -258,15 +257,6 @@ class MujocoSim(SimEnv):
         self._drawing.check_camera(camera)
         return self._drawing.frame(self.data[env_id], camera, self._render_size, self._render_size)
 
-    def snapshot(self, env_id: int) -> bytes:
-        return encode_state({"task": self.spec.task, **self._saved(env_id)})
-
-    def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv`. Raises SnapshotError for bytes of another task or version."""
-        tree = decode_state(data)
-        require_task(tree, self.spec.task)
-        self._take_up(env_id, tree)
-
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
         return MujocoPhysics(self.model, self.data[env_id]).get()
 
@@ -280,23 +270,23 @@ class MujocoSim(SimEnv):
         """Write the observation of one environment."""
         raise NotImplementedError
 
-    def _saved(self, i: int) -> dict[str, Any]:
+    def _saved(self, env_id: int) -> dict[str, Any]:
         """MuJoCo's integration state (positions, velocities, activations, warm start, controls, applied forces, mocap poses) and the
         elapsed steps, which is all that most tasks depend on."""
         import mujoco
 
         kind = mujoco.mjtState.mjSTATE_INTEGRATION
         state = np.empty(mujoco.mj_stateSize(self.model, kind))
-        mujoco.mj_getState(self.model, self.data[i], state, kind)
-        return {"state": state, "elapsed": self._elapsed[i]}
+        mujoco.mj_getState(self.model, self.data[env_id], state, kind)
+        return {"state": state, "elapsed": self._elapsed[env_id]}
 
-    def _take_up(self, i: int, saved: Mapping[str, Any]) -> None:
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
         """The inverse of `_saved`. Everything else in the MjData is derived here, for the next step may need it."""
         import mujoco
 
-        kind, data = mujoco.mjtState.mjSTATE_INTEGRATION, self.data[i]
+        kind, data = mujoco.mjtState.mjSTATE_INTEGRATION, self.data[env_id]
         mujoco.mj_setState(self.model, data, saved["state"], kind)
         mujoco.mj_forward(self.model, data)
         # mj_forward leaves its own solution as the next warm start; the saved one is what the uninterrupted run would use.
         mujoco.mj_setState(self.model, data, saved["state"], kind)
-        self._elapsed[i] = saved["elapsed"]
+        self._elapsed[env_id] = saved["elapsed"]

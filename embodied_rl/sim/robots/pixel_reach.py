@@ -117,9 +117,9 @@ class PixelReach(MujocoSim):
         data = self.data[i]
         out.observation["state"][i] = (*data.site_xpos[self._tip, :2], *data.mocap_pos[0, :2])
 
-    def _saved(self, i: int) -> dict[str, Any]:
-        return {"elapsed": self._elapsed[i], "data": self._states[i].capture()}
+    def _saved(self, env_id: int) -> dict[str, Any]:
+        return {"elapsed": self._elapsed[env_id], "data": self._states[env_id].capture()}
 
-    def _take_up(self, i: int, saved: Mapping[str, Any]) -> None:
-        self._states[i].restore(saved["data"])
-        self._elapsed[i] = saved["elapsed"]
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+        self._states[env_id].restore(saved["data"])
+        self._elapsed[env_id] = saved["elapsed"]

@@ -175,12 +175,12 @@ class PixelTasks(MujocoSim):
         if "instruction" in out.observation:
             out.observation["instruction"][i] = INSTRUCTIONS[self._present[i]]
 
-    def _saved(self, i: int) -> dict[str, Any]:
-        return {"present": self._present[i], "elapsed": self._elapsed[i], "data": self._states[i].capture()}
+    def _saved(self, env_id: int) -> dict[str, Any]:
+        return {"present": self._present[env_id], "elapsed": self._elapsed[env_id], "data": self._states[env_id].capture()}
 
-    def _take_up(self, i: int, saved: Mapping[str, Any]) -> None:
-        self._states[i].restore(saved["data"])
-        self._elapsed[i], self._present[i] = saved["elapsed"], saved["present"]
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+        self._states[env_id].restore(saved["data"])
+        self._elapsed[env_id], self._present[env_id] = saved["elapsed"], saved["present"]
 
 
 def _places(rng: np.random.Generator) -> list[np.ndarray]:
