@@ -13,22 +13,19 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
 from embodied_rl.registry import load_target
-from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.remote_client import Answer, JsonClient, RemoteFault
-from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state, require_task
-from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
+from embodied_rl.sim.snapshots import SnapshotError
+from embodied_rl.sim.text.turns import TextTurn, TurnSim
 
 if TYPE_CHECKING:
     from gem.core import Env
@@ -185,8 +182,7 @@ def make(
     if history not in HISTORIES:
         raise UserError(f"GEM: history='{history}' is not a choice.{did_you_mean(history, HISTORIES)}")
     require(task)
-    parts = {"text": VariableSpec("text", observation_bytes)}
-    return GemSim(task, num_envs, history, success_return, parts, ActionSpec.text(action_bytes), kwargs)
+    return GemSim(task, num_envs, history, success_return, observation_bytes, action_bytes, kwargs)
 
 
 @dataclass
@@ -199,7 +195,7 @@ class _Episode:
     """Sum of rewards."""
 
 
-class GemSim(SimEnv):
+class GemSim(TurnSim):
     """See `make`. An episode is a function of its seed and actions: GEM draws from the process-wide random generators, so every
     environment has its own state of these, and `GemSim` first puts back what an environment carries from one episode to the next.
 
@@ -213,8 +209,8 @@ class GemSim(SimEnv):
         num_envs: int,
         history: str,
         success_return: float,
-        observation: Mapping[str, VariableSpec],
-        action: ActionSpec,
+        observation_bytes: int,
+        action_bytes: int,
         kwargs: Mapping[str, Any],
     ) -> None:
         self._random = [PrivateRandom() for _ in range(num_envs)]
@@ -222,39 +218,15 @@ class GemSim(SimEnv):
         self._family = task.partition(":")[0]
         self.envs = [self._make_one(task, kwargs, generator) for generator in self._random]
         self._episodes = [_Episode() for _ in range(num_envs)]
-        self.spec = SimSpec(
-            task=task,
-            observation=dict(observation),
-            action=action,
-            max_episode_steps=_turn_limit(self._family, self.envs[0]),
-            reports_success=True,
+        super().__init__(
+            task,
+            num_envs,
+            max_turns=_turn_limit(self._family, self.envs[0]),
+            cuts=False,
             snapshots="exact" if self._family == "game" else "replay" if same_in_every_process(task) else "none",
+            observation_bytes=observation_bytes,
+            action_bytes=action_bytes,
         )
-
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        for i, seed in zip(env_ids, seeds, strict=True):
-            env, seed = self.envs[i], int(seed) % 2**31  # numpy takes 32 bits, and Sokoban counts on from the seed
-            if hasattr(env, "idx"):
-                env.idx = 0  # reasoning-gym's adapter makes another data set after as many episodes as the first one has questions
-            with self._random[i].active(seed), redirect_stdout(io.StringIO()):  # some draw dots while they search
-                reply, info = env.reset(seed=seed)
-            self._episodes[i] = _Episode(replies=[reply])
-            out.observation["text"][i] = self._text(i, info)
-
-    def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
-        for i, action in zip(env_ids, actions, strict=True):
-            with self._random[i].active():
-                reply, reward, terminated, truncated, info = self.envs[i].step(str(action))
-            episode = self._episodes[i]
-            episode.replies.append(reply)
-            episode.actions.append(str(action))
-            episode.total += float(reward)
-            out.observation["text"][i] = self._text(i, info)
-            out.reward[i] = reward
-            out.terminated[i] = terminated
-            out.truncated[i] = truncated and not terminated
-            out.success[i] = (terminated or truncated) and episode.total >= self._success_return - _TOLERANCE
-            out.info[i] = {key: value for key, value in info.items() if key not in ("prefix", "suffix")}
 
     def sample_action(self, env_id: int, seed: int) -> str:
         """A random action in the form that the task asks for; the episode is left as it is.
@@ -264,38 +236,53 @@ class GemSim(SimEnv):
         with PrivateRandom().active(seed), redirect_stdout(io.StringIO()):
             return _random_action(self.envs[env_id])
 
-    def snapshot(self, env_id: int) -> bytes:
-        """The game's state, its random generators and the conversation. Raises SnapshotError for tasks that are replayed instead."""
+    def _begin(self, env_id: int, seed: int) -> str:
+        env, seed = self.envs[env_id], seed % 2**31  # numpy takes 32 bits, and Sokoban counts on from the seed
+        if hasattr(env, "idx"):
+            env.idx = 0  # reasoning-gym's adapter makes another data set after as many episodes as the first one has questions
+        with self._random[env_id].active(seed), redirect_stdout(io.StringIO()):  # some draw dots while they search
+            reply, info = env.reset(seed=seed)
+        self._episodes[env_id] = _Episode(replies=[reply])
+        return self._text(env_id, info)
+
+    def _play(self, env_id: int, action: str) -> TextTurn:
+        with self._random[env_id].active():
+            reply, reward, terminated, truncated, info = self.envs[env_id].step(action)
+        episode = self._episodes[env_id]
+        episode.replies.append(reply)
+        episode.actions.append(action)
+        episode.total += float(reward)
+        success = (terminated or truncated) and episode.total >= self._success_return - _TOLERANCE
+        told = {key: value for key, value in info.items() if key not in ("prefix", "suffix")}
+        return TextTurn(self._text(env_id, info), reward, terminated, truncated, success, told)
+
+    def _saved(self, env_id: int) -> dict[str, Any]:
+        """The game's state, its random generators and the conversation."""
         self._require_snapshots()
         env, episode = self.envs[env_id], self._episodes[env_id]
-        return encode_state(
-            {
-                "task": self.spec.task,
-                "gem": version("gem-llm"),
-                "env": {key: value for key, value in vars(env).items() if key not in _FIXED},
-                "random": self._random[env_id].state,
-                "replies": episode.replies,
-                "actions": episode.actions,
-                "total": episode.total,
-            }
-        )
+        return {
+            "gem": version("gem-llm"),
+            "env": {key: value for key, value in vars(env).items() if key not in _FIXED},
+            "random": self._random[env_id].state,
+            "replies": episode.replies,
+            "actions": episode.actions,
+            "total": episode.total,
+        }
 
-    def restore(self, env_id: int, data: bytes) -> None:
-        """Take up a game saved by `snapshot`. Raises SnapshotError for bytes of another task or version of GEM, or of no game's state."""
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+        """Raises SnapshotError for a game saved by another version of GEM, or what is no game's state."""
         self._require_snapshots()
-        state = decode_state(data)
-        require_task(state, self.spec.task)
-        if state["gem"] != version("gem-llm"):
-            raise SnapshotError(f"Snapshot is of GEM {state['gem']} and cannot be restored into GEM {version('gem-llm')}.")
-        own, taken = vars(self.envs[env_id]), state["env"]
+        if saved["gem"] != version("gem-llm"):
+            raise SnapshotError(f"Snapshot is of GEM {saved['gem']} and cannot be restored into GEM {version('gem-llm')}.")
+        own, taken = vars(self.envs[env_id]), saved["env"]
         if not self._episodes[env_id].replies and taken.keys() - own.keys():  # a new environment lacks what its first reset sets
             with self._random[env_id].active(0), redirect_stdout(io.StringIO()):
                 self.envs[env_id].reset(seed=0)
         if strange := taken.keys() - (own.keys() - _FIXED):
             raise SnapshotError(f"Snapshot of '{self.spec.task}' sets {sorted(strange)[0]!r:.80}, which is no state of this game.")
         own.update(taken)
-        self._random[env_id].state = state["random"]
-        self._episodes[env_id] = _Episode(state["replies"], state["actions"], state["total"])
+        self._random[env_id].state = saved["random"]
+        self._episodes[env_id] = _Episode(saved["replies"], saved["actions"], saved["total"])
 
     def close(self) -> None:
         self.envs = []
@@ -411,8 +398,7 @@ class RockSim(GemSim):
         self._client = client
         self._sandboxes: list[Sandbox] = []
         try:
-            parts = {"text": VariableSpec("text", observation_bytes)}
-            super().__init__(task, num_envs, history, success_return, parts, ActionSpec.text(action_bytes), {})
+            super().__init__(task, num_envs, history, success_return, observation_bytes, action_bytes, {})
         except BaseException:
             self.close()
             raise

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
-from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
+from embodied_rl.sim.text.turns import TextTurn, TurnSim
+from embodied_rl.types import StepBuffers, VariableSpec
 
 Cell = tuple[int, int]
 """(row, column), from the upper left corner."""
@@ -20,8 +19,7 @@ Cell = tuple[int, int]
 MOVES: dict[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 """{word: change of (row, column)}"""
 
-_ACTION_BYTES, _OBSERVATION_BYTES = 2**12, 2**12
-_PALETTE_SIZE = 256
+_TEXT_BYTES = 2**12
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class GridGame(ABC):
         """Continue from what `state` gave."""
 
 
-class GridSim(SimEnv):
+class GridSim(TurnSim):
     """`num_envs` grid games in this process: text in, text out.
 
     An action is one word; spaces around it and its case do not matter. A word that is no move costs a step, and ``info["valid"]`` says so.
@@ -79,7 +77,7 @@ class GridSim(SimEnv):
         instruction: str,
         colours: Mapping[str, tuple[int, int, int]],
         hints: bool = False,
-        render_size: int = _PALETTE_SIZE,
+        render_size: int = 256,
         picture_size: int | None = None,
     ) -> None:
         """
@@ -91,60 +89,50 @@ class GridSim(SimEnv):
         """
         self._hints = hints
         self._games = [make() for _ in range(num_envs)]
-        self._steps = np.zeros(num_envs, np.int64)
         self._colours, self._render_size, self._picture_size = dict(colours), render_size, picture_size
-        self.spec = SimSpec(
-            task=task,
-            observation={"text": VariableSpec("text", _OBSERVATION_BYTES), **self._pictures(picture_size)},
-            action=ActionSpec.text(_ACTION_BYTES),
-            max_episode_steps=max_episode_steps,
+        super().__init__(
+            task,
+            num_envs,
+            max_turns=max_episode_steps,
             instruction=instruction,
-            reports_success=True,
-            can_render=True,
             snapshots="exact",
+            observation_bytes=_TEXT_BYTES,
+            action_bytes=_TEXT_BYTES,
+            parts=self._pictures(picture_size),
+            can_render=True,
         )
-
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        for env_id, seed in zip(env_ids, seeds, strict=True):
-            self._games[env_id].reset(int(seed))
-            self._steps[env_id] = 0
-            self._show(env_id, out)
-
-    def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
-        assert self.spec.max_episode_steps is not None, "games have a limit"
-        for env_id, action in zip(env_ids, actions, strict=True):
-            outcome = self._games[env_id].step(str(action).strip().lower())
-            self._steps[env_id] += 1
-            self._show(env_id, out)
-            out.reward[env_id] = outcome.reward
-            out.terminated[env_id] = outcome.terminated
-            out.truncated[env_id] = not outcome.terminated and self._steps[env_id] >= self.spec.max_episode_steps
-            out.success[env_id] = outcome.success
-            out.info[env_id] = {"valid": outcome.valid}
 
     def sample_action(self, env_id: int, seed: int) -> str:
         """A random move."""
         return list(MOVES)[int(np.random.default_rng(seed).integers(len(MOVES)))]
 
-    def snapshot(self, env_id: int) -> bytes:
-        return encode_state({"task": self.spec.task, "steps": int(self._steps[env_id]), "game": self._games[env_id].state()})
-
-    def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv`. Raises SnapshotError for bytes of another task or version."""
-        tree = decode_state(data)
-        require_task(tree, self.spec.task)
-        self._steps[env_id] = tree["steps"]
-        self._games[env_id].set_state(tree["game"])
-
     def render(self, env_id: int) -> np.ndarray:
         """[H, W, 3] uint8: a coloured tile for each letter of the board, with the letter on it."""
         return draw_board(self._games[env_id].text(), self._colours, self._render_size)
 
-    def _show(self, env_id: int, out: StepBuffers) -> None:
+    def _begin(self, env_id: int, seed: int) -> str:
+        self._games[env_id].reset(seed)
+        return self._text(env_id)
+
+    def _play(self, env_id: int, action: str) -> TextTurn:
+        found = self._games[env_id].step(action.strip().lower())
+        return TextTurn(self._text(env_id), found.reward, found.terminated, success=found.success, info={"valid": found.valid})
+
+    def _text(self, env_id: int) -> str:
         game = self._games[env_id]
-        out.observation["text"][env_id] = f"{game.text()}\n{game.hint()}" if self._hints else game.text()
+        return f"{game.text()}\n{game.hint()}" if self._hints else game.text()
+
+    def _show(self, env_id: int, text: str, out: StepBuffers) -> None:
+        super()._show(env_id, text, out)
         if self._picture_size is not None:
-            out.observation["rgb"][env_id] = draw_board(game.text(), self._colours, self._picture_size)
+            out.observation["rgb"][env_id] = draw_board(self._games[env_id].text(), self._colours, self._picture_size)
+
+    def _saved(self, env_id: int) -> dict[str, Any]:
+        return {"steps": int(self._turns[env_id]), "game": self._games[env_id].state()}
+
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+        self._turns[env_id] = saved["steps"]
+        self._games[env_id].set_state(saved["game"])
 
     @staticmethod
     def _pictures(size: int | None) -> dict[str, VariableSpec]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.registry import load_target
-from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.snapshots import decode_state, encode_state, require_task
-from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
+from embodied_rl.sim.text.turns import TextTurn, TurnSim
 
 _TOLERANCE = 1e-9
 
@@ -91,7 +89,7 @@ def make(
     )
 
 
-class TaskSim(SimEnv):
+class TaskSim(TurnSim):
     """`num_envs` text tasks in this process."""
 
     def __init__(
@@ -115,48 +113,38 @@ class TaskSim(SimEnv):
                     f"Environment '{task}' ({type(first).__name__}) has no method '{name}'; GEM's five are reset, step, "
                     "sample_random_action, get_state and set_state."
                 )
-        self.spec = SimSpec(
-            task=task,
-            observation={"text": VariableSpec("text", observation_bytes)},
-            action=ActionSpec.text(action_bytes),
-            max_episode_steps=getattr(first, "max_turns", None),
+        super().__init__(
+            task,
+            num_envs,
+            max_turns=getattr(first, "max_turns", None),
+            cuts=False,
             instruction=getattr(first, "instruction", None),
-            reports_success=True,
             snapshots="exact",
+            observation_bytes=observation_bytes,
+            action_bytes=action_bytes,
         )
-
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        for env_id, seed in zip(env_ids, seeds, strict=True):
-            text, _ = self._tasks[env_id].reset(int(seed))
-            self._returns[env_id] = 0.0
-            out.observation["text"][env_id] = text
-
-    def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
-        for env_id, action in zip(env_ids, actions, strict=True):
-            text, reward, terminated, truncated, info = self._tasks[env_id].step(str(action))
-            self._returns[env_id] += float(reward)
-            reached = (terminated or truncated) and self._returns[env_id] >= self._success_return - _TOLERANCE
-            out.observation["text"][env_id] = text
-            out.reward[env_id] = reward
-            out.terminated[env_id] = terminated
-            out.truncated[env_id] = truncated and not terminated
-            out.success[env_id] = bool(info["success"]) if "success" in info else reached
-            out.info[env_id] = dict(info)
 
     def sample_action(self, env_id: int, seed: int) -> str:
         """Some action of the task."""
         return self._tasks[env_id].sample_random_action()
 
-    def snapshot(self, env_id: int) -> bytes:
-        state = self._tasks[env_id].get_state()
-        return encode_state({"task": self.spec.task, "return": float(self._returns[env_id]), "state": state})
+    def _begin(self, env_id: int, seed: int) -> str:
+        text, _ = self._tasks[env_id].reset(seed)
+        self._returns[env_id] = 0.0
+        return text
 
-    def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv`. Raises SnapshotError for bytes of another task."""
-        tree = decode_state(data)
-        require_task(tree, self.spec.task)
-        self._returns[env_id] = tree["return"]
-        self._tasks[env_id].set_state(tree["state"])
+    def _play(self, env_id: int, action: str) -> TextTurn:
+        text, reward, terminated, truncated, info = self._tasks[env_id].step(action)
+        self._returns[env_id] += float(reward)
+        reached = (terminated or truncated) and self._returns[env_id] >= self._success_return - _TOLERANCE
+        return TextTurn(text, reward, terminated, truncated, bool(info["success"]) if "success" in info else bool(reached), info)
+
+    def _saved(self, env_id: int) -> dict[str, Any]:
+        return {"return": float(self._returns[env_id]), "state": self._tasks[env_id].get_state()}
+
+    def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
+        self._returns[env_id] = saved["return"]
+        self._tasks[env_id].set_state(saved["state"])
 
     def close(self) -> None:
         """Let go of what the tasks hold."""

@@ -52,31 +52,80 @@ class TextGame(ABC):
         """Let go of what it holds."""
 
 
-class TextSim(SimEnv):
-    """`num_envs` text games in this process. Implements `SimEnv`."""
+class TurnSim(SimEnv):
+    """Text in, text out, a turn at a time. A subclass holds the games: it begins one (`_begin`) and plays one action (`_play`)."""
 
     def __init__(
         self,
         task: str,
-        make: Callable[[], TextGame],
         num_envs: int,
         *,
         max_turns: int | None,
+        cuts: bool = True,
         instruction: str | None = None,
         snapshots: SnapshotKind = "replay",
         observation_bytes: int = 2**16,
         action_bytes: int = 2**14,
+        parts: Mapping[str, VariableSpec] | None = None,
+        can_render: bool = False,
     ) -> None:
         """
         Args:
-            make: makes one game; called with the generators of the process seeded.
-            max_turns: an episode is truncated after so many; None: the game ends by itself.
-            snapshots: "replay" where an episode is a function of its seed and actions, else "none".
-            observation_bytes: room for one observation (UTF-8); a longer one is an error, never a cut.
-            action_bytes: room for one action (UTF-8).
+            max_turns: the most of an episode; None: not known.
+            cuts: an episode is truncated there; False: the games keep to it themselves.
+            snapshots: "exact" where a subclass has `_saved`, "replay" where an episode is a function of its seed and actions, else "none".
+            observation_bytes, action_bytes: room for one text (UTF-8); a longer one is an error, never a cut.
+            parts: of the observation beside ``text``.
+        """
+        self._turns, self._limit = np.zeros(num_envs, np.int64), max_turns if cuts else None
+        self.spec = SimSpec(
+            task=task,
+            observation={"text": VariableSpec("text", observation_bytes), **(parts or {})},
+            action=ActionSpec.text(action_bytes),
+            max_episode_steps=max_turns,
+            instruction=instruction,
+            reports_success=True,
+            can_render=can_render,
+            snapshots=snapshots,
+        )
 
-        Raises:
-            UserError: from `make`; or `max_turns` below 1.
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        for env_id, seed in zip(env_ids, seeds, strict=True):
+            text = self._begin(env_id, int(seed))
+            self._turns[env_id] = 0
+            self._show(env_id, text, out)
+
+    def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
+        for env_id, action in zip(env_ids, actions, strict=True):
+            turn = self._play(env_id, str(action))
+            self._turns[env_id] += 1
+            late = self._limit is not None and self._turns[env_id] >= self._limit
+            self._show(env_id, turn.text, out)
+            out.reward[env_id] = turn.reward
+            out.terminated[env_id] = turn.terminated
+            out.truncated[env_id] = not turn.terminated and (turn.truncated or late)
+            out.success[env_id] = turn.success
+            out.info[env_id] = dict(turn.info)
+
+    def _begin(self, env_id: int, seed: int) -> str:
+        """Begin an episode; what is seen first."""
+        raise NotImplementedError
+
+    def _play(self, env_id: int, action: str) -> TextTurn:
+        """Play one action."""
+        raise NotImplementedError
+
+    def _show(self, env_id: int, text: str, out: StepBuffers) -> None:
+        out.observation["text"][env_id] = text
+
+
+class TextSim(TurnSim):
+    """`num_envs` text games in this process, each with a state of its own of the process's random generators."""
+
+    def __init__(self, task: str, make: Callable[[], TextGame], num_envs: int, *, max_turns: int | None, **options: Any) -> None:
+        """`make` makes one game, with the generators of the process seeded; `options`: see `TurnSim`.
+
+        Raises UserError: from `make`; or `max_turns` below 1.
         """
         if max_turns is not None and max_turns < 1:
             raise UserError(f"{task}: max_turns must be >= 1 or null, got {max_turns}.")
@@ -85,36 +134,7 @@ class TextSim(SimEnv):
         for random in self._random:
             with random.active(0):
                 self._games.append(make())
-        self._turns = np.zeros(num_envs, np.int64)
-        self.spec = SimSpec(
-            task=task,
-            observation={"text": VariableSpec("text", observation_bytes)},
-            action=ActionSpec.text(action_bytes),
-            max_episode_steps=max_turns,
-            instruction=instruction,
-            reports_success=True,
-            snapshots=snapshots,
-        )
-
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        for env_id, seed in zip(env_ids, seeds, strict=True):
-            with self._random[env_id].active(int(seed) % 2**32):
-                out.observation["text"][env_id] = self._games[env_id].reset(int(seed))
-            self._turns[env_id] = 0
-
-    def step(self, env_ids: Sequence[int], actions: Sequence[str] | np.ndarray, out: StepBuffers) -> None:
-        limit = self.spec.max_episode_steps
-        for env_id, action in zip(env_ids, actions, strict=True):
-            with self._random[env_id].active():
-                turn = self._games[env_id].step(str(action))
-            self._turns[env_id] += 1
-            late = limit is not None and self._turns[env_id] >= limit
-            out.observation["text"][env_id] = turn.text
-            out.reward[env_id] = turn.reward
-            out.terminated[env_id] = turn.terminated
-            out.truncated[env_id] = not turn.terminated and (turn.truncated or late)
-            out.success[env_id] = turn.success
-            out.info[env_id] = dict(turn.info)
+        super().__init__(task, num_envs, max_turns=max_turns, **options)
 
     def sample_action(self, env_id: int, seed: int) -> str:
         return self._games[env_id].sample_action(np.random.default_rng(seed))
@@ -123,3 +143,11 @@ class TextSim(SimEnv):
         for game in self._games:
             game.close()
         self._games = []
+
+    def _begin(self, env_id: int, seed: int) -> str:
+        with self._random[env_id].active(seed % 2**32):
+            return self._games[env_id].reset(seed)
+
+    def _play(self, env_id: int, action: str) -> TextTurn:
+        with self._random[env_id].active():
+            return self._games[env_id].step(action)
