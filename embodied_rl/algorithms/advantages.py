@@ -296,8 +296,7 @@ def returns_to_go(
     Without a critic nothing is known about what comes after the last step or after a truncation: it counts as 0, unless
     `last_value` [N] and `final_value` [K] say otherwise (see `gae`, which this is with lambda = 1 and no values in between).
 
-    Returns:
-        [T, N] of the type of `reward`, 0 where masked.
+    Returns [T, N] of the type of `reward`, 0 where masked.
     """
     zeros = torch.zeros_like if isinstance(reward, Tensor) else np.zeros_like
     cut = truncated & ~terminated
@@ -414,8 +413,7 @@ def _reorder_final(truncated: Array, terminated: Array, last: Array, final_value
 def reverse_scan(x: Tensor, decay: Tensor) -> Tensor:
     """y_t = x_t + decay_t y_(t+1) along the first axis, with y_T = 0.
 
-    Args:
-        x, decay: [T, ...] of one floating type; NaN in x spreads to everything before it, decay 0 or not.
+    `x`, `decay`: [T, ...] of one floating type; NaN in x spreads to everything before it, decay 0 or not.
     """
     reach = 1
     while reach < x.shape[0]:

@@ -46,8 +46,7 @@ class EpisodeMethod:
     ) -> tuple[Tensor, dict[str, float]]:
         """Advantages times the importance weights that are configured, and their metrics.
 
-        Args:
-            log_prob: as `advantage`, of the policy as it is when the update begins; None where nothing is corrected.
+        `log_prob`: as `advantage`, of the policy as it is when the update begins; None where nothing is corrected.
         """
         if not self.config.correction.enabled:
             return advantage, {}

@@ -69,8 +69,7 @@ class EpisodeBatch:
     def of(groups: Sequence[EpisodeGroup], prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None = None) -> EpisodeBatch:
         """Rows in the order of groups and members.
 
-        Args:
-            prepare: {key: array [n, ...]}, texts among them, to what networks read. None: arrays as they are, without texts.
+        `prepare`: {key: array [n, ...]}, texts among them, to what networks read. None: arrays as they are, without texts.
         """
         episodes = tuple(episode for group in groups for episode in group.episodes)
         lengths = np.array([episode.num_messages for episode in episodes])

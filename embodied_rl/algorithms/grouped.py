@@ -108,11 +108,8 @@ def grpo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, std: bool 
     GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2). ``std=False`` leaves the division out: Dr. GRPO (Liu et al. 2025,
     arXiv:2503.20783), which also wants a loss that is not divided by the length of the row.
 
-    Returns:
-        [B, L] where a mask is given, else [B].
-
-    Raises:
-        ValueError, NonFiniteError: see `group_statistics`; so do all functions of this module.
+    Returns [B, L] where a mask is given, else [B].
+    Raises ValueError, NonFiniteError: see `group_statistics`; so do all functions of this module.
     """
     statistics = group_statistics(score=score, group=group, rows=counted_rows(mask))
     scale = statistics.std[statistics.index] + STD_EPS if std else 1.0
@@ -134,8 +131,7 @@ def opo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, length: Ten
 
     That is the baseline of least variance where the squared norm of a row's gradient grows with its length.
 
-    Args:
-        length: [B] number of action units; None: counted from the mask.
+    `length`: [B] number of action units; None: counted from the mask.
     """
     if length is None:
         if mask is None:

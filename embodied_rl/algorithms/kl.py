@@ -55,14 +55,9 @@ def kl_loss(
     between -`K3_SLOPE` and 1. That of k1 is E[grad log pi] = 0: noise and nothing else, so it is refused unless `straight_through` is set,
     which takes the value of `kind` with the gradient of k2 (Tang and Munos 2025, arXiv:2506.09477).
 
-    Args:
-        log_prob, reference_log_prob: [B, L] or [B]; the gradient goes only into the former.
-
-    Returns:
-        The loss, and ``kl``, a mean over entries (token-mean) or over sequences' means (the other aggregations).
-
-    Raises:
-        ValueError: unknown `kind`, or k1 without `straight_through`.
+    `log_prob`, `reference_log_prob`: [B, L] or [B]; the gradient goes only into the former.
+    Returns the loss, and ``kl``, a mean over entries (token-mean) or over sequences' means (the other aggregations).
+    Raises ValueError: unknown `kind`, or k1 without `straight_through`.
     """
     if kind == "k1" and not straight_through:
         raise ValueError(

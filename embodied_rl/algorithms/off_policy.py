@@ -161,8 +161,7 @@ def cispo_loss(
     The ratio's weight is clipped instead of its gradient, so that every entry keeps pulling. The paper has no lower bound:
     clip_low = 1.
 
-    Returns:
-        The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``.
+    Returns the loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``.
     """
     check_clip(clip_low, clip_high)
     new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob, advantage=advantage.detach())

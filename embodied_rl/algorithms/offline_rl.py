@@ -92,8 +92,7 @@ def advantage_weights(
     algorithm 1) with A = Q(s, a) - V(s), V the mean of Q over the policy; in implicit Q-learning (its eq. 7) with the expectile V and
     β = 1/λ.
 
-    Returns:
-        The weights, and ``weight_mean`` and ``weight_bounded_fraction`` (share at the bound).
+    Returns the weights, and ``weight_mean`` and ``weight_bounded_fraction`` (share at the bound).
     """
     if not (temperature > 0 and max_weight > 0):
         raise ValueError(f"temperature and max_weight must be > 0, got {temperature} and {max_weight}.")

@@ -59,14 +59,8 @@ def segment_returns(*, reward: Tensor, gamma: float, mask: Tensor, chunk_id: Ten
     This is ROLL's agentic REINFORCE (Wang et al. 2025, arXiv:2506.06122): one discount per turn, however many tokens it has. Rewards
     anywhere inside a chunk count there, not only those of its last token.
 
-    Args:
-        reward: [B, L] float32 or float64; anything outside the mask.
-
-    Returns:
-        [B, L], 0 outside the mask.
-
-    Raises:
-        ValueError: shapes or types do not agree.
+    `reward`: [B, L] float32 or float64; anything outside the mask. Returns [B, L], 0 outside the mask.
+    Raises ValueError: shapes or types do not agree.
     """
     if reward.shape != mask.shape:
         raise ValueError(f"reward and mask must be [B, L], got {tuple(reward.shape)} and {tuple(mask.shape)}.")

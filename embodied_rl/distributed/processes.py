@@ -25,8 +25,6 @@ def start_module(
     only us; it ends when its connection to us closes.
 
     Args:
-        module: what it runs.
-        *arguments: of its command line, as text.
         pass_fds: descriptors that stay open in it, under their numbers.
         environment: variables beside ours, or in place of ours.
         output: gets what it prints; None: printed where we print.

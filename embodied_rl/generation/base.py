@@ -48,7 +48,6 @@ class Generator:
         """Ask for actions. Observations are read before this returns, so views into shared memory may be passed.
 
         Args:
-            slots: [n] int64.
             observation: {key: [n, ...]}.
             noise: [n, A] float32: standard normal for continuous actions, uniform in [0, 1) for discrete ones (or as the policy's
                 `ActionLayout` says); the caller draws it so that a run's randomness depends only on its seed. None: the mode.

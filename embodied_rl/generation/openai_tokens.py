@@ -119,11 +119,7 @@ async def ask(
 ) -> Failure | None:
     """Fill `reply`, which holds what came so far when this is cancelled; a new attempt begins from nothing.
 
-    Args:
-        timeout_s: of one attempt as a whole.
-
-    Returns:
-        None, or why there is no whole answer.
+    `timeout_s`: of one attempt as a whole. Returns None, or why there is no whole answer.
     """
     generator = random.Random()
     attempt = 0
@@ -428,11 +424,8 @@ class OpenAITokens(TokenBackend):
     def __init__(self, options: OpenAIOptions, tokenizer: ChatTokenizer | None = None) -> None:
         """Nothing is sent yet.
 
-        Args:
-            tokenizer: turns prompts into text for ``api: completions``, and answers in text into token ids.
-
-        Raises:
-            UserError: ``api: completions`` without a tokenizer.
+        `tokenizer`: turns prompts into text for ``api: completions``, and answers in text into token ids.
+        Raises UserError: ``api: completions`` without a tokenizer.
         """
         if options.api == "completions" and tokenizer is None:
             raise UserError("api 'completions' sends prompts as text and needs the tokenizer that they were made with.")

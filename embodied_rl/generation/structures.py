@@ -37,13 +37,7 @@ class Structures:
     """Compiles structures for one tokenizer, and remembers them."""
 
     def __init__(self, tokenizer: ChatTokenizer, vocab_size: int) -> None:
-        """
-        Args:
-            vocab_size: columns of the model's logits.
-
-        Raises:
-            MissingExtraError: xgrammar is not installed.
-        """
+        """`vocab_size`: columns of the model's logits. Raises MissingExtraError: xgrammar is not installed."""
         with from_extra("An answer that keeps to a structure (response_format)", "language"):
             import xgrammar
         self._vocab_size, self._new_matcher = vocab_size, xgrammar.GrammarMatcher

@@ -484,12 +484,7 @@ class VLLMTokens(Stepwise, Sleeps):
     """
 
     def __init__(self, options: VLLMOptions) -> None:
-        """Load the model and start the engine.
-
-        Raises:
-            MissingExtraError: vLLM is not installed.
-            UserError: the folder lacks something, or vLLM refuses it.
-        """
+        """Load the model and start the engine. Raises MissingExtraError; UserError: the folder lacks something, or vLLM refuses it."""
         super().__init__()
         self._vision = _vision(options)
         arguments = _engine_arguments(options, self._vision)

@@ -126,11 +126,8 @@ class Placement:
 def resolve(config: PlacementConfig, cluster: Cluster, *, simulator: Literal["cpu", "gpu"] = "cpu") -> Placement:
     """The devices that a configured placement means on this cluster.
 
-    Args:
-        simulator: what simulators run on.
-
-    Raises:
-        UserError: the cluster cannot have it; with the reason and the nearest placement that it can have.
+    `simulator`: what simulators run on.
+    Raises UserError: the cluster cannot have it; with the reason and the nearest placement that it can have.
     """
     if simulator == "gpu" and not cluster.gpus:
         raise UserError(f"The simulator runs on GPUs and '{cluster.config.name}' has none. Take a cluster with GPUs, or a CPU simulator.")

@@ -55,11 +55,8 @@ class SharedWeightsPublisher:
     def __init__(self, specs: Mapping[str, Tensor], *, timeout_s: float = 60.0) -> None:
         """Lay out shared memory for tensors of these names, shapes and types, twice.
 
-        Args:
-            timeout_s: how long `publish` waits for readers of an older version.
-
-        Raises:
-            UserError: there is not enough memory, or the system has no memfd (it is not Linux).
+        `timeout_s`: how long `publish` waits for readers of an older version.
+        Raises UserError: there is not enough memory, or the system has no memfd (it is not Linux).
         """
         if not hasattr(os, "memfd_create"):
             raise UserError("Publishing weights to other processes needs Linux (memfd).")

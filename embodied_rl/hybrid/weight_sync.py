@@ -108,11 +108,8 @@ class DeltaSource:
 def apply_delta(target: Mapping[str, Tensor], present_version: int, stream: NamedTensors) -> int:
     """Bring tensors from `present_version` to the stream's; returns how many entries were written.
 
-    Args:
-        target: {name: tensor} as at the version that the stream is a difference to; written in place. A first stream (base -1) fits any.
-
-    Raises:
-        ValueError: the stream is a difference to another version, or names a tensor that is not there.
+    `target`: {name: tensor} as at the version that the stream is a difference to; written in place. A first stream (base -1) fits any.
+    Raises ValueError: the stream is a difference to another version, or names a tensor that is not there.
     """
     written, index = 0, torch.empty(0)
     for name, tensor in stream:

@@ -147,14 +147,8 @@ class Learner:
     def step(self, rows: Rows, learning_rate: float, objectives: Sequence[Objective[Any, Any]] = ()) -> Figures:
         """One step of each of the objectives, in their order, on all of these rows: what a stream of minibatches is learned with.
 
-        Args:
-            objectives: empty: the learner's own.
-
-        Returns:
-            The figures of all; ``loss`` only where an objective shows it.
-
-        Raises:
-            NonFiniteLossError: as `update`; the steps before it were taken.
+        `objectives`: empty: the learner's own. Returns the figures of all; ``loss`` only where an objective shows it.
+        Raises NonFiniteLossError: as `update`; the steps before it were taken.
         """
         taken: Figures = {}
         with compute_threads(self.compute_threads):

@@ -284,8 +284,7 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
     def rows_of(self, batch: EpisodeBatch, credit: Credit, present: Tensor | None, reference: Tensor | None) -> EpisodeRows:
         """Episodes with what losses ask for by name.
 
-        Args:
-            present, reference: [M, L] of the policy as it is when the update begins, and of the first; None: nothing needs them.
+        `present`, `reference`: [M, L] of the policy as it is when the update begins, and of the first; None: nothing needs them.
         """
         columns = torch.arange(batch.shape[1]).expand(batch.shape)
         of_decisions = {"advantage": credit.advantage, "chunk_id": columns, "mask": credit.mask}

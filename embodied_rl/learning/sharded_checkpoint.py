@@ -129,11 +129,8 @@ def save_sharded(
 def load_sharded(folder: Path | str, tensors: Mapping[str, Tensor], *, verify: bool = True) -> dict[str, Any]:
     """Fill plain and sharded tensors in place, each rank its own part, whatever number of ranks wrote them; returns the metadata.
 
-    Args:
-        verify: compare the SHA-256 of the files that are read.
-
-    Raises:
-        IncompatibleCheckpointError: missing, damaged, of another format version, or of other tensors.
+    `verify`: compare the SHA-256 of the files that are read.
+    Raises IncompatibleCheckpointError: missing, damaged, of another format version, or of other tensors.
     """
     folder = Path(folder)
     index = read_index(folder)

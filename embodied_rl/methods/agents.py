@@ -54,12 +54,7 @@ class TokenLearner(GroupLearner):
     def __init__(
         self, config: TrainConfig, configs: Mapping[str, TrainConfig], policy: LanguagePolicy, ranks: RankHost | None = None
     ) -> None:
-        """
-        Args:
-            config: the run's.
-            configs: {domain: its own}.
-            ranks: see `make_learner`.
-        """
+        """`configs`: {domain: its own}."""
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
         self.config, self.policy = config, policy

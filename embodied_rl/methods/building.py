@@ -319,11 +319,8 @@ def build_elsewhere(
     """What learns from streams that another process plays; what connects them sets the method's `collector`.
 
     Args:
-        checkpoint: see `build_here`.
-        base: see `build_here`.
         generator: publishes to that process; None: warm starts, and publishing, are another's.
         language: the language policy, where it is there already.
-        ranks: see `make_learner`.
 
     Raises:
         UserError: as the makers of policies and learners do.

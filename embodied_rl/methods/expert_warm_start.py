@@ -27,7 +27,6 @@ def clone_expert(config: TrainConfig, policy: Policy, run_dir: Path, is_over: Ca
 
     Args:
         is_over: asked between the expert's rounds, which then is an error, and between epochs, of which the first is always made.
-        shown: whether progress is shown.
 
     Returns:
         ``loss`` of the last epoch, ``episodes``, ``steps`` that were learned from, and ``minibatches``.

@@ -74,11 +74,8 @@ def blank_policy(config: LanguageConfig, folder: Path) -> LanguagePolicy:
 def blank_backend(config: TrainConfig, folder: Path, device: torch.device) -> TokenBackend:
     """The token backend of a configuration, with random weights; `load_weights` takes `LanguagePolicy.named_weights` of the whole policy.
 
-    Args:
-        folder: of `write_model_files`; vLLM writes its model below it.
-
-    Raises:
-        UserError: the backend cannot run this model, or is not installed.
+    `folder`: of `write_model_files`; vLLM writes its model below it.
+    Raises UserError: the backend cannot run this model, or is not installed.
     """
     # What is published has its adapter merged in.
     plain = dataclasses.replace(config.language, model=str(folder), adapter=None, lora_rank=0, value_head="none")

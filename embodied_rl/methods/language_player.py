@@ -47,9 +47,7 @@ def make_language_policy(
         base: the model's folder, where that checkpoint holds only an adapter.
         further: other domains that the policy plays: agents and their simulators.
 
-    Raises:
-        UserError: the simulator does not speak, or the model cannot be loaded.
-        MissingExtraError: transformers is not installed.
+    Raises MissingExtraError; UserError: the simulator does not speak, or the model cannot be loaded.
     """
     language = config.language
     for _, speaking in ((config.agent, manager), *further):

@@ -103,8 +103,7 @@ def played_by(config: TrainConfig, player: str) -> tuple[str, ...]:
 def streams_of(config: TrainConfig, start: Callable[[TrainConfig, int | None], Simulators]) -> list[Stream]:
     """All streams of a run, in their order.
 
-    Args:
-        start: the simulators of a stream, from the configuration of its domain; with the number of slots, where that is not the domain's.
+    `start`: the simulators of a stream, from the configuration of its domain; with the number of slots, where that is not the domain's.
     """
     found: list[Stream] = []
     with ExitStack() as stack:

@@ -324,12 +324,8 @@ def build_language_policy(config: LanguageConfig, device: str | torch.device = "
 
     A value head stored in the adapter's folder, or in the model's, is taken up; a new one starts at 0 everywhere.
 
-    Args:
-        weights: False leaves the weights random, for a state that is loaded next; the folder needs none then.
-
-    Raises:
-        UserError: something in the folder is missing or damaged, or the configuration does not fit the model.
-        MissingExtraError: transformers or peft is not installed.
+    `weights`: False leaves the weights random, for a state that is loaded next; the folder needs none then.
+    Raises MissingExtraError; UserError: something in the folder is missing or damaged, or the configuration does not fit the model.
     """
     if weights:
         check_model_folder(Path(config.folder))

@@ -95,9 +95,7 @@ def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdp
         dtype: "auto" (as stored) or a torch dtype's name.
         attention: transformers' ``attn_implementation``.
 
-    Raises:
-        MissingExtraError: transformers is not installed.
-        UserError: see `check_model_folder`; or the model's kind is not known, or weights are missing.
+    Raises MissingExtraError; UserError: see `check_model_folder`; or the model's kind is not known, or weights are missing.
     """
     folder = Path(folder)
     data = check_model_folder(folder)
@@ -130,9 +128,7 @@ def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdp
 def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdpa", device: str | torch.device = "cpu") -> nn.Module:
     """The model that a folder's config.json describes, with random weights; otherwise as `load_model`.
 
-    Raises:
-        MissingExtraError: transformers is not installed.
-        UserError: config.json is missing or damaged, or the model's kind is not known.
+    Raises MissingExtraError; UserError: config.json is missing or damaged, or the model's kind is not known.
     """
     folder = Path(folder)
     data = read_config(folder)

@@ -78,8 +78,7 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int, layout: Layout) 
 
     Packed rows are filled first-fit from the longest down; padded ones hold neighbours in length.
 
-    Returns:
-        Indices of each micro-batch; every sequence is in exactly one.
+    Returns indices of each micro-batch; every sequence is in exactly one.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches: list[list[int]] = []

@@ -63,9 +63,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
         texts: what it is learned from; frequent words become tokens of their own.
         vocab_size: at most; 256 bytes and three special tokens are always there.
 
-    Raises:
-        UserError: `vocab_size` is too small for these.
-        MissingExtraError: transformers is not installed.
+    Raises MissingExtraError; UserError: `vocab_size` is too small for these.
     """
     transformers = import_transformers()
     with from_extra("A tokenizer", "language"):
@@ -149,11 +147,7 @@ def word_tokenizer(texts: Iterable[str], max_words: int = 4096) -> Any:
 
     Texts of these pieces decode to themselves; any other piece becomes one unknown token.
 
-    Args:
-        max_words: the most frequent ones are kept.
-
-    Raises:
-        MissingExtraError: transformers is not installed.
+    `max_words`: the most frequent ones are kept. Raises MissingExtraError: transformers is not installed.
     """
     transformers = import_transformers()
     with from_extra("A tokenizer", "language"):

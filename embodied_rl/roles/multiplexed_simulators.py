@@ -37,13 +37,8 @@ class MultiplexedSimulators(Simulators):
     """The slots of an `EnvManager`, whose episodes move between hosts."""
 
     def __init__(self, manager: Simulators, plan: HostPlan, *, keep_spans: bool = False) -> None:
-        """
-        Args:
-            manager: made with ``autoreset=False``, and with workers that each belong to one host (`worker_slots`).
-
-        Raises:
-            UserError: the simulator's episodes cannot be moved, or there are not enough slots or workers.
-        """
+        """`manager`: made with ``autoreset=False``, and with workers that each belong to one host (`worker_slots`).
+        Raises UserError: the simulator's episodes cannot be moved, or there are not enough slots or workers."""
         if manager.spec.steps_together:
             raise UserError(
                 f"hybrid.placement=multiplexed moves single episodes, and those of task '{manager.spec.task}' step together. The nearest "

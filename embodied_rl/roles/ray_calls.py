@@ -35,10 +35,7 @@ def outcome_of(task: Callable[[], Any]) -> Outcome:
 def value_of(reference: Reference, role: str, *, can_give_up: bool = True) -> Any:
     """What an actor's method returned. Raises RoleLost, and what was raised there.
 
-    Args:
-        reference: of what the method returns.
-        role: of the actor.
-        can_give_up: a run that is to end may do without the answer (see `stopping`).
+    `can_give_up`: a run that is to end may do without the answer (see `stopping`).
     """
     try:
         while not ray.wait([reference], timeout=_SLICE_S)[0]:

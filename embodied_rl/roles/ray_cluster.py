@@ -110,8 +110,7 @@ def _listed(needs: Sequence[Need]) -> str:
 def _place(needs: Sequence[Need], nodes: list[Mapping[str, float]], apart: bool, first: int = 0) -> bool:
     """Whether the actors fit the nodes, by trying; equal nodes are tried once, and equal actors (which follow one another) in order.
 
-    Args:
-        first: the first node that the first actor may have.
+    `first`: the first node that the first actor may have.
     """
     if not needs:
         return True

@@ -142,11 +142,7 @@ class RolloutWorker:
     def take_model(self, files: ModelFiles) -> None:
         """Begin to act. Once; weights come with `load`.
 
-        Args:
-            files: what the language model is; none where no policy speaks.
-
-        Raises:
-            UserError: a backend or an agent cannot use the model.
+        `files`: what the language model is; none where no policy speaks. Raises UserError: a backend or an agent cannot use the model.
         """
         assert self._collector is None, "a worker has one model"
         config, first = self.config, self.streams[0]

@@ -36,7 +36,6 @@ class WorkerProcess:
         """Start the process; `call("describe")` waits until it plays.
 
         Args:
-            config: of what it plays.
             share: of the groups, where others play the rest.
             gpu: the only one that it sees; None: as this process does.
         """

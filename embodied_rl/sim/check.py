@@ -129,7 +129,6 @@ def check_sim(
         seed: of the actions and episodes.
         new_processes: also compare with new Python processes; a factory that cannot be imported there (a lambda, a class of
             ``__main__``) skips these.
-        timeout_s: for each new process.
 
     Raises:
         UserError: the simulator cannot be built because of the user's arguments, missing packages or assets.

@@ -26,8 +26,6 @@ def filmed(config: SimConfig, size: int, cameras: Sequence[str] = ()) -> SimConf
     A fault ends the filming: a driver that kills the process does so every time, and trying again only takes longer to say so.
 
     Args:
-        config: what to film.
-        size: pixels.
         cameras: names of the simulator's cameras, or "default"; none: the default one. `render` then gives their pictures one below
             the other, [cameras · H, W, 3].
     """

@@ -70,7 +70,6 @@ def instrumented(
     """The same simulator with further parts in its observation.
 
     Args:
-        config: of the plain simulator.
         expert: ``package.module:Attribute`` that makes an `Expert`; None: no part ``expert_action``.
         physics: whether to show the physical state.
         image_size: pixels of the longer side of a picture; None: no picture.

@@ -64,8 +64,6 @@ class EnvManager(WorkerSimulators):
         """Start the workers and wait for their simulators.
 
         Args:
-            factory: how a worker builds its environments.
-            num_slots: environments in all.
             num_workers: processes; None: as many as there are cores.
             num_groups: contiguous groups of slots that will be stepped in turns; each worker then has a share of each group.
             seeds: of the episodes; None: training seeds of 0.
@@ -73,7 +71,6 @@ class EnvManager(WorkerSimulators):
             max_episode_steps: an episode is cut after so many steps.
             chunk_size: K > 1: a message holds up to K actions that the worker plays without coming back.
             autoreset: a slot whose episode ended begins the next one in the same step; False: it waits for `begin`.
-            faults: what happens when a worker fails.
             placement: "none", "pack", "spread", "near_gpu" or "auto": which cores and memory each worker is bound to.
             gpus: whose node "near_gpu" and "auto" look for: those that take the observations.
             spare_workers: workers built ahead, that take a failed one's place at once.

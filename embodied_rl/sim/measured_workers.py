@@ -118,8 +118,7 @@ def _measured(
 ) -> tuple[WorkerChoice, bool]:
     """Start the others too, measure all, and leave the chosen one in `found` if it is as it was at its start.
 
-    Returns:
-        The choice, and whether it was measured steadily enough to be remembered: other work on the machine may have come in between.
+    Returns the choice, and whether it was measured steadily enough to be remembered: other work on the machine may have come in between.
     """
     for number, start in others.items():
         found[number] = start()

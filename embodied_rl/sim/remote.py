@@ -43,8 +43,6 @@ def make(
     """`num_envs` environments of a service, each in its own process there.
 
     Args:
-        num_envs: environments of this client.
-        url: of the service.
         sim: the simulator's name in the service's catalogue; not for ROCK.
         task: another task of it; None: its own. For ROCK, the environment's id.
         protocol: "embodied_rl", or "rock" for ``/apis/v1/envs/gem/…``.

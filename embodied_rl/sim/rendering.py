@@ -38,8 +38,7 @@ def configure_rendering() -> dict[str, str]:
 
     Call it before mujoco, sapien or pygame is imported. A variable that is set is never changed.
 
-    Returns:
-        The environment variables that this call set; empty when there was nothing to choose.
+    Returns the environment variables that this call set; empty when there was nothing to choose.
     """
     chosen: dict[str, str] = {}
     if not has_display():

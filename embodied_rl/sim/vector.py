@@ -130,7 +130,6 @@ class ManagerVectorEnv(VectorEnv):
         """How the view reports an episode's end (https://farama.org/Vector-Autoreset-Mode).
 
         Args:
-            manager: whose slots are shown.
             autoreset_mode: SAME_STEP: the step that ends an episode gives the next one's first observation, and the last one in
                 ``infos["final_obs"]``. NEXT_STEP, gymnasium's own default, which some of its wrappers insist on: it gives the last
                 observation; the next step ignores the slot's action and gives the first one, with reward 0. DISABLED: a slot whose episode

@@ -122,11 +122,8 @@ class WorkerSimulators(Simulators):
     def restore(self, slots: Slots, snapshots: Sequence[Snapshot]) -> StepBatch:
         """Take up saved episodes in these slots, whatever they were doing; their seeds, and those of later episodes, come along.
 
-        Returns:
-            The batch of these slots: `observation` as it was saved. `last_drift` then holds how far each replayed one was off.
-
-        Raises:
-            SnapshotError: a snapshot of another task or chunk size.
+        Returns the batch of these slots: `observation` as it was saved. `last_drift` then holds how far each replayed one was off.
+        Raises SnapshotError: a snapshot of another task or chunk size.
         """
         pool = self._live_pool()
         self._drain()
@@ -195,9 +192,7 @@ class WorkerSimulators(Simulators):
     def switch(self, factory: SimFactory, *, keep: bool = False) -> None:
         """Go over to another task: at once where `prepare` was called in time. `reset` comes next.
 
-        Args:
-            factory: of the other task.
-            keep: leave the present task's workers as they are, so that switching back is immediate too.
+        `keep`: leave the present task's workers as they are, so that switching back is immediate too.
         """
         pool = self._live_pool()
         if factory.key == pool.factory.key:

@@ -399,11 +399,8 @@ class FlowPolicy(Policy, Generic[Context]):
     def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
         """Denoise actions.
 
-        Args:
-            noise: [B, noise_width] standard normal. None: the ordinary equation from one fixed draw, for every row the same.
-
-        Returns:
-            Recorded actions [B, W], their log-probabilities [B, L] and values [B].
+        `noise`: [B, noise_width] standard normal. None: the ordinary equation from one fixed draw, for every row the same.
+        Returns recorded actions [B, W], their log-probabilities [B, L] and values [B].
         """
         context = self.model.context(observation)
         features = self.model.features(context)

@@ -33,11 +33,8 @@ def load_weights(
 ) -> None:
     """Fill a model that was made on the meta device, shard by shard: never more than the model and one tensor are in memory.
 
-    Args:
-        optional: names that the main files need not hold (they come from files of their own).
-
-    Raises:
-        UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape.
+    `optional`: names that the main files need not hold (they come from files of their own).
+    Raises UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape.
     """
     wanted = model.state_dict()
     found: set[str] = set()

@@ -113,14 +113,9 @@ class VLAPolicy(Policy):
     def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
         """Resize images, tokenize instructions, scale the robot's state: once, so that training need not do it in every epoch.
 
-        Args:
-            observation: {key: array or tensor [B, ...]}; instructions are an object array of str.
-
-        Returns:
-            images uint8 [B, I, S, S, 3], input_ids int64 [B, P], prompt_mask bool [B, P], proprio float32 [B, dim]; on the CPU.
-
-        Raises:
-            UserError: an image has a wrong dtype or shape, an instruction is empty or too long.
+        `observation`: {key: array or tensor [B, ...]}; instructions are an object array of str.
+        Returns images uint8 [B, I, S, S, 3], input_ids int64 [B, P], prompt_mask bool [B, P], proprio float32 [B, dim]; on the CPU.
+        Raises UserError: an image has a wrong dtype or shape, an instruction is empty or too long.
         """
         options = self.options
         pictures = [self._pictures(_numpy(observation[key]), key) for key in options.cameras]

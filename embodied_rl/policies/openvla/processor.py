@@ -69,11 +69,8 @@ def range_of(
 ) -> Range:
     """Read one data set's range out of a checkpoint's statistics.
 
-    Args:
-        key: the data set; None where the checkpoint has only one.
-
-    Raises:
-        UserError: no such data set (the choices are listed), or its entry lacks something.
+    `key`: the data set; None where the checkpoint has only one.
+    Raises UserError: no such data set (the choices are listed), or its entry lacks something.
     """
     name = resolve_key(norm_stats, key)
     entry = norm_stats[name]
@@ -305,9 +302,7 @@ class OpenVLAProcessor:
     def from_pretrained(directory: str | Path, config: OpenVLAConfig | None = None) -> OpenVLAProcessor:
         """Read the tokenizer and, where there is one, `preprocessor_config.json`.
 
-        Raises:
-            UserError: no tokenizer in the folder, or a preprocessor of another kind.
-            MissingExtraError: transformers is not installed.
+        Raises MissingExtraError; UserError: no tokenizer in the folder, or a preprocessor of another kind.
         """
         directory = Path(directory)
         config = config or OpenVLAConfig.read(directory)

@@ -49,20 +49,14 @@ class AlohaSim(MujocoSim):
 
     Args:
         task: "AlohaTransferCube-v0" or "AlohaInsertion-v0".
-        num_envs: environments in this process.
         observation: "state" is ``state`` [35] or [42]: joint positions 14 and velocities 14 (grippers normalised), then the objects'
             poses, position and quaternion; "pixels" the camera as ``rgb``; "pixels_agent_pos" the same and ``agent_pos`` [14].
         camera: observed camera: "top", "angle", "front_close", "left_pillar" or "right_pillar".
-        image_height: pixels of the observed picture.
-        image_width: pixels of the observed picture.
         max_episode_steps: steps until an episode is truncated, 50 a second.
         max_target_step_rad: a joint's target is moved to within this of its present position, because the physics of these scenes
             diverges under targets far away (random ones, say); recorded demonstrations stay well below it. None: as gym-aloha, no limit.
-        render_size: pixels a side of `render`'s picture.
 
-    Raises:
-        MissingExtraError: gym-aloha or dm_control is not installed.
-        UserError: unknown task, observation or camera.
+    Raises MissingExtraError; UserError: unknown task, observation or camera.
     """
 
     def __init__(

@@ -168,11 +168,7 @@ _GRASP_M = 0.012
 class PandaMotion:
     """Displacements of the gripper as actions of the environment's control mode.
 
-    Args:
-        env: a ManiSkill environment of one scene with a single Panda.
-
-    Raises:
-        UserError: another robot or control mode.
+    `env`: a ManiSkill environment of one scene with a single Panda. Raises UserError: another robot or control mode.
     """
 
     def __init__(self, env: BaseEnv) -> None:

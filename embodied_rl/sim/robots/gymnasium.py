@@ -362,12 +362,7 @@ class VectorEnvSim(SimEnv):
 
     Its episodes cannot be taken up again one by one: to replay one's actions would step all the others.
 
-    Args:
-        env: the vector environment.
-        task: name in the spec; by default the registered id.
-
-    Raises:
-        UserError: it resets by itself, or has spaces that cannot be adapted.
+    `task`: name in the spec; by default the registered id. Raises UserError: it resets by itself, or has spaces that cannot be adapted.
     """
 
     def __init__(self, env: VectorEnv, task: str | None = None) -> None:

@@ -78,13 +78,9 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
 
     Args:
         task: id such as "FetchPushDense-v4", "HandReachDense-v3", "AdroitHandDoor-v1", "FrankaKitchen-v1" or "AntMaze_UMazeDense-v5".
-        num_envs: environments in this process.
-        render_size: pixels a side of `render`'s picture.
         **kwargs: passed to the task: ``max_episode_steps``, the kitchen's ``tasks_to_complete``, a maze's ``maze_map``, …
 
-    Raises:
-        MissingExtraError: gymnasium-robotics is not installed.
-        UserError: unknown task or argument.
+    Raises MissingExtraError; UserError: unknown task or argument.
     """
     known = set(tasks())
     if task not in known:

@@ -42,7 +42,6 @@ class KeyDoor(SimEnv):
 
     Args:
         num_envs: environments in this process; stepping many costs hardly more than one.
-        task: only "KeyDoor".
         render_size: width in pixels of `render`'s picture; its height is half of it.
 
     Raises:

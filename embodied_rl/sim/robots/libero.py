@@ -75,24 +75,19 @@ class LiberoSim(RobosuiteSim):
     (s // n) mod (number of states); as many consecutive seeds as there are pairs visit each pair once.
 
     Args:
-        num_envs: environments in this process.
         task: "libero_spatial/3" (number in its suite), "libero_goal/put_the_bowl_on_the_stove", or a suite, "libero_spatial".
         observation: "rgb": the cameras, and ``state`` [8]: position of the end effector in metres, its orientation as axis-angle,
             positions of the two fingers. "state": the robot's and the objects' state as one vector, without cameras; a single task only.
         init_states: which of the 50 stored states episodes start from. "split": the last ten for held-out seeds (evaluation), the first
             forty for training seeds, so that the two never meet. "train" or "test": those parts for all seeds. "all": all 50,
             as published results have it (policies trained on recorded data that never saw these states).
-        image_size: pixels a side of the observed pictures.
         cameras: the first is ``rgb``, the others ``rgb.<camera>``.
         orientation: "upright", "raw" or "rotated": see `ORIENTATIONS`.
         assets_dir: folder of the meshes and textures; None: see `assets_folder`.
         max_episode_steps: None: the suite's limit, counted after settling.
         render_size: pixels a side of `render`'s picture (always upright).
 
-    Raises:
-        MissingExtraError: LIBERO or robosuite is not installed.
-        MissingAssetsError: meshes and textures are not there; the message holds the command that fetches them.
-        UserError: unknown suite, task, observation, camera or choice of states.
+    Raises MissingExtraError, MissingAssetsError; UserError: unknown suite, task, observation, camera or choice of states.
     """
 
     def __init__(

@@ -136,7 +136,6 @@ def make(
         task: id such as "PushCube-v1".
         num_envs: environments, each with its own scene.
         render: prepare for `render`; needs Vulkan, and costs seconds of start-up and memory.
-        render_size: pixels a side of `render`'s picture.
         camera_size: pixels a side of the cameras of an image `obs_mode`; None: what the task says. ``sensor_configs`` of one
             camera, by its name, goes before it.
         batched: step all environments through ManiSkill's batched code (`maniskill_batch`), with equal numbers in a quarter of the
@@ -145,10 +144,7 @@ def make(
         **kwargs: ManiSkill's own: ``obs_mode`` ("state", "rgb", "rgb+segmentation+state", …; see `maniskill_observation`),
             ``control_mode``, ``reward_mode``, ``robot_uids``, ``sensor_configs``, …
 
-    Raises:
-        MissingExtraError: ManiSkill is not installed.
-        MissingAssetsError: the task's meshes are not on this machine; the message holds the command that fetches them.
-        UserError: unknown task, rejected argument, or no Vulkan where pictures are asked for.
+    Raises MissingExtraError, MissingAssetsError; UserError: unknown task, rejected argument, or no Vulkan where pictures are asked for.
     """
     require_known(task)
     require_assets(task)

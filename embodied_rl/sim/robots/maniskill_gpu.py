@@ -49,7 +49,6 @@ def make(
         num_envs: environments, all in one scene graph.
         device: "cuda" or "cuda:1"; "cpu" runs the same code for a single environment, which is how it is tested without a GPU.
         render: prepare for `render`; needs Vulkan.
-        render_size: pixels a side of `render`'s picture.
         camera_size: pixels a side of the cameras of an image `obs_mode`; None: what the task says.
         **kwargs: ManiSkill's own: ``obs_mode``, ``control_mode``, ``reward_mode``, ``robot_uids``, ``sim_config``, …
 

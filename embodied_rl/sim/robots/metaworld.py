@@ -53,17 +53,13 @@ def make(
 
     Args:
         task: name such as "drawer-open-v3"; or "MT10", "MT25" or "MT50"; with `tasks`, a name for that list.
-        num_envs: environments in this process.
-        render_size: pixels a side of `render`'s picture.
         camera: "corner", "corner2", "corner3", "corner4", "topview", "behindGripper" or "gripperPOV".
         tasks: names of the tasks of a multi-task simulator of your own.
         one_hot: multi-task: "part" adds the task, one-hot over the tasks, as the part ``task``; "state" appends it to ``state``, for
             policies that read one vector (Meta-World's own convention); with "none" only the instruction distinguishes the tasks.
         ahead: multi-task: build an environment of every task at the start, instead of when its first episode begins.
 
-    Raises:
-        MissingExtraError: Meta-World is not installed.
-        UserError: unknown task, camera or choice of `one_hot`, or an empty list of tasks.
+    Raises MissingExtraError; UserError: unknown task, camera or choice of `one_hot`, or an empty list of tasks.
     """
     classes = _classes()
     if tasks is None and task not in SETS:
@@ -107,14 +103,7 @@ class MultiTaskSim(SimEnv):
     Every episode has the part ``instruction``, the task as text. An environment of a task is built when it is first needed, goes back
     to the process's stock when its slot begins an episode of another task, and is taken from there by the next slot that needs it.
 
-    Args:
-        num_envs: slots of this process.
-        name: task in the spec.
-        tasks: names of tasks.
-        camera: see `make`.
-        render_size: see `make`.
-        one_hot: see `make`.
-        ahead: see `make`.
+    `name`: task in the spec.
     """
 
     many_tasks = True

@@ -40,10 +40,8 @@ class MjcfSim(MujocoSim):
     Snapshots are exact.
 
     Args:
-        num_envs: environments in this process.
         task: path of an MJCF file, or the name of a scene of this package (see `tasks`).
         frame_skip: physics steps of one control step.
-        max_episode_steps: control steps until an episode is truncated.
         observe: parts of the observation ``state``, in this order: see `STATE_PARTS`.
         reward: ``package.module:function`` of (model, data) → float, called after each control step with everything in
             ``data`` computed for the new state; None: no reward.
@@ -55,9 +53,7 @@ class MjcfSim(MujocoSim):
         randomise: ``package.module:function`` of (model, data, rng: numpy.random.Generator) → None, called after that: places goals, say.
             All environments share the model: the function must change only `data`.
         camera: also observe ``rgb`` [image_size, image_size, 3] from this camera; None: no picture.
-        image_size: pixels a side of the observed picture.
         render_camera: camera of `render`: a name, or -1, the free camera.
-        render_size: pixels a side of `render`'s picture.
         instruction: the robot's task as text.
 
     Raises:
@@ -190,9 +186,7 @@ make = MjcfSim
 def load_model(task: str) -> MjModel:
     """The MjModel of an MJCF file or of a scene of this package.
 
-    Raises:
-        UserError: there is no such file, or MuJoCo rejects it (the message is MuJoCo's own).
-        MissingExtraError: MuJoCo is not installed.
+    Raises MissingExtraError; UserError: there is no such file, or MuJoCo rejects it (the message is MuJoCo's own).
     """
     path = assets_dir() / "mujoco" / f"{task}.xml" if task in tasks() else Path(task).expanduser()
     if not path.is_file():

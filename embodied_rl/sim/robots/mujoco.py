@@ -271,13 +271,9 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
 
     Args:
         task: id such as "HalfCheetah-v5".
-        num_envs: environments in this process.
-        render_size: pixels a side of `render`'s picture.
         **kwargs: passed to the task: ``camera_name``, ``frame_skip``, reward weights, …
 
-    Raises:
-        UserError: unknown task or argument.
-        MissingExtraError: MuJoCo is not installed.
+    Raises MissingExtraError; UserError: unknown task or argument.
     """
     envs = [make_one(task, "mujoco", width=render_size, height=render_size, **kwargs) for _ in range(num_envs)]
     for env in envs:

@@ -229,13 +229,6 @@ def physics_of(env: gymnasium.Env) -> Physics:
 class MujocoSim(SimEnv):
     """Environments that share one MjModel and one drawing context, each with its own MjData. A subclass sets `spec`, resets, advances
     (and counts in `_elapsed`), observes one environment (`_observe`) and says what an episode consists of (`_saved`, `_take_up`).
-
-    Args:
-        model: the MjModel.
-        data: the MjData of each environment.
-        drawing: how pictures are drawn.
-        camera: of `render`.
-        render_size: pixels a side of `render`'s picture.
     """
 
     def __init__(self, model: MjModel, data: Sequence[MjData], drawing: Drawing, camera: str | int, render_size: int) -> None:

@@ -42,15 +42,10 @@ class PixelReach(MujocoSim):
     The gantry has no momentum to speak of at the end of a control step, so that one picture is the whole state.
 
     Args:
-        num_envs: environments in this process.
-        task: only "PixelReach".
         pixels: observe "rgb" [image_size, image_size, 3]; False: "state" [4] = tip (x, y) and disc (x, y) in metres.
-        image_size: pixels a side of the observation.
         render_size: pixels a side of `render`'s picture, at most 512.
 
-    Raises:
-        UserError: another task, or this machine cannot draw off-screen.
-        MissingExtraError: MuJoCo is not installed.
+    Raises MissingExtraError; UserError: another task, or this machine cannot draw off-screen.
     """
 
     def __init__(self, num_envs: int, task: str = "PixelReach", pixels: bool = True, image_size: int = 48, render_size: int = 256) -> None:

@@ -68,16 +68,12 @@ class PixelTasks(MujocoSim):
     control step, so that one picture is the whole state.
 
     Args:
-        num_envs: environments in this process.
         task: a task, or a set of them: see `INSTRUCTIONS` and `SETS`.
         reward: "sparse": 1 at a step that succeeds, else 0. "dense": that, and the decimetres by which the step came nearer (to the disc;
             of the block to its side, and of the tip to the block).
-        image_size: pixels a side of the observation.
         render_size: pixels a side of `render`'s picture, at most 512.
 
-    Raises:
-        UserError: an unknown task or reward, or this machine cannot draw off-screen.
-        MissingExtraError: MuJoCo is not installed.
+    Raises MissingExtraError; UserError: an unknown task or reward, or this machine cannot draw off-screen.
     """
 
     many_tasks = True

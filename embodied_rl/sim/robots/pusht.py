@@ -33,16 +33,10 @@ def make(task: str, num_envs: int, observation: str = "state", image_size: int =
     """`num_envs` PushT environments. The action is a target position in [0, 512]² pixels; the reward is the covered share of the goal.
 
     Args:
-        task: "PushT-v0".
-        num_envs: environments in this process.
         observation: "state" (agent x, y; block x, y, angle), "keypoints", "pixels" (part "rgb") or "pixels_agent_pos".
-        image_size: pixels a side of the observed image.
-        render_size: pixels a side of `render`'s picture.
         **kwargs: passed to gym-pusht.
 
-    Raises:
-        MissingExtraError: gym-pusht is not installed.
-        UserError: unknown task or observation.
+    Raises MissingExtraError; UserError: unknown task or observation.
     """
     known = tasks()
     if task not in known:

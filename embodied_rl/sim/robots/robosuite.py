@@ -77,7 +77,6 @@ def make(
 
     Args:
         task: name such as "Lift" or "NutAssemblySquare".
-        num_envs: environments in this process.
         robots: "Panda", "Sawyer", "IIWA", "UR5e", "Jaco", "Kinova3" or "Baxter"; two-armed tasks take two names, or one for both.
         controller: "OSC_POSE" (6 deltas of the end effector, and the gripper), "OSC_POSITION", "IK_POSE", "JOINT_POSITION",
             "JOINT_VELOCITY" or "JOINT_TORQUE".
@@ -86,15 +85,9 @@ def make(
         cameras: observed cameras: the first is ``rgb``, the others ``rgb.<camera>``; robosuite's "agentview", "frontview",
             "birdview", "sideview", "robot0_robotview", "robot0_eye_in_hand".
         image_size: pixels a side of the observed pictures; the top row comes first.
-        control_hz: control steps a second.
-        max_episode_steps: steps until an episode is truncated.
-        render_camera: camera of `render`.
-        render_size: pixels a side of `render`'s picture.
         **kwargs: robosuite's own: ``reward_shaping``, ``reward_scale``, ``placement_initializer``, ``table_full_size``, …
 
-    Raises:
-        MissingExtraError: robosuite is not installed.
-        UserError: unknown task, robot, controller, observation or camera, or an argument that robosuite rejects.
+    Raises MissingExtraError; UserError: unknown task, robot, controller, observation or camera, or an argument that robosuite rejects.
     """
     suite = import_robosuite()
     names = _checked(suite, task, observation, robots, controller)
@@ -163,14 +156,8 @@ class RobosuiteSim(SimEnv):
 
     Args:
         build: one function for each environment, which makes it.
-        task: name in the spec.
         observe_objects: whether ``state`` holds the objects' state after the robots'.
-        cameras: observed cameras.
         image_size: (height, width) of the observed pictures.
-        max_episode_steps: steps until an episode is truncated.
-        render_camera: camera of `render`.
-        render_size: pixels a side of `render`'s picture.
-        instruction: the task as text.
         multisampling: draw with the model's multisampling, as robosuite itself does.
     """
 

@@ -40,11 +40,7 @@ _ASSETS = ("mesh_", "tex_", "bvh_", "skin_", "hfield_", "flex_", "oct_", "names_
 
 
 class DataState:
-    """Captures and restores one MjData.
-
-    Args:
-        data: kept; its arrays' addresses are looked up once.
-    """
+    """Captures and restores one MjData. `data`: kept; its arrays' addresses are looked up once."""
 
     def __init__(self, data: MjData) -> None:
         self._data = data
@@ -184,9 +180,7 @@ Node = tuple[Any, ...]
 class EnvState:
     """Captures and restores one environment; must be made before its first reset, while its MuJoCo model is as constructed.
 
-    Args:
-        env: the environment with its wrappers.
-        shared: see `ModelChanges`.
+    `shared`: see `ModelChanges`.
     """
 
     def __init__(self, env: gymnasium.Env, shared: dict[str, bytes] | None = None) -> None:
@@ -259,8 +253,7 @@ class Packer:
     """Python values as a tree of tuples, each beginning with its kind. What is referred to twice is saved once and referred to, so
     that attributes which share an array or a list still share it afterwards.
 
-    Args:
-        regions: memory of the simulator, by name; arrays that are views into it are saved as their place in it.
+    `regions`: memory of the simulator, by name; arrays that are views into it are saved as their place in it.
     """
 
     def __init__(self, regions: Regions | None = None) -> None:

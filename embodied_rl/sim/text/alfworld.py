@@ -52,12 +52,8 @@ def make(
         split: train, valid_seen or valid_unseen, for training seeds.
         held_out_split: for held-out seeds.
         show_commands: list the commands that are possible, as verl-agent does.
-        max_turns: until an episode is cut.
 
-    Raises:
-        MissingExtraError: alfworld or its engine is not installed.
-        MissingAssetsError: the games are not on this machine.
-        UserError: an unknown task or split.
+    Raises MissingExtraError, MissingAssetsError; UserError: an unknown task or split.
     """
     if task not in tasks():
         raise UserError(f"ALFWorld has no task '{task}'.{did_you_mean(task, tasks())}")

@@ -42,10 +42,7 @@ def make(
         max_turns: blocks of code, until an episode is cut (and judged).
         experiment: name of AppWorld's folder of outputs.
 
-    Raises:
-        MissingExtraError: AppWorld is not installed.
-        MissingAssetsError: its data is not on this machine.
-        UserError: an unknown data set.
+    Raises MissingExtraError, MissingAssetsError; UserError: an unknown data set.
     """
     for name in (task, held_out):
         if name not in DATASETS:

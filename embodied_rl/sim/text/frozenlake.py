@@ -59,7 +59,6 @@ def make(
         num_maps: play these many maps again and again, whatever the seed; None: a new one for every seed.
         hole_reward: for falling into a hole; the goal gives 1.
         hints: a line below the board says what lies on each side of the player, and how far the goal is down and to the right.
-        render_size: pixels of a picture's side.
         picture_size: observations also hold ``rgb``, the board as a picture of about so many pixels a side; None: they do not.
 
     Raises:

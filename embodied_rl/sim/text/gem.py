@@ -119,10 +119,7 @@ def word_list_installed() -> bool:
 def require(task: str) -> None:
     """Refuse a task that cannot be made here.
 
-    Raises:
-        MissingExtraError: GEM is not installed.
-        MissingAssetsError: a word list or data set is missing; the message holds what brings it.
-        UserError: the id is unknown, or known not to work.
+    Raises MissingExtraError, MissingAssetsError; UserError: the id is unknown, or known not to work.
     """
     known = registered()
     if task not in known:
@@ -165,19 +162,13 @@ def make(
 
     Args:
         task: id such as "game:GuessTheNumber-v0-easy" or "rg:basic_arithmetic".
-        num_envs: independent environments.
         history: what the text holds: "none", the reply to the last action (and the board, where the game shows one); "observations",
             all replies so far; "conversation", all replies and actions so far.
         success_return: an episode succeeds when the sum of its rewards reaches this at its end. GEM's games give 1 in all for
             a game that is won and less otherwise, reasoning-gym 1 for a right answer.
-        observation_bytes: room for one observation (UTF-8).
-        action_bytes: room for one action (UTF-8).
         **kwargs: GEM's own, such as ``max_turns`` of a game, or ``size`` and ``seed`` of a reasoning data set.
 
-    Raises:
-        MissingExtraError: GEM is not installed.
-        MissingAssetsError: a word list or data set is missing.
-        UserError: unknown task or argument.
+    Raises MissingExtraError, MissingAssetsError; UserError: unknown task or argument.
     """
     if history not in HISTORIES:
         raise UserError(f"GEM: history='{history}' is not a choice.{did_you_mean(history, HISTORIES)}")

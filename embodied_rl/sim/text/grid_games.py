@@ -85,7 +85,6 @@ class GridSim(TurnSim):
             picture_size: observations also hold ``rgb``, a picture whose longer side has about so many pixels; None: they do not.
             colours: {letter of `GridGame.text`: colour of its tile} for pictures.
             hints: `GridGame.hint` stands below the board.
-            render_size: pixels of a picture's longer side.
         """
         self._hints = hints
         self._games = [make() for _ in range(num_envs)]

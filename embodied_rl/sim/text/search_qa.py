@@ -138,7 +138,6 @@ def make(
         reward: exact: 1 for an answer that is one of the known ones. f1: the best share of words in common.
         num_results: texts that a search shows.
         max_turns: searches and the answer together.
-        observation_bytes: room for one observation.
 
     Raises:
         MissingAssetsError: a file is missing.

@@ -70,7 +70,6 @@ def make(
         box_reward: for a box that comes onto a goal, and taken back for one that leaves it; the last box gives 1 besides.
         hints: a line below the board says what the next two cells on each side of the player hold, where the nearest box that is not
             on a goal stands, and where from there the nearest free goal lies.
-        render_size: pixels of a picture's side.
 
     Raises:
         UserError: a value out of its range.

@@ -89,14 +89,9 @@ def make(
         num_players: of a game that takes several numbers; None: the least that it takes.
         max_turns: of the agent, until an episode is cut.
         success_reward: an episode succeeds when the agent's reward at its end reaches this.
-        observation_bytes: room for one observation (UTF-8).
-        action_bytes: room for one action (UTF-8).
         **kwargs: the game's own.
 
-    Raises:
-        MissingExtraError: TextArena is not installed.
-        MissingAssetsError: the game's words are not on this machine.
-        UserError: an unknown id or argument.
+    Raises MissingExtraError, MissingAssetsError; UserError: an unknown id or argument.
     """
     known = registered()
     if task not in known:

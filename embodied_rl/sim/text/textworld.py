@@ -50,18 +50,11 @@ def make(
     """`num_envs` adventures in this process.
 
     Args:
-        num_rooms: of a world.
-        num_objects: in it.
         quest_length: actions of the shortest solution.
         num_games: play so many training games again and again (making one takes a second); None: a new one for every seed. Held-out seeds
             have games of their own.
-        show_commands: list the commands that are possible.
-        max_turns: until an episode is cut.
-        observation_bytes: room for one observation.
 
-    Raises:
-        MissingExtraError: TextWorld is not installed.
-        UserError: a value out of its range.
+    Raises MissingExtraError; UserError: a value out of its range.
     """
     if task not in tasks():
         raise UserError(f"Task '{task}' is not known. Known: TextWorld.")

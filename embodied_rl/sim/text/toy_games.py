@@ -50,12 +50,8 @@ def tasks() -> list[str]:
 def make(num_envs: int, task: str = "Taxi-v4", render_size: int = 256, **kwargs: Any) -> ToySim:
     """`num_envs` games in this process.
 
-    Args:
-        render_size: pixels of a picture's longer side.
-        **kwargs: gymnasium's own, such as ``is_slippery`` and ``map_name`` of FrozenLake.
-
-    Raises:
-        UserError: an unknown task, or an argument that it does not take.
+    `**kwargs`: gymnasium's own, such as ``is_slippery`` and ``map_name`` of FrozenLake.
+    Raises UserError: an unknown task, or an argument that it does not take.
     """
     if task not in WORDS:
         raise UserError(f"Task '{task}' is not a toy game.{did_you_mean(task, WORDS)}")

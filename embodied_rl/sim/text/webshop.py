@@ -43,7 +43,6 @@ def make(
         num_products: size of the shop, as its set-up prepared it; None: all.
         human_goals: instructions written by people, else made ones.
         show_actions: list what can be clicked.
-        max_turns: until an episode is cut.
 
     Raises:
         MissingAssetsError: WebShop, its products or its search index are not here.

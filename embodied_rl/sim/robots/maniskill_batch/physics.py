@@ -39,11 +39,7 @@ class _Buffer:
 class SceneLayout:
     """Where the values of one scene lie in its packed bytes; equal for scenes that hold the same things.
 
-    Args:
-        scene: a `sapien.Scene` with everything added.
-
-    Raises:
-        UnsupportedTask: the bytes are not laid out as expected.
+    `scene`: a `sapien.Scene` with everything added. Raises UnsupportedTask: the bytes are not laid out as expected.
     """
 
     def __init__(self, scene: sapien.Scene) -> None:
@@ -89,8 +85,7 @@ class SceneLayout:
 class BatchSystem:
     """Stands in for `PhysxGpuSystem`, which it passes for in `isinstance`.
 
-    Args:
-        scenes: `sapien.Scene`s, each with its own `PhysxCpuSystem`.
+    `scenes`: `sapien.Scene`s, each with its own `PhysxCpuSystem`.
     """
 
     def __init__(self, scenes: Sequence[sapien.Scene]) -> None:

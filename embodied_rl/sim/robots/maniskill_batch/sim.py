@@ -98,8 +98,7 @@ class BatchedTask(BaseEnv):
     def advance(self, rows: Sequence[int], action: torch.Tensor | dict[str, torch.Tensor]) -> tuple[Tensors, torch.Tensor, dict[str, Any]]:
         """One control step of some environments; `action` has a row for every one, those of the others are not looked at.
 
-        Returns:
-            Observation, reward and info of all environments.
+        Returns observation, reward and info of all environments.
         """
         with kept_rows(self, rows), self.scene.only(tuple(rows)):
             if len(rows) < self.num_envs:  # ManiSkill counts a step of all: what the task sees of the others is what they are

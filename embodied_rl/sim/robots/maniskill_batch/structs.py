@@ -116,8 +116,7 @@ def _scenes(struct: BaseStruct) -> list[int]:
 def writing(struct: BaseStruct, values: np.ndarray | sapien.Pose) -> Iterator[tuple[int, Any]]:
     """(place among the struct's objects, its row of `values`) of those in scenes that act; what was read of these is stale afterwards.
 
-    Args:
-        values: an array [n, …] with a row for each object, for each that acts, or one for all; a `sapien.Pose` is for all.
+    `values`: an array [n, …] with a row for each object, for each that acts, or one for all; a `sapien.Pose` is for all.
     """
     px, scenes = struct.scene.px, _scenes(struct)
     px.flush()
