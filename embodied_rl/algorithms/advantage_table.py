@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from embodied_rl.algorithms.catalogue import MethodInfo, described
 from embodied_rl.errors import UserError
@@ -37,197 +37,159 @@ class AdvantageInfo(MethodInfo):
 
 _TIME = ("terminated", "truncated")
 _GAE = ("reward", "value", "last_value", *_TIME, "final_value")
-_GROUP = frozenset[Need]({"groups"})
-_SINGLE = ("alone",)
+_CHUNKS: dict[str, Any] = {
+    "inputs": ("reward", "executed", *_GAE[1:]),
+    "optional_inputs": (),
+    "needs": frozenset[Need]({"critic", "chunks"}),
+}
+_DISCOUNT: dict[str, Any] = {"options": ("gamma",), "required_options": ("gamma",)}
+_MASK = ("mask",)
 _GROUPED = "embodied_rl.algorithms.grouped"
 _OVER_TIME = "embodied_rl.algorithms.advantages"
+_SEGMENTS = "embodied_rl.algorithms.segments"
+
+
+def _of_critic(name: str, function: str, summary: str, source: str, unit: Unit, **own: Any) -> AdvantageInfo:
+    """One of GAE's family, as `own` does not say otherwise."""
+    options = ("gamma", "gae_lambda")
+    family: dict[str, Any] = {
+        "inputs": _GAE,
+        "optional_inputs": _MASK,
+        "options": options,
+        "required_options": options,
+        "needs": frozenset({"critic"}),
+    }
+    target = f"{_OVER_TIME}:{function}"
+    return AdvantageInfo(name, target, summary, source, **{**family, **own}, unit=unit, layout="time", returns_value_target=True)
+
+
+def _of_groups(name: str, summary: str, source: str, *, function: str = "", **own: Any) -> AdvantageInfo:
+    """A comparison of the scores of a group, as `own` does not say otherwise."""
+    family: dict[str, Any] = {"inputs": ("score", "group"), "optional_inputs": _MASK, "options": ("alone",), "needs": frozenset({"groups"})}
+    return AdvantageInfo(name, f"{_GROUPED}:{function or name}", summary, source, **{**family, **own})
+
 
 _ADVANTAGES = (
-    AdvantageInfo(
-        name="gae",
-        target=f"{_OVER_TIME}:gae",
-        summary="A_t = delta_t + gamma lambda A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t",
-        source="Schulman et al. 2016, arXiv:1506.02438",
-        inputs=_GAE,
-        optional_inputs=("mask",),
-        options=("gamma", "gae_lambda"),
-        required_options=("gamma", "gae_lambda"),
-        unit="step",
-        layout="time",
-        returns_value_target=True,
-        needs=frozenset({"critic"}),
+    _of_critic(
+        "gae",
+        "gae",
+        "A_t = delta_t + gamma lambda A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t",
+        "Schulman et al. 2016, arXiv:1506.02438",
+        "step",
+    ),
+    _of_critic(
+        "gae_chunk",
+        "chunk_gae",
+        "gae between chunks of K' executed steps: R_t = sum gamma^k r_k, gamma^K' for gamma",
+        "Schulman et al. 2016, arXiv:1506.02438; Sutton, Precup and Singh 1999, Artificial Intelligence 112",
+        "chunk",
+        **_CHUNKS,
+    ),
+    _of_critic(
+        "gae_action",
+        "action_gae",
+        "gae through the executed steps of chunks, a value for each action of a chunk",
+        "Zang et al. 2025 (RLinf-VLA), arXiv:2510.06710",
+        "step",
+        **_CHUNKS,
     ),
     AdvantageInfo(
-        name="gae_chunk",
-        target=f"{_OVER_TIME}:chunk_gae",
-        summary="gae between chunks of K' executed steps: R_t = sum gamma^k r_k, gamma^K' for gamma",
-        source="Schulman et al. 2016, arXiv:1506.02438; Sutton, Precup and Singh 1999, Artificial Intelligence 112",
-        inputs=("reward", "executed", *_GAE[1:]),
-        options=("gamma", "gae_lambda"),
-        required_options=("gamma", "gae_lambda"),
-        unit="chunk",
-        layout="time",
-        returns_value_target=True,
-        needs=frozenset({"critic", "chunks"}),
-    ),
-    AdvantageInfo(
-        name="gae_action",
-        target=f"{_OVER_TIME}:action_gae",
-        summary="gae through the executed steps of chunks, a value for each action of a chunk",
-        source="Zang et al. 2025 (RLinf-VLA), arXiv:2510.06710",
-        inputs=("reward", "executed", *_GAE[1:]),
-        options=("gamma", "gae_lambda"),
-        required_options=("gamma", "gae_lambda"),
-        unit="step",
-        layout="time",
-        returns_value_target=True,
-        needs=frozenset({"critic", "chunks"}),
-    ),
-    AdvantageInfo(
-        name="reinforce",
-        target=f"{_OVER_TIME}:returns_to_go",
-        summary="R_t = r_t + gamma R_(t+1)",
-        source="Williams 1992, Machine Learning 8",
+        "reinforce",
+        f"{_OVER_TIME}:returns_to_go",
+        "R_t = r_t + gamma R_(t+1)",
+        "Williams 1992, Machine Learning 8",
         inputs=("reward", *_TIME),
         optional_inputs=("last_value", "final_value", "mask"),
-        options=("gamma",),
-        required_options=("gamma",),
+        **_DISCOUNT,
         unit="step",
         layout="time",
     ),
     AdvantageInfo(
-        name="reinforce_token",
-        target=f"{_OVER_TIME}:token_returns",
-        summary="G_l = r_l + gamma G_(l+1) along the row",
-        source="Williams 1992, Machine Learning 8",
+        "reinforce_token",
+        f"{_OVER_TIME}:token_returns",
+        "G_l = r_l + gamma G_(l+1) along the row",
+        "Williams 1992, Machine Learning 8",
         inputs=("reward",),
-        optional_inputs=("mask",),
-        options=("gamma",),
-        required_options=("gamma",),
+        optional_inputs=_MASK,
+        **_DISCOUNT,
         unit="token",
     ),
     AdvantageInfo(
-        name="reinforce_plus_plus",
-        target=f"{_GROUPED}:reinforce_plus_plus",
-        summary="G_l = r_l + gamma G_(l+1), whitened over the batch",
-        source="Hu et al. 2025, arXiv:2501.03262",
+        "reinforce_plus_plus",
+        f"{_GROUPED}:reinforce_plus_plus",
+        "G_l = r_l + gamma G_(l+1), whitened over the batch",
+        "Hu et al. 2025, arXiv:2501.03262",
         inputs=("reward",),
-        optional_inputs=("mask",),
+        optional_inputs=_MASK,
         options=("gamma",),
         unit="token",
     ),
-    AdvantageInfo(
-        name="reinforce_plus_plus_baseline",
-        target=f"{_GROUPED}:reinforce_plus_plus_baseline",
-        summary="s - mean of the group, whitened over the batch",
-        source="Hu et al. 2025, arXiv:2501.03262",
+    _of_groups(
+        "reinforce_plus_plus_baseline",
+        "s - mean of the group, whitened over the batch",
+        "Hu et al. 2025, arXiv:2501.03262",
         inputs=("score", "group", "mask"),
-        options=_SINGLE,
-        needs=_GROUP,
+        optional_inputs=(),
     ),
-    AdvantageInfo(
-        name="grpo",
-        target=f"{_GROUPED}:grpo",
-        summary="(s - mean) / (std + 1e-6) of the group",
-        source="Shao et al. 2024, arXiv:2402.03300",
-        inputs=("score", "group"),
-        optional_inputs=("mask",),
-        options=_SINGLE,
-        fixed={"std": True},
-        needs=_GROUP,
-    ),
-    AdvantageInfo(
-        name="dr_grpo",
-        target=f"{_GROUPED}:grpo",
-        summary="s - mean of the group",
-        source="Liu et al. 2025, arXiv:2503.20783",
-        inputs=("score", "group"),
-        optional_inputs=("mask",),
-        options=_SINGLE,
-        fixed={"std": False},
-        needs=_GROUP,
-    ),
-    AdvantageInfo(
-        name="rloo",
-        target=f"{_GROUPED}:rloo",
-        summary="s - mean of the others of the group",
-        source="Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740",
-        inputs=("score", "group"),
-        optional_inputs=("mask",),
-        options=_SINGLE,
-        needs=_GROUP,
-    ),
-    AdvantageInfo(
-        name="remax",
-        target=f"{_GROUPED}:remax",
-        summary="s - score of the greedy rollout",
-        source="Li et al. 2023, arXiv:2310.10505",
+    _of_groups("grpo", "(s - mean) / (std + 1e-6) of the group", "Shao et al. 2024, arXiv:2402.03300", fixed={"std": True}),
+    _of_groups("dr_grpo", "s - mean of the group", "Liu et al. 2025, arXiv:2503.20783", function="grpo", fixed={"std": False}),
+    _of_groups("rloo", "s - mean of the others of the group", "Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740"),
+    _of_groups(
+        "remax",
+        "s - score of the greedy rollout",
+        "Li et al. 2023, arXiv:2310.10505",
         inputs=("score", "greedy_score"),
-        optional_inputs=("mask",),
+        options=(),
         needs=frozenset({"greedy_baseline"}),
     ),
-    AdvantageInfo(
-        name="opo",
-        target=f"{_GROUPED}:opo",
-        summary="s - sum(l s) / sum(l) of the group, l the rows' lengths",
-        source="Hao et al. 2025, arXiv:2505.23585",
-        inputs=("score", "group"),
+    _of_groups(
+        "opo",
+        "s - sum(l s) / sum(l) of the group, l the rows' lengths",
+        "Hao et al. 2025, arXiv:2505.23585",
         optional_inputs=("mask", "length"),
-        options=_SINGLE,
-        needs=_GROUP,
     ),
-    AdvantageInfo(
-        name="gpg",
-        target=f"{_GROUPED}:gpg",
-        summary="(s - mean of the group) · B / number of rows that are not 0",
-        source="Chu et al. 2025, arXiv:2504.02546",
-        inputs=("score", "group"),
-        optional_inputs=("mask",),
+    _of_groups(
+        "gpg",
+        "(s - mean of the group) · B / number of rows that are not 0",
+        "Chu et al. 2025, arXiv:2504.02546",
         options=("nonzero", "alone"),
-        needs=_GROUP,
     ),
-    AdvantageInfo(
-        name="pass_at_k",
-        target=f"{_GROUPED}:pass_at_k",
-        summary="best row of the group: best - second best; 0 for the others",
-        source="Tang et al. 2025, arXiv:2503.19595",
-        inputs=("score", "group"),
-        optional_inputs=("mask",),
+    _of_groups(
+        "pass_at_k",
+        "best row of the group: best - second best; 0 for the others",
+        "Tang et al. 2025, arXiv:2503.19595",
         options=("std",),
-        needs=_GROUP,
     ),
     AdvantageInfo(
-        name="gigpo",
-        target="embodied_rl.algorithms.anchors:gigpo",
-        summary="grpo of episodes + w · grpo of the steps taken from equal observations of the group",
-        source="Feng et al. 2025, arXiv:2505.10978",
+        "gigpo",
+        "embodied_rl.algorithms.anchors:gigpo",
+        "grpo of episodes + w · grpo of the steps taken from equal observations of the group",
+        "Feng et al. 2025, arXiv:2505.10978",
         inputs=("episode_return", "step_return", "group", "trajectory", "anchor_group"),
-        optional_inputs=("mask",),
+        optional_inputs=_MASK,
         options=("step_weight", "statistics", "normalize", "alone"),
         unit="step",
         needs=frozenset({"groups", "anchors", "trajectories"}),
     ),
     AdvantageInfo(
-        name="segment_returns",
-        target="embodied_rl.algorithms.segments:segment_returns",
-        summary="G_k = r_k + gamma G_(k+1) over the turns of a row, shared by a turn's tokens",
-        source="Wang et al. 2025 (ROLL), arXiv:2506.06122",
+        "segment_returns",
+        f"{_SEGMENTS}:segment_returns",
+        "G_k = r_k + gamma G_(k+1) over the turns of a row, shared by a turn's tokens",
+        "Wang et al. 2025 (ROLL), arXiv:2506.06122",
         inputs=("reward", "mask"),
         optional_inputs=("chunk_id",),
-        options=("gamma",),
-        required_options=("gamma",),
+        **_DISCOUNT,
         unit="chunk",
         needs=frozenset({"chunks"}),
     ),
     AdvantageInfo(
-        name="ipa",
-        target="embodied_rl.algorithms.segments:chunk_returns",
-        summary="G_k = gamma^(distance to the last chunk) · R_final, shared by a chunk's tokens",
-        source="Wang et al. 2025 (ROME), arXiv:2512.24873",
+        "ipa",
+        f"{_SEGMENTS}:chunk_returns",
+        "G_k = gamma^(distance to the last chunk) · R_final, shared by a chunk's tokens",
+        "Wang et al. 2025 (ROME), arXiv:2512.24873",
         inputs=("score", "mask"),
         optional_inputs=("chunk_id",),
-        options=("gamma",),
-        required_options=("gamma",),
+        **_DISCOUNT,
         unit="chunk",
         needs=frozenset({"chunks"}),
     ),
