@@ -102,3 +102,11 @@ class TokenDistribution:
     def entropy(self) -> Tensor:
         """[B, L] in nats."""
         return -(self.log_probs.exp() * self.log_probs).sum(dim=-1)
+
+
+def mean_of_steps(loss: Tensor, mask: Tensor | None) -> Tensor:
+    """[B] mean of the losses [B, L] of a chunk's tokens over the steps that exist, [B, K] bool; None: all."""
+    if mask is None:
+        return loss.mean(-1)
+    counted = mask.to(loss.device).repeat_interleave(loss.shape[1] // mask.shape[1], dim=1)
+    return torch.where(counted, loss, torch.zeros_like(loss)).sum(-1) / counted.sum(-1).clamp_min(1)

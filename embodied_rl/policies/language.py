@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,9 +138,6 @@ class LanguagePolicy(TrainedModule):
         """Keep the present weights as the reference. With LoRA nothing is copied: the reference is the model without it."""
         if not self.has_lora:
             self.reference = (copy.deepcopy(self.model).eval().requires_grad_(False),)
-
-    def update_statistics(self, observation: Mapping[str, Tensor]) -> None:
-        """See `Policy`: texts have none."""
 
     def expand_images(self, prompt_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
         """[P'] int64: a prompt with as many placeholders as its images take tokens. Raises UserError as `VisionInputs.expand` does."""

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_rl.config import TinyVLAConfig
 from embodied_rl.errors import UserError
-from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution
+from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution, mean_of_steps
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, image_of, instructions_of, vector_of
 from embodied_rl.types import SimSpec
 
@@ -176,9 +176,6 @@ class TinyVLAPolicy(Policy):
         """[B], or [B, K] with policy.value=action."""
         return self._value(self._memory(observation))
 
-    def update_statistics(self, observation: TensorObservation) -> None:
-        """Nothing: pixels are scaled by constants."""
-
     def cloning_loss(self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None) -> Tensor:
         """[B] mean cross-entropy of the recorded actions' tokens.
 
@@ -191,11 +188,7 @@ class TinyVLAPolicy(Policy):
             ready["image"] = random_shift(ready["image"], self.config.cloning_shift)
         memory = self._memory(ready)
         tokens = self.units_of(action).to(memory[0].device)
-        loss = -self._scores(memory, tokens).log_prob(tokens)
-        if mask is None:
-            return loss.mean(-1)
-        counted = mask.to(loss.device).repeat_interleave(self.spec.action.dim, dim=1)
-        return torch.where(counted, loss, torch.zeros_like(loss)).sum(-1) / counted.sum(-1).clamp_min(1)
+        return mean_of_steps(-self._scores(memory, tokens).log_prob(tokens), mask)
 
     def units_of(self, action: Tensor) -> Tensor:
         """Chunks [B, K, A], normalised by the simulator's bounds → token ids [B, L]."""

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import select
 import socket
 import sys
@@ -182,11 +183,8 @@ class _Host:
         self._asked: dict[str, Callable[..., None]] = {
             "submit": self._submit,
             "abort": self._abort,
-            "pause": self._pause,
-            "resume": self._resume,
             "load": self._load,
-            "release_memory": self._release_memory,
-            "restore_memory": self._restore_memory,
+            **{name: functools.partial(self._do, name) for name in ("pause", "resume", "release_memory", "restore_memory")},
         }
         """What may be asked, by name."""
 
@@ -219,14 +217,16 @@ class _Host:
         if not self._stands:
             self._send(self.backend.poll(1, 0.0))
 
-    def _pause(self) -> None:
-        self.backend.pause()
-        self._stands = True
-        self._done()
-
-    def _resume(self) -> None:
-        self.backend.resume()
-        self._stands = False
+    def _do(self, what: str) -> None:
+        backend = self.backend
+        calls: dict[str, Callable[[], object]] = {
+            "pause": backend.pause,
+            "resume": backend.resume,
+            "release_memory": backend.release_memory,
+            "restore_memory": backend.restore_memory,
+        }
+        calls[what]()
+        self._stands = what == "pause" or (self._stands and what != "resume")
         self._done()
 
     def _load(self, version: int, path: str) -> None:
@@ -235,14 +235,6 @@ class _Host:
         with self._reader[1].hold() as held:
             assert held.version == version, "weights are published before they are announced"
             self.backend.load_weights(version, held.tensors.items())
-        self._done()
-
-    def _release_memory(self) -> None:
-        self.backend.release_memory()
-        self._done()
-
-    def _restore_memory(self) -> None:
-        self.backend.restore_memory()
         self._done()
 
     def _done(self) -> None:

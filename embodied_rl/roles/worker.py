@@ -284,19 +284,8 @@ class RolloutWorker:
         return figures if self.lease is None else {**figures, **self.lease.figures()}
 
 
-_ASKED: dict[str, Callable[..., Any]] = {
-    "describe": RolloutWorker.describe,
-    "texts": RolloutWorker.texts,
-    "take_model": RolloutWorker.take_model,
-    "load": RolloutWorker.load,
-    "restart": RolloutWorker.restart,
-    "play": RolloutWorker.play,
-    "demonstrate": RolloutWorker.demonstrate,
-    "evaluate": RolloutWorker.evaluate,
-    "episodes": RolloutWorker.episodes,
-    "take_up": RolloutWorker.take_up,
-    "peek": RolloutWorker.peek,
-}
+_NAMES = ("describe", "texts", "take_model", "load", "restart", "play", "demonstrate", "evaluate", "episodes", "take_up", "peek")
+_ASKED: dict[str, Callable[..., Any]] = {name: vars(RolloutWorker)[name] for name in _NAMES}
 """What may be asked of a worker by name."""
 
 

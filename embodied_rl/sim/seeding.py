@@ -6,10 +6,21 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+
+One = TypeVar("One")
 
 HELD_OUT_START = 2**30
 """Training seeds lie below this, held-out seeds at or above it, so that the two never meet."""
+
+
+def chosen(seed: int, training: Sequence[One], held_out: Sequence[One]) -> One:
+    """The one that an episode is about: held-out seeds take the held-out ones in turn, others draw from those for training."""
+    if seed >= HELD_OUT_START:
+        return held_out[(seed - HELD_OUT_START) % len(held_out)]
+    return training[int(np.random.default_rng(seed).integers(len(training)))]
 
 
 @dataclass(frozen=True)

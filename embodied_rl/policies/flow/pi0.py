@@ -117,9 +117,6 @@ class PI0Model(VelocityModel[PI0Context]):
         context.cache.crop(prefix)
         return output.logits.to(x.dtype)
 
-    def update_statistics(self, observation: TensorObservation) -> None:
-        """Nothing: states are scaled by the checkpoint's constants."""
-
 
 VALUE_HEAD, NOISE_NET, STATISTICS = "value_head.safetensors", "noise_net.safetensors", "flow_statistics.json"
 _EPSILON = 1e-8

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.config.policy import VLAOptions
 from embodied_rl.errors import UserError, did_you_mean, from_extra
-from embodied_rl.policies.action_tokens import TokenDistribution
-from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation
+from embodied_rl.policies.action_tokens import TokenDistribution, mean_of_steps
+from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, instructions_of
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape, shapes_of
 from embodied_rl.policies.openvla.generation import Accelerated, generate
@@ -119,7 +119,8 @@ class VLAPolicy(Policy):
         """
         options = self.options
         pictures = [self._pictures(_numpy(observation[key]), key) for key in options.cameras]
-        prompts = self.processor.prompts(self._instructions(observation, len(pictures[0])), options.prompt_tokens)
+        texts = instructions_of(observation, self.spec, options.instruction, options.instruction_key, len(pictures[0]))
+        prompts = self.processor.prompts(texts, options.prompt_tokens)
         prepared = {"images": torch.from_numpy(np.stack(pictures, axis=1)), "input_ids": prompts.input_ids, "prompt_mask": prompts.mask}
         if self.proprio_range is not None:
             state = self.proprio_range.normalise(_numpy(observation[options.proprio_key]))
@@ -130,17 +131,6 @@ class VLAPolicy(Policy):
         if self.options.image_recipe == "libero":
             return libero_images(images, self.model.config.image_size)
         return self.processor.images(images, key=key)
-
-    def _instructions(self, observation: Mapping[str, Any], rows: int) -> list[str]:
-        fixed = self.options.instruction
-        if fixed is None and self.options.instruction_key in observation:
-            return [str(text) for text in observation[self.options.instruction_key]]
-        text = self.spec.instruction if fixed is None else fixed
-        if text is None:
-            raise UserError(
-                f"Task '{self.spec.task}' gives no instruction. OpenVLA acts on language: set policy.instruction='put the … on the …'."
-            )
-        return [text] * rows
 
     def _inputs(self, observation: Mapping[str, Any]) -> tuple[dict[str, Tensor | None], bool]:
         """Prepared tensors on the model's device, and whether a prompt is padded."""
@@ -188,9 +178,6 @@ class VLAPolicy(Policy):
         tensors, padded = self._inputs(observation)
         return self._value(self._state(tensors, padded=padded))
 
-    def update_statistics(self, observation: TensorObservation) -> None:
-        """Nothing: pixels and states are scaled by the checkpoint's constants."""
-
     @staticmethod
     def role_of(name: str) -> Role:
         """What a parameter belongs to, for separate learning rates."""
@@ -204,14 +191,7 @@ class VLAPolicy(Policy):
             action: [B, K, A] normalised by the simulator's bounds.
             mask: [B, K] bool, steps that exist; None: all.
         """
-        return self._of_steps(-self.evaluate(observation, self.units_of(action)).log_prob, mask)
-
-    def _of_steps(self, loss: Tensor, mask: Tensor | None) -> Tensor:
-        """[B] mean of losses [B, L] over the steps that exist."""
-        if mask is None:
-            return loss.mean(-1)
-        counted = mask.to(loss.device).repeat_interleave(self.action_range.dim, dim=1)
-        return torch.where(counted, loss, torch.zeros_like(loss)).sum(-1) / counted.sum(-1).clamp_min(1)
+        return mean_of_steps(-self.evaluate(observation, self.units_of(action)).log_prob, mask)
 
     def units_of(self, action: Tensor) -> Tensor:
         """Chunks [B, K, A], normalised by the simulator's bounds → token ids [B, L]."""
@@ -365,7 +345,7 @@ class OFTPolicy(VLAPolicy):
             return super().cloning_loss(observation, action, mask)
         found = self.model.regressed(self.model.action_hidden(self._sequence(*self._inputs(observation))))
         wanted = torch.from_numpy(self._in_range(action)).flatten(1).to(found)
-        return self._of_steps((found - wanted).abs(), mask)
+        return mean_of_steps((found - wanted).abs(), mask)
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Token ids, or the regression head's values, [B, L] → chunks [B, K, A] float32 in the simulator's units."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean, from_extra
-from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.seeding import chosen
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 SPLITS = {"train": "train", "valid_seen": "valid_seen", "valid_unseen": "valid_unseen"}
@@ -106,10 +106,7 @@ class HouseGame(TextGame):
         self._state: Any = None
 
     def reset(self, seed: int) -> str:
-        if seed >= HELD_OUT_START:
-            path = self._held_out[(seed - HELD_OUT_START) % len(self._held_out)]
-        else:
-            path = self._training[int(np.random.default_rng(seed).integers(len(self._training)))]
+        path = chosen(seed, self._training, self._held_out)
         self.close()
         self._env = self._start(path)
         self._state = self._env.reset()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean, from_extra
-from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.seeding import chosen
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 DATASETS = ("train", "dev", "test_normal", "test_challenge")
@@ -90,10 +90,7 @@ class AppGame(TextGame):
         self._turns = 0
 
     def reset(self, seed: int) -> str:
-        if seed >= HELD_OUT_START:
-            task = self._held_out[(seed - HELD_OUT_START) % len(self._held_out)]
-        else:
-            task = self._training[int(np.random.default_rng(seed).integers(len(self._training)))]
+        task = chosen(seed, self._training, self._held_out)
         self.close()
         self._world, self._turns = self._appworld.AppWorld(task_id=task, experiment_name=self._experiment), 0
         supervisor = self._world.task.supervisor

@@ -17,7 +17,7 @@ import numpy as np
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.sandbox.box import Level, ProgramEnd, PythonLimits, protection, run_program
 from embodied_rl.sim.text.questions import example, read_rows
-from embodied_rl.sim.text.tasks import TaskSim
+from embodied_rl.sim.text.tasks import TaskSim, TextTask
 from embodied_rl.specs import Json
 
 Score = Literal["all", "share"]
@@ -173,8 +173,8 @@ def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
-class CodeTask:
-    """A problem, and up to `attempts` programs for it. Implements `embodied_rl.sim.text.tasks.TextTask`."""
+class CodeTask(TextTask):
+    """A problem, and up to `attempts` programs for it."""
 
     def __init__(
         self,
@@ -210,7 +210,6 @@ class CodeTask:
         self._number, self._turn, self._best = 0, 0, 0.0
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """See `TextTask.reset`."""
         self._number, self._turn, self._best = int(np.random.default_rng(seed).integers(len(self._problems))), 0, 0.0
         return self._problems[self._number].text, {"problem": self._number}
 
@@ -234,11 +233,9 @@ class CodeTask:
         return "```python\npass\n```"
 
     def get_state(self) -> dict[str, Any]:
-        """See `TextTask.get_state`."""
         return {"number": self._number, "turn": self._turn, "best": self._best}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """See `TextTask.set_state`."""
         self._number, self._turn, self._best = int(state["number"]), int(state["turn"]), float(state["best"])
 
 

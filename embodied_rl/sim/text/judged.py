@@ -19,7 +19,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.sim.remote_client import JsonClient, Patience, RemoteFault
 from embodied_rl.sim.text.questions import read_rows
-from embodied_rl.sim.text.tasks import TaskSim
+from embodied_rl.sim.text.tasks import TaskSim, TextTask
 
 JudgeFailureKind = Literal["timeout", "connection", "rejected", "server_error", "bad_response", "no_score"]
 """rejected: the server refuses (4xx). server_error: 5xx after the last attempt. bad_response: not what the protocol promises.
@@ -157,8 +157,8 @@ class JudgedQuestion:
     reference: str
 
 
-class JudgedTask:
-    """A question and one answer, which a judge scores. Implements `embodied_rl.sim.text.tasks.TextTask`."""
+class JudgedTask(TextTask):
+    """A question and one answer, which a judge scores."""
 
     max_turns = 1
     instruction: str | None = None
@@ -169,12 +169,10 @@ class JudgedTask:
         self._question = self._questions[0]
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """See `TextTask.reset`."""
         self._question = self._questions[int(np.random.default_rng(seed).integers(len(self._questions)))]
         return self._question.text, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """See `TextTask.step`."""
         try:
             judgement = self._judge.score(self._question.text, self._question.reference, action)
         except JudgeError as error:
@@ -188,11 +186,9 @@ class JudgedTask:
         return self._question.reference
 
     def get_state(self) -> dict[str, Any]:
-        """See `TextTask.get_state`."""
         return asdict(self._question)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """See `TextTask.set_state`."""
         self._question = JudgedQuestion(**state)
 
     def close(self) -> None:

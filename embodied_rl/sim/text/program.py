@@ -23,13 +23,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-import numpy as np
-
 import embodied_rl
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.sandbox.box import Box, Sandboxed, is_below, protection
-from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.seeding import chosen
 from embodied_rl.sim.text.served_program import ProgramEnding, ServeLimits, with_absolute_files
 from embodied_rl.types import ActionSpec, SimSpec, VariableSpec
 
@@ -252,12 +250,7 @@ class TaskBook:
 
     def task(self, seed: int) -> dict[str, Any]:
         """Of an episode; held-out seeds (2**30 and above) count through the held-out tasks, so that each has its turn."""
-        held_out = seed >= HELD_OUT_START
-        chosen = self._held_out if held_out else self._training
-        if not chosen:
-            return {}
-        place = (seed - HELD_OUT_START) % len(chosen) if held_out else int(np.random.default_rng(seed).integers(len(chosen)))
-        return chosen[place]
+        return chosen(seed, self._training or [{}], self._held_out or [{}])
 
     @property
     def texts(self) -> list[str]:

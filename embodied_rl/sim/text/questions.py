@@ -15,7 +15,7 @@ import numpy as np
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.paths import assets_dir
 from embodied_rl.sim.text.answers import KINDS, equal, final_answer, kind_of
-from embodied_rl.sim.text.tasks import TaskSim
+from embodied_rl.sim.text.tasks import TaskSim, TextTask
 
 OPERATIONS = ("+", "-", "*", "/")
 
@@ -30,8 +30,8 @@ class Question:
     """How answers are compared (`embodied_rl.sim.text.answers.KINDS`)."""
 
 
-class QuestionTask:
-    """A question, and up to `attempts` answers to it. Implements `embodied_rl.sim.text.tasks.TextTask`.
+class QuestionTask(TextTask):
+    """A question, and up to `attempts` answers to it.
 
     The right answer gives 1 and ends the episode; a wrong one gives `wrong_reward` and, while attempts are left, the question again.
     """
@@ -55,7 +55,6 @@ class QuestionTask:
         self._turn = 0
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """See `TextTask.reset`."""
         self._question, self._turn = self._question_of(seed), 0
         return self._question.text, {}
 
@@ -76,11 +75,9 @@ class QuestionTask:
         return f"\\boxed{{{self._question.answer}}}"
 
     def get_state(self) -> dict[str, Any]:
-        """See `TextTask.get_state`."""
         return {"question": asdict(self._question), "turn": self._turn}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """See `TextTask.set_state`."""
         self._question, self._turn = Question(**state["question"]), int(state["turn"])
 
 

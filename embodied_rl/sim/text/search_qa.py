@@ -20,7 +20,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
-from embodied_rl.sim.seeding import HELD_OUT_START
+from embodied_rl.sim.seeding import chosen
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 # ---- search by BM25 (Robertson and Zaragoza 2009, "The Probabilistic Relevance Framework: BM25 and Beyond") -----------
@@ -182,10 +182,7 @@ class SearchGame(TextGame):
 
     def reset(self, seed: int) -> str:
         """The seed chooses the question; held-out seeds take the held-out ones in turn."""
-        if seed >= HELD_OUT_START:
-            self.question = self._held_out[(seed - HELD_OUT_START) % len(self._held_out)]
-        else:
-            self.question = self._training[int(np.random.default_rng(seed).integers(len(self._training)))]
+        self.question = chosen(seed, self._training, self._held_out)
         return f"{INSTRUCTION}\nQuestion: {self.question.text}"
 
     def step(self, action: str) -> TextTurn:
