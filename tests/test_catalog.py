@@ -237,7 +237,7 @@ def test_methods_are_those_of_the_tables(kind: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["simulator"], "'simulator' is not a kind of the catalogue. Did you mean 'simulators'? Known: algorithms, experiments"),
+        (["simulatrs"], "'simulatrs' is not a kind of the catalogue. Did you mean 'simulators'? Known: algorithms, experiments"),
         (["policies", "robots", "--json"], "'robots' is not a kind of the catalogue."),
         (["--jsn"], "'--jsn' is not a kind"),
     ],

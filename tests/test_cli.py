@@ -229,3 +229,12 @@ def test_long_messages_lose_their_middle_and_keep_what_is_wrong_and_how_to_mend_
     assert near.startswith(" Did you mean 'simulator_7'? Known: simulator_")
     assert near.endswith(", … (200 in all).")
     assert len(did_you_mean("x" * 10**6, names)) < 200
+
+
+def test_help_without_a_command_of_its_own_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of commands, which can be pasted, stay whole."""
+    from embodied_rl.commands import catalog, episode_tools
+
+    monkeypatch.setenv("COLUMNS", "80")
+    for text in (catalog.usage(), episode_tools.usage()):
+        assert [line for line in text.splitlines() if len(line) > 80 and "python -m" not in line] == []

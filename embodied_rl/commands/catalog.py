@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.commands.cli import as_command, print_tables
+from embodied_rl.commands.cli import as_command, columns, print_tables, terminal_width
 from embodied_rl.config import SimConfig, config_file, group_names, load_sim_config
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.progress import progress_bar
+from embodied_rl.progress import progress_bar, wrapped_lines
 
 if TYPE_CHECKING:
     from importlib.metadata import PackageMetadata
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KINDS = {"simulators": "sim", "policies": "policy", "algorithms": "algorithm", "experiments": "experiment", "loggers": "logger"}
 """What a user asks for → folder below configs/."""
 
-_ALSO = {"sims": "simulators", **{folder: kind for kind, folder in KINDS.items()}}
+_ALSO = {"sims": "simulators", "simulator": "simulators", **{folder: kind for kind, folder in KINDS.items()}}
 """Other names of kinds: those of the folders, as the training command has them."""
 
 METHODS = ("advantages", "losses", "loss_terms")
@@ -35,26 +35,29 @@ _WITH = "With: "
 _WIDE = 140
 """Columns of a terminal that has room for a command in each row."""
 
-_USAGE = f"""usage: python -m embodied_rl.catalog {{{"|".join(KINDS)}}} [--json]
-       python -m embodied_rl.catalog tasks SIM [--json]
-       python -m embodied_rl.catalog check SIM [KEY=VALUE ...] [--json]
-
-List what there is: names, tasks, a line about each, which packages it needs and whether they are installed.
-Without a kind: everything. `algorithms` also lists the advantages, losses and loss terms that a configuration can name, with their
-formulas, what each needs, and where it comes from.
+_WORDS = """List what there is: names, tasks, a line about each, which packages it needs and whether they are installed. Without a kind:
+everything. `algorithms` also lists the advantages, losses and loss terms that a configuration can name, with their formulas, what each
+needs, and where it comes from.
 
 tasks: every task of a simulator, not only the configured ones (sim.task=NAME takes any of them). SIM is a name of the list.
 
-check: play a simulator and prove what training relies on (determinism, seeds, snapshots, rows, ...); exit status 1 where
-something does not hold. SIM is a name of the list or package.module:Class.
+check: play a simulator and prove what training relies on (determinism, seeds, snapshots, rows, ...); exit status 1 where something does not
+hold. SIM is a name of the list or package.module:Class."""
+_EXAMPLES = ("maniskill_pushcube", "halfcheetah task=Ant-v5 steps=200", "custom target=my_package.my_module:MyEnv kwargs.gravity=1.6")
 
-  task=NAME kwargs.KEY=VALUE target=MODULE:CLASS   as sim.KEY=VALUE of the training command
-  num_envs=3 steps=100 seed=0                      environments in the process, length of the compared episodes, seed
 
-examples:
-  python -m embodied_rl.catalog check maniskill_pushcube
-  python -m embodied_rl.catalog check halfcheetah task=Ant-v5 steps=200
-  python -m embodied_rl.catalog check custom target=my_package.my_module:MyEnv kwargs.gravity=1.6"""
+def usage() -> str:
+    """The text of ``--help``."""
+    width = terminal_width()
+    lines = ["usage: python -m embodied_rl.catalog KIND [--json]", f"       KIND is {'|'.join(KINDS)}"]
+    lines += ["       python -m embodied_rl.catalog tasks SIM [--json]"]
+    lines += ["       python -m embodied_rl.catalog check SIM [KEY=VALUE ...] [--json]"]
+    for paragraph in _WORDS.split("\n\n"):
+        lines += ["", *wrapped_lines(paragraph, width)]
+    keys = [("task=NAME kwargs.KEY=VALUE target=MODULE:CLASS", "as sim.KEY=VALUE of the training command")]
+    keys += [("num_envs=3 steps=100 seed=0", "environments in the process, length of the compared episodes, seed")]
+    examples = [f"  python -m embodied_rl.catalog check {words}" for words in _EXAMPLES]
+    return "\n".join([*lines, "", *columns(keys, width), "", "examples:", *examples])
 
 
 @dataclass(frozen=True)
@@ -283,7 +286,7 @@ def main(argv: Sequence[str]) -> None:
     """The command line."""
     argv = [_ALSO.get(word, word) if place == 0 else word for place, word in enumerate(argv)]
     if "--help" in argv or "-h" in argv:
-        print(_USAGE)
+        print(usage())
         return
     if argv and argv[0] == "tasks":
         _tasks([word for word in argv[1:] if word != "--json"], as_json="--json" in argv)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.bounds import Seed
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, fail
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, columns, fail, terminal_width
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import cannot_write
 from embodied_rl.progress import progress_bar
@@ -91,9 +91,8 @@ COMMANDS = {command.name.split()[1]: command for command in (INFO, VALIDATE, CON
 
 def usage() -> str:
     """The text of ``--help`` without a subcommand."""
-    width = max(map(len, COMMANDS))
     lines = [f"usage: python -m embodied_rl.episodes {{{'|'.join(COMMANDS)}}} PATH key=value …", ""]
-    lines += [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    lines += columns([(name, command.summary) for name, command in COMMANDS.items()], terminal_width())
     return "\n".join([*lines, "", "python -m embodied_rl.episodes convert --help explains one of them."])
 
 
