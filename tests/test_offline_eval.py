@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import html
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from embodied_rl.commands.offline_eval import COMMAND, main, refusals, settings_of
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.evaluation.offline_study import ALL_ESTIMATORS
+from embodied_rl.loggers.meanings import OFFLINE
 from tests.offline_toys import CHOICES, VECTORS, info_of, play, save_policy, write
 from tests.short_run import one_line_error
 
@@ -114,16 +116,19 @@ def test_the_page_stands_alone_and_says_what_the_json_says(ranked: tuple[str, di
     _, document, text = ranked
     page = Page(text)
     assert page.sources, "there are plots"
-    assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
-    assert not {"script", "link", "iframe"} & set(page.tags)
+    drawings = [source for source in page.sources if not source.startswith("#") and source != "data:,"]
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in drawings)
+    assert "iframe" not in page.tags
+    assert page.tags.count("script") == 1, "the page's own, whose hash the content security policy names"
     assert "url(" not in text
-    for source in page.sources:
+    for source in drawings:
         drawn = base64.b64decode(source.partition(",")[2]).decode("utf-8")
         assert drawn.rstrip().endswith("</svg>")
         assert not re.findall(r"(?:href|src)=\"(?!#)", drawn)
     for policy in document["policies"]:
         for name, estimate in policy["estimates"].items():
             assert f"{estimate['value']:.4g}" in page.text, name
+            assert f'title="{html.escape(OFFLINE[name])}"' in text, "every figure explains itself"
     assert "python -m embodied_rl.offline_eval" in page.text
 
 

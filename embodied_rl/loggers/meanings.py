@@ -119,7 +119,7 @@ FIGURES = {
     "steps of an episode": "Mean over the episodes; shorter is better where success ends them.",
     "length": "Steps of an episode, mean over the episodes.",
     "environment steps": "Steps that simulators took for training, evaluations left out.",
-    "wall-clock": "From the command to the end of the final evaluation, start-up included and films left out.",
+    "wall-clock": "From the command to the end of the final evaluation, start-up included; films and the report come after it.",
     "after cloning": "Success on held-out seeds when the expert was cloned and nothing was learned by reinforcement yet.",
     "pairs": "Seeds that both policies played.",
     "p": "How often a difference as large as this comes about by chance, where there is none.",
@@ -129,6 +129,33 @@ FIGURES = {
     "mean return": "Of the runs' final evaluations.",
 }
 """{figure of an evaluation or a run's end: its meaning}"""
+
+
+OFFLINE = {
+    "value": "What an episode of the policy would earn, its rewards discounted by gamma: an estimate from the recorded episodes.",
+    "bootstrap": "Where the value lies with the given confidence, by resampling episodes; of fitted values, by the spread over the fits.",
+    "concentration": "An interval that is guaranteed for any weights, given that rewards lie in reward_range: wide.",
+    "ESS": "Effective sample size of the importance weights: as many episodes of equal weight would be as good.",
+    "largest weight": "Of an episode's importance weights: a large one is an episode that decides the estimate alone.",
+    "mean weight": "1 is expected; far below, the episodes that matter for the policy were not recorded.",
+    "best in": "Share of the resamples of the episodes, the same for all policies, in which the policy is the best.",
+    "behaviour": "The recorded policy itself: the mean of its returns.",
+    "is": "Importance sampling: returns weighted by how much likelier the policy would have acted so.",
+    "wis": "The same with weights that sum to one: biased towards the recorded policy, and steadier.",
+    "pdis": "Each reward weighted by the decisions before it only.",
+    "wpdis": "The same with weights that sum to one at each step.",
+    "dr": "Doubly robust: fitted values, corrected by weights where they were wrong.",
+    "wdr": "The same with weights that sum to one at each step.",
+    "fqe": "Fitted-Q evaluation: a regression on the recorded steps, without weights.",
+    "MSE": "Mean squared distance of predicted from recorded actions, in the simulator's units.",
+    "MAE": "Mean distance of predicted from recorded actions, in the simulator's units.",
+    "explained": "Share of the recorded actions' variance that the prediction explains; saying their mean explains none.",
+    "same bin": "Share of predictions that fall into the recorded action's bin, as policies count that say actions in tokens.",
+    "accuracy": "Share of decisions that are the recorded ones.",
+    "always the most frequent": "What saying the most frequent action, or bin, every time would reach.",
+    "log-likelihood per step": "Of the recorded actions under the policy, mean over steps: higher is nearer.",
+}
+"""Figures of an offline evaluation."""
 
 
 def explain_text(width: int) -> str:
@@ -145,7 +172,12 @@ def explain_text(width: int) -> str:
         if not name.endswith("/"):
             console[f"{meaning_of(name).label}  ({name})"] = MEANINGS[name].text
     return "\n".join(
-        [*rows("While a run trains", console), *textwrap.wrap(SUCCESS_ENDS, width), *rows("Evaluations, and the end of a run", FIGURES)]
+        [
+            *rows("While a run trains", console),
+            *textwrap.wrap(SUCCESS_ENDS, width),
+            *rows("Evaluations, and the end of a run", FIGURES),
+            *rows("Offline evaluations", OFFLINE),
+        ]
     ).lstrip()
 
 

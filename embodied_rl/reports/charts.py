@@ -33,11 +33,13 @@ def facts(rows: Mapping[str, Any]) -> str:
     return f'<table class="facts">{cells}</table>' if cells else ""
 
 
-def grid(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = ()) -> str:
-    """A table whose cells are HTML already; the columns in `numbers` are right-aligned."""
+def grid(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = (), meanings: Mapping[str, str] = FIGURES
+) -> str:
+    """A table whose cells are HTML already; the columns in `numbers` are right-aligned, those in `meanings` explain themselves."""
     kind = ['class="n"' if index in numbers else "" for index in range(len(columns))]
     # Hints of a table would be cut off by its scrolling card; those of headings are the browser's own.
-    told = [f'title="{text(FIGURES[name])}"' if name in FIGURES else "" for name in columns]
+    told = [f'title="{text(meanings[name])}"' if name in meanings else "" for name in columns]
     head = "".join(f"<th {kind[index]} {told[index]}>{text(name)}</th>" for index, name in enumerate(columns))
     body = "".join("<tr>" + "".join(f"<td {kind[index]}>{cell}</td>" for index, cell in enumerate(row)) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,9 @@ import numpy as np
 from embodied_rl.episodes.assessment import Estimate
 from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.files import write_atomic
+from embodied_rl.loggers.meanings import OFFLINE
+from embodied_rl.reports.charts import card, facts, figure, grid, text
+from embodied_rl.reports.page import html_page
 from embodied_rl.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -31,17 +33,6 @@ MAX_DIMENSIONS = 8
 _VIDEO_SIZE, _FPS = 224, 20
 _COLOURS = ("#0969da", "#bf3989", "#1a7f37", "#9a6700", "#8250df", "#cf222e", "#57606a")
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1150px; margin: 2rem auto; padding: 0 1rem; color: #1f2328; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; border-bottom: 1px solid #d0d7de; } h3 { font-size: 1rem; }
-table { border-collapse: collapse; margin: .5rem 0; } th { text-align: left; border-bottom: 1px solid #d0d7de; }
-td, th { padding: .25rem .9rem .25rem 0; vertical-align: top; }
-td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-pre { background: #f6f8fa; padding: .8rem; overflow-x: auto; border-radius: 6px; font-size: 13px; white-space: pre-wrap; }
-img, video { max-width: 100%; } .refused { color: #9a6700; } .note { color: #57606a; }
-figure { display: inline-block; margin: .5rem 1rem .5rem 0; } figcaption { font-size: 13px; color: #57606a; }
-"""
-
 
 def write_offline_report(path: Path, study: OfflineStudy, recording: Recording, document: Mapping[str, Any]) -> Path:
     """Write the report.
@@ -53,31 +44,24 @@ def write_offline_report(path: Path, study: OfflineStudy, recording: Recording, 
     Raises:
         UserError: the file cannot be written.
     """
-    title = f"Offline evaluation: {document['task']}"
-    facts = {
+    title, settings = f"Offline evaluation: {document['task']}", study.settings
+    target = {"sample": "policies as they explore", "mode": "policies' most likely actions"}[settings.target]
+    subtitle = f"{target} · discount {settings.given.gamma:g} · episodes {_END[settings.truncation]} · {document['finished']}"
+    episodes = f"{study.num_episodes} ({study.num_steps:,} steps)"
+    rows = {
         "recording": document["recording"],
         "played by": ", ".join(f"{key} {value}" for key, value in document["recorded_policy"].items()) or "not known",
-        "episodes": f"{study.num_episodes} ({study.num_steps:,} steps)"
-        + (f", {study.num_incomplete} more without an end" * bool(study.num_incomplete)),
-        "value of": f"episodes with discount {study.settings.given.gamma:g}, {_END[study.settings.truncation]}",
-        "target policies": {"sample": "as they explore", "mode": "their most likely actions"}[study.settings.target],
-        "finished": document["finished"],
+        "episodes": episodes + f", {study.num_incomplete} more without an end" * bool(study.num_incomplete),
     }
-    parts = [
-        f"<h1>{html.escape(title)}</h1>",
-        _table(("", ""), [(html.escape(key), html.escape(str(value))) for key, value in facts.items()]),
-        *(f'<p class="note">{html.escape(note)}.</p>' for note in study.notes),
-        _ranking(study),
-        _values(study),
-        _open_loop(study),
-        _videos(recording, study.settings.max_episodes),
-        f"<h2>Command</h2><pre>{html.escape(document['command'])}</pre>",
-        _recorded_with(document),
-        f"<h2>Versions and machine</h2>{_table(('', ''), [(html.escape(str(k)), html.escape(str(v))) for k, v in _made_with(document)])}",
+    notes = "".join(f'<p class="note">{text(note)}.</p>' for note in study.notes)
+    sections = [
+        ("Recording", card(facts(rows) + notes) + _videos(recording, settings.max_episodes)),
+        ("Ranking", _ranking(study)),
+        ("Values", _values(study)),
+        ("Open loop", _open_loop(study)),
+        ("Provenance", _provenance(document)),
     ]
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
-    body = "\n".join(part for part in parts if part)
-    return write_atomic(path, f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n')
+    return write_atomic(path, html_page(title, subtitle, sections))
 
 
 _END = {"end": "ended where they were cut", "bootstrap": "continued by the fitted values where they were cut"}
@@ -90,23 +74,23 @@ def _ranking(study: OfflineStudy) -> str:
     if len(study.policies) < 2 or not study.settings.estimators:
         return ""
     if study.ranked_by is None:
-        return '<h2>Ranking</h2><p class="refused">No estimator has a value for every policy, so that nothing ranks them.</p>'
+        return card('<p class="bad">No estimator has a value for every policy, so that nothing ranks them.</p>')
     rows = []
     for place, label in enumerate(study.ranking, start=1):
         estimate = study.policy(label).estimate(study.ranked_by)
-        cells = (str(place), html.escape(label), _number(estimate.value), _interval(estimate), f"{study.best_share[label]:.0%}")
+        cells = (str(place), text(label), _number(estimate.value), _interval(estimate), f"{study.best_share[label]:.0%}")
         rows.append(cells)
     names = ("", "policy", study.ranked_by, f"{_percent(study)} bootstrap", "best in")
-    text = (
-        f"By {study.ranked_by}. “Best in” is the share of resamples of the episodes, shared by all policies, in which a policy is the best."
-    )
-    return f"<h2>Ranking</h2><p>{html.escape(text)}</p>{_table(names, rows, numbers=(2, 3, 4))}"
+    return card(_grid(names, rows, numbers=(2, 3, 4)), f"By {study.ranked_by}")
 
 
 def _values(study: OfflineStudy) -> str:
     if not study.settings.estimators:
         return ""
-    parts = ["<h2>Values</h2>", _picture(draw_values(study), "Estimates with their bootstrap intervals")]
+    told = (
+        "A point is an estimate, its line the bootstrap interval, pale the guaranteed one; the dashed line is the recorded policy's value."
+    )
+    parts = [_picture(draw_values(study), "Estimates", told)]
     for policy in study.policies:
         rows = []
         for estimate in [*([study.behaviour] if study.behaviour else []), *policy.estimates]:
@@ -114,12 +98,15 @@ def _values(study: OfflineStudy) -> str:
             guaranteed = "" if concentration is None else f"{concentration.low:.4g} to {concentration.high:.4g}"
             weights = estimate.weights
             shown = ("", "", "") if weights is None else (f"{weights.ess:.1f}", f"{weights.largest:.3g}", f"{weights.mean:.3g}")
-            rows.append((estimate.estimator, _number(estimate.value), _interval(estimate), guaranteed, *shown, _remarks(estimate)))
+            rows.append(
+                (_estimator(estimate.estimator), _number(estimate.value), _interval(estimate), guaranteed, *shown, _remarks(estimate))
+            )
         names = ("", "value", f"{_percent(study)} bootstrap", "concentration", "ESS", "largest weight", "mean weight", "")
-        parts.append(f"<h3>{html.escape(policy.label)}</h3>{_table(names, rows, numbers=(1, 2, 3, 4, 5, 6))}")
+        parts.append(card(_grid(names, rows, numbers=(1, 2, 3, 4, 5, 6)), policy.label))
     if any(policy.ess_by_step is not None for policy in study.policies):
-        parts.append(_picture(draw_ess(study), "Effective sample size of the weights up to each step"))
-    parts.append(f'<p class="note">{html.escape(_EXPLANATION)}</p>')
+        told = "Of the importance weights up to each step; below the dotted line estimates are refused."
+        parts.append(_picture(draw_ess(study), "Effective sample size", told))
+    parts.append(card(f'<p class="note">{text(_EXPLANATION)}</p>'))
     return "".join(parts)
 
 
@@ -134,11 +121,11 @@ _EXPLANATION = (
 
 def _remarks(estimate: Estimate) -> str:
     if estimate.refused:
-        return f'<span class="refused">refused: {html.escape(estimate.refused)}</span>'
+        return f'<span class="bad">refused: {text(estimate.refused)}</span>'
     # Of the others the explanation below the tables says why they have none.
     could = estimate.no_concentration and estimate.estimator in ("behaviour", "is", "pdis")
     texts = [*estimate.notes, *([f"no concentration interval: {estimate.no_concentration}"] if could else [])]
-    return f'<span class="note">{html.escape("; ".join(texts))}</span>'
+    return f'<span class="note">{text("; ".join(texts))}</span>'
 
 
 def _open_loop(study: OfflineStudy) -> str:
@@ -147,17 +134,17 @@ def _open_loop(study: OfflineStudy) -> str:
         loop = policy.open_loop
         likelihood = f"{loop.log_likelihood.mean:.4g} ({loop.log_likelihood.interval.low:.4g} to {loop.log_likelihood.interval.high:.4g})"
         figures = [f"{loop.mse.mean:.4g}", f"{loop.mae.mean:.4g}"] if loop.mse is not None and loop.mae is not None else ["", ""]
-        rows.append((html.escape(policy.label), *figures, f"{loop.accuracy.mean:.1%}", f"{loop.majority:.1%}", likelihood))
+        rows.append((text(policy.label), *figures, f"{loop.accuracy.mean:.1%}", f"{loop.majority:.1%}", likelihood))
     first = study.policies[0].open_loop
-    accuracy = f"same of {first.num_bins} bins" if first.num_bins else "accuracy"
+    accuracy = "same bin" if first.num_bins else "accuracy"
     names = ("policy", "MSE", "MAE", accuracy, "always the most frequent", "log-likelihood per step")
-    parts = [f"<h2>Open loop</h2>{_table(names, rows, numbers=(1, 2, 3, 4, 5))}"]
+    shown = _grid(names, rows, numbers=(1, 2, 3, 4, 5))
     if first.mse is not None:
-        parts.append(_by_dimension(study))
-        parts.append(f'<p class="note">{first.bound_share:.1%} of the recorded entries lie at the simulator\'s bounds.</p>')
-    plots = "predicted (lines) and recorded (dots) actions"
-    parts += [_picture(draw_open_loop(policy), f"{policy.label}: {plots}") for policy in study.policies]
-    return "".join(parts)
+        bins = f" A bin is one of {first.num_bins} equal ones of a dimension." if first.num_bins else ""
+        shown += _by_dimension(study)
+        shown += f'<p class="note">{first.bound_share:.1%} of the recorded entries lie at the simulator\'s bounds.{bins}</p>'
+    told = "Lines are what the policy would do in the recorded states, dots what was done; each row is a dimension of the action."
+    return card(shown) + "".join(_picture(draw_open_loop(policy), f"{policy.label}: actions", told) for policy in study.policies)
 
 
 def _by_dimension(study: OfflineStudy) -> str:
@@ -167,10 +154,10 @@ def _by_dimension(study: OfflineStudy) -> str:
         for dim, (mse, mae) in enumerate(zip(loop.mse_by_dim, loop.mae_by_dim, strict=True)):
             explained = loop.explained_by_dim[dim]
             share = "" if explained != explained else f"{explained:.1%}"
-            name = html.escape(policy.label) if dim == 0 else ""
+            name = text(policy.label) if dim == 0 else ""
             rows.append((name, str(dim), f"{mse:.4g}", f"{mae:.4g}", share, f"{loop.accuracy_by_dim[dim]:.1%}"))
     names = ("policy", "dimension", "MSE", "MAE", "explained", "same bin")
-    return f"<details><summary>By dimension</summary>{_table(names, rows, numbers=(1, 2, 3, 4, 5))}</details>"
+    return f"<details><summary>By dimension</summary>{_grid(names, rows, numbers=(1, 2, 3, 4, 5))}</details>"
 
 
 def _videos(recording: Recording, limit: int | None) -> str:
@@ -187,16 +174,14 @@ def _videos(recording: Recording, limit: int | None) -> str:
             data = _video(frames)
             source = f"data:video/mp4;base64,{base64.b64encode(data).decode('ascii')}"
             figures.append(f'<figure><video controls loop muted src="{source}"></video><figcaption>{caption}</figcaption></figure>')
-    return f"<h2>Recorded episodes</h2>{''.join(figures)}" if figures else ""
+    return f'<div class="videos">{"".join(figures)}</div>' if figures else ""
 
 
-def _recorded_with(document: Mapping[str, Any]) -> str:
-    command = document["recorded_with"]
-    return f"<h2>How the episodes were recorded</h2><pre>{html.escape(command)}</pre>" if command else ""
-
-
-def _made_with(document: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [*document["versions"].items(), *document["machine"].items()]
+def _provenance(document: Mapping[str, Any]) -> str:
+    """Commands, versions, machine."""
+    recorded = document["recorded_with"]
+    shown = f"<pre>{text(document['command'])}</pre>" + (f"The episodes were recorded by<pre>{text(recorded)}</pre>" if recorded else "")
+    return card(shown + facts({**document["versions"], **document["machine"]}))
 
 
 # ---- plots ------------------------------------------------------------------------------------------------------------
@@ -254,7 +239,7 @@ def draw_ess(study: OfflineStudy) -> Figure:
             steps = np.arange(1, len(policy.ess_by_step) + 1)
             axes.plot(steps, policy.ess_by_step, color=_COLOURS[index % len(_COLOURS)], label=policy.label)
     axes.axhline(study.settings.given.min_ess, color="#cf222e", ls=":", lw=1, label="min_ess")
-    axes.set(yscale="log", xlabel="steps", ylabel="effective sample size")
+    axes.set(xlabel="steps", ylabel="effective sample size", ylim=(0, None))
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     return figure
@@ -269,7 +254,7 @@ def draw_open_loop(policy: PolicyResult) -> Figure:
         for dim in range(dims):
             axes = figure.add_subplot(dims, len(examples), dim * len(examples) + column + 1)
             axes.plot(example.recorded[:, dim], ".", color="#57606a", markersize=3)
-            axes.plot(example.predicted[:, dim], color=_COLOURS[0], lw=1)
+            axes.plot(example.predicted[:, dim], color=_COLOURS[0], lw=1, marker="_" if len(example.predicted) == 1 else None)
             axes.tick_params(labelsize=7)
             axes.grid(alpha=0.3)
             if dim == 0:
@@ -290,13 +275,13 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _picture(figure: Figure, caption: str) -> str:
+def _picture(plot: Figure, title: str, meaning: str) -> str:
     """A plot as a separate SVG inside the page, so that its identifiers meet no other plot's."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    plot.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     data = base64.b64encode(buffer.getvalue()).decode("ascii")
-    text = html.escape(caption)
-    return f'<figure><img alt="{text}" src="data:image/svg+xml;base64,{data}"><figcaption>{text}</figcaption></figure>'
+    shown = f'<img alt="{text(title)}" src="data:image/svg+xml;base64,{data}">'
+    return f'<div class="plots">{figure(title, shown, note=meaning, wide=True)}</div>'
 
 
 # ---- pictures ---------------------------------------------------------------------------------------------------------
@@ -329,12 +314,14 @@ def _video(frames: Sequence[np.ndarray]) -> bytes:
 # ---- small things -----------------------------------------------------------------------------------------------------
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Cells are HTML already."""
-    kind: Callable[[int], str] = lambda column: ' class="n"' if column in numbers else ""  # noqa: E731
-    head = "".join(f"<th{kind(column)}>{name}</th>" for column, name in enumerate(names))
-    body = "".join("<tr>" + "".join(f"<td{kind(column)}>{cell}</td>" for column, cell in enumerate(row)) + "</tr>" for row in rows)
-    return f"<table>{f'<tr>{head}</tr>' if any(names) else ''}{body}</table>"
+def _grid(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """A table whose headings explain themselves; cells are HTML already."""
+    meanings = {name: OFFLINE[known] for name in names if (known := name.rpartition("% ")[2]) in OFFLINE}
+    return grid(names, rows, numbers=numbers, meanings=meanings)
+
+
+def _estimator(name: str) -> str:
+    return f'<span title="{text(OFFLINE[name])}">{text(name)}</span>'
 
 
 def _interval(estimate: Estimate) -> str:

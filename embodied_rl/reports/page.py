@@ -79,18 +79,23 @@ def write_report(run_dirs: Sequence[Path | str], output: Path | None = None) -> 
 
 def page_of(runs: Sequence[RunData], folder: Path) -> str:
     """The page as HTML; links to what is too large for it are relative to `folder`."""
-    sections = [(title, content) for title, content in _sections(runs, folder) if content]
-    links = "".join(f'<a href="#{_anchor(title)}">{title}</a>' for title, _ in sections)
-    body = "".join(f'<section id="{_anchor(title)}"><h2>{title}</h2>{content}</section>' for title, content in sections)
-    title = _title(runs)
+    return html_page(_title(runs), _subtitle(runs), _sections(runs, folder), badge=_badge(runs), tiles=tiles(runs))
+
+
+def html_page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *, badge: str = "", tiles: str = "") -> str:
+    """A page of titled sections, whose contents are HTML already; those without any are left out. `badge` stands behind the title, `tiles`
+    before the sections."""
+    sections = [(name, content) for name, content in sections if content]
+    links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name, _ in sections)
+    body = "".join(f'<section id="{_anchor(name)}"><h2>{name}</h2>{content}</section>' for name, content in sections)
     return (
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy()}"><link rel="icon" href="data:,">'
         f"<title>{text(title)}</title><style>{style()}</style></head>\n<body><main>"
-        f'<header><div><h1>{text(title)}{_badge(runs)}</h1><p class="under">{text(_subtitle(runs))}</p></div>'
+        f'<header><div><h1>{text(title)}{badge}</h1><p class="under">{text(subtitle)}</p></div>'
         '<button type="button" class="theme">Dark</button></header>'
-        f"<nav>{links}</nav>{tiles(runs)}\n{body}\n"
+        f"<nav>{links}</nav>{tiles}\n{body}\n"
         f"<footer>Written by embodied_rl {__version__}. Everything on this page is inside it.</footer>"
         f"</main>\n<script>{script()}</script></body></html>\n"
     )
