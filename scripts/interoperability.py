@@ -60,6 +60,30 @@ ROWS = (
     ("wandb", "", "reads ours", "`wandb sync` of offline runs, to a server of ours", "tests/neighbours/test_wandb.py"),
     ("hf-libero", "0.1.4", "played by ours", "two suites on stand-ins for its meshes; OFT trained", LIBERO),
     ("appworld", "0.1.3.post1", "played by ours", "two worlds of ours", f"{TEXTS}::test_appworld_plays_two_worlds_of_ours"),
+    ("alfworld", "0.4.2", "played by ours", "a household of ours, its own planner", f"{TEXTS}::test_alfworld_plays_a_game_of_ours"),
+    (
+        "WebShop (a shop of ours with its interface)",
+        " ",
+        "played by ours",
+        "six products, two customers",
+        f"{TEXTS}::test_webshop_sells_what_is_asked_for[a shop of ours]",
+    ),
+    (
+        "WebShop (a clone, where `WEBSHOP_CHECKOUT` names one)",
+        " ",
+        "played by ours",
+        "its pages, goals and score; our products, a stand-in for its Java search",
+        f"{TEXTS}::test_webshop_sells_what_is_asked_for[checkout]",
+    ),
+    (
+        "d3rlpy",
+        "2.8.1",
+        "compared with ours",
+        "fitted-Q evaluation of one recording: the intervals meet",
+        "tests/neighbours/test_d3rlpy.py",
+    ),
+    ("hydra-core", "", "drives ours", "`-m … --cfg job`, completion in bash, `hydra.sweeper.params`", "tests/test_completion.py"),
+    ("optuna", "", "drives ours", "a study of trials that are cut and go on", "tests/test_tune.py"),
     (
         "openai",
         "",
@@ -169,8 +193,8 @@ def results_of(page: str) -> dict[str, str]:
 def main() -> int:
     outcomes, words = Outcomes(), sys.argv[1:]
     chosen = [row for row in ROWS if not words or any(word in row[-1] for word in words)]
-    before = results_of(PAGE.read_text(encoding="utf-8")) if PAGE.is_file() else {}
     status = pytest.main([*dict.fromkeys(str(ROOT / row[-1]) for row in chosen), "-q", "-m", "", "-p", "no:xdist"], plugins=[outcomes])
+    before = results_of(PAGE.read_text(encoding="utf-8")) if PAGE.is_file() else {}
     lines = [
         "# Interoperability",
         "",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import subprocess
 import sys
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,45 +24,51 @@ def overlay(*packages: str, options: tuple[str, ...] = (), prepare: Callable[[Pa
     What they ask for beyond this list must be in the environment already. `options` are pip's; `prepare` is called with the folder once.
     Skips the test, with pip's last line, where the registry does not have one of them.
     """
-    folder = _CACHE / hashlib.sha256("\n".join((sys.version, *packages, *options)).encode()).hexdigest()[:16]
-    if not (folder / ".whole").exists():
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--upgrade",
-            "--target",
-            str(folder),
-            *options,
-            *packages,
-        ]
-        installed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        if installed.returncode:
-            pytest.skip(f"{packages[0]} cannot be installed here: {(installed.stderr.strip() or 'pip failed').splitlines()[-1]}")
-        if prepare is not None:
-            prepare(folder)
-        (folder / ".whole").touch()
+    folder = _folder(*packages, *options)
+    with _built_once(folder) as missing:
+        if missing:
+            _install(sys.executable, ["--no-deps", "--upgrade", "--target", str(folder), *options, *packages], packages[0], 600.0)
+            if prepare is not None:
+                prepare(folder)
     return folder
 
 
-def separate(*packages: str) -> Path:
+def separate(*packages: str, limit_s: float = 600.0) -> Path:
     """The interpreter of an environment of its own, with these packages and all that they ask for; kept for the next run.
 
+    `limit_s`: of the installation, longer where something is built from its source.
     Skips the test, with pip's last line, where the registry does not have one of them.
     """
-    folder = _CACHE / hashlib.sha256("\n".join((sys.version, "separate", *packages)).encode()).hexdigest()[:16]
+    folder = _folder("separate", *packages)
     python = folder / "bin" / "python"
-    if not (folder / ".whole").exists():
-        venv.create(folder, with_pip=True, clear=True)
-        command = [str(python), "-m", "pip", "install", "--quiet", *packages]
-        installed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        if installed.returncode:
-            pytest.skip(f"{packages[0]} cannot be installed here: {(installed.stderr.strip() or 'pip failed').splitlines()[-1]}")
-        (folder / ".whole").touch()
+    with _built_once(folder) as missing:
+        if missing:
+            venv.create(folder, with_pip=True, clear=True)
+            _install(str(python), packages, packages[0], limit_s)
     return python
+
+
+def _folder(*words: str) -> Path:
+    return _CACHE / hashlib.sha256("\n".join((sys.version, *words)).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _built_once(folder: Path) -> Iterator[bool]:
+    """Whether it must still be built: by one of the processes that want it, while the others wait."""
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    with (_CACHE / f"{folder.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        missing = not (folder / ".whole").exists()
+        yield missing
+        if missing:
+            (folder / ".whole").touch()
+
+
+def _install(python: str, words: Sequence[str], first: str, limit_s: float) -> None:
+    command = [python, "-m", "pip", "install", "--quiet", *words]
+    installed = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    if installed.returncode:
+        pytest.skip(f"{first} cannot be installed here: {(installed.stderr.strip() or 'pip failed').splitlines()[-1]}")
 
 
 def run_with(folder: Path | None, program: str, *arguments: str, timeout_s: float = 300.0) -> str:

@@ -139,3 +139,66 @@ def test_webshop_sells_what_is_asked_for(shop: str, tmp_path: Path) -> None:
         assert all(f"click[{asked.lower()}]" in found for found in results)
         assert bought[1:] == [1.0, True, True]
         assert wrong[1:] == [pytest.approx(2 / 3), True, False]
+
+
+PENCIL = """
+(define (problem plan_trial) (:domain alfred)
+(:objects agent1 - agent Desk_bar_1 Shelf_bar_1 - receptacle Pencil_bar_1 Book_bar_1 - object
+ DeskType ShelfType - rtype PencilType BookType - otype loc_bar_0 loc_bar_1 loc_bar_2 - location)
+(:init (= (total-cost) 0) (receptacleType Desk_bar_1 DeskType) (receptacleType Shelf_bar_1 ShelfType)
+ (objectType Pencil_bar_1 PencilType) (objectType Book_bar_1 BookType) (canContain DeskType PencilType)
+ (canContain ShelfType PencilType) (canContain DeskType BookType) (pickupable Pencil_bar_1) (pickupable Book_bar_1)
+ (receptacleAtLocation Desk_bar_1 loc_bar_1) (receptacleAtLocation Shelf_bar_1 loc_bar_2)
+ (objectAtLocation Pencil_bar_1 loc_bar_1) (objectAtLocation Book_bar_1 loc_bar_1)
+ (inReceptacle Pencil_bar_1 Desk_bar_1) (inReceptacle Book_bar_1 Desk_bar_1) (atLocation agent1 loc_bar_0))
+(:goal (and (exists (?r - receptacle) (exists (?o - object)
+ (and (inReceptacle ?o ?r) (objectType ?o PencilType) (receptacleType ?r ShelfType))))))
+(:metric minimize (total-cost)))
+"""
+"""A desk with a pencil and a book, and a shelf that the pencil belongs on."""
+ALFWORLD = """
+import json, sys
+from pathlib import Path
+import alfworld as package
+from embodied_rl.sim.check import check_sim
+from embodied_rl.sim.factory import SimFactory
+from embodied_rl.sim.text import alfworld
+from embodied_rl.types import StepBuffers
+folder, data = Path(sys.argv[1]), Path(package.__file__).parent / "data"
+domain = (data / "alfred.pddl").read_text()
+grammar = (data / "alfred.twl2").read_text().replace("UNKNOWN GOAL", "put a pencil on the shelf")
+game = {"pddl_domain": domain, "grammar": grammar, "pddl_problem": (folder / "problem.pddl").read_text(), "solvable": True}
+for split in ("train", "valid_unseen"):
+    place = folder / "json_2.1.1" / split / "pencil"
+    place.mkdir(parents=True)
+    (place / "traj_data.json").write_text(json.dumps({"task_type": "pick_and_place_simple"}))
+    (place / "game.tw-pddl").write_text(json.dumps(game))
+sim = alfworld.make(1, data=str(folder))
+out = StepBuffers.allocate(sim.spec, 1)
+sim.reset([0], [3], out)
+told = [[str(out.observation["text"][0])]]
+for command in ("go to desk 1", "take pencil 1 from desk 1", "go to shelf 1", "move pencil 1 to shelf 1"):
+    sim.step([0], [command], out)
+    told.append([str(out.observation["text"][0]), float(out.reward[0]), bool(out.terminated[0]), bool(out.success[0]), out.info[0]])
+report = check_sim(SimFactory("embodied_rl.sim.text.alfworld:make", "all", {"data": str(folder)}), num_envs=2, steps=20, seed=0)
+print(json.dumps([told, list(report.failed), str(report)]))
+"""
+
+
+@pytest.mark.timeout(4500)
+def test_alfworld_plays_a_game_of_ours(tmp_path: Path) -> None:
+    """The package's own engine, grammar and planner, on a household of ours. The planner is built from its source, once: ten minutes."""
+    python = separate("alfworld==0.4.2", "numpy", "pyyaml", "gymnasium", "omegaconf", limit_s=3600)
+    (tmp_path / "problem.pddl").write_text(PENCIL)
+    command = [str(python), "-c", ALFWORLD, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told, failed, report = json.loads(done.stdout.splitlines()[-1])
+    assert "Your task is to: put a pencil on the shelf." in told[0][0]
+    commands = ("go to desk 1", "take pencil 1 from desk 1", "go to shelf 1", "move pencil 1 to shelf 1")
+    for command, before, after in zip(commands, told, told[1:], strict=False):
+        assert command in before[0]
+        last = command.startswith("move")
+        assert after[1:] == [float(last), last, last, {"valid": True}]
+    assert set(failed) <= {"seeds"}, f"there is one game\n{report}"

@@ -344,52 +344,6 @@ def test_alfworld_chooses_its_games(tmp_path: Path) -> None:
     assert [path.parent.name for path in alfworld.game_files(tmp_path, "train", "look_at_obj_in_light")] == ["d"]
 
 
-PENCIL = """
-(define (problem plan_trial) (:domain alfred)
-(:objects agent1 - agent Desk_bar_1 Shelf_bar_1 - receptacle Pencil_bar_1 Book_bar_1 - object
- DeskType ShelfType - rtype PencilType BookType - otype loc_bar_0 loc_bar_1 loc_bar_2 - location)
-(:init (= (total-cost) 0) (receptacleType Desk_bar_1 DeskType) (receptacleType Shelf_bar_1 ShelfType)
- (objectType Pencil_bar_1 PencilType) (objectType Book_bar_1 BookType) (canContain DeskType PencilType)
- (canContain ShelfType PencilType) (canContain DeskType BookType) (pickupable Pencil_bar_1) (pickupable Book_bar_1)
- (receptacleAtLocation Desk_bar_1 loc_bar_1) (receptacleAtLocation Shelf_bar_1 loc_bar_2)
- (objectAtLocation Pencil_bar_1 loc_bar_1) (objectAtLocation Book_bar_1 loc_bar_1)
- (inReceptacle Pencil_bar_1 Desk_bar_1) (inReceptacle Book_bar_1 Desk_bar_1) (atLocation agent1 loc_bar_0))
-(:goal (and (exists (?r - receptacle) (exists (?o - object)
- (and (inReceptacle ?o ?r) (objectType ?o PencilType) (receptacleType ?r ShelfType))))))
-(:metric minimize (total-cost)))
-"""
-"""A desk with a pencil and a book, and a shelf that the pencil belongs on."""
-
-
-@pytest.mark.skipif(not installed("alfworld") or not installed("fast_downward"), reason="alfworld is not installed")
-def test_alfworld_plays_a_game_of_ours_with_its_own_engine(tmp_path: Path) -> None:
-    import alfworld as package
-
-    data = Path(str(package.__file__)).parent / "data"
-    game = {
-        "pddl_domain": (data / "alfred.pddl").read_text(),
-        "grammar": (data / "alfred.twl2").read_text().replace("UNKNOWN GOAL", "put a pencil on the shelf"),
-        "pddl_problem": PENCIL,
-        "solvable": True,
-    }
-    for split in ("train", "valid_unseen"):
-        folder = tmp_path / "json_2.1.1" / split / "pencil"
-        folder.mkdir(parents=True)
-        (folder / "traj_data.json").write_text(json.dumps({"task_type": "pick_and_place_simple"}))
-        (folder / "game.tw-pddl").write_text(json.dumps(game))
-    sim = alfworld.make(1, data=str(tmp_path))
-    out = started(sim, 3)
-    assert "Your task is to: put a pencil on the shelf." in out.observation["text"][0]
-    for command in ("go to desk 1", "take pencil 1 from desk 1", "go to shelf 1"):
-        assert command in out.observation["text"][0]
-        say(sim, out, command)
-        assert (out.reward[0], out.terminated[0], out.info[0]) == (0.0, False, {"valid": True})
-    say(sim, out, "move pencil 1 to shelf 1")
-    assert (out.reward[0], out.terminated[0], out.success[0]) == (1.0, True, True)
-    report = check_sim(SimFactory("embodied_rl.sim.text.alfworld:make", "all", {"data": str(tmp_path)}), num_envs=2, steps=20, seed=0)
-    assert set(report.failed) <= {"seeds"}, str(report)  # there is one game
-
-
 @pytest.mark.parametrize(
     ("answer", "code"),
     [
