@@ -46,6 +46,10 @@ class Turn:
     """None: the prompt is whole."""
     images: tuple[np.ndarray, ...] = ()
     """uint8 [H, W, 3] each: the pictures of the prompt."""
+    structure: str | None = None
+    """What the answer keeps to (`GenerationRequest.structure`): its log-probabilities are those among the tokens that do."""
+    stop_ids: tuple[int, ...] = ()
+    """What may end an answer with a structure."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +113,8 @@ class TokenRow:
     """[S] int64 number of the turn in its episode; 0 where `mask` is False."""
     images: tuple[np.ndarray, ...] = ()
     """uint8 [H, W, 3] each, in the order of their tokens."""
+    structures: tuple[tuple[int, int, str, tuple[int, ...]], ...] = ()
+    """(first token, the one behind the last, structure, stop tokens) of each answer with a structure."""
 
 
 def rows_of(turns: Sequence[Turn]) -> list[TokenRow]:
@@ -130,7 +136,10 @@ def _row(parts: Sequence[tuple[int, Turn]]) -> TokenRow:
     last = parts[-1][1]
     token_ids = np.concatenate([last.prompt_ids, last.token_ids]).astype(np.int64)
     mask, log_prob, turn = np.zeros(len(token_ids), bool), np.zeros(len(token_ids), np.float32), np.zeros(len(token_ids), np.int64)
+    structures = []
     for number, part in parts:
         where = slice(len(part.prompt_ids), len(part.prompt_ids) + len(part.token_ids))
         mask[where], log_prob[where], turn[where] = True, part.log_prob, number
-    return TokenRow(token_ids, mask, log_prob, turn, last.images)
+        if part.structure is not None:
+            structures.append((where.start, where.stop, part.structure, part.stop_ids))
+    return TokenRow(token_ids, mask, log_prob, turn, last.images, tuple(structures))

@@ -48,19 +48,19 @@ def sample_tokens(logits: Tensor, settings: SamplingSettings, uniform: Tensor, a
     Args:
         logits: [n, V]
         uniform: [n] float64 in [0, 1).
-        allowed: [n, V] bool, at least one a row; None: all tokens. The model's own distribution is over all tokens nevertheless.
+        allowed: [n, V] bool, at least one a row; None: all tokens. The model's own distribution is that over the allowed ones.
 
     A token at the border of top-k that is as likely as the k-th is kept or not by the order of the vocabulary; at least one is kept.
     """
-    own = torch.log_softmax(logits.float(), dim=-1)
+    possible = logits.float() if allowed is None else logits.float().masked_fill(~allowed, float("-inf"))
+    own = torch.log_softmax(possible, dim=-1)
     greedy = settings.temperature == 0
-    possible = own if allowed is None else own.masked_fill(~allowed, float("-inf"))
-    scaled = possible / torch.where(greedy, 1.0, settings.temperature)[:, None].to(own.dtype)
+    scaled = own / torch.where(greedy, 1.0, settings.temperature)[:, None].to(own.dtype)
     used = torch.log_softmax(_cut(scaled, settings), dim=-1)
     cumulative = used.double().exp().cumsum(-1)
     # Scaled by what rounding made of the sum, so that a uniform number near 1 cannot fall behind the last token.
     drawn = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
-    token = torch.where(greedy, possible.argmax(-1), drawn)
+    token = torch.where(greedy, own.argmax(-1), drawn)
     sampling = torch.where(greedy, torch.zeros_like(own[:, 0]), used.gather(-1, token[:, None]).squeeze(-1))
     return SampledTokens(token, own.gather(-1, token[:, None]).squeeze(-1), sampling)
 

@@ -94,7 +94,12 @@ class GenerationRequest:
     @property
     def samples_from_policy(self) -> bool:
         """Whether tokens are drawn from the model's own distribution, so that both log-probabilities of a token are the same."""
-        return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0 and self.structure is None
+        return self.cuts_nothing and self.structure is None
+
+    @property
+    def cuts_nothing(self) -> bool:
+        """Whether only a structure parts what is drawn from the model's own distribution."""
+        return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -108,7 +113,8 @@ class Completion:
     token_ids: np.ndarray
     """[n] int64, the stop token included; n may be 0 (aborted or failed at once). A server without token ids gives none: see `text`."""
     log_prob: np.ndarray
-    """[n] float32 of each token under the model's own distribution (temperature 1, nothing cut off): what training recomputes."""
+    """[n] float32 of each token under the model's own distribution (temperature 1; nothing is cut off but what does not keep to the
+    request's structure): what training recomputes. vLLM leaves the structure out where it samples otherwise than that."""
     sampling_log_prob: np.ndarray
     """[n] float32 under the distribution that it was drawn from (temperature, structure, top-p, top-k), renormalised; 0 for the likeliest
     token at temperature 0. NaN where the backend cannot say."""

@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicCache
 from embodied_rl.errors import UserError
 from embodied_rl.generation.sampling import SampledTokens, SamplingSettings, sample_tokens
 from embodied_rl.generation.slab_cache import SlabCache, decode_mask
-from embodied_rl.generation.structures import Matcher, Structures
 from embodied_rl.generation.tokens import (
     Completion,
     ContextRoom,
@@ -36,6 +35,7 @@ from embodied_rl.generation.tokens import (
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language_weights import load_named_weights
 from embodied_rl.policies.model_folder import max_context, text_config, value_of
+from embodied_rl.policies.structures import Matcher, Structures
 from embodied_rl.policies.vision_inputs import VisionInputs
 
 _FIRST_COLUMNS = 128

@@ -24,7 +24,6 @@ import torch
 from safetensors.torch import save_file
 
 from embodied_rl.errors import UserError, from_extra
-from embodied_rl.generation.structures import not_compiled
 from embodied_rl.generation.tokens import (
     Completion,
     ContextRoom,
@@ -38,6 +37,7 @@ from embodied_rl.generation.tokens import (
     derive_seed,
 )
 from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer, first_line, import_transformers, is_vision_language
+from embodied_rl.policies.structures import not_compiled
 from embodied_rl.policies.vision_inputs import VisionInputs
 
 if TYPE_CHECKING:
@@ -456,8 +456,8 @@ class _Answer:
             assert found is not None, "log-probabilities were asked for"
             own = found[token].logprob
             self.token_ids.append(int(token))
-            self.log_prob.append(own)
             drawn = found[SAMPLING_COLUMN].logprob if SAMPLING_COLUMN in found else own + unknown
+            self.log_prob.append(drawn if self.request.structure is not None and self.request.cuts_nothing else own)
             self.sampling_log_prob.append(0.0 if self.request.temperature == 0 else drawn)
             if count := self.request.top_logprobs:
                 told = [(int(name), one.logprob) for name, one in found.items() if name != SAMPLING_COLUMN]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Self
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.batch import Rows, TensorRows
-from embodied_rl.policies.packing import TokenSequence
+from embodied_rl.policies.packing import KeptStructure, TokenSequence
 
-_INPUT, _OBSERVATION, _IMAGE = "input.", "observation.", "image."
+_INPUT, _OBSERVATION, _IMAGE, _STRUCTURES = "input.", "observation.", "image.", "structures"
 OF_DECISIONS = ("value", "returns", "decisions")
 """Inputs of episodes that stay [B, T] whatever a ratio belongs to."""
 
@@ -207,6 +208,9 @@ class TokenBatch(Rows):
             "evaluated": torch.from_numpy(np.concatenate([sequence.mask for sequence in self.sequences])),
             **self._named(),
         }
+        if any(sequence.structures for sequence in self.sequences):
+            told = json.dumps([sequence.structures for sequence in self.sequences])
+            found[_STRUCTURES] = torch.from_numpy(np.frombuffer(told.encode(), np.uint8).copy())
         for row, sequence in enumerate(self.sequences):
             found |= {f"{_IMAGE}{row}.{number}": torch.from_numpy(image) for number, image in enumerate(sequence.images)}
         return found
@@ -219,7 +223,12 @@ class TokenBatch(Rows):
         pictures = sorted((tuple(map(int, name.removeprefix(_IMAGE).split("."))), name) for name in tensors if name.startswith(_IMAGE))
         for (row, _), name in pictures:
             images[row].append(tensors[name].numpy())
-        sequences = tuple(TokenSequence(ids, mask, tuple(own)) for ids, mask, own in zip(token_ids, evaluated, images, strict=True))
+        kept: list[tuple[KeptStructure, ...]] = [() for _ in lengths]
+        if _STRUCTURES in tensors:
+            told = json.loads(tensors[_STRUCTURES].numpy().tobytes())
+            kept = [tuple((first, end, text, tuple(stops)) for first, end, text, stops in own) for own in told]
+        parts = zip(token_ids, evaluated, images, kept, strict=True)
+        sequences = tuple(TokenSequence(ids, mask, tuple(own), structures) for ids, mask, own, structures in parts)
         return cls(sequences, **{field.name: tensors[field.name] for field in fields(cls) if field.name in tensors})
 
     def _named(self) -> dict[str, Tensor]:

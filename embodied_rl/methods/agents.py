@@ -237,7 +237,7 @@ def token_batch(rows: Sequence[TokenRow], owner: Sequence[int], credit: Credit) 
     learned = sampled & credit.mask[episode[:, None], turns]
     advantage = credit.advantage[episode[:, None], turns]
     return TokenBatch(
-        sequences=tuple(TokenSequence(row.token_ids, row.mask, row.images) for row in rows),
+        sequences=tuple(TokenSequence(row.token_ids, row.mask, row.images, row.structures) for row in rows),
         mask=learned,
         advantage=torch.where(learned, advantage, torch.zeros_like(advantage)),
         behaviour_log_prob=torch.from_numpy(log_prob),

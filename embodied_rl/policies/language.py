@@ -33,6 +33,7 @@ from embodied_rl.policies.model_folder import (
     text_config,
 )
 from embodied_rl.policies.packing import Layout, Rows, TokenSequence, pack, plan_micro_batches
+from embodied_rl.policies.structures import Structures
 from embodied_rl.policies.vision_inputs import VisionInputs
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class LanguagePolicy(TrainedModule):
         self.config = config
         self.tokenizer = tokenizer
         self.vision = vision
+        self._structures: Structures | None = None
         self.value_head = _make_value_head(config.value_head, int(text_config(self.hf_config).hidden_size))
         if config.gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -196,9 +198,23 @@ class LanguagePolicy(TrainedModule):
         row, column = torch.from_numpy(rows.row).to(self.device), torch.from_numpy(kept).to(self.device)
         target = torch.from_numpy(rows.target).to(self.device)
         logits = output.logits[row, column]
-        log_prob, entropy = token_statistics(logits if self.vision is None else self.vision.exclude(logits), target)
+        logits = self._keeping(logits if self.vision is None else self.vision.exclude(logits), rows, sequences)
+        log_prob, entropy = token_statistics(logits, target)
         value = None if self.value_head is None else self.value_head(hidden[0][row, column].float()).squeeze(-1)
         return log_prob, entropy, value
+
+    def _keeping(self, logits: Tensor, rows: Rows, sequences: Sequence[TokenSequence]) -> Tensor:
+        """[E, V] logits, -inf for tokens that an answer could not have, by the structure that it was drawn with."""
+        for number, sequence in enumerate(sequences):
+            for first, end, structure, stop_ids in sequence.structures:
+                if self._structures is None:
+                    self._structures = Structures(self.tokenizer, logits.shape[1])
+                allowed = self._structures.allowed_along(structure, stop_ids, sequence.token_ids[first:end].tolist(), logits.device)
+                own = np.flatnonzero((rows.sequence == number) & (rows.column >= first) & (rows.column < end))
+                excluded = torch.zeros_like(logits, dtype=torch.bool)
+                excluded[torch.from_numpy(own).to(logits.device)] = ~allowed[torch.from_numpy(rows.column[own] - first).to(logits.device)]
+                logits = logits.masked_fill(excluded, float("-inf"))
+        return logits
 
     def _inputs(self, rows: Rows, sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
         images = [image for sequence in sequences for image in sequence.images]

@@ -16,6 +16,10 @@ Layout = Literal["packed", "right", "left"]
 padding on that side."""
 
 
+KeptStructure = tuple[int, int, str, tuple[int, ...]]
+"""(first token of an answer, the token behind its last, what it keeps to as `GenerationRequest.structure`, the tokens that may end it)"""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
     """A prompt and what was sampled after it, as token ids: a whole conversation may be one sequence.
@@ -29,6 +33,8 @@ class TokenSequence:
     """[S] bool: tokens whose log-probability, entropy and value are wanted (the sampled ones)."""
     images: tuple[np.ndarray, ...] = field(default=(), repr=False)
     """uint8 [H, W, 3] each, in the order of their placeholders; vision-language models only."""
+    structures: tuple[KeptStructure, ...] = ()
+    """Of the answers in it that were drawn with one."""
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.dtype.kind not in "iu" or self.mask.shape != self.token_ids.shape:
@@ -44,11 +50,18 @@ class TokenSequence:
         return len(self.token_ids)
 
     @staticmethod
-    def of(prompt_ids: np.ndarray, sampled_ids: np.ndarray, images: tuple[np.ndarray, ...] = ()) -> TokenSequence:
-        """A prompt [P] and the n tokens sampled after it, which are evaluated."""
+    def of(
+        prompt_ids: np.ndarray,
+        sampled_ids: np.ndarray,
+        images: tuple[np.ndarray, ...] = (),
+        structure: str | None = None,
+        stop_ids: tuple[int, ...] = (),
+    ) -> TokenSequence:
+        """A prompt [P] and the n tokens sampled after it, which are evaluated; `structure` and `stop_ids` of the request that had one."""
         mask = np.zeros(len(prompt_ids) + len(sampled_ids), bool)
         mask[len(prompt_ids) :] = True
-        return TokenSequence(np.concatenate([prompt_ids, sampled_ids]).astype(np.int64), mask, images)
+        kept = () if structure is None else ((len(prompt_ids), len(mask), structure, stop_ids),)
+        return TokenSequence(np.concatenate([prompt_ids, sampled_ids]).astype(np.int64), mask, images, kept)
 
 
 @dataclass(frozen=True, eq=False)

@@ -423,6 +423,8 @@ def _turn(captured: CapturedSession, turn: CapturedTurn, tokenizer: PromptTokeni
         parsed=parsed,
         reward=turn.reward,
         game_reward=turn.reward,
+        structure=turn.structure,
+        stop_ids=turn.stop_ids,
     )
 
 

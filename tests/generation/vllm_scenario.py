@@ -73,7 +73,7 @@ class Player:
 def largest_difference(
     policy: LanguagePolicy, requests: list[GenerationRequest], got: dict[int, Completion], version: int | None = None
 ) -> float:
-    sequences = [TokenSequence.of(one.prompt_ids, got[one.request_id].token_ids) for one in requests]
+    sequences = [TokenSequence.of(one.prompt_ids, got[one.request_id].token_ids, (), one.structure, one.stop_ids) for one in requests]
     with torch.no_grad():
         wanted = policy.evaluate(sequences).log_prob
     worst = 0.0

@@ -81,18 +81,21 @@ def test_an_answer_keeps_to_its_schema(proxy: AgentProxy) -> None:
     "sampling", [{"temperature": 1.0}, {"temperature": 0.5}, {"temperature": 0.0}, {"temperature": 1.0, "top_k": 1}], ids=str
 )
 def test_what_is_captured_of_it(proxy: AgentProxy, policy: LanguagePolicy, sampling: dict[str, Any]) -> None:
-    """`log_prob` is what training recomputes; `sampling_log_prob` is that of the tokens that keep to the structure, held against a mask
-    that is made by trying every token of the vocabulary."""
+    """`log_prob` is what training recomputes; both are those of the tokens that keep to the structure, held against a mask that is made by
+    trying every token of the vocabulary."""
     key = f"captured-{sampling['temperature']}-{sampling.get('top_k')}"
     chat(proxy, [user("Where?")], key, response_format=schema(ENUM), seed=4, **sampling)
     turn = last_turn(proxy, key)
-    sequence = TokenSequence.of(turn.prompt_ids, turn.sampled_ids)
+    assert turn.structure is not None
+    sequence = TokenSequence.of(turn.prompt_ids, turn.sampled_ids, (), turn.structure, turn.stop_ids)
     with torch.no_grad():
         trained = policy.evaluate([sequence]).log_prob[0].numpy()
         ids = torch.from_numpy(turn.token_ids)[None]
         logits = policy.generation_model()(input_ids=ids).logits[0, len(turn.prompt_ids) - 1 : -1]
     np.testing.assert_allclose(trained[len(turn.prompt_ids) :][: len(turn.sampled_ids)], turn.log_prob, atol=1e-4)
 
+    expected, _ = masked_log_prob(logits, turn.sampled_ids.tolist(), policy.tokenizer, stop=END)
+    np.testing.assert_allclose(turn.log_prob, expected, atol=1e-4)
     temperature = 0.0 if sampling.get("top_k") == 1 else sampling["temperature"]
     expected, forced = masked_log_prob(logits, turn.sampled_ids.tolist(), policy.tokenizer, stop=END, temperature=temperature)
     np.testing.assert_allclose(turn.sampling_log_prob, expected, atol=1e-4)

@@ -558,7 +558,7 @@ class AgentProxy:
         text = chat.forced + self._text(sampled, stop_ids)
         message = answer_message(stop.before(text), chat.tools)
         plain = plain_message(message, 0)
-        session.add(completion_id, prompt, completion, chat.messages, plain, chat.tools)
+        session.add(completion_id, prompt, completion, chat.messages, plain, chat.tools, chat.structure, stop_ids)
         if chat.recalled_from is not None:
             session.remember(completion_id, (*chat.messages[chat.recalled_from :], plain))
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason

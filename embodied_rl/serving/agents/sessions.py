@@ -47,6 +47,10 @@ class CapturedTurn:
     finish_reason: str
     reward: float = 0.0
     """Given to this turn."""
+    structure: str | None = None
+    """What the answer keeps to (`GenerationRequest.structure`): `log_prob` is that among the tokens that do."""
+    stop_ids: tuple[int, ...] = ()
+    """What may end an answer with a structure."""
 
     def __post_init__(self) -> None:
         lengths = {len(part) for part in (self.sampled_ids, self.log_prob, self.sampling_log_prob, self.version)}
@@ -176,6 +180,7 @@ class CapturedSession:
                     "log_prob": _numbers(turn.log_prob),
                     "sampling_log_prob": _numbers(turn.sampling_log_prob),
                     "version": turn.version.tolist(),
+                    **({} if turn.structure is None else {"structure": turn.structure, "stop_ids": list(turn.stop_ids)}),
                 }
                 for turn in self.turns
             ],
@@ -197,6 +202,8 @@ class CapturedSession:
                 version=np.array(turn["version"], np.int64),
                 finish_reason=turn["finish_reason"],
                 reward=turn["reward"],
+                structure=turn.get("structure"),
+                stop_ids=tuple(turn.get("stop_ids", ())),
             )
             for turn in data["turns"]
         ]
@@ -342,8 +349,10 @@ class Session:
         messages: Sequence[Mapping[str, Any]],
         answer: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None,
+        structure: str | None = None,
+        stop_ids: tuple[int, ...] = (),
     ) -> None:
-        """Keep an answer. `answer` is the message as the client will send it back, `plain_message` applied."""
+        """Keep an answer and what it keeps to. `answer` is the message as the client will send it back, `plain_message` applied."""
         turn = CapturedTurn(
             completion_id=completion_id,
             parent=prompt.parent,
@@ -353,6 +362,8 @@ class Session:
             sampling_log_prob=completion.sampling_log_prob,
             version=completion.version,
             finish_reason=completion.finish_reason,
+            structure=structure,
+            stop_ids=() if structure is None else stop_ids,
         )
         with self._lock:
             if self._captured is not None:

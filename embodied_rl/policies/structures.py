@@ -58,10 +58,24 @@ class Structures:
         """[n, V] bool of the tokens that may come next; None where no row has a structure."""
         if not any(matcher is not None for matcher in matchers):
             return None
-        bits = torch.full((len(matchers), (self._vocab_size + 31) // 32), -1, dtype=torch.int32)
+        bits = self._all_allowed(len(matchers))
         for row, matcher in enumerate(matchers):
             if matcher is not None:
                 matcher.fill_next_token_bitmask(bits, row)
-        bits = bits.to(device)
+        return self._expanded(bits, device)
+
+    def allowed_along(self, structure: str, stop_ids: Iterable[int], token_ids: Sequence[int], device: torch.device) -> Tensor:
+        """[n, V] bool of the tokens that could stand in each place of an answer's n. Raises ValueError for one that could not."""
+        matcher, bits = self.matcher(structure, stop_ids), self._all_allowed(len(token_ids))
+        for place, token in enumerate(token_ids):
+            matcher.fill_next_token_bitmask(bits, place)
+            if not matcher.accept_token(int(token)):
+                raise ValueError(f"token {place} of an answer does not keep to the structure that it was drawn with: {int(token)}")
+        return self._expanded(bits, device)
+
+    def _all_allowed(self, count: int) -> Tensor:
+        return torch.full((count, (self._vocab_size + 31) // 32), -1, dtype=torch.int32)
+
+    def _expanded(self, bits: Tensor, device: torch.device) -> Tensor:
         places = torch.arange(32, dtype=torch.int32, device=device)
-        return ((bits[..., None] >> places) & 1).bool().flatten(1)[:, : self._vocab_size]
+        return ((bits.to(device)[..., None] >> places) & 1).bool().flatten(1)[:, : self._vocab_size]
