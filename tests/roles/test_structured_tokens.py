@@ -116,7 +116,8 @@ def test_answers_elsewhere_keep_to_the_structure(
             assert (answer.finish_reason, json.loads(text) in ANSWERS) == ("stop", True)
             np.testing.assert_array_equal(found[number].token_ids, answer.token_ids)
             np.testing.assert_array_equal(found[number].top_ids, answer.top_ids)
-            np.testing.assert_allclose(found[number].top_log_prob, answer.top_log_prob, atol=1e-5)
+            # Rows of another number are multiplied in another order.
+            np.testing.assert_allclose(found[number].top_log_prob, answer.top_log_prob, atol=1e-4)
         assert len({tuple(answer.token_ids.tolist()) for answer in expected.values()}) > 1
         wrong = replace(requests[0], request_id=99, structure=WRONG)
         try:
