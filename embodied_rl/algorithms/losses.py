@@ -17,24 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, masked_mean, visible_entries
+from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
 from embodied_rl.algorithms.kl import kl_estimate
-from embodied_rl.algorithms.ratios import MAX_LOG_RATIO, clamp_log_ratio
-
-__all__ = [
-    "MAX_LOG_RATIO",
-    "Metrics",
-    "behaviour_cloning_loss",
-    "check_clip",
-    "clipped_surrogate",
-    "entropy_bonus",
-    "explained_variance",
-    "kl_estimate",
-    "masked_mean",
-    "policy_gradient_loss",
-    "ppo_clip_loss",
-    "value_loss",
-]
+from embodied_rl.algorithms.ratios import clamp_log_ratio
 
 Metrics = dict[str, Tensor]
 

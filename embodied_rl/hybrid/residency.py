@@ -110,8 +110,8 @@ class Residency:
         self._moved_s += time.perf_counter() - started
 
 
-class Tensors:
-    """Tensors that are moved to the host and back. Implements `Resident`."""
+class Tensors(Resident):
+    """Tensors that are moved to the host and back."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """`tensors` lists them anew each time: optimizer state, for one, is made at the first step."""
@@ -122,7 +122,6 @@ class Tensors:
         self._stream: torch.cuda.Stream | None = None
 
     def num_bytes(self) -> dict[str, int]:
-        """See `Resident.num_bytes`."""
         places: dict[str, int] = {HOST: sum(host.numel() for _, host in self._aside)}
         for storage in _storages(self._tensors()):
             place = str(storage.device)
@@ -131,7 +130,6 @@ class Tensors:
 
     @torch.no_grad()
     def offload(self) -> int:
-        """See `Resident.offload`."""
         if self._aside:
             return 0
         storages = [storage for storage in _storages(self._tensors()) if storage.nbytes()]
@@ -179,21 +177,19 @@ class Tensors:
         return kept
 
 
-class Gradients:
-    """Gradients, which no turn takes over: they are freed. Implements `Resident`."""
+class Gradients(Resident):
+    """Gradients, which no turn takes over: they are freed."""
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._parameters = parameters
 
     def num_bytes(self) -> dict[str, int]:
-        """See `Resident.num_bytes`."""
         places: dict[str, int] = {}
         for storage in _storages(parameter.grad for parameter in self._parameters() if parameter.grad is not None):
             places[str(storage.device)] = places.get(str(storage.device), 0) + storage.nbytes()
         return places
 
     def offload(self) -> int:
-        """See `Resident.offload`."""
         freed = sum(self.num_bytes().values())
         for parameter in self._parameters():
             parameter.grad = None
@@ -204,8 +200,8 @@ class Gradients:
         return 0
 
 
-class Hooks:
-    """Frees memory by given functions: simulators (`EnvManager.offload` and `onload`), a generator's cache. Implements `Resident`."""
+class Hooks(Resident):
+    """Frees memory by given functions: simulators (`EnvManager.offload` and `onload`), a generator's cache."""
 
     def __init__(
         self, offload: Callable[[], int], onload: Callable[[], Any], num_bytes: Callable[[], dict[str, int]] | None = None
@@ -219,7 +215,6 @@ class Hooks:
         self._kept: int | None = None
 
     def num_bytes(self) -> dict[str, int]:
-        """See `Resident.num_bytes`."""
         return {HOST: self._kept or 0} | ({} if self._num_bytes is None else self._num_bytes())
 
     def offload(self) -> int:
@@ -230,7 +225,6 @@ class Hooks:
         return self._kept
 
     def onload(self) -> int:
-        """See `Resident.onload`."""
         if self._kept is None:
             return 0
         self._onload()

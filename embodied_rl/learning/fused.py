@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from embodied_rl.algorithms.advantages import whiten
 from embodied_rl.algorithms.batch import Batch, Rows
 from embodied_rl.algorithms.kl import K3_SLOPE
-from embodied_rl.algorithms.losses import MAX_LOG_RATIO
+from embodied_rl.algorithms.ratios import MAX_LOG_RATIO
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.learning.executors import Executor, Figures, is_finite
 from embodied_rl.learning.kernels import adam_kernel, gaussian_ppo_kernel, value_kernel

@@ -80,10 +80,11 @@ def _distribution() -> str:
 def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> list[Check]:
     """NUMA nodes and GPUs, and where `num_workers` (None: as many as there are cores) would run."""
     from embodied_rl.sim import affinity
+    from embodied_rl.sim.topology import Topology
 
     cgroup = root / "sys/fs/cgroup"
     try:
-        topology = affinity.Topology.read(root)
+        topology = Topology.read(root)
     except UserError as error:
         return [Check("placement", "topology", "failed", str(error), "sim.placement=none")]
     chosen = affinity.choose_policy(topology, cgroup_root=cgroup)

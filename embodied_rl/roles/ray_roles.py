@@ -36,7 +36,7 @@ from embodied_rl.roles.ray_generation import GenerationWorker, RayActing
 from embodied_rl.roles.worker import RolloutWorker, serve
 from embodied_rl.roles.worker_team import WorkerTeam
 from embodied_rl.rollout.groups import WHOLE, Share
-from embodied_rl.rollout.scoring import ScoreLog, checked_score, load_score
+from embodied_rl.rollout.scoring import ScoreLog, Scorer, checked_score, load_score
 from embodied_rl.stopping import waiting
 from embodied_rl.types import Episode
 
@@ -55,8 +55,8 @@ class RewardWorker:
         return checked_score(self._score, episode)
 
 
-class RayScorer:
-    """Reward workers as actors. Implements `Scorer`; they are begun anew by Ray, which asks again for what was lost with one."""
+class RayScorer(Scorer):
+    """Reward workers as actors; they are begun anew by Ray, which asks again for what was lost with one."""
 
     def __init__(self, workers: list[Any], options: RewardWorkerConfig) -> None:
         self._workers = workers
@@ -64,7 +64,6 @@ class RayScorer:
         self._asked: dict[Any, int] = {}
 
     def submit(self, number: int, episode: Episode) -> None:
-        """See `Scorer.submit`."""
         self._log.begin(number, episode)
         self._asked[self._workers[number % len(self._workers)].score.remote(episode)] = number
 
@@ -82,12 +81,10 @@ class RayScorer:
         return self._log.settle(found)
 
     def wait(self, timeout_s: float) -> None:
-        """See `Scorer.wait`."""
         if self._asked:
             ray.wait(list(self._asked), num_returns=1, timeout=timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """See `Scorer.metrics`."""
         return self._log.metrics()
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeig
 from embodied_rl.roles.failures import RoleLost, encode_error
 from embodied_rl.roles.role_process import RoleProcess
 from embodied_rl.roles.wire import pack, unpack
-from embodied_rl.roles.worker import RolloutWorker, serve
+from embodied_rl.roles.worker import Inbox, RolloutWorker, serve
 from embodied_rl.rollout.groups import WHOLE, Share
 
 _END_S = 20.0
@@ -81,15 +81,14 @@ class WorkerProcess:
         return unpack(message["value"], tensors)
 
 
-class _LinkInbox:
-    """Requests from the socket. Implements `Inbox`."""
+class _LinkInbox(Inbox):
+    """Requests from the socket."""
 
     def __init__(self, link: Link, descriptor: int) -> None:
         self._link, self._descriptor = link, descriptor
         self._reader: tuple[str, SharedWeightsReader] | None = None
 
     def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
-        """See `Inbox.take`."""
         if not wait and not select.select([self._descriptor], [], [], 0.0)[0]:
             return None
         try:

@@ -116,21 +116,6 @@ def _system_calls(library: str) -> tuple[Callable[..., int], Callable[..., int]]
     return by_number(numbers[0]), by_number(numbers[1])
 
 
-__all__ = [
-    "AppliedPlacement",
-    "Placement",
-    "Topology",
-    "apply_placement",
-    "available_cores",
-    "choose_policy",
-    "describe",
-    "limit_threads",
-    "memory_policy",
-    "place_workers",
-    "plan_placement",
-    "set_memory_policy",
-]
-
 PlacementPolicy = Literal["auto", "none", "pack", "spread", "near_gpu"]
 POLICIES: tuple[PlacementPolicy, ...] = ("auto", "none", "pack", "spread", "near_gpu")
 
@@ -398,11 +383,6 @@ class AppliedPlacement:
         """For JSON."""
         return {**dataclasses.asdict(self), "cores": list(self.cores), "problems": list(self.problems)}
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> AppliedPlacement:
-        """The inverse of `to_dict`."""
-        return AppliedPlacement(**{**data, "cores": tuple(data["cores"]), "problems": tuple(data["problems"])})
-
 
 def apply_placement(placement: Placement, memory_mode: MemoryMode = "preferred") -> AppliedPlacement:
     """Pin this process and bind its memory, then read back what holds. Never raises for lack of permission.
@@ -467,11 +447,6 @@ def limit_threads(num_threads: int) -> dict[str, int]:
 
 
 # --- as text ---------------------------------------------------------------------------------------------------------
-
-
-def describe(topology: Topology, placements: Sequence[Placement]) -> list[str]:
-    """Lines for people: nodes, GPUs, what is unknown, and where each worker goes."""
-    return [f"{name}: {text}" for name, text in (*describe_topology(topology), *describe_placements(placements))]
 
 
 def describe_topology(topology: Topology) -> list[tuple[str, str]]:

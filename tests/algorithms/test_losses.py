@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
+from embodied_rl.algorithms.aggregation import masked_mean
+from embodied_rl.algorithms.kl import kl_estimate
 from embodied_rl.algorithms.losses import (
     behaviour_cloning_loss,
     entropy_bonus,
     explained_variance,
-    kl_estimate,
-    masked_mean,
     policy_gradient_loss,
     ppo_clip_loss,
     value_loss,

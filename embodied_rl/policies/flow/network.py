@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from embodied_rl.config import FlowNetworkConfig, FlowPolicyConfig, PolicyConfig
+from embodied_rl.config.policy import FlowOptions
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.policies.actor_critic import ImageTrunk, make_mlp
 from embodied_rl.policies.base import TensorObservation
-from embodied_rl.policies.flow.policy import FlowOptions, FlowPolicy, VelocityModel
+from embodied_rl.policies.flow.policy import FlowPolicy, VelocityModel
 from embodied_rl.policies.normalization import RunningNorm
 from embodied_rl.types import SimSpec, TensorSpec
 

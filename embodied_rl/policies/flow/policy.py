@@ -19,16 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied_rl.config.policy import FlowOptions, Method
+from embodied_rl.config.policy import FlowOptions
 from embodied_rl.errors import UserError
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation
 from embodied_rl.policies.heads import LOG_SQRT_2PI
 from embodied_rl.types import SimSpec
-
-# ---- options ----------------------------------------------------------------------------------------------------------
-
-
-__all__ = ["FlowOptions", "Method", "Record", "RecordLayout"]
 
 
 @dataclass(frozen=True)
