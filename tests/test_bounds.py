@@ -42,8 +42,7 @@ def test_every_dataclass_of_the_configuration_is_checked_and_every_number_has_bo
     classes = config_classes()
     assert embodied_rl.algorithms.fitted_q.FittedQConfig in classes
     assert len(classes) > 30
-    for name in embodied_rl.config.__all__:
-        value = getattr(embodied_rl.config, name)
+    for name, value in vars(embodied_rl.config).items():
         assert not (isinstance(value, type) and dataclasses.is_dataclass(value)) or value in classes, name
     bare = [
         f"{cls.__name__}.{key}"

@@ -1,48 +1,25 @@
 """Checkpoints: saving, finding, reading and verifying them; see `embodied_rl.checkpoint.folder` for what lies in one."""
 
-from embodied_rl.checkpoint.card import CARD_FILE, add_result_to_card, resume_command
-from embodied_rl.checkpoint.fitting import check_compatible, check_tensors
-from embodied_rl.checkpoint.folder import (
-    CONFIG_FILE,
-    FORMAT_VERSION,
-    LEARNER_FILE,
-    SHARDED_FOLDER,
-    STATE_FILE,
-    Checkpoint,
-    CheckpointWriter,
-    adopt_checkpoint,
-    base_of,
-    checkpoint_name,
-    find_last,
-    load_checkpoint,
-    note_base,
-    resolve_checkpoint,
-    save_checkpoint,
-)
-from embodied_rl.checkpoint.tensors import MODEL_FOLDER, POLICY_FILE, Exported
-
-__all__ = [
-    "CARD_FILE",
-    "CONFIG_FILE",
-    "FORMAT_VERSION",
-    "LEARNER_FILE",
-    "MODEL_FOLDER",
-    "POLICY_FILE",
-    "SHARDED_FOLDER",
-    "STATE_FILE",
-    "Checkpoint",
-    "CheckpointWriter",
-    "Exported",
-    "add_result_to_card",
-    "adopt_checkpoint",
-    "base_of",
-    "check_compatible",
-    "check_tensors",
-    "checkpoint_name",
-    "find_last",
-    "load_checkpoint",
-    "note_base",
-    "resolve_checkpoint",
-    "resume_command",
-    "save_checkpoint",
-]
+from embodied_rl.checkpoint.card import CARD_FILE as CARD_FILE
+from embodied_rl.checkpoint.card import add_result_to_card as add_result_to_card
+from embodied_rl.checkpoint.card import resume_command as resume_command
+from embodied_rl.checkpoint.fitting import check_compatible as check_compatible
+from embodied_rl.checkpoint.fitting import check_tensors as check_tensors
+from embodied_rl.checkpoint.folder import CONFIG_FILE as CONFIG_FILE
+from embodied_rl.checkpoint.folder import FORMAT_VERSION as FORMAT_VERSION
+from embodied_rl.checkpoint.folder import LEARNER_FILE as LEARNER_FILE
+from embodied_rl.checkpoint.folder import SHARDED_FOLDER as SHARDED_FOLDER
+from embodied_rl.checkpoint.folder import STATE_FILE as STATE_FILE
+from embodied_rl.checkpoint.folder import Checkpoint as Checkpoint
+from embodied_rl.checkpoint.folder import CheckpointWriter as CheckpointWriter
+from embodied_rl.checkpoint.folder import adopt_checkpoint as adopt_checkpoint
+from embodied_rl.checkpoint.folder import base_of as base_of
+from embodied_rl.checkpoint.folder import checkpoint_name as checkpoint_name
+from embodied_rl.checkpoint.folder import find_last as find_last
+from embodied_rl.checkpoint.folder import load_checkpoint as load_checkpoint
+from embodied_rl.checkpoint.folder import note_base as note_base
+from embodied_rl.checkpoint.folder import resolve_checkpoint as resolve_checkpoint
+from embodied_rl.checkpoint.folder import save_checkpoint as save_checkpoint
+from embodied_rl.checkpoint.tensors import MODEL_FOLDER as MODEL_FOLDER
+from embodied_rl.checkpoint.tensors import POLICY_FILE as POLICY_FILE
+from embodied_rl.checkpoint.tensors import Exported as Exported
