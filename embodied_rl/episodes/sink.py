@@ -20,7 +20,6 @@ from embodied_rl.episodes.writer import RecordingWriter
 class Sink(ABC):
     """Takes one episode as it is played: `start`, `step` T times, then `finish` or `discard`."""
 
-    @abstractmethod
     def start(
         self,
         observation: Mapping[str, Any],
@@ -34,8 +33,8 @@ class Sink(ABC):
             state: {name: [...]} of the simulator; given here, it is due at every step.
             images: {camera: [H, W, 3] uint8}; given here, they are due at every step.
         """
+        self.begin(columns_around(observation, state, images))
 
-    @abstractmethod
     def step(
         self,
         *,
@@ -63,6 +62,18 @@ class Sink(ABC):
         Raises:
             RecordingError: the episode has ended, a field is missing, or has another shape than before.
         """
+        row = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated, "success": success}
+        given = {name: value for name, value in optional.items() if value is not None}
+        row |= {name: given.pop(name) for name in OPTIONAL_COLUMNS if name in given} | given
+        self.append(row | columns_around(observation, state, images), snapshot)
+
+    @abstractmethod
+    def begin(self, row: Mapping[str, Any]) -> None:
+        """`start` with {column: its value}."""
+
+    @abstractmethod
+    def append(self, row: dict[str, Any], snapshot: bytes | None = None) -> None:
+        """`step` of {column: its value}."""
 
     @abstractmethod
     def finish(self, metadata: Mapping[str, Any] | None = None) -> int:
@@ -121,37 +132,12 @@ class EpisodeSink(Sink):
     def seed(self) -> int:
         return self._about.seed
 
-    def start(
-        self,
-        observation: Mapping[str, Any],
-        state: Mapping[str, np.ndarray] | None = None,
-        images: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
+    def begin(self, row: Mapping[str, Any]) -> None:
         self._require(self._first is None and not self.is_closed, "has begun already")
         # The columns are known when the first step is: until then a copy waits.
-        self._first = {name: _copied(value) for name, value in columns_around(observation, state, images).items()}
-
-    def step(
-        self,
-        *,
-        action: Value,
-        reward: float,
-        terminated: bool,
-        truncated: bool,
-        success: bool,
-        observation: Mapping[str, Any],
-        state: Mapping[str, np.ndarray] | None = None,
-        images: Mapping[str, np.ndarray] | None = None,
-        snapshot: bytes | None = None,
-        **optional: Value,
-    ) -> None:
-        row = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated, "success": success}
-        given = {name: value for name, value in optional.items() if value is not None}
-        row |= {name: given.pop(name) for name in OPTIONAL_COLUMNS if name in given} | given
-        self.append(row | columns_around(observation, state, images), snapshot)
+        self._first = {name: _copied(value) for name, value in row.items()}
 
     def append(self, row: dict[str, Any], snapshot: bytes | None = None) -> None:
-        """`step` of {column: its value}."""
         if self.columns is None:
             columns = self._columns_with({name: value for name, value in row.items() if name in OPTIONAL_COLUMNS})
             self.begin_as(columns)

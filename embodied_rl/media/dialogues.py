@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from embodied_rl.agents.dialogue import write_dialogues
-from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
+from embodied_rl.agents.turns import AgentEpisode, episode_of
 from embodied_rl.errors import UserError
-from embodied_rl.media.episodes import FilmedEpisode, Moment, Spoken
+from embodied_rl.media.episodes import FilmedEpisode, Moment
 from embodied_rl.media.overlays import Film, Overlays, Pictures, Row, free_names, parse_overlays, write_videos
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.rollout.programs import episode_of_session
@@ -34,10 +34,9 @@ def write_filmed_dialogues(base: Path, rows: Sequence[Row], decode: Sequence[Dec
 
 
 def _episode(filmed: FilmedEpisode) -> AgentEpisode:
-    turns = [_turn(spoken) for spoken in filmed.spoken]
     finished = filmed.finished
     return episode_of(
-        turns,
+        filmed.spoken,
         terminated=finished.terminated,
         truncated=not finished.terminated,
         success=finished.success_once,
@@ -45,20 +44,6 @@ def _episode(filmed: FilmedEpisode) -> AgentEpisode:
         domain=filmed.task,
         final_text=filmed.final_text,
         greedy=False,
-    )
-
-
-def _turn(spoken: Spoken) -> Turn:
-    return Turn(
-        observation=spoken.observation,
-        prompt_ids=spoken.prompt_ids,
-        token_ids=spoken.token_ids,
-        log_prob=spoken.log_prob,
-        version=spoken.version,
-        answer=spoken.answer,
-        parsed=spoken.parsed,
-        reward=spoken.reward,
-        game_reward=spoken.reward,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from embodied_rl.agents.parsing import ParsedAction, ToolRequest
+from embodied_rl.agents.turns import Turn
 from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.episodes.sink import Sink
 from embodied_rl.errors import UserError, did_you_mean
@@ -105,25 +105,6 @@ class Moment:
 
 
 @dataclass
-class Spoken:
-    """One answer of a language agent, token by token."""
-
-    observation: str
-    prompt_ids: np.ndarray
-    """[P] int64"""
-    token_ids: np.ndarray
-    """[n] int64"""
-    log_prob: np.ndarray
-    """[n] float32"""
-    version: np.ndarray
-    """[n] int64"""
-    answer: str
-    parsed: ParsedAction | ToolRequest
-    reward: float = 0.0
-    """Of the step that it led to; of several answers in one step (calls of tools) the last one's."""
-
-
-@dataclass
 class FilmedEpisode:
     """One episode's pictures."""
 
@@ -136,8 +117,8 @@ class FilmedEpisode:
     """One for each picture."""
     summary: EpisodeSummary | None = None
     """None while it is running."""
-    spoken: list[Spoken] = field(default_factory=list)
-    """A language agent's answers; none of others."""
+    spoken: list[Turn] = field(default_factory=list)
+    """A language agent's answers; none of others. Of several in one step (calls of tools) the last one has the step's reward."""
     final_text: str = ""
     """The last observation of a text environment."""
 
@@ -254,20 +235,13 @@ class PictureSink(Sink):
         """Whether the replay reached the recorded end."""
         self._episode, self._size, self._stride, self._step = episode, size, stride, 0
 
-    def start(
-        self,
-        observation: Mapping[str, Any],
-        state: Mapping[str, np.ndarray] | None = None,
-        images: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
-        """The picture after the reset."""
-        self._keep(images or {})
+    def begin(self, row: Mapping[str, Any]) -> None:
+        self._keep(row)
 
-    def step(self, *, images: Mapping[str, np.ndarray] | None = None, **_: object) -> None:
-        """The picture after a step."""
+    def append(self, row: dict[str, Any], snapshot: bytes | None = None) -> None:
         self._step += 1
         if self._step % self._stride == 0 or self._step == self._episode.num_steps:
-            self._keep(images or {})
+            self._keep(row)
 
     def finish(self, metadata: Mapping[str, Any] | None = None) -> int:
         """The replay came to the recorded end."""
@@ -277,9 +251,9 @@ class PictureSink(Sink):
     def discard(self) -> None:
         """What was drawn until then is kept: it shows how far the replay came."""
 
-    def _keep(self, images: Mapping[str, np.ndarray]) -> None:
+    def _keep(self, row: Mapping[str, Any]) -> None:
         # The replay's own picture comes last; the others were recorded.
-        self.filmed.frames.append(beside_each_other(list(images.values())[-1:], self._size))
+        self.filmed.frames.append(beside_each_other([row[name] for name in row if name.startswith("images.")][-1:], self._size))
         self.filmed.moments.append(moment_of(self._episode, self._step))
 
 

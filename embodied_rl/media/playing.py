@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from embodied_rl.agents.agent import Answer, Prompt
+from embodied_rl.agents.turns import Turn
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import Completion
-from embodied_rl.media.episodes import FilmedEpisode, Moment, Selection, Spoken, beside_each_other, thinned
+from embodied_rl.media.episodes import FilmedEpisode, Moment, Selection, beside_each_other, thinned
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.types import ActionSpec, EpisodeSummary, Observation, StepBatch
@@ -77,7 +79,7 @@ class EpisodicActor:
 
     def __init__(self, generator: Generator, num_slots: int) -> None:
         self._generator, self._num_slots = generator, num_slots
-        self._spoken: dict[int, list[Spoken]] = {}
+        self._spoken: dict[int, list[Turn]] = {}
         if hasattr(generator, "on_answer"):
             generator.on_answer = self._listen
 
@@ -95,13 +97,14 @@ class EpisodicActor:
         """See `Actor.values`: it has none."""
         return None
 
-    def spoken(self, slot: int) -> list[Spoken]:
+    def spoken(self, slot: int) -> list[Turn]:
         """What the last action of a slot was read from."""
         return self._spoken.get(slot, [])
 
     def _listen(self, slot: int, observation: str, prompt: Prompt, completion: Completion, answer: Answer) -> None:
         tokens = completion.token_ids, completion.log_prob, completion.version
-        self._spoken.setdefault(slot, []).append(Spoken(observation, prompt.token_ids, *tokens, answer.text, answer.parsed))
+        turn = Turn(observation, prompt.token_ids, *tokens, answer.text, answer.parsed, reward=0.0, game_reward=0.0)
+        self._spoken.setdefault(slot, []).append(turn)
 
 
 def film(
@@ -230,13 +233,13 @@ class _Studio:
             raise UserError(f"The episode of seed {self._seeds[self._current[slot]]} was given up: its simulator failed again and again.")
         for slot, reward in zip(sent, outcome.reward.tolist(), strict=True):
             if slot in self._running and (said := self._said(slot)):
-                said[-1].reward = reward
+                said[-1] = replace(said[-1], reward=reward, game_reward=reward)
                 self._running[slot].spoken += said
         self._returns[sent] += outcome.reward
         self._lengths[sent] += 1
         self._success[sent] |= outcome.success
 
-    def _said(self, slot: int) -> list[Spoken]:
+    def _said(self, slot: int) -> list[Turn]:
         """The answers that the last action was read from; empty unless the actor is a language agent."""
         return self._actor.spoken(slot) if isinstance(self._actor, EpisodicActor) else []
 
