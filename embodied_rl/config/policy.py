@@ -10,8 +10,17 @@ from embodied_rl.config.building import Config, require
 from embodied_rl.errors import UserError, did_you_mean
 
 
+class PolicyOptions(Config, place="policy"):
+    """What every policy is asked."""
+
+    @property
+    def chunk_size(self) -> int:
+        """K: steps of an action chunk; 1 of policies that have none."""
+        return int(vars(self).get("chunk", 1))
+
+
 @dataclass(frozen=True)
-class TinyVLAConfig(Config, place="policy"):
+class TinyVLAConfig(PolicyOptions):
     """A small vision-language-action model: an image and words in, a chunk of action tokens out."""
 
     name: Literal["tiny_vla"] = "tiny_vla"
@@ -62,18 +71,13 @@ class TinyVLAConfig(Config, place="policy"):
         check_instruction(self.instruction)
 
     @property
-    def chunk_size(self) -> int:
-        """K"""
-        return self.chunk
-
-    @property
     def reads(self) -> tuple[str, ...]:
         """Parts of an observation that the policy reads."""
         return (self.image_key, *((self.state_key,) if self.state_key else ()))
 
 
 @dataclass(frozen=True)
-class VLAOptions(Config, place="policy"):
+class VLAOptions(PolicyOptions):
     """How a VLA stands in a simulator."""
 
     cameras: tuple[str, ...] = ("rgb",)
@@ -139,11 +143,6 @@ class OpenVLAPolicyConfig(VLAOptions):
         require(len(self.lora_targets) >= 1, "policy.lora_targets", "at least one name", self.lora_targets)
 
     @property
-    def chunk_size(self) -> int:
-        """K"""
-        return 1
-
-    @property
     def reads(self) -> tuple[str, ...]:
         """Parts of an observation that the policy reads."""
         return self.cameras
@@ -168,11 +167,6 @@ class OpenVLAOFTPolicyConfig(OpenVLAPolicyConfig):
     variant: Literal["openvla-oft", "rlinf"] = "openvla-oft"
     """Which sequence it was trained on: with </s> behind the actions, or without."""
 
-    @property
-    def chunk_size(self) -> int:
-        """K"""
-        return self.chunk
-
 
 def check_instruction(instruction: str | None) -> None:
     require(instruction is None or bool(instruction.strip()), "policy.instruction", "null or words", instruction)
@@ -182,7 +176,7 @@ Method = Literal["flow_sde", "flow_noise", "dppo"]
 
 
 @dataclass(frozen=True)
-class FlowOptions(Config, place="policy"):
+class FlowOptions(PolicyOptions):
     """Denoising, and where its randomness is."""
 
     method: Method = "flow_noise"
@@ -252,11 +246,6 @@ class FlowPolicyConfig(FlowNetworkConfig, FlowOptions):
     """S: denoising steps of an action."""
 
     @property
-    def chunk_size(self) -> int:
-        """K"""
-        return self.chunk
-
-    @property
     def reads(self) -> tuple[str, ...]:
         """Parts of an observation that the policy reads."""
         return tuple(key for key in (self.state_key, self.image_key) if key is not None)
@@ -307,11 +296,6 @@ class PI0PolicyConfig(PI0Options, FlowOptions):
         require(bool(self.path.strip()), "policy.path", "a checkpoint's folder", self.path)
 
     @property
-    def chunk_size(self) -> int:
-        """K"""
-        return self.chunk
-
-    @property
     def reads(self) -> tuple[str, ...]:
         """Parts of an observation that the policy reads."""
         return self.cameras
@@ -336,7 +320,7 @@ class TinyModelConfig(Config, place="policy.tiny"):
 
 
 @dataclass(frozen=True)
-class LanguageConfig(Config, place="policy"):
+class LanguageConfig(PolicyOptions):
     """A Hugging Face causal language model from a folder, with or without LoRA and a value head."""
 
     model: str | None = None
@@ -374,11 +358,6 @@ class LanguageConfig(Config, place="policy"):
         return self.model
 
     @property
-    def chunk_size(self) -> int:
-        """K: a turn is an answer."""
-        return 1
-
-    @property
     def reads(self) -> tuple[str, ...]:
         """Parts of an observation that the policy reads."""
         return ("text", *self.images)
@@ -389,7 +368,7 @@ class LanguageConfig(Config, place="policy"):
 
 
 @dataclass(frozen=True)
-class PolicyConfig(Config, place="policy"):
+class PolicyConfig(PolicyOptions):
     """An actor-critic over a flat state, an image, or several of both."""
 
     name: Literal["actor_critic"] = "actor_critic"
@@ -430,18 +409,13 @@ class PolicyConfig(Config, place="policy"):
             require(len(sizes) == len(self.cnn_channels), f"policy.{name}", f"as many as policy.cnn_channels {self.cnn_channels}", sizes)
 
     @property
-    def chunk_size(self) -> int:
-        """K: it acts step by step."""
-        return 1
-
-    @property
     def reads(self) -> tuple[str, ...]:
         """Parts of an observation that the policy reads."""
         return self.observation_keys if self.encoder == "mixed" else (self.observation_key,)
 
 
 @dataclass(frozen=True)
-class CustomPolicyConfig(Config, place="policy"):
+class CustomPolicyConfig(PolicyOptions):
     """A policy of your own (see docs/own_parts.md)."""
 
     target: str
@@ -452,11 +426,6 @@ class CustomPolicyConfig(Config, place="policy"):
     """Further arguments of its constructor, whose first is the simulator's spec."""
     chunk: Chunk = 1
     """K: steps of an action, as the class's `chunk_size` says."""
-
-    @property
-    def chunk_size(self) -> int:
-        """K"""
-        return self.chunk
 
     @property
     def reads(self) -> tuple[str, ...]:
