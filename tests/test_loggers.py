@@ -26,9 +26,8 @@ from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.loggers import make_loggers
 from embodied_rl.loggers.base import LoggerGroup
 from embodied_rl.loggers.console import ConsoleLogger, Limits, metrics_table, time_shares
-from embodied_rl.loggers.jsonl import JsonlLogger, read_metrics
+from embodied_rl.loggers.jsonl import JsonlLogger, PlotLogger, choose_panels, draw_curves, read_metrics
 from embodied_rl.loggers.meanings import FIGURES, MEANINGS, Meaning, derived, explain_text, meaning_of, with_aliases
-from embodied_rl.loggers.plot import PlotLogger, choose_panels, draw_curves
 from embodied_rl.loggers.trackers import TensorBoardLogger
 from embodied_rl.progress import clock_text, progress_bar
 from embodied_rl.video import write_gif, write_mp4

@@ -17,7 +17,7 @@ from embodied_rl.commands import evaluate, render
 from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.reporting import RunSummary, config_hash, summarise, write_results
-from embodied_rl.reports.run_end import closing_text, result_text
+from embodied_rl.reports.page import closing_text, result_text
 from embodied_rl.types import EpisodeSummary
 from tests.report_page.pages import Page
 from tests.sample_run import SPEC, make_config

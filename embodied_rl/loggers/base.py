@@ -23,7 +23,7 @@ LOGGERS = Registry(
         "console": "embodied_rl.loggers.console:ConsoleLogger",
         "jsonl": "embodied_rl.loggers.jsonl:JsonlLogger",
         "mlflow": "embodied_rl.loggers.trackers:MlflowLogger",
-        "plot": "embodied_rl.loggers.plot:PlotLogger",
+        "plot": "embodied_rl.loggers.jsonl:PlotLogger",
         "tensorboard": "embodied_rl.loggers.trackers:TensorBoardLogger",
         "trackio": "embodied_rl.loggers.trackers:TrackioLogger",
         "wandb": "embodied_rl.loggers.trackers:WandbLogger",

@@ -1,16 +1,18 @@
-"""metrics.jsonl: one JSON object per iteration, whole after every line."""
+"""metrics.jsonl, one JSON object per iteration and whole after every line; and curves.png, redrawn of it while the run goes on."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.files import append_whole, cannot_write, next_free, write_atomic
+from embodied_rl.files import append_whole, cannot_write, next_free, write_atomic, write_atomic_with
 from embodied_rl.loggers.base import Logger
+from embodied_rl.loggers.meanings import REWARD_PER_STEP, derived
 from embodied_rl.reading import parse_json, read_regular
 
 METRICS_FILE = "metrics.jsonl"
@@ -87,3 +89,98 @@ def _whole_lines(path: Path) -> Iterator[str]:
 
 def _keep_until(path: Path, step: int) -> None:
     write_atomic(path, "".join(line for logged, line in _rows(path) if logged <= step))
+
+
+CURVES_FILE = "curves.png"
+Curve = tuple[list[int], list[float]]
+
+_FIRST_PANELS = (
+    ("Success rate", ("episode/success", "eval/success")),
+    ("Return per episode", ("episode/return", "eval/return")),
+    ("Reward per step", (REWARD_PER_STEP,)),
+    ("Steps of an episode", ("episode/length",)),
+)
+_LAST_PANELS = (("Steps per second", ("speed/steps_per_s",)),)
+_SKIPPED_TRAIN = ("train/learning_rate",)
+_NUM_COLUMNS = 3
+_NUM_TRAIN_PANELS = 6
+
+
+class PlotLogger(Logger):
+    """Draws every `interval_s`, less often where drawing is slow (never more than 2% of the time), and at the end."""
+
+    def __init__(
+        self, run_dir: Path, resume_step: int | None = None, *, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.path = run_dir / CURVES_FILE
+        self._curves: dict[str, Curve] = defaultdict(lambda: ([], []))
+        self._interval_s, self._clock = interval_s, clock
+        if resume_step is not None and (run_dir / METRICS_FILE).is_file():
+            for row in read_metrics(run_dir):
+                if row["step"] <= resume_step:
+                    self._add(row["step"], {name: value for name, value in row.items() if "/" in name and value is not None})
+        self._next_s = clock() + interval_s
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._add(step, metrics)
+        if self._clock() >= self._next_s:
+            started = self._clock()
+            draw_curves(self._curves, self.path)
+            self._next_s = self._clock() + max(self._interval_s, 50 * (self._clock() - started))
+
+    def rescue(self, folder: Path) -> None:
+        self.path = folder / CURVES_FILE
+
+    def close(self) -> None:
+        if self._curves:
+            draw_curves(self._curves, self.path)
+
+    def _add(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in derived(metrics).items():
+            if math.isfinite(value):
+                steps, values = self._curves[name]
+                steps.append(step)
+                values.append(value)
+
+
+def draw_curves(curves: Mapping[str, Curve], path: Path) -> Path:
+    """Draw {metric: (steps, values)} as panels into a PNG. Raises UserError where it cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    panels = choose_panels(list(curves))
+    num_rows = max(1, math.ceil(len(panels) / _NUM_COLUMNS))
+    figure = Figure(figsize=(4.2 * _NUM_COLUMNS, 2.8 * num_rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, (title, names) in enumerate(panels):
+        axes = figure.add_subplot(num_rows, _NUM_COLUMNS, index + 1)
+        for name in names:
+            steps, values = curves[name]
+            held_out = name.startswith("eval/")
+            axes.plot(
+                steps,
+                values,
+                label="interim evaluation" if held_out else "training",
+                marker="o" if held_out or len(steps) == 1 else None,
+                markersize=4,
+            )
+        axes.set_title(title, fontsize=10)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+        if title == "Success rate":
+            axes.set_ylim(-0.03, 1.03)
+        if len(names) > 1:
+            axes.legend(fontsize=8)
+        if index >= len(panels) - _NUM_COLUMNS:
+            axes.set_xlabel("environment steps", fontsize=8)
+    return write_atomic_with(path, lambda temporary: figure.savefig(temporary, dpi=110, format="png"))
+
+
+def choose_panels(names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """[(title, metrics drawn together)] out of the metrics that a run has."""
+    losses = sorted((n for n in names if n.startswith("train/") and n not in _SKIPPED_TRAIN), key=lambda n: ("loss" not in n, n))
+    train = [(name.removeprefix("train/").replace("_", " ").capitalize(), (name,)) for name in losses[:_NUM_TRAIN_PANELS]]
+    chosen = [(title, [name for name in wanted if name in names]) for title, wanted in (*_FIRST_PANELS, *_LAST_PANELS, *train)]
+    return [(title, found) for title, found in chosen if found]

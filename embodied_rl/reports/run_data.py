@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.loggers.jsonl import METRICS_FILE, read_metrics
+from embodied_rl.loggers.jsonl import CURVES_FILE, METRICS_FILE, read_metrics
 from embodied_rl.loggers.meanings import derived
-from embodied_rl.loggers.plot import CURVES_FILE
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
 
 RESULTS_FILE, FAULTS_FILE = "results.json", "faults.jsonl"

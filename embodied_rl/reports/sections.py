@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import numpy as np
 
+from embodied_rl.loggers.jsonl import choose_panels
 from embodied_rl.loggers.meanings import SUCCESS_ENDS, meaning_of
-from embodied_rl.loggers.plot import choose_panels
 from embodied_rl.reports.charts import (
     NUM_COLOURS,
     Series,
