@@ -1,5 +1,4 @@
-"""From plain data to validated dataclasses, one line for what does not fit; and what each key means, read from the declarations.
-"""
+"""From plain data to validated dataclasses, one line for what does not fit; and what each key means, read from the declarations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One self-contained page of one run or several, and a run's end: results.json, the video, the page, the model card, their places.
-"""
+"""One self-contained page of one run or several, and a run's end: results.json, the video, the page, the model card, their places."""
 
 from __future__ import annotations
 
