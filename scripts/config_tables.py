@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embodied_rl.config.building import Key, described_keys
+from embodied_rl.config.describing import Key, described_keys
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 START, END = "<!-- tables: written by scripts/config_tables.py -->\n", "<!-- end of tables -->"

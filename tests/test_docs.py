@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from embodied_rl.commands.train import help_text
-from embodied_rl.config.building import described_keys
+from embodied_rl.config.describing import described_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 

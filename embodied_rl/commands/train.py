@@ -53,8 +53,8 @@ def _value(composed: Mapping[str, Any], name: str) -> str:
 def help_text(width: int | None = None) -> str:
     """Lines of at most `width` characters, where no word is longer; None: those of the terminal, at most 100. Values are those that
     ``python -m embodied_rl.train`` runs with."""
-    from embodied_rl.config.building import described_keys
     from embodied_rl.config.compose import compose_config
+    from embodied_rl.config.describing import described_keys
 
     width = terminal_width() if width is None else width
 

@@ -1,0 +1,121 @@
+"""What each key of the configuration means, read from the declarations: for the page of keys and for ``train --help``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from embodied_rl import config
+from embodied_rl.config.building import bounds_in, type_hints
+
+GROUPS = {
+    "": "TrainConfig",
+    "sim": "SimConfig",
+    "policy": "PolicyConfig",
+    "policy (tiny_vla)": "TinyVLAConfig",
+    "policy (openvla and openvla_oft: in a simulator)": "VLAOptions",
+    "policy (openvla)": "OpenVLAPolicyConfig",
+    "policy (openvla_oft, beside openvla's)": "OpenVLAOFTPolicyConfig",
+    "policy (flow and pi0: denoising)": "FlowOptions",
+    "policy (flow: networks)": "FlowNetworkConfig",
+    "policy (flow: other defaults)": "FlowPolicyConfig",
+    "policy (pi0: in a simulator)": "PI0Options",
+    "policy (pi0)": "PI0PolicyConfig",
+    "policy (policy=language)": "LanguageConfig",
+    "policy (policy=custom)": "CustomPolicyConfig",
+    "policy.tiny (policy=language)": "TinyModelConfig",
+    "algorithm": "AlgorithmConfig",
+    "algorithm.warm_start": "WarmStartConfig",
+    "agent": "AgentConfig",
+    "agent.tool_options": "ToolsConfig",
+    "algorithm.initialized": "InitializedConfig",
+    "algorithm.recorded": "RecordedConfig",
+    "algorithm.cloning": "CloningConfig",
+    "algorithm.off_policy": "OffPolicyConfig",
+    "generation": "GenerationConfig",
+    "generation.mix.NAME": "PlayerConfig",
+    "domains.NAME": "DomainConfig",
+    "hybrid": "HybridConfig",
+    "hybrid.placement": "PlacementConfig",
+    "hybrid.ray": "RayConfig",
+    "hybrid.ray.cpus": "RayCpusConfig",
+    "hybrid.ray.gpus": "RayGpusConfig",
+    "hybrid.reward_worker": "RewardWorkerConfig",
+    "hybrid.sharding": "ShardingConfig",
+    "evaluation": "EvaluationConfig",
+    "checkpoint": "CheckpointConfig",
+    "record": "RecordConfig",
+    "video": "VideoConfig",
+    "logger": "LoggerConfig",
+}
+"""{group, with what chooses it: its dataclass}"""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration."""
+
+    name: str
+    """In full: ``sim.num_slots``."""
+    kind: str
+    """``int or null``; the name of a quantity says less to a reader than its type and bounds do."""
+    bounds: str
+    """``between 1 and 1,000,000``; empty: none."""
+    default: str
+    """As YAML has it; "required" where there is none."""
+    text: str
+    """The string below its declaration."""
+
+
+def described_keys() -> dict[str, list[Key]]:
+    """{group of `GROUPS`: its keys}, in the order of the declarations."""
+    sources = {sys.modules[vars(config)[name].__module__] for name in GROUPS.values()}
+    nodes = [node for source in sources for node in ast.parse(inspect.getsource(source)).body]
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    found = {}
+    for group, name in GROUPS.items():
+        hints = type_hints(vars(config)[name])
+        fields = [(field, text) for field, text in _fields(classes[name]) if not _is_group(field)]
+        found[group] = [_key(group.partition(" ")[0], field, hints[ast.unparse(field.target)], text) for field, text in fields]
+    return found
+
+
+def _fields(node: ast.ClassDef) -> list[tuple[ast.AnnAssign, str]]:
+    """Fields of a dataclass, each with the string below it."""
+    found = []
+    for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign):
+            constant = following.value if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) else None
+            found.append((statement, " ".join(str(constant.value).split()) if constant is not None else ""))
+    return found
+
+
+def _is_group(field: ast.AnnAssign) -> bool:
+    return ast.unparse(field.annotation).endswith("Config")
+
+
+def _key(group: str, field: ast.AnnAssign, hint: object, text: str) -> Key:
+    name = ".".join(filter(None, [group, ast.unparse(field.target)]))
+    bounds = next((str(bounds) for bounds in bounds_in(hint)), "")
+    kind = _kind(hint) if bounds else ast.unparse(field.annotation).replace(" | None", " or null")
+    default = "required" if field.value is None else ast.unparse(field.value).replace("None", "null")
+    default = {"field(default_factory=dict)": "{}", "True": "true", "False": "false"}.get(default, default)
+    return Key(name, kind, bounds, default, text)
+
+
+def _kind(hint: Any) -> str:
+    """int, float or null, tuple[int, ...]"""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _kind(arguments[0])
+    if origin is typing.Literal:
+        return " or ".join(repr(word) for word in arguments)
+    if origin is tuple:
+        return f"tuple[{_kind(arguments[0])}, ...]"
+    if arguments:
+        return " or ".join("null" if argument is type(None) else _kind(argument) for argument in arguments)
+    return str(hint.__name__)
