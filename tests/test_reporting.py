@@ -152,8 +152,8 @@ def test_the_closing_text_lists_what_exists_and_commands_that_can_be_run(tmp_pat
     assert "gone.gif" not in full
     assert "66.7%" in full
     assert "10,000 steps. Wall-clock since the command: trained after 0:08, evaluated after 0:12." in full
-    filmed = closing_text(summary, write_results(summary, whole_wall_clock_s=41.2), [])
-    assert "evaluated after 0:12, filmed and reported after 0:41." in filmed
+    filmed = closing_text(summary, write_results(summary, whole_wall_clock_s=41.2), [tmp_path / "film.mp4"])
+    assert "evaluated after 0:12, films and report done after 0:41." in filmed
     commands = commands_of(full)
     assert commands.keys() == {"more held-out episodes", "more videos", "train on", "look at the curves"}
     assert evaluate.COMMAND.parse(commands["more held-out episodes"][3:])[0]["checkpoint"] == str(tmp_path)

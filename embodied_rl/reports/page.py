@@ -235,13 +235,14 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
     if (run_dir / "tensorboard").is_dir():
         commands.append(("look at the curves", f"tensorboard --logdir {shlex.quote(str(run_dir))}"))
     next_steps = [f"  {name:<24} {command}" for name, command in commands]
-    told = [f"{result_text(results)}.", *_cloning_text(results), f"{summary.steps:,} steps. {_time_text(results)}"]
+    told = [f"{result_text(results)}.", *_cloning_text(results), f"{summary.steps:,} steps. {_time_text(results, filmed=bool(videos))}"]
     return "\n".join(["", *told, "", *lines, "", "Next:", *next_steps])
 
 
-def _time_text(results: dict[str, Any]) -> str:
+def _time_text(results: dict[str, Any], *, filmed: bool) -> str:
     """How long everything took, on the clock that begins with the user's command."""
-    parts = [("trained", "train_wall_clock_s"), ("evaluated", "wall_clock_s"), ("filmed and reported", "whole_wall_clock_s")]
+    last = "films and report done" if filmed else "report done"
+    parts = [("trained", "train_wall_clock_s"), ("evaluated", "wall_clock_s"), (last, "whole_wall_clock_s")]
     return f"Wall-clock since the command: {', '.join(f'{what} after {clock_text(results[key])}' for what, key in parts if results[key])}."
 
 
