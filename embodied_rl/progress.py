@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 LINE_INTERVAL_S, FIRST_LINE_S = 10.0, 1.0
 """Between lines, and to the first one of a command that has said nothing yet."""
+_BESIDE_TITLE = 60
+"""Columns of a bar and what stands behind it; a title that leaves less has lines of its own."""
 _began = time.time()
 """When the user's command began; `run_clock` knows better."""
 
@@ -103,17 +105,24 @@ class _Display:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
+        from rich.text import Text
 
-        bars = Table.grid(padding=(0, 1))
+        bars, titles = Table.grid(padding=(0, 1)), list[Text]()
+        width = self.live.console.width if self.live is not None else 80
         # A run's table has its own bar.
         for phase in [phase for phase in self.phases[-1:] if self.board is None or phase.total is not None]:
             bar = ProgressBar(total=phase.total, completed=phase.done, pulse=phase.total is None, width=24)
             left = phase.left_s()
             count = "" if phase.total is None else f"{phase.done:,}/{phase.total:,}"
             shown = "" if left is None else f"[green]{clock_text(left)} left[/green]"
-            bars.add_row(phase.title, bar, count, f"{clock_text(time.time() - _began)} elapsed", shown, phase.note)
+            figures: list[ProgressBar | Text | str] = [bar, count, f"{clock_text(time.time() - _began)} elapsed", shown, phase.note]
+            if len(phase.title) + _BESIDE_TITLE > width:
+                titles += [Text(line) for line in wrapped_lines(phase.title, width)]
+            else:
+                figures.insert(0, Text(phase.title))
+            bars.add_row(*figures)
         parts = [] if self.board is None else [self.board()]
-        return Group(*parts, *([bars] if bars.row_count else []))
+        return Group(*parts, *titles, *([bars] if bars.row_count else []))
 
     def _start(self, console: Console, *, transient: bool) -> None:
         from rich.live import Live
