@@ -4,7 +4,7 @@
     python benchmarks/auto_workers.py --sims halfcheetah ant --rounds 9
 
 For each simulator `auto` first chooses with nothing remembered, as a training run's start does. Then what it chose and all fixed settings
-are alive and take turns: slots stepped together or in groups by turns, with a small policy's thinking in between. Medians over rounds. What
+are alive and take turns: slots stepped together or in groups by turns, with a policy's thinking in between (`Acting`). Medians. What
 auto is measured against is the best of all: every number of workers with one group and with two, and with the chosen number also four
 groups, and workers bound to cores. A policy of discrete actions acts for two halves by two calls where auto steps them together.
 
@@ -33,8 +33,7 @@ from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.measured_workers import Turns, start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.worker_choice import candidates
-from embodied_rl.types import SimSpec
+from embodied_rl.sim.worker_choice import Acting, candidates
 
 SIMS = (
     *("cartpole", "pendulum", "halfcheetah", "hopper", "walker2d", "ant", "humanoid", "key_door", "pixel_reach", "pixel_tasks", "mjcf"),
@@ -43,6 +42,8 @@ SIMS = (
     *("metaworld_drawer_open", "pointmaze", "antmaze", "aloha_transfer_cube", "robosuite_lift", "robosuite_stack", "franka_kitchen"),
 )
 """Of configs/sim, what is neither text nor stepped as a batch."""
+PIXELS = ("pixel_reach", "pixel_tasks", "pusht_pixels")
+"""Whose policies are no small networks."""
 GROUPS = (1, 2, 4)
 LONGEST_START_S = 6.0
 """What takes longer to start is as a rule not measured by `auto` either, and left out."""
@@ -104,29 +105,24 @@ def settings_of(config: SimConfig, chosen: Setting) -> list[Setting]:
     return sorted(each for each in {*numbers, *groups, bound} if each.groups <= config.num_slots)
 
 
-def calls_of(spec: SimSpec) -> int:
-    """Of a small policy, for all slots at once: numpy's acts for both halves in one, torch's, which discrete actions have, in two."""
-    return 1 if spec.action.kind == "continuous" else 2
-
-
 def measure(config: SimConfig, rounds: int, segment_s: float) -> Row:
     """Choose, then compare. Raises UserError or SimFault where the simulator cannot be had here, TimeoutError where it starts slowly."""
     begun = time.perf_counter()
-    managers: dict[Setting | None, EnvManager] = {None: start_measured(config, SEEDS, tell=print, calls=calls_of)}
+    managers: dict[Setting | None, EnvManager] = {None: start_measured(config, SEEDS, tell=print, small=config.name not in PIXELS)}
     try:
         auto = managers[None]
-        start_s, spec = time.perf_counter() - begun, auto.spec
+        start_s, acting = time.perf_counter() - begun, Acting.of(config.name not in PIXELS, auto.spec.action, config.num_groups)
         if start_s > LONGEST_START_S:
             raise TimeoutError(f"took {start_s:.0f} s to start.")
         chosen = Setting(auto.num_workers, auto.num_turns or config.num_groups)
-        turns: dict[Setting | None, Turns] = {None: Turns(auto, chosen.groups, calls_of(spec) if chosen.groups == 1 else 1)}
+        turns: dict[Setting | None, Turns] = {None: Turns(auto, chosen.groups, acting.think_s(chosen.groups))}
         for setting in settings_of(config, chosen):
             begun = time.perf_counter()
             fixed = dataclasses.replace(
                 config, num_workers=setting.num_workers, pipeline_groups=setting.groups, placement=setting.placement
             )
             managers[setting] = EnvManager.from_config(fixed, SEEDS)
-            turns[setting] = Turns(managers[setting], setting.groups)
+            turns[setting] = Turns(managers[setting], setting.groups, acting.call_s)
             if setting == chosen:
                 plain_start_s = time.perf_counter() - begun
         rates: dict[Setting | None, list[float]] = {setting: [] for setting in turns}

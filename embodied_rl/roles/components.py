@@ -77,15 +77,11 @@ def _simulators(config: TrainConfig, num_slots: int | None, tell: Callable[[str]
     autoreset, chunk_size = config.algorithm.groups is None, config.policy.chunk_size
     if tell is None:
         return EnvManager.from_config(sim, seeds, num_slots=num_slots, autoreset=autoreset, chunk_size=chunk_size)
-    calls = functools.partial(_calls, config) if autoreset else None
-    return start_measured(sim, seeds, tell=tell, num_slots=num_slots, autoreset=autoreset, chunk_size=chunk_size, calls=calls)
-
-
-def _calls(config: TrainConfig, spec: SimSpec) -> int:
-    """By which the policy acts for all slots: small Gaussian networks need one, others one for each group (`Generator.act_in_parts`)."""
     policy = config.policy
     small = policy.name == "actor_critic" and policy.encoder == "mlp" and policy.distribution == "gaussian"
-    return 1 if small and spec.action.kind == "continuous" else config.sim.num_groups
+    return start_measured(
+        sim, seeds, tell=tell, num_slots=num_slots, autoreset=autoreset, chunk_size=chunk_size, small=small if autoreset else None
+    )
 
 
 def _around_manager(

@@ -23,9 +23,9 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.worker_choice import THINK_S, Setting, WorkerChoice, candidates, check_auto, remember, remembered, settings
+from embodied_rl.sim.worker_choice import Acting, Setting, WorkerChoice, candidates, check_auto, remember, remembered, settings
 from embodied_rl.sim.worker_pool import split_slots
-from embodied_rl.types import ActionSpec, SimSpec, StepBatch
+from embodied_rl.types import ActionSpec, StepBatch
 
 _LONGEST_START_S = 2.5
 """A simulator that takes longer to start is not started again to be measured: what takes long to start takes long to step, and is the
@@ -52,14 +52,14 @@ def start_measured(
     num_slots: int | None = None,
     autoreset: bool = True,
     chunk_size: int = 1,
-    calls: Callable[[SimSpec], int] | None = None,
+    small: bool | None = None,
 ) -> EnvManager:
     """`EnvManager.from_config` for a run that will last: what ``num_workers=auto`` stands for is measured where it is not yet known, and
     with it ``pipeline_groups=auto``: `num_turns` of the manager.
 
     Args:
         tell: takes the line that says what was chosen.
-        calls: by which the policy acts for all slots, where they are stepped together; None: they are stepped in turns, or as they come.
+        small: whether the policy is a small Gaussian network; None: slots are not stepped together, but as they come.
 
     Raises:
         UserError: the simulator rejects its configuration.
@@ -74,10 +74,9 @@ def start_measured(
         return manager(None)
     check_auto(config)
     groups = config.num_groups
-    turns = (1, groups) if calls is not None and config.pipeline_groups == "auto" and groups > 1 else (groups,)
-    if (choice := remembered(config, chunk_size, turns=turns)) is not None:
-        started = manager(choice.setting.num_workers)
-        return _settled(started, choice, turns, calls, tell)
+    turns = (1, groups) if small is not None and config.pipeline_groups == "auto" and groups > 1 else (groups,)
+    if (choice := remembered(config, chunk_size, small=small, turns=turns)) is not None:
+        return _settled(manager(choice.setting.num_workers), choice, turns, tell)
     numbers = candidates(config.num_slots)
     if len(numbers) * len(turns) == 1 or config.target.startswith(_NOT_MEASURED):
         return manager(None)
@@ -90,31 +89,28 @@ def start_measured(
         return found[numbers[-1]]
     try:
         others = {number: partial(manager, number) for number in numbers[:-1]}
-        choice, steady = _measured(config, found, others, turns, 1 if calls is None else calls(spec))
+        choice, steady = _measured(config, found, others, turns, Acting.of(small, spec.action, groups))
         if steady:
-            remember(config, choice, chunk_size)
+            remember(config, choice, chunk_size, small=small)
     except (SimFault, UserError, ValueError):
         choice = None  # whatever it is, the run meets it in its own words
     chosen = numbers[-1] if choice is None else choice.setting.num_workers
     for number in [number for number in found if choice is None or number != chosen]:
         found.pop(number).close()
     started = found.pop(chosen) if chosen in found else manager(chosen)
-    return started if choice is None else _settled(started, choice, turns, calls, tell)
+    return started if choice is None else _settled(started, choice, turns, tell)
 
 
-def _settled(
-    manager: EnvManager, choice: WorkerChoice, turns: tuple[int, ...], calls: Callable[[SimSpec], int] | None, tell: Told
-) -> EnvManager:
-    """With the turns that are the best of these workers with this policy."""
-    own = dataclasses.replace(choice, calls=1 if calls is None else calls(manager.spec), num_workers=manager.num_workers)
+def _settled(manager: EnvManager, choice: WorkerChoice, turns: tuple[int, ...], tell: Told) -> EnvManager:
+    """With the turns that were chosen, where there was a choice."""
     if len(turns) > 1:
-        manager.num_turns = own.setting.num_turns
-    tell(str(own))
+        manager.num_turns = choice.setting.num_turns
+    tell(str(choice))
     return manager
 
 
 def _measured(
-    config: SimConfig, found: dict[int, EnvManager], others: Mapping[int, Callable[[], EnvManager]], ways: tuple[int, ...], calls: int
+    config: SimConfig, found: dict[int, EnvManager], others: Mapping[int, Callable[[], EnvManager]], ways: tuple[int, ...], acting: Acting
 ) -> tuple[WorkerChoice, bool]:
     """Start the others too, measure all, and leave the chosen one in `found` if it is as it was at its start.
 
@@ -123,12 +119,12 @@ def _measured(
     for number, start in others.items():
         found[number] = start()
     before = {number: _first_steps(manager) for number, manager in found.items()}
-    turns = {each: Turns(found[each.num_workers], each.num_turns) for each in settings(config, ways)}
+    turns = {each: Turns(found[each.num_workers], each.num_turns, acting.think_s(each.num_turns)) for each in settings(config, ways)}
     rates: dict[Setting, list[float]] = {each: [] for each in turns}
     for _ in range(_ROUNDS):
         for each, turn in turns.items():
             rates[each].append(turn.steps_per_s(_WINDOW_S))
-    choice = WorkerChoice(config.name, config.num_slots, {each: statistics.median(own) for each, own in rates.items()}, calls)
+    choice = WorkerChoice(config.name, config.num_slots, {each: statistics.median(own) for each, own in rates.items()})
     manager = found[choice.setting.num_workers]
     same = _first_steps(manager) == before[choice.setting.num_workers] and not manager.fault_records
     if not same:  # the past of these workers shows
@@ -154,12 +150,12 @@ def _starts_slowly(manager: EnvManager, seconds: float) -> bool:
 class Turns:
     """The slots of a manager, stepped in turns as a rollout does. Several may share a manager, one after another."""
 
-    def __init__(self, manager: EnvManager, num_groups: int, calls: int = 1) -> None:
-        """Resets all slots. `calls`: of the policy, for each group."""
+    def __init__(self, manager: EnvManager, num_groups: int, think_s: float) -> None:
+        """Resets all slots. `think_s`: of the policy, for each group."""
         self._manager = manager
         self._groups = [group for group in split_slots(range(manager.num_slots), min(num_groups, manager.num_slots)) if len(group)]
         self._actions = [still_actions(manager, len(group)) for group in self._groups]
-        self._think_s = calls * THINK_S
+        self._think_s = think_s
         manager.reset()
 
     def steps_per_s(self, seconds: float) -> float:

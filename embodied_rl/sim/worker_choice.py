@@ -14,11 +14,10 @@ from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.files import RememberedAnswers
 from embodied_rl.sim.affinity import available_cores
+from embodied_rl.types import ActionSpec
 
 WORTH = 1.03
 """More workers take more memory: they must be so many times as fast."""
-THINK_S = 100e-6
-"""Of the policy, for one call: a small network's."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
 _MEASURED = 2
@@ -38,23 +37,32 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Acting:
+    """How a policy acts, as far as a rollout's time depends on it."""
+
+    call_s: float
+    """Of one call, which takes a core."""
+    calls: int
+    """For all slots, where these are stepped together; each group that is stepped by itself takes one."""
+
+    @staticmethod
+    def of(small: bool | None, action: ActionSpec, num_groups: int) -> Acting:
+        """Of a small Gaussian network, which numpy computes for all slots at once (`Generator.act_in_parts`), or of another policy."""
+        return Acting(25e-6, 1) if small and action.kind == "continuous" else Acting(200e-6, num_groups)
+
+    def think_s(self, num_turns: int) -> float:
+        """Seconds of thinking in each of so many turns."""
+        return self.call_s * (self.calls if num_turns == 1 else 1)
+
+
+@dataclass(frozen=True)
 class WorkerChoice:
-    """What was measured, and the setting that is the fastest with a policy that acts for all slots by so many calls."""
+    """What was measured, and the setting that is the fastest."""
 
     sim: str
     num_slots: int
-    measured: Mapping[Setting, float]
-    """{setting: environment steps per second}, where one call acts for all slots of a turn."""
-    calls: int = 1
-    """Of the policy, for all slots, where they are stepped together."""
-    num_workers: int | None = None
-    """Those that were started; None: the best number of them."""
-
-    @functools.cached_property
-    def steps_per_s(self) -> dict[Setting, float]:
-        """What this policy makes of the rates: its further calls add to the time of slots that are stepped together."""
-        further = {each: (self.calls - 1) * THINK_S if each.num_turns == 1 else 0.0 for each in self.measured}
-        return {each: self.num_slots / (self.num_slots / rate + further[each]) for each, rate in self.measured.items()}
+    steps_per_s: Mapping[Setting, float]
+    """{setting: environment steps per second}"""
 
     @functools.cached_property
     def setting(self) -> Setting:
@@ -62,8 +70,6 @@ class WorkerChoice:
         fastest: dict[int, Setting] = {}
         for each in sorted(self.steps_per_s, key=self.steps_per_s.__getitem__):
             fastest[each.num_workers] = each
-        if self.num_workers is not None:
-            return fastest[self.num_workers]
         best = fastest[min(fastest)]
         for _, each in sorted(fastest.items()):
             if self.steps_per_s[each] > WORTH * self.steps_per_s[best]:
@@ -77,7 +83,7 @@ class WorkerChoice:
 
     def __str__(self) -> str:
         said, chosen = [], self.setting
-        if len(numbers := {each.num_workers for each in self.measured}) > 1:
+        if len(numbers := {each.num_workers for each in self.steps_per_s}) > 1:
             workers = "1 worker" if chosen.num_workers == 1 else f"{chosen.num_workers} workers"
             other = max(numbers) if chosen.num_workers == 1 else 1
             said.append(
@@ -111,39 +117,42 @@ def settings(config: SimConfig, turns: Sequence[int]) -> list[Setting]:
     return [Setting(number, each) for number in candidates(config.num_slots) for each in turns]
 
 
-def remembered(config: SimConfig, chunk_size: int = 1, *, turns: Sequence[int] = (), calls: int = 1) -> WorkerChoice | None:
+def remembered(config: SimConfig, chunk_size: int = 1, *, small: bool | None = None, turns: Sequence[int] = ()) -> WorkerChoice | None:
     """What was chosen for this simulator, these slots and this machine; None: it has not been measured.
 
     Args:
+        small: see `Acting.of`; None: with episodes of groups.
         turns: what has to be among what was measured; empty: whatever was.
-        calls: see `WorkerChoice`.
     """
-    answer: Any = RememberedAnswers(_FOLDER).read(*_question(config, chunk_size))
+    answer: Any = RememberedAnswers(_FOLDER).read(*_question(config, chunk_size, small))
     with suppress(ValueError, TypeError, KeyError, AttributeError):
         rates = {Setting(*map(int, key.split("x"))): float(rate) for key, rate in answer.items()}
         known = settings(config, turns or sorted({each.num_turns for each in rates}))
         measured = {each: rates[each] for each in known}
         if measured and all(0 < rate < math.inf for rate in measured.values()):
-            return WorkerChoice(config.name, config.num_slots, measured, calls)
+            return WorkerChoice(config.name, config.num_slots, measured)
     return None
 
 
-def remember(config: SimConfig, choice: WorkerChoice, chunk_size: int = 1) -> None:
+def remember(config: SimConfig, choice: WorkerChoice, chunk_size: int = 1, *, small: bool | None = None) -> None:
     """Keep what was measured. A folder that cannot be written keeps nothing: it is measured again next time."""
-    rates = {str(each): round(rate, 1) for each, rate in sorted(choice.measured.items())}
-    RememberedAnswers(_FOLDER).write(*_question(config, chunk_size), rates)
+    rates = {str(each): round(rate, 1) for each, rate in sorted(choice.steps_per_s.items())}
+    RememberedAnswers(_FOLDER).write(*_question(config, chunk_size, small), rates)
 
 
 def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | None:
-    """`config.num_workers` as a number for so many slots; None: as many as there are cores. Raises UserError as `check_auto`."""
+    """`config.num_workers` as a number for so many slots, as any training found it; None: as many as there are cores.
+
+    Raises UserError as `check_auto`."""
     check_auto(config)
     number = config.fixed_workers
-    if config.num_workers == "auto" and num_slots == config.num_slots and (choice := remembered(config, chunk_size)) is not None:
-        number = choice.setting.num_workers
+    if config.num_workers == "auto" and num_slots == config.num_slots:
+        found = (remembered(config, chunk_size, small=small) for small in (True, False, None))
+        number = next((choice.setting.num_workers for choice in found if choice is not None), None)
     return None if number is None else min(number, num_slots)
 
 
-def _question(config: SimConfig, chunk_size: int) -> tuple[str, object]:
+def _question(config: SimConfig, chunk_size: int, small: bool | None) -> tuple[str, object]:
     simulator = [config.target, config.task, sorted(config.kwargs.items(), key=str), config.num_slots, config.pipeline_groups, chunk_size]
     machine = [platform.node(), platform.machine(), available_cores(), config.placement]
-    return config.name, [_MEASURED, simulator, machine]
+    return config.name, [_MEASURED, simulator, machine, small]

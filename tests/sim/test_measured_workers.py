@@ -16,14 +16,15 @@ from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.policies.actor_critic import build_policy
+from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim import measured_workers, worker_choice
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.measured_workers import start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.worker_choice import Setting, WorkerChoice, remember, remembered
+from embodied_rl.sim.worker_choice import Acting, Setting, WorkerChoice, remember, remembered
 from embodied_rl.train import train
-from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+from embodied_rl.types import ActionSpec, Rollout, SimSpec, TensorSpec
 
 SEEDS = EpisodeSeeds.training(3)
 
@@ -67,14 +68,18 @@ def test_fewest_workers_that_no_more_of_them_beat_by_three_percent(rates: dict[i
     assert choice.gain(1) == pytest.approx(rates[chosen] / 100.0)
 
 
-def test_slots_are_stepped_together_where_that_is_faster_with_the_calls_of_the_policy() -> None:
-    """By hand: 8 slots at 10,000 steps a second take 800 us together; one more call of 100 us makes 900, or 8,889 a second."""
-    choice = WorkerChoice("toy", 8, {Setting(1, 1): 10_000.0, Setting(1, 2): 9_000.0, Setting(2, 1): 8_000.0, Setting(2, 2): 9_200.0})
-    assert choice.setting == Setting(1, 1)
-    again = dataclasses.replace(choice, calls=2)
-    assert again.steps_per_s[Setting(1, 1)] == pytest.approx(8 / 900e-6)
-    assert again.setting == Setting(1, 2)  # 9,200 with two workers are not worth a process
-    assert dataclasses.replace(choice, num_workers=2).setting == Setting(2, 2)
+def test_slots_are_stepped_together_where_that_is_faster() -> None:
+    choice = WorkerChoice("toy", 8, {Setting(1, 1): 10_000.0, Setting(1, 2): 9_000.0, Setting(2, 1): 8_000.0, Setting(2, 2): 10_200.0})
+    assert choice.setting == Setting(1, 1)  # 10,200 with two workers are not worth a process
+    assert dataclasses.replace(choice, steps_per_s={**choice.steps_per_s, Setting(2, 1): 11_000.0}).setting == Setting(2, 1)
+
+
+def test_small_gaussian_networks_act_for_all_slots_in_one_call() -> None:
+    continuous, discrete = ActionSpec.continuous([-1.0], [1.0]), ActionSpec.discrete(3)
+    small, other = Acting.of(True, continuous, 2), Acting.of(True, discrete, 2)
+    assert small.think_s(1) == small.think_s(2) < other.think_s(2)
+    assert other.think_s(1) == 2 * other.think_s(2)
+    assert Acting.of(False, continuous, 2) == Acting.of(None, continuous, 2) == other
 
 
 def test_line_says_what_was_chosen_and_what_it_gained() -> None:
@@ -93,8 +98,7 @@ def test_line_says_what_was_chosen_and_what_it_gained() -> None:
 @pytest.mark.parametrize("autoreset", [True, False])
 def test_measured_workers_go_on_as_if_they_had_just_begun(autoreset: bool) -> None:
     told: list[str] = []
-    calls = (lambda spec: 1) if autoreset else None
-    with start_measured(toy(), SEEDS, tell=told.append, autoreset=autoreset, calls=calls) as manager:
+    with start_measured(toy(), SEEDS, tell=told.append, autoreset=autoreset, small=True if autoreset else None) as manager:
         seen = three_steps(manager)
         assert manager.num_turns in ((1, 2) if autoreset else (None,))
         assert ("pipeline_groups" in told[0]) == autoreset
@@ -125,8 +129,9 @@ def test_what_was_measured_is_remembered_until_the_slots_or_the_machine_change(m
         assert manager.num_turns is None
     assert told == [str(choice)]
     more = measured({1: 300.0, 2: 200.0}, together={1: 250.0, 2: 400.0})
-    remember(toy(), more)
-    with start_measured(toy(), SEEDS, tell=told.append, calls=lambda spec: 1) as manager:
+    remember(toy(), more, small=True)
+    assert remembered(toy(), small=False) is None
+    with start_measured(toy(), SEEDS, tell=told.append, small=True) as manager:
         assert (manager.num_workers, manager.num_turns) == (2, 1)
     with EnvManager.from_config(toy(), SEEDS) as manager:  # evaluation, recording, …: what training found
         assert manager.num_workers == 2
@@ -182,19 +187,26 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_do_not_depend_on_the_choice(mode: str, tmp_path: Path) -> None:
+def test_weights_do_not_depend_on_the_choice(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker or two, slots stepped in turns or together: not a bit of what is learned is another."""
-    found = []
+    found, groups, collect = [], [], RolloutCollector.next_rollout
+
+    def noted(self: RolloutCollector, version: int) -> Rollout:
+        groups.append(len(self._groups))
+        return collect(self, version)
+
+    monkeypatch.setattr(RolloutCollector, "next_rollout", noted)
     for number, together in ((1, False), (1, True), (2, True)):
         folder = f"run_dir={tmp_path / f'{number}{together}'}"
         config = load_train_config([*MODES[mode], "video.enabled=no", "logger=quiet", "evaluation.num_episodes=2", folder])
         rates = {1: 100.0, 2: 50.0 if number == 1 else 150.0}
-        remember(
-            config.sim, measured(rates, num_slots=16, together={each: rate * (2.0 if together else 0.5) for each, rate in rates.items()})
-        )
+        given = measured(rates, num_slots=16, together={each: rate * (2.0 if together else 0.5) for each, rate in rates.items()})
+        for small in (True, False):
+            remember(config.sim, given, small=small)
         run = train(config, command="python -m embodied_rl.train")
         (path,) = (run / "checkpoints" / "last").resolve().glob("policy*.safetensors")
         found.append(load_file(path))
+    assert groups == [2] * 3 + [1] * 6  # three rollouts of each run
     first, *others = found
     for weights in others:
         assert first.keys() == weights.keys()
