@@ -42,7 +42,7 @@ CLASSES = {
 """{module: (class, method, what it does)}"""
 SHORTCUTS = {
     "embodied_rl.sim.robots.gymnasium_robotics": "know_indices",
-    "embodied_rl.sim.robots.metaworld": "touch_quickly",
+    "embodied_rl.sim.robots.metaworld": "shorten_steps",
     "embodied_rl.sim.robots.robosuite": "know_arms",
 }
 """{module: the function that takes look-ups out of an environment's steps}"""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -219,7 +221,7 @@ class SeededTask(gymnasium.Wrapper):
         if camera not in cameras:
             raise UserError(f"Meta-World camera '{camera}' is not known.{did_you_mean(camera, cameras)}")
         cheapen_rendering(env)
-        touch_quickly(env)
+        shorten_steps(env)
         self.task = env
         self.max_path_length = int(env.max_path_length)
         # What its benchmark classes set through set_task, except that positions are drawn at every reset, from the
@@ -239,6 +241,74 @@ class SeededTask(gymnasium.Wrapper):
     def render(self) -> np.ndarray:
         frame = np.asarray(self.env.render())
         return np.ascontiguousarray(frame[::-1, ::-1]) if camera_in_use(self) in UPSIDE_DOWN_CAMERAS else frame
+
+
+def shorten_steps(env: SawyerXYZEnv) -> None:
+    """Take detours out of a task's steps. The numbers are the same bit for bit (tests/sim/robots/test_known_indices.py)."""
+    touch_quickly(env)
+    turn_quickly(env)
+    observe_quickly(env)
+
+
+def turn_quickly(env: SawyerXYZEnv) -> None:
+    """Have a task that says how an object is turned compute the quaternion itself: scipy first makes sure, for 25 microseconds a step, that
+    MuJoCo's matrix is a rotation."""
+    task = type(env)
+    own: Any = task._get_quat_objects
+    if own.__globals__.get("Rotation") is not None:
+        with_ours = FunctionType(own.__code__, {**own.__globals__, "Rotation": _Turned}, own.__name__, own.__defaults__, own.__closure__)
+        vars(env)["_get_quat_objects"] = MethodType(with_ours, env)
+
+
+class _Turned:
+    """What tasks use of scipy's `Rotation`."""
+
+    def __init__(self, quaternion: np.ndarray) -> None:
+        self._quaternion = quaternion
+
+    @staticmethod
+    def from_matrix(matrix: np.ndarray) -> _Turned:
+        """Markley 2008, "Unit quaternion from rotation matrix", as scipy has it: divided by the largest of four, real part last."""
+        a, b, c, d, e, f, g, h, i = matrix.ravel().tolist()
+        trace = a + e + i
+        largest = max(a, e, i, trace)
+        if a == largest:
+            x, y, z, w = 1 - trace + 2 * a, d + b, g + c, h - f
+        elif e == largest:
+            y, z, x, w = 1 - trace + 2 * e, h + f, b + d, c - g
+        elif i == largest:
+            z, x, y, w = 1 - trace + 2 * i, c + g, f + h, d - b
+        else:
+            x, y, z, w = h - f, c - g, d - b, 1 + trace
+        norm = math.sqrt(x * x + y * y + z * z + w * w)
+        return _Turned(np.array([x / norm, y / norm, z / norm, w / norm]))
+
+    def as_quat(self) -> np.ndarray:
+        """[4]"""
+        return self._quaternion
+
+
+def observe_quickly(env: SawyerXYZEnv) -> None:
+    """Have a task put its observation together in one array, where Meta-World finds hand and fingers by name and stacks a dozen pieces."""
+    from metaworld.sawyer_xyz_env import SawyerXYZEnv
+
+    if type(env)._get_curr_obs_combined_no_goal is SawyerXYZEnv._get_curr_obs_combined_no_goal:
+        bodies = [env.model.body(name).id for name in ("hand", "rightclaw", "leftclaw")]
+        vars(env)["_get_curr_obs_combined_no_goal"] = functools.partial(_observation, env, *bodies)
+
+
+def _observation(env: SawyerXYZEnv, hand: int, right: int, left: int) -> np.ndarray:
+    """[18]: the hand's place, how far the fingers are apart, each object's place and turn, zeros."""
+    places = env.data.xpos
+    seen = np.zeros(4 + env._obs_obj_max_len)
+    seen[:3] = places[hand]
+    seen[3] = min(max(float(np.linalg.norm(places[right] - places[left])) / 0.1, 0.0), 1.0)
+    positions, turns = env._get_pos_objects(), env._get_quat_objects()
+    for number in range(len(positions) // 3):
+        first = 4 + 7 * number
+        seen[first : first + 3] = positions[3 * number : 3 * number + 3]
+        seen[first + 3 : first + 7] = turns[4 * number : 4 * number + 4]
+    return seen
 
 
 def touch_quickly(env: SawyerXYZEnv) -> None:

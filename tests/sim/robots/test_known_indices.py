@@ -56,12 +56,30 @@ def test_fetch_and_hand_equal_the_packages_own_steps(task: str, monkeypatch: pyt
     require_equal(ours, played(plain, SEEDS))
 
 
-@pytest.mark.parametrize("task", ["push-v3", "drawer-open-v3"])
-def test_metaworlds_touch_is_its_own(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+METAWORLD = ("push-v3", "drawer-open-v3", "stick-pull-v3", "door-open-v3")  # one object, a quaternion of MuJoCo's, two objects, a handle
+
+
+@pytest.mark.parametrize("task", [*METAWORLD, pytest.param("all", marks=pytest.mark.slow)])
+def test_metaworlds_steps_are_its_own(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("metaworld")
-    ours = played(metaworld.make(task, 1), SEEDS)
-    monkeypatch.setattr(metaworld, "touch_quickly", lambda env: None)
-    require_equal(ours, played(metaworld.make(task, 1), SEEDS))
+    for name in metaworld.tasks() if task == "all" else [task]:
+        ours = played(metaworld.make(name, 1), SEEDS)
+        with monkeypatch.context() as patched:
+            patched.setattr(metaworld, "shorten_steps", lambda env: None)
+            require_equal(ours, played(metaworld.make(name, 1), SEEDS))
+
+
+def test_quaternions_are_scipys() -> None:
+    """Of MuJoCo's matrices of random turns, of small ones, and of quarter turns, where two of the four are as large as each other."""
+    mujoco = pytest.importorskip("mujoco")
+    rotation = pytest.importorskip("scipy.spatial.transform").Rotation
+    rng, matrix = np.random.default_rng(0), np.zeros(9)
+    small = np.array([1.0, 0.0, 0.0, 0.0]) + 10.0 ** rng.integers(-12, 0, (300, 1)) * rng.normal(size=(300, 4))
+    quarters = rng.integers(-1, 2, (300, 4)).astype(float)
+    for turn in np.concatenate([rng.normal(size=(300, 4)), small, quarters[quarters.any(axis=1)]]):
+        mujoco.mju_quat2Mat(matrix, turn / np.linalg.norm(turn))
+        expected = rotation.from_matrix(matrix.reshape(3, 3)).as_quat()
+        assert metaworld._Turned.from_matrix(matrix.reshape(3, 3)).as_quat().tobytes() == expected.tobytes()
 
 
 def test_a_pressed_object_is_felt_as_metaworld_feels_it() -> None:
