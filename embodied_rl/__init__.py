@@ -5,6 +5,8 @@ From Python: `embodied_rl.learn(sim=MyEnv)` returns a `Run`, and `embodied_rl.lo
 
 from __future__ import annotations
 
+import gc
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from embodied_rl.commands.learn import Run as Run
     from embodied_rl.commands.learn import learn as learn
     from embodied_rl.commands.learn import load_policy as load_policy
+
+if "embodied_rl_starts" in sys._xoptions:  # see `embodied_rl.distributed.processes.started`
+    gc.disable()
 
 __version__ = "0.1.0"
 

@@ -20,6 +20,7 @@ from embodied_rl.config import AlgorithmConfig, AnyPolicyConfig, LanguageConfig,
 from embodied_rl.config.building import build, convert
 from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.distributed.link import Link
+from embodied_rl.distributed.processes import started
 from embodied_rl.learning.ranks import Rank, join
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.build import build_policy
@@ -55,6 +56,7 @@ class RankServer:
         what = message["do"]
         if what == "build":
             self._build(message, tensors)
+            started()
             return {}
         if what == "join":
             self._join(message["store"])

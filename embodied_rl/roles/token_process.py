@@ -24,6 +24,7 @@ from typing import Any
 from embodied_rl.config import TrainConfig
 from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.distributed.link import Link
+from embodied_rl.distributed.processes import started
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, TokenBackend, check_new_ids, refuse_structures
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
@@ -260,6 +261,7 @@ def main(descriptor: int) -> None:
             with tempfile.TemporaryDirectory(prefix="embodied_rl_host_") as name:
                 write_model_files(begin["files"], Path(name))
                 backend = blank_backend(config, Path(name), resolve_device(config.hybrid.device))
+            started()
             link.send({"done": True, "can_constrain": backend.can_constrain})
             _Host(link, descriptor, backend).serve()
     except ChannelClosed:

@@ -19,6 +19,7 @@ from torch import Tensor
 from embodied_rl.config import TrainConfig
 from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.distributed.link import Link
+from embodied_rl.distributed.processes import started
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
 from embodied_rl.roles.failures import RoleLost, encode_error
 from embodied_rl.roles.role_process import RoleProcess
@@ -134,6 +135,7 @@ def main(descriptor: int) -> None:
             link.recv()  # what it is asked first
             link.send({"error": encode_error(error)})
             return
+        started()
         with contextlib.suppress(EOFError):
             serve(worker, inbox)
     except ChannelClosed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import select
@@ -111,6 +112,7 @@ def main() -> None:
         sys.argv = [module, str(connection), str(life)]
         importlib.import_module(module).main()
         return
+    gc.enable()
     for descriptor in (connection, life):  # only the worker keeps these open: that they close shows that it ended
         os.close(descriptor)
     with contextlib.suppress(OSError):

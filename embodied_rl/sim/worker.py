@@ -23,6 +23,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled
+from embodied_rl.distributed.processes import started
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import Placement, apply_placement, limit_threads
 from embodied_rl.sim.env import SimEnv
@@ -229,6 +230,7 @@ def main() -> None:
         except Exception:
             channel.answer(_fault(FaultKind.RAISED, traceback.format_exc(), {}))
         else:
+            started()
             _serve(channel, sims, {"placement": applied, "warnings": said}, released)
     except ChannelClosed:
         pass
