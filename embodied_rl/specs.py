@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from embodied_rl.errors import UserError
+
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 """What JSON holds."""
 PartValue: TypeAlias = np.ndarray | Json
@@ -97,6 +99,30 @@ class ActionSpec:
         if (low == -1.0).all() and (high == 1.0).all():
             return clipped
         return low + (clipped + 1.0) * (0.5 * (high - low))
+
+    def normalise(self, action: np.ndarray, *, margin: float = 0.0) -> np.ndarray:
+        """The inverse: actions [..., A] in the simulator's units onto [-1 + margin, 1 - margin] float32; choices as int64.
+
+        What lies beyond the bounds is clipped, as simulators do it; a dimension without extent becomes 0.
+
+        Args:
+            margin: keeps a squashed policy's targets where tanh can reach them: it is 1 only at infinity.
+
+        Raises:
+            UserError: the simulator's bounds are not finite, so that there is nothing to normalise by.
+        """
+        if self.kind != "continuous":
+            return action.astype(np.int64)
+        low, high = np.asarray(self.low, np.float64), np.asarray(self.high, np.float64)
+        if not (np.isfinite(low).all() and np.isfinite(high).all()):
+            raise UserError(
+                "Recorded actions cannot be normalised: the simulator's action bounds are not finite. Wrap it so that they are."
+            )
+        half = 0.5 * (high - low)
+        flat = half <= 0
+        unit = (np.asarray(action, np.float64) - low) / np.where(flat, 1.0, half) - 1.0
+        limit = 1.0 - margin
+        return np.clip(np.where(flat, 0.0, unit), -limit, limit).astype(np.float32)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from embodied_rl.loggers import Logger, check_loggers, make_loggers
 from embodied_rl.methods import Experience
 from embodied_rl.methods.expert_warm_start import clone_expert
 from embodied_rl.methods.training_records import start_recorders
-from embodied_rl.policies.base import read_and_left
+from embodied_rl.policies.base import Policy
 from embodied_rl.progress import Advance, clock_text, progress_bar
 from embodied_rl.reporting import RunSummary, parts_text, shows_progress, warm_start_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
@@ -188,13 +188,13 @@ class Trainer:
         return self._stopper.asked
 
     def _clone_first(self) -> None:
-        """The warm start of a robot's policy, once in a run; success on the final evaluation's seeds is measured before and after."""
+        """The warm start of a robot's `Policy`, once in a run; success on the final evaluation's seeds is measured before and after."""
         config, options = self.config, self.config.algorithm.warm_start
         if options is None or config.policy.name == "language" or self.warm_start:
             return
         before = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed, title="success before cloning")
         with self.engine.training():
-            figures: dict[str, Any] = clone_expert(config, self.policy, self.run_dir, self._time_is_over, shown=self._shown)
+            figures: dict[str, Any] = clone_expert(config, cast(Policy, self.policy), self.run_dir, self._time_is_over, shown=self._shown)
             if (sharded := self.method.sharded) is not None:
                 sharded.take_weights()
         self.engine.publish(version=self.iteration)
@@ -304,7 +304,7 @@ class Trainer:
                 self.method.take_up(running)
         if save_now:
             self.save()
-        if not within:
+        if not within or (evaluate_now and not running):
             self._restart_episodes()
 
     def _due(self, every: int | None) -> bool:
@@ -473,8 +473,8 @@ class Trainer:
         """What the run is made of, now that everything is there."""
         if self.config.domains:
             return
-        if self.config.policy.name != "language":
-            self.loggers.message(read_and_left(self.policy))
+        if line := self.policy.introduction():
+            self.loggers.message(line)
         parameters = list(self.policy.parameters())
         text = parts_text(
             self.config,

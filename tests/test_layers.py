@@ -41,7 +41,7 @@ FLOORS: dict[str, set[str]] = {
     "errors": set(),
     "versions": {""},
     "bounds": set(),
-    "specs": set(),
+    "specs": {"errors"},
     "types": {"specs"},
     "registry": {"errors"},
     "paths": {"errors"},

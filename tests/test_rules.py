@@ -70,7 +70,6 @@ EXAMPLES = (
     ("recording_unused", f"{CARTPOLE} recording=[somewhere]", "algorithm=ppo learns only from its own episodes"),
     # agent programs
     ("program_without_words", "sim=agent_program algorithm=grpo", "set policy=language"),
-    ("program_apart", f"{PROGRAM} hybrid=ray", "a proxy on their own machine, and with Ray the model that answers may be on another"),
     ("program_recorded", f"{PROGRAM} record.share=0.5", "record.share writes steps of a simulator"),
     ("program_warm_start", f"{PROGRAM} algorithm.warm_start={{player:a:b}}", "set algorithm.warm_start=null"),
     # language agents
@@ -89,7 +88,6 @@ EXAMPLES = (
         for key in ("value_learning_rate", "head_learning_rate", "micro_batch_size")
     ),
     ("no_model_folder", "sim=pixel_tasks policy=openvla policy.path=nowhere", "policy.path='nowhere' is no folder"),
-    ("off_policy_features", f"sim=pixel_tasks policy=openvla policy.path=. algorithm=iql {EXPERT}", "needs features for its critics"),
     ("recorded_chunks", f"{VLA} record.share=0.5", "inside a chunk of 4 (policy.name='tiny_vla') the simulator shows nothing"),
     ("no_probabilities", "sim=pixel_tasks policy=openvla_oft policy.path=. policy.head=l1", "set policy.head=discrete"),
     ("values_of_steps", f"{VLA} policy.value=action", "got policy.value=action and algorithm.advantage=gae."),
@@ -120,12 +118,15 @@ EXAMPLES = (
     # evaluation and checkpoints
     ("return_never_measured", f"{CARTPOLE} stop_at_return=1 evaluation.every_steps=null", "must be set where stop_at_return is, got null"),
     ("nothing_drawn", f"{CARTPOLE} evaluation.temperature=0.5", "must be null for policy.name=actor_critic: it is of action tokens"),
-    ("within_groups", f"{GROUPS} checkpoint.within_episodes=true", "of which those in flight are begun again from their seeds"),
-    ("within_recordings", f"{CARTPOLE} algorithm=bc checkpoint.within_episodes=true {EXPERT}", "algorithm=bc learns from recordings"),
+    (
+        "within_ahead",
+        f"{GROUPS} {APART} algorithm.groups.max_staleness=1 checkpoint.within_episodes=true",
+        "with algorithm.groups.max_staleness=1 what was begun",
+    ),
     (
         "within_ahead",
         f"{CARTPOLE} {APART} checkpoint.within_episodes=true algorithm.max_staleness=1",
-        "with algorithm.max_staleness=1 they lie in rollouts that were begun ahead and are given up. Set it false.",
+        "with algorithm.max_staleness=1 what was begun ahead is given up there, and asked for again by its seeds. Set it false.",
     ),
     (
         "within_recorded",
@@ -149,7 +150,6 @@ EXAMPLES = (
         "is what sim.pipeline_groups says (now auto): set sim.pipeline_groups=4",
     ),
     ("multiplexed_domains", f"{DOMAINS} hybrid=multiplexed", "moves episodes of one task, and a run with several domains has many"),
-    ("multiplexed_rollouts", f"{CARTPOLE} hybrid=multiplexed", "fixed rollouts (algorithm=ppo) have all slots end together"),
     ("multiplexed_ray", f"{GROUPS} hybrid=multiplexed hybrid.cluster=ray", "The nearest possible: hybrid.cluster=local"),
     (
         "divided_gpus",

@@ -141,6 +141,14 @@ class Run:
         return placed(self.hybrid.placement, self.machine)
 
     @property
+    def max_staleness(self) -> int:
+        return self.algorithm.max_staleness if self.groups is None else self.groups.max_staleness
+
+    @property
+    def staleness_key(self) -> str:
+        return "algorithm.max_staleness" if self.groups is None else "algorithm.groups.max_staleness"
+
+    @property
     def apart(self) -> str:
         return "hybrid.cluster=ray" if self.on_ray else f"hybrid.placement={self.kind}"
 

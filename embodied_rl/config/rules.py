@@ -21,7 +21,6 @@ from embodied_rl.config.policy import (
     FlowPolicyConfig,
     LanguageConfig,
     OpenVLAOFTPolicyConfig,
-    OpenVLAPolicyConfig,
     PI0PolicyConfig,
     PolicyConfig,
 )
@@ -246,7 +245,7 @@ _OFF_POLICY = (
         lambda run: (
             (options := run.algorithm.off_policy) is not None
             and options.update == "sac"
-            and isinstance(run.policy, FlowPolicyConfig)
+            and isinstance(run.policy, FlowPolicyConfig | PI0PolicyConfig)
             and run.policy.method != "flow_noise"
         ),
         "algorithm.off_policy.update='sac' keeps the policy's entropy where it is wanted, and policy.method='{policy.method}' has a fixed "
@@ -276,12 +275,6 @@ _PROGRAMS = (
         "program_without_words",
         lambda run: run.of_program and not run.speaks,
         "sim={sim.name} is an agent program, which talks to a language model: set policy=language.",
-    ),
-    Rule(
-        "program_apart",
-        lambda run: run.of_program and run.on_ray,
-        "Agent programs talk to a proxy on their own machine, and with Ray the model that answers may be on another: set "
-        "hybrid=local, fsdp2 or disaggregated.",
     ),
     Rule(
         "program_recorded",
@@ -363,12 +356,6 @@ _ROBOTS = (
         "no_model_folder",
         lambda run: run.model_folder is not None and run.config.resume is None and not run.model_folder.is_dir(),
         "policy.path='{policy.path}' is no folder. Give the folder of a checkpoint: config.json, safetensors and a tokenizer.",
-    ),
-    Rule(
-        "off_policy_features",
-        lambda run: run.algorithm.off_policy is not None and isinstance(run.policy, OpenVLAPolicyConfig | PI0PolicyConfig),
-        "algorithm={algorithm.name} needs features for its critics, and normalised actions; policy.name='{policy.name}' acts "
-        "in its data set's units: take ppo, grpo, bc or dagger.",
     ),
     Rule(
         "recorded_chunks",
@@ -481,20 +468,15 @@ EVALUATION = (
     ),
 )
 
-_WITHIN = "checkpoint.within_episodes is about PPO's rollouts of all slots, and "
+_WITHIN = "checkpoint.within_episodes goes on within the episodes that run at a checkpoint, and "
 _CHECKPOINTS = tuple(
     Rule(f"within_{what}", _every(lambda run: run.config.checkpoint.within_episodes, when), f"{_WITHIN}{why}. Set it false.")
     for what, when, why in (
         (
-            "groups",
-            lambda run: run.groups is not None,
-            "algorithm={algorithm.name} plays whole episodes, of which those in flight are begun again from their seeds",
-        ),
-        ("recordings", lambda run: not run.algorithm.on_policy, "algorithm={algorithm.name} learns from recordings"),
-        (
+            # What is played ahead, finished or not, is not in a checkpoint: it would be a second batch, of the clock's making.
             "ahead",
-            lambda run: run.algorithm.max_staleness > 0,
-            "with algorithm.max_staleness={algorithm.max_staleness} they lie in rollouts that were begun ahead and are given up",
+            lambda run: run.max_staleness > 0,
+            "with {run.staleness_key}={run.max_staleness} what was begun ahead is given up there, and asked for again by its seeds",
         ),
         (
             "recorded",
@@ -545,12 +527,6 @@ _HERE = (
         "multiplexed_domains",
         lambda run: not run.on_ray and run.kind == "multiplexed" and run.config.domains,
         f"hybrid.placement=multiplexed moves episodes of one task, and a run with several domains has many. {_ELSEWHERE}",
-    ),
-    Rule(
-        "multiplexed_rollouts",
-        lambda run: not run.on_ray and run.kind == "multiplexed" and run.groups is None and run.algorithm.on_policy,
-        "hybrid.placement=multiplexed moves episodes that are unfinished when a batch is full, and fixed rollouts "
-        f"(algorithm={{algorithm.name}}) have all slots end together: choose a method on groups (algorithm=grpo, …). {_ELSEWHERE}",
     ),
     Rule(
         "multiplexed_robots",
@@ -673,9 +649,9 @@ RULES = (*OF_RUNS, *OF_TASKS, *OF_PLACEMENT)
 WARNINGS = (
     Rule(
         "multiplexed_in_turns",
-        lambda run: not run.on_ray and run.kind == "multiplexed" and run.groups is not None and run.groups.max_staleness == 0,
-        "hybrid.placement=multiplexed with algorithm.groups.max_staleness=0: nothing may be played while training, so that hosts and "
-        "training take turns. Set algorithm.groups.max_staleness=1 to have them work at the same time.",
+        lambda run: not run.on_ray and run.kind == "multiplexed" and run.max_staleness == 0,
+        "hybrid.placement=multiplexed with {run.staleness_key}=0: nothing may be played while training, so that hosts and "
+        "training take turns. Set {run.staleness_key}=1 to have them work at the same time.",
     ),
     Rule(
         # One configuration serves a laptop and a machine with GPUs: what has no effect here is said.

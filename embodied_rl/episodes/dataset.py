@@ -187,29 +187,6 @@ def _decisions(rollout: Rollout, gamma: float, kind: RewardKind) -> Units:
     )
 
 
-def normalise_actions(action: np.ndarray, spec: ActionSpec, *, margin: float = 0.0) -> np.ndarray:
-    """The inverse of `ActionSpec.denormalise`: actions [..., A] in the simulator's units onto [-1 + margin, 1 - margin].
-
-    What lies beyond the bounds is clipped, as simulators do it; a dimension without extent becomes 0. Discrete choices pass through.
-
-    Args:
-        margin: keeps a squashed policy's targets where tanh can reach them: it is 1 only at infinity.
-
-    Raises:
-        UserError: the simulator's bounds are not finite, so that there is nothing to normalise by.
-    """
-    if spec.kind != "continuous":
-        return action.astype(np.int64)
-    low, high = np.asarray(spec.low, np.float64), np.asarray(spec.high, np.float64)
-    if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        raise UserError("Recorded actions cannot be normalised: the simulator's action bounds are not finite. Wrap it so that they are.")
-    half = 0.5 * (high - low)
-    flat = half <= 0
-    unit = (np.asarray(action, np.float64) - low) / np.where(flat, 1.0, half) - 1.0
-    limit = 1.0 - margin
-    return np.clip(np.where(flat, 0.0, unit), -limit, limit).astype(np.float32)
-
-
 class ReplayBuffer:
     """A ring of `capacity` transitions; the oldest are overwritten. Memory is taken as it fills."""
 
@@ -236,7 +213,13 @@ class ReplayBuffer:
 
     def _make(self, like: Mapping[str, np.ndarray]) -> None:
         # Pages of np.empty are taken from the system when they are written to.
-        self._columns = {name: np.empty((self.capacity, *part.shape[1:]), part.dtype) for name, part in like.items()}
+        try:
+            self._columns = {name: np.empty((self.capacity, *part.shape[1:]), part.dtype) for name, part in like.items()}
+        except MemoryError as error:
+            row = sum(part[:1].nbytes for part in like.values())
+            raise UserError(
+                f"algorithm.off_policy.replay_capacity={self.capacity} transitions of {row:,} bytes each do not fit into memory: lower it."
+            ) from error
 
     def sample(self, rng: np.random.Generator, size: int) -> Transitions:
         """B = size transitions, drawn with replacement. Raises ValueError while there is none."""
@@ -291,7 +274,7 @@ class DatasetOptions:
     window: int | None = None
     """K: the actions of a step are the K from it on [K, A], as far as its episode has them; what a policy that acts in chunks clones."""
     action_margin: float = 0.0
-    """See `normalise_actions`."""
+    """See `ActionSpec.normalise`."""
 
 
 class TransitionTable:
@@ -363,7 +346,7 @@ class _Units:
             raise RecordingError(f"Recording '{recording.path}', episode {bad[0]}: NaN or infinity in {bad[1]}.")
         columns, ends = block.columns, np.cumsum(block.lengths)
         rewards, terminated = outcome(options.reward, columns["reward"], columns["terminated"], columns["success"])
-        acted = normalise_actions(columns["action"].reshape(block.num_steps, -1), action, margin=options.action_margin)
+        acted = action.normalise(columns["action"].reshape(block.num_steps, -1), margin=options.action_margin)
         # An episode without an end is one that is cut: what follows in memory is another one.
         truncated = columns["truncated"].copy()
         truncated[ends - 1] = True

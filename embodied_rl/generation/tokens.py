@@ -263,6 +263,13 @@ class TokenBackend(TokenCache):
     def abort(self, request_ids: Iterable[int]) -> None:
         """End these now; what was sampled so far comes back from `poll` as ``aborted``. Unknown ids are ignored (they just ended)."""
 
+    def flush(self) -> None:
+        """Begin what was submitted, where requests are gathered before they are sent."""
+
+    def fileno(self) -> int:
+        """Of a socket that is readable when something has come; -1: there is none, and work goes on inside `poll`."""
+        return -1
+
     @abstractmethod
     def pause(self) -> None:
         """Stop sampling between two tokens; requests in flight stay where they are."""

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from embodied_rl.config import SimConfig
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.policies.base import TensorObservation
-from embodied_rl.rollout.collector import Collector, CollectorTimes
+from embodied_rl.rollout.collector import NOT_PLAYED, Collector, CollectorTimes
 from embodied_rl.types import SimSpec
+
+Played = TypeVar("Played")
+"""What a method's collector hands over."""
+Prepared = TypeVar("Prepared")
+"""What its update learns from."""
 
 
 @dataclass(frozen=True)
-class Experience:
+class Experience(Generic[Played]):
     """What was collected for one update."""
 
     num_steps: int
@@ -25,7 +31,7 @@ class Experience:
     """(success, return, length) of the episodes that ended."""
     observation: TensorObservation
     """{key: [M, ...]} everything the policy saw, for its statistics."""
-    data: Any
+    data: Played
 
 
 class TrainedCopy(Protocol):
@@ -63,13 +69,13 @@ class Recordable:
     sim: SimConfig
 
 
-class Method:
+class Method(Generic[Played, Prepared]):
     """How experience is collected and learned from; one iteration is `collect`, `prepare`, `update`."""
 
     learner: Learner | None = None
     """Trains the one policy; None: several learners do, or none in this process."""
-    collector: Any = None
-    """A `Collector` of the method's kind of experience; None: nothing is played, or the rollout worker that connects sets it."""
+    collector: Collector = NOT_PLAYED
+    """Of the method's kind of experience; `NOT_PLAYED` until the rollout worker that plays elsewhere sets it, or for good."""
     warm_start: WarmStarts | None = None
 
     @property
@@ -90,18 +96,17 @@ class Method:
     @property
     def times(self) -> CollectorTimes:
         """Of the last `collect`."""
-        times: CollectorTimes = CollectorTimes() if self.collector is None else self.collector.times
-        return times
+        return self.collector.times
 
-    def collect(self, iteration: int) -> Experience:
+    def collect(self, iteration: int) -> Experience[Played]:
         """Play with the weights that were published as version `iteration`. Raises SimFault (see EnvManager)."""
         raise NotImplementedError
 
-    def prepare(self, experience: Experience) -> Any:
+    def prepare(self, experience: Experience[Played]) -> Prepared:
         """Rewards → advantages; no parameter changes."""
-        return experience.data
+        raise NotImplementedError
 
-    def update(self, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+    def update(self, prepared: Prepared, *, iteration: int, steps: int) -> dict[str, float]:
         """Train; metrics. Raises NonFiniteLossError."""
         raise NotImplementedError
 
@@ -113,15 +118,16 @@ class Method:
         raise NotImplementedError
 
     def running_episodes(self) -> dict[str, Tensor]:
-        """{slot: the running episode as bytes [n] uint8}; empty where episodes are begun again from their seeds.
+        """{slot: the running episode as bytes [n] uint8}; empty where none runs between two batches, or all begin again from their seeds.
 
         Raises UserError where the simulator's cannot be saved.
         """
-        return {}
+        saved = enumerate(self.collector.episodes())
+        return {str(slot): torch.frombuffer(bytearray(episode), dtype=torch.uint8) for slot, episode in saved}
 
     def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        """Go on within what `running_episodes` gave. Raises SnapshotError."""
-        assert not episodes, "episodes of this method are begun again from their seeds"
+        """Go on within what `running_episodes` gave, in place of `restart`. Raises SnapshotError."""
+        self.collector.take_up([episodes[str(slot)].numpy().tobytes() for slot in range(len(episodes))])
 
     def finish(self) -> None:
         """The run is over: leave the policy as it is to be kept."""
@@ -131,7 +137,7 @@ class Method:
 
     def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> Sequence[Recordable]:
         """Collectors whose episodes can be written down: by default the one there is, in simulators as the arguments say."""
-        return () if self.collector is None else (Recordable(self.collector, "", num_slots, spec, sim),)
+        return (Recordable(self.collector, "", num_slots, spec, sim),) if self.collector.plays else ()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What resuming needs beside the policy's own tensors: the learner's state, and data that only this run has."""

@@ -32,9 +32,9 @@ from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.group_collector import GroupCollector
 from embodied_rl.rollout.groups import GroupQueue
-from embodied_rl.rollout.programs import ProgramCollector, ProgramGenerator, ProgramManager
+from embodied_rl.rollout.programs import ProgramCollector, ProgramGenerator
 from embodied_rl.sim.simulators import Simulators
-from embodied_rl.sim.text.program import is_program
+from embodied_rl.sim.text.program import ProgramOptions, is_program
 from embodied_rl.types import ActionLayout
 
 PROGRAM_FAULTS = "program_faults.jsonl"
@@ -219,18 +219,17 @@ def _let_agent_play(stream: Stream, agent: Agent, backend: TokenBackend, queue: 
 
 def _let_programs_play(stream: Stream, agent: Agent, acting: Acting, queue: GroupQueue, run_dir: Path) -> ProgramGenerator:
     """Of a stream whose episodes are agent programs: the proxy that serves them, with its own backend, and their collector."""
-    config, manager, speaking = stream.config, stream.manager, acting.speaking
-    assert isinstance(manager, ProgramManager), "what stands for programs' simulators"
+    config, speaking = stream.config, acting.speaking
     assert speaking is not None, "there is a language policy"
     backend = acting.tokens(stream.name, config)
     served = ProgramGenerator(agent, speaking.tokenizer, backend, acting.weights, secrets.token_urlsafe(24))
     acting.weights_go_through(stream.name, served.backend)
     stream.generator = served
     stream.collector = ProgramCollector(
-        served.runner(manager.options),
+        served.runner(ProgramOptions.of(config.sim)),
         queue,
         served.tokenizer,
-        num_slots=manager.num_slots,
+        num_slots=stream.manager.num_slots,
         seed=config.seed,
         sampling=served.sampling(config.agent.temperature),
         greedy_member=_greedy_member(config),

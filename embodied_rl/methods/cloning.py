@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.config import HybridConfig, TrainConfig
-from embodied_rl.episodes.dataset import EpisodeDataset, Transitions, normalise_actions, split_episodes
+from embodied_rl.episodes.dataset import EpisodeDataset, Transitions, split_episodes
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads
@@ -48,7 +48,7 @@ def mean_figures(taken: Sequence[Figures]) -> dict[str, float]:
     return {name: float(np.mean([figures[name] for figures in taken if name in figures])) for name in names}
 
 
-class CloningMethod(Method):
+class CloningMethod(Method[Rollout | None, None]):
     """Behaviour cloning (Pomerleau 1991): epochs over recorded episodes until the validation loss rises.
 
     One iteration is `num_epochs` epochs; steps are gradient steps. Normalisation statistics are those of the recorded observations.
@@ -81,13 +81,16 @@ class CloningMethod(Method):
         """Whether the validation loss has risen for long enough."""
         return self._finished
 
-    def collect(self, iteration: int) -> Experience:
+    def collect(self, iteration: int) -> Experience[Rollout | None]:
         """Nothing is played: the recorded steps are there."""
         assert self.train is not None, "restart() comes first"
         steps = self.config.algorithm.num_epochs * self.train.num_minibatches(self.config.algorithm.minibatch_size)
         return Experience(steps, [], nothing_seen(self.policy), None)
 
-    def update(self, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+    def prepare(self, experience: Experience[Rollout | None]) -> None:
+        """The recorded steps are ready."""
+
+    def update(self, prepared: None, *, iteration: int, steps: int) -> dict[str, float]:
         algorithm = self.config.algorithm
         share = 1.0 - steps / self.config.total_steps if algorithm.lr_schedule == "linear" else 1.0
         rate = algorithm.learning_rate * max(share, 0.0)
@@ -139,6 +142,15 @@ class CloningMethod(Method):
             self.learner.executor.take_weights()
 
     def restart(self, iteration: int) -> None:
+        self._read_recordings()
+
+    def take_up(self, episodes: Mapping[str, Tensor]) -> None:
+        """See `Method.take_up`."""
+        self._read_recordings()
+        super().take_up(episodes)
+
+    def _read_recordings(self) -> None:
+        """Once: those to learn from, and those to look at."""
         if self.train is not None:
             return
         recorded, config = self.config.algorithm.recorded, self.config
@@ -207,27 +219,26 @@ class DaggerMethod(CloningMethod):
         self._observation: dict[str, np.ndarray] = texts | {key: part.numpy() for key, part in nothing_seen(policy).items()}
         self._action = np.zeros((0, manager.spec.action.dim), manager.spec.action.dtype)
 
-    def collect(self, iteration: int) -> Experience:
+    def collect(self, iteration: int) -> Experience[Rollout | None]:
         if iteration == 0:
             return Experience(0, [], nothing_seen(self.policy), None)
         rollout = self.collector.next_rollout(iteration)
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
         return Experience(rollout.num_steps, finished, nothing_seen(self.policy), rollout)
 
-    def prepare(self, experience: Experience) -> Any:
+    def prepare(self, experience: Experience[Rollout | None]) -> None:
         """Add the expert's answers to the data."""
-        rollout: Rollout | None = experience.data
+        rollout = experience.data
         if rollout is None:
-            return None
+            return
         assert self.train is not None
         asked = rollout.reward.size
         answers = rollout.observation[EXPERT].reshape(asked, -1)
         margin = self.train.options.action_margin
-        self._action = np.concatenate([self._action, normalise_actions(answers, self.policy.spec.action, margin=margin)])
+        self._action = np.concatenate([self._action, self.policy.spec.action.normalise(answers, margin=margin)])
         for key, part in self._observation.items():
             seen = rollout.observation[key].reshape(asked, *part.shape[1:])
             self._observation[key] = np.concatenate([part.astype(seen.dtype), seen])
-        return None
 
     def _minibatches(self, epoch: int) -> Iterator[Transitions]:
         """Recorded and answered steps, in each minibatch as in the whole."""

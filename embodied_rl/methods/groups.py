@@ -105,8 +105,8 @@ class EpisodeLearner(GroupLearner):
         """`config`: of the policy's domain; `ranks`: see `make_learner`."""
         self.config, self.policy = config, policy
         self.algorithm = EpisodeMethod(config.algorithm)
-        objective = EpisodeObjective(policy, config.algorithm, config.hybrid.precision)
-        self.learner = make_learner(objective, policy, config.algorithm, config.hybrid, ranks=ranks)
+        self._objective = EpisodeObjective(policy, config.algorithm, config.hybrid.precision)
+        self.learner = make_learner(self._objective, policy, config.algorithm, config.hybrid, ranks=ranks)
         self.learner.keep_reference()
         self._policy = policy
 
@@ -117,7 +117,7 @@ class EpisodeLearner(GroupLearner):
         return gathered.observation
 
     def prepare(self, gathered: EpisodeBatch) -> PreparedEpisodes:
-        return prepare_episodes(self.algorithm, self.learner, gathered)
+        return prepare_episodes(self.algorithm, self.learner, self._objective, gathered)
 
     def update(self, prepared: PreparedEpisodes, *, iteration: int, steps: int) -> dict[str, float]:
         stats = self.learner.update(
@@ -163,7 +163,7 @@ class LearnersStart:
             learner.begin(version)
 
 
-class GroupMethod(Method):
+class GroupMethod(Method[Gathered, dict[str, Any]]):
     """Groups of all streams out of one queue; every policy learns from its own."""
 
     def __init__(
@@ -204,8 +204,8 @@ class GroupMethod(Method):
         own = [stream for stream in self.streams if stream.is_own]
         return [Recordable(one.pump, one.domain, one.manager.num_slots, one.spec, one.config.sim) for one in own]
 
-    def collect(self, iteration: int) -> Experience:
-        groups: list[EpisodeGroup] = self.collector.next_groups(iteration)
+    def collect(self, iteration: int) -> Experience[Gathered]:
+        groups = self.collector.next_groups(iteration)
         self._note(groups)
         streams = {stream.name: stream for stream in self.streams}
         trained = [group for group in groups if streams[group.domain].trained]
@@ -221,9 +221,8 @@ class GroupMethod(Method):
                 observation |= prefixed(name, learner.observation(gathered[name]))
         return Experience(sum(episode.num_steps for episode in episodes), finished, observation, Gathered(trained, gathered))
 
-    def prepare(self, experience: Experience) -> dict[str, Any]:
-        gathered: Gathered = experience.data
-        return {name: self.learners[name].prepare(own) for name, own in gathered.of.items()}
+    def prepare(self, experience: Experience[Gathered]) -> dict[str, Any]:
+        return {name: self.learners[name].prepare(own) for name, own in experience.data.of.items()}
 
     def update(self, prepared: dict[str, Any], *, iteration: int, steps: int) -> dict[str, float]:
         stats: dict[str, float] = {}
@@ -350,10 +349,8 @@ def adapted(algorithm: EpisodeMethod, config: TrainConfig, stats: Mapping[str, f
     return {"kl_coef": algorithm.kl_coefficient.value}
 
 
-def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, batch: EpisodeBatch) -> PreparedEpisodes:
-    """Credit of every step, by what the learner's policy says of a batch before its update."""
-    objective = learner.objective
-    assert isinstance(objective, EpisodeObjective), "a learner of episodes"
+def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: EpisodeObjective, batch: EpisodeBatch) -> PreparedEpisodes:
+    """Credit of every step, by what the learner's policy says of a batch before its update; `objective`: the learner's."""
     ready, action = batch.observation, batch.action
     present = learner.log_probs(ready, action) if learner.needs_present else None
     reference = learner.log_probs(ready, action, of_reference=True) if learner.has_reference else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ _UPDATE, _FRESH = 21, 22
 _BUFFER = "replay."
 
 
-class OfflineMethod(Method):
+class OfflineMethod(Method[Rollout | None, int]):
     """Implicit Q-learning or AWAC on recorded steps only: nothing is played.
 
     One iteration is `updates_per_iteration` gradient steps, which are the run's steps. Normalisation statistics are those of the
@@ -58,10 +59,10 @@ class OfflineMethod(Method):
         self._updates = 0
         self._has_statistics = False
 
-    def collect(self, iteration: int) -> Experience:
+    def collect(self, iteration: int) -> Experience[Rollout | None]:
         return Experience(self.options.updates_per_iteration, [], nothing_seen(self.policy), None)
 
-    def prepare(self, experience: Experience) -> Any:
+    def prepare(self, experience: Experience[Rollout | None]) -> int:
         return self.options.updates_per_iteration
 
     def update(self, prepared: int, *, iteration: int, steps: int) -> dict[str, float]:
@@ -88,6 +89,15 @@ class OfflineMethod(Method):
         return prepared(self.policy, self.recorded.sample(number, self.config.algorithm.minibatch_size))
 
     def restart(self, iteration: int) -> None:
+        self._read_recordings()
+
+    def take_up(self, episodes: Mapping[str, Tensor]) -> None:
+        """See `Method.take_up`."""
+        self._read_recordings()
+        super().take_up(episodes)
+
+    def _read_recordings(self) -> None:
+        """Once, where there are some."""
         if self.demonstrations is None or self.recorded is not None:
             return
         demonstrations, config = self.demonstrations, self.config
@@ -145,7 +155,7 @@ class MixedMethod(OfflineMethod):
     def _warming_up(self) -> bool:
         return self.buffer.num_added < self.options.warmup_steps
 
-    def collect(self, iteration: int) -> Experience:
+    def collect(self, iteration: int) -> Experience[Rollout | None]:
         # A policy that draws its own actions explores with them, untrained as it is.
         self._acting.way = "random" if self._warming_up and not self.policy.translates else "noisy"
         rollout = self.collector.next_rollout(iteration)
@@ -155,9 +165,10 @@ class MixedMethod(OfflineMethod):
             seen = {key: torch.from_numpy(rollout.observation[key]).flatten(0, 1) for key in seen}
         return Experience(rollout.num_steps, finished, seen, rollout)
 
-    def prepare(self, experience: Experience) -> int:
+    def prepare(self, experience: Experience[Rollout | None]) -> int:
         """Store the fresh steps; how many updates they allow."""
-        rollout: Rollout = experience.data
+        rollout = experience.data
+        assert rollout is not None, "it plays"
         before, options, policy = self._due(), self.options, self.policy
         fresh = rollout_transitions(
             rollout,

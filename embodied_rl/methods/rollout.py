@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, Rollout
 
 
-class RolloutMethod(Method):
+class RolloutMethod(Method[Rollout, Batch]):
     """PPO on `rollout_steps` of every slot."""
 
     learner: Learner
@@ -36,9 +35,8 @@ class RolloutMethod(Method):
         """`ranks`: see `make_learner`."""
         compose(config.algorithm)
         self.config = config
-        self.learner = make_learner(
-            RolloutObjective(policy, config.algorithm, config.hybrid.precision), policy, config.algorithm, config.hybrid, ranks=ranks
-        )
+        self._objective = RolloutObjective(policy, config.algorithm, config.hybrid.precision)
+        self.learner = make_learner(self._objective, policy, config.algorithm, config.hybrid, ranks=ranks)
         self._policy, self._algorithm = policy, PPO(config.algorithm)
         self._ages: dict[str, float] = {}
         """Of the last rollout."""
@@ -46,7 +44,7 @@ class RolloutMethod(Method):
         """Figures of the weights of what was prepared last."""
         self.collector = make_rollout_collector(config, manager, generator, layout_of(policy))
 
-    def collect(self, iteration: int) -> Experience:
+    def collect(self, iteration: int) -> Experience[Rollout]:
         rollout = self.collector.next_rollout(iteration)
         if bound := self.config.algorithm.max_staleness:
             self._ages = age_figures("rollout", (iteration - rollout.policy_version).ravel().tolist(), bound)
@@ -56,16 +54,15 @@ class RolloutMethod(Method):
         seen = {key: torch.from_numpy(part).flatten(0, 1) for key, part in parts.items()}
         return Experience(rollout.num_steps, finished, seen, rollout)
 
-    def prepare(self, experience: Experience) -> Batch:
-        rollout: Rollout = experience.data
+    def prepare(self, experience: Experience[Rollout]) -> Batch:
+        rollout = experience.data
         values = rollout_values(self.learner, self._policy, rollout)
         batch = self._batch(rollout, values)
         algorithm = self.config.algorithm
         if not algorithm.correction.enabled:
             return batch
-        present, objective = self.learner.log_probs(batch.observation, batch.action), self.learner.objective
-        assert isinstance(objective, RolloutObjective), "a learner of rollouts"
-        steps = objective.steps(present.device)
+        present = self.learner.log_probs(batch.observation, batch.action)
+        steps = self._objective.steps(present.device)
         weighed, self._weights = corrected(batch, present, algorithm.correction, level=algorithm.ratio, steps=steps)
         return weighed
 
@@ -89,12 +86,6 @@ class RolloutMethod(Method):
     def restart(self, iteration: int) -> None:
         self._algorithm.restart_episodes()
         self.collector.restart(seed_round=iteration)
-
-    def running_episodes(self) -> dict[str, Tensor]:
-        return {f"{slot}": torch.frombuffer(bytearray(saved), dtype=torch.uint8) for slot, saved in enumerate(self.collector.episodes())}
-
-    def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        self.collector.take_up([episodes[str(slot)].numpy().tobytes() for slot in range(len(episodes))])
 
     def metrics(self) -> dict[str, float]:
         return {**self.collector.metrics(), **self._ages}
@@ -129,12 +120,14 @@ def rollout_values(learner: Learner, policy: Policy, rollout: Rollout) -> Rollou
 
 def make_rollout_collector(config: TrainConfig, manager: Simulators, generator: Generator, layout: ActionLayout) -> RolloutCollector:
     """The collector that a configuration describes, in whatever process the simulators are."""
+    has_hosts, max_staleness = config.hybrid.placement.kind == "multiplexed", config.algorithm.max_staleness
     return RolloutCollector(
         manager,
         generator,
         rollout_steps=config.algorithm.rollout_steps,
-        num_groups=config.sim.num_groups,
+        num_groups=1 if has_hosts else config.sim.num_groups,
         seed=config.seed,
         layout=layout,
-        max_staleness=config.algorithm.max_staleness,
+        max_staleness=max_staleness,
+        min_ready=1 if has_hosts and max_staleness else None,
     )

@@ -75,6 +75,10 @@ class TrainedModule(nn.Module):
     def save_description(self, folder: Path) -> None:
         """Write what the module is built from into a checkpoint's folder ``model``, without weights."""
 
+    def introduction(self) -> str:
+        """One line about what it reads, for the console; empty: nothing is to be said."""
+        return ""
+
     def exported_names(self) -> dict[str, tuple[str, str]]:
         """{tensor of the state: (file of the folder ``model``, name in it)}: what other tools read there. All else is our own file's."""
         return {}
@@ -146,6 +150,12 @@ class Policy(TrainedModule):
     def observation_keys(self) -> tuple[str, ...]:
         """The parts of an observation that the policy reads."""
         raise NotImplementedError
+
+    def introduction(self) -> str:
+        """Which observations it reads, and which of its simulator's it leaves."""
+        read = self.observation_keys
+        left = [key for key in self.spec.observation if key not in read]
+        return f"The policy reads {', '.join(read) or 'nothing'}" + (f" and leaves {', '.join(left)}." if left else ".")
 
     @property
     def squashed(self) -> bool:
@@ -274,13 +284,6 @@ def given_action(policy: Policy, action: np.ndarray) -> np.ndarray:
     if policy.action_units == "normalised":
         chunk = policy.spec.action.denormalise(chunk)
     return chunk if chunk.shape[1] > 1 else chunk[:, 0]
-
-
-def read_and_left(policy: Policy) -> str:
-    """One line of which observations a policy reads, and which of its simulator's it leaves."""
-    read = policy.observation_keys
-    left = [key for key in policy.spec.observation if key not in read]
-    return f"The policy reads {', '.join(read) or 'nothing'}" + (f" and leaves {', '.join(left)}." if left else ".")
 
 
 def saved_tensors(policy: TrainedModule) -> dict[str, Tensor]:

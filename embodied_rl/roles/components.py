@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from embodied_rl.config import HybridConfig, TrainConfig
 from embodied_rl.generation import make_generator
@@ -39,7 +38,7 @@ from embodied_rl.types import SimSpec
 class RunComponents:
     """A run's policy, the generator that acts with it, and the method that trains it."""
 
-    policy: Any
+    policy: TrainedModule
     generator: Generator
     method: Method
 

@@ -23,7 +23,9 @@ from embodied_rl.roles.device_lease import DeviceLease
 from embodied_rl.roles.hosts import HostPlan
 from embodied_rl.rollout.migration import SimHost
 from embodied_rl.sim.batches import Slots
+from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.faults import FaultRecord
+from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import EpisodeSummary, Observation, StepBatch
@@ -37,7 +39,7 @@ class MultiplexedSimulators(Simulators):
     """The slots of an `EnvManager`, whose episodes move between hosts."""
 
     def __init__(self, manager: Simulators, plan: HostPlan, *, keep_spans: bool = False) -> None:
-        """`manager`: made with ``autoreset=False``, and with workers that each belong to one host (`worker_slots`).
+        """`manager`: with workers that each belong to one host.
         Raises UserError: the simulator's episodes cannot be moved, or there are not enough slots or workers."""
         if manager.spec.steps_together:
             raise UserError(
@@ -55,9 +57,9 @@ class MultiplexedSimulators(Simulators):
         self._host_of = {slot: number for number, part in enumerate(parts) for slot in part}
         self._multiplexer = Multiplexer(self._hosts, plan.train_on)
         self.lease = DeviceLease(self._multiplexer, keep_spans=keep_spans)
-        self.spec, self.num_slots, self.chunk_size, self.autoreset = manager.spec, manager.num_slots, manager.chunk_size, False
+        self.spec, self.num_slots, self.chunk_size, self.autoreset = manager.spec, manager.num_slots, manager.chunk_size, manager.autoreset
         self._episodes: dict[int, Key] = {}
-        """What each slot plays."""
+        """What each slot plays; of a manager with ``autoreset``, all of its episodes until the next `reset`."""
         self._num_begun = 0
         self._waiting: deque[tuple[Key, int]] = deque()
         """Episodes with their seeds that no host has begun yet."""
@@ -68,6 +70,23 @@ class MultiplexedSimulators(Simulators):
     def fault_records(self) -> list[FaultRecord]:
         """See `EnvManager.fault_records`; slots are the manager's."""
         return self.manager.fault_records
+
+    def reset(self, seeds: EpisodeSeeds | None = None, *, seed_round: int = 0, reconfigure: bool = False) -> StepBatch:
+        """See `EnvManager.reset`; all hosts play. Slots have the seeds that they have in the manager."""
+        self._adopt_all()
+        return self.manager.reset(seeds, seed_round=seed_round, reconfigure=reconfigure)
+
+    def snapshot(self, slots: Slots) -> list[Snapshot]:
+        """See `EnvManager.snapshot`; no episode is parked."""
+        keys = [self._episodes[slot] for slot in slots]
+        hosts = [self._multiplexer.host_of(key) for key in keys]
+        return self.manager.snapshot([self._hosts[host].slot_of(key) for host, key in zip(hosts, keys, strict=True) if host is not None])
+
+    def restore(self, slots: Slots, snapshots: Sequence[Snapshot]) -> StepBatch:
+        """See `EnvManager.restore`, of all slots; all hosts play."""
+        assert len(slots) == self.num_slots, "all slots are restored together"
+        self._adopt_all()
+        return self.manager.restore(slots, snapshots)
 
     def begin(self, slots: Slots, seeds: Sequence[int] | np.ndarray) -> None:
         """See `EnvManager.begin`; an episode that finds no room begins when there is some."""
@@ -104,7 +123,7 @@ class MultiplexedSimulators(Simulators):
         given = _renamed(batch, np.asarray([slot for slot, _ in keys], np.int64))
         over = batch.done if batch.aborted is None else batch.done | batch.aborted
         for key, is_over in zip(keys, over.tolist(), strict=True):
-            if is_over:
+            if is_over and not self.autoreset:
                 self.release(key[0])
         self._settle()
         return given
@@ -140,6 +159,15 @@ class MultiplexedSimulators(Simulators):
         self.lease.note()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _adopt_all(self) -> None:
+        """Every slot plays in the manager's slot of the same number, whatever was played before."""
+        self.discard()
+        for slot, host in sorted(self._host_of.items()):
+            self._num_begun += 1
+            key = self._episodes[slot] = (slot, self._num_begun)
+            assert self._hosts[host].adopt(key) == slot, "hosts have their slots in order"
+            self._multiplexer.started(key, host)
 
     def _settle(self) -> None:
         """Move what can be moved, give those that were taken up the actions that were held for them, and begin what waits."""

@@ -144,11 +144,11 @@ class MultiplexedTokens(TokenBackend):
     def _wait(self, timeout_s: float | None) -> None:
         """Wait until a host has something to report; hosts without a socket work when they are polled."""
         playing = [host.backend for host in self._hosts if host.running]
-        processes = [backend for backend in playing if isinstance(backend, TokenProcess)]
-        for process in processes:
-            process.flush()
-        if len(processes) == len(playing):
-            select.select(processes, [], [], timeout_s)
+        for backend in playing:
+            backend.flush()
+        sockets = [backend.fileno() for backend in playing]
+        if min(sockets, default=0) >= 0:
+            select.select(sockets, [], [], timeout_s)
 
     def _release(self, hosts: Iterable[int]) -> None:
         for number in hosts:

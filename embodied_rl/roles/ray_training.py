@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,7 @@ from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_ranks import RankWorker, RayRanks
 from embodied_rl.roles.ray_roles import RayTeam, RayWorker, wait_for_start
 from embodied_rl.roles.remote import RemoteCollector, RemoteWorker, WorkerHandle
-from embodied_rl.rollout.collector import Collector, CollectorTimes
-from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.collector import NOT_PLAYED, CollectorTimes
 from embodied_rl.sim.simulators import SimulatorsElsewhere
 from embodied_rl.types import SimSpec
 
@@ -73,7 +72,7 @@ class TrainWorker:
             with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder:
                 found = [SimSpec.from_dict(one) for one in specs]
                 self.policy, self.method = _learner(own, found, num_slots, model, Path(folder), RayRanks(ranks))
-            self.method.collector = _NoCollector()
+            self.method.collector = NOT_PLAYED
 
         self._built = outcome_of(build)
 
@@ -132,7 +131,7 @@ _OF_METHODS: dict[str, Callable[..., object]] = {
 """What is asked of a method there."""
 
 
-class TrainedApart(Method):
+class TrainedApart(Method[Any, Experience]):
     """A method whose learning half is a `TrainWorker`. It is the engine's `TrainedCopy` too.
 
     Raises RoleLost when the worker has ended: its weights are gone, and the run goes back to its last checkpoint.
@@ -199,6 +198,13 @@ class TrainedApart(Method):
         self._ask(self._worker.ask.remote("restart", iteration))
         self.inner.restart(iteration)
 
+    def running_episodes(self) -> dict[str, Tensor]:
+        return self.inner.running_episodes()
+
+    def take_up(self, episodes: Mapping[str, Tensor]) -> None:
+        """The worker that trains knows no episodes."""
+        self.inner.take_up(episodes)
+
     def finish(self) -> None:
         self.inner.finish()
 
@@ -237,15 +243,6 @@ class TrainedApart(Method):
     def _ask(self, reference: Reference) -> Any:
         # A trained policy that stayed there would be missing in the checkpoint.
         return value_of(reference, "TrainWorker", can_give_up=False)
-
-
-class _NoCollector(Collector):
-    """The worker's method plays nothing."""
-
-    times = CollectorTimes()
-
-    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
-        """There is nothing to begin."""
 
 
 class RayRun(RemoteWorker):

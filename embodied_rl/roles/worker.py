@@ -149,7 +149,7 @@ class RolloutWorker:
         with self.acting.reading(files):
             if config.algorithm.groups is None:
                 first.generator, layout = self.acting.generator(first)
-                self._collector = make_rollout_collector(config, self.manager, first.generator, layout)
+                self._collector = make_rollout_collector(config, self._simulators(first), first.generator, layout)
                 return
             self.queue = make_queue(config, self.streams, self._share)
             self._playing = let_play(self.streams, self.acting, self.queue, Path(config.run_dir), self._simulators)
@@ -182,7 +182,8 @@ class RolloutWorker:
             rollout = self.collector.next_rollout(version)
         else:
             groups = self.collector.next_groups(version)
-            self._lend()
+        self._lend()
+        if self.queue is not None:
             state = self.queue.state_dict(settled=True)
         spans = [] if self.lease is None else self.lease.spans()
         return Collected(groups, self.collector.times, state, self._new_faults(), self._metrics(), rollout, spans)

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from embodied_rl.rollout.scoring import Scorer
 
 _NOISE_STREAM = 1
+_PATIENCE_S = 1.0
+"""How long to wait for simulators before looking again at which hosts play."""
 
 
 def action_noise(layout: ActionLayout, shape: tuple[int, ...], seed: int, iteration: int) -> np.ndarray:
@@ -45,6 +47,8 @@ class CollectorTimes:
 class Collector:
     """Fills what a method learns from: a rollout of all slots, or groups of episodes. One kind of batch is each collector's own."""
 
+    plays: bool = True
+    """False: there is nothing to ask for."""
     times: CollectorTimes
     """Of the last batch."""
     recorder: TrainingRecorder | None = None
@@ -75,12 +79,15 @@ class Collector:
         return False
 
     def episodes(self) -> list[bytes]:
-        """The running episodes of all slots, between two batches. Raises UserError where the simulator's cannot be saved."""
-        raise AssertionError("episodes of this collector are begun again from their seeds")
+        """The running episodes of all slots, between two batches; none where a batch ends with its episodes.
+
+        Raises UserError where the simulator's cannot be saved.
+        """
+        return []
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
         """Go on in the episodes that `episodes` gave, here or in another process. Raises SnapshotError for another simulator's."""
-        raise AssertionError("episodes of this collector are begun again from their seeds")
+        raise AssertionError("no episode of this collector runs between two batches")
 
     def figures(self) -> dict[str, float]:
         """What is counted of agents since the last call."""
@@ -94,11 +101,29 @@ class Collector:
         """End what the collector holds beside simulators and backends: an agent's tools."""
 
 
+class NotPlayed(Collector):
+    """Stands where a method plays nothing, or another process plays."""
+
+    plays = False
+
+    def __init__(self) -> None:
+        self.times = CollectorTimes()
+
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
+        """There is nothing to begin."""
+
+
+NOT_PLAYED = NotPlayed()
+
+
 class RolloutCollector(Collector):
     """Collects rollouts of `rollout_steps` steps from all slots of a manager, one after another without a gap.
 
     With staleness S the next ones are collected while the trainer learns from the last (two buffers for S = 1): rollout n, which version
     n is to learn from, begins when version n - S acts, not before; so nothing in it is older than S versions.
+
+    In lockstep groups of slots take turns. With `min_ready` each slot goes through its decisions as its simulator answers: one whose host
+    is lent to training waits, and the others fill their share meanwhile. What a slot draws depends on neither.
     """
 
     def __init__(
@@ -111,11 +136,13 @@ class RolloutCollector(Collector):
         seed: int,
         layout: ActionLayout | None = None,
         max_staleness: int = 0,
+        min_ready: int | None = None,
     ) -> None:
         """
         Args:
             rollout_steps: decisions of each slot: chunks, where the policy acts in chunks.
-            num_groups: of slots, that are acted for one by one; stepped in turns, or together where `manager.num_turns` is 1.
+            num_groups: of slots, that are acted for one by one; stepped in turns, or together where `manager.num_turns` is 1. 1 with
+                `min_ready`.
             layout: of the policy's actions; None: they are the simulator's own.
             max_staleness: S; 0: `pump` does nothing.
         """
@@ -125,6 +152,7 @@ class RolloutCollector(Collector):
         self.rollout_steps = rollout_steps
         self.seed = seed
         self.times = CollectorTimes()
+        self.min_ready = min_ready
         slots = range(manager.num_slots)
         self._groups = split_slots(slots, num_groups)
         self._parts: list[slice] = []
@@ -133,6 +161,7 @@ class RolloutCollector(Collector):
             # As bits go, what is acted for stays as it is: a product of all rows may sum in another order than those of two halves.
             self._parts, self._groups = [slice(part.start, part.stop) for part in self._groups], [slots]
         self._batches: list[StepBatch] = []
+        """What each group sees now."""
         self.max_staleness = max_staleness
         self._partial: _PartialRollout | None = None
         """What is being filled."""
@@ -149,8 +178,7 @@ class RolloutCollector(Collector):
         """
         self._partial, self._next_number = None, seed_round
         self._filled.clear()
-        whole = self.manager.reset(EpisodeSeeds.training(self.seed), seed_round=seed_round, reconfigure=reconfigure)
-        self._batches = [_rows(whole, group) for group in self._groups]
+        self._see(self.manager.reset(EpisodeSeeds.training(self.seed), seed_round=seed_round, reconfigure=reconfigure))
         if self.recorder is not None:
             self.recorder.restarted(seed_round)
 
@@ -159,8 +187,7 @@ class RolloutCollector(Collector):
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
         slots = range(self.manager.num_slots)
-        whole = self.manager.restore(slots, [Snapshot.from_bytes(episode) for episode in episodes])
-        self._batches = [_rows(whole, group) for group in self._groups]
+        self._see(self.manager.restore(slots, [Snapshot.from_bytes(episode) for episode in episodes]))
 
     def next_rollout(self, version: int) -> Rollout:
         """Collect `rollout_steps` × `num_slots` transitions, or what is left of those that were begun before; number `version`.
@@ -182,40 +209,66 @@ class RolloutCollector(Collector):
         self._advance()
         return True
 
+    def _see(self, whole: StepBatch) -> None:
+        """All slots begin, or go on, with what this batch shows."""
+        if self.min_ready is not None:  # rows are put in place as they come
+            whole = replace(whole, observation={key: part.copy() for key, part in whole.observation.items()})
+        self._batches = [_rows(whole, group) for group in self._groups]
+
     def _advance(self) -> None:
-        """The next decision of all slots; after the last one, what came of it."""
+        """The next decision of all slots, or of those that are ready; after the last one, what came of it."""
         started, waited_before = time.perf_counter(), self._since.simulate_s
         partial = self._partial = self._partial or self._begin()
-        for index, group in enumerate(self._groups):
-            if partial.num_decided > 0:
-                self._receive(partial, index, group)
-            self._act(partial, self._batches[index], group)
-        partial.num_decided += 1
-        if partial.num_decided == self.rollout_steps:
-            for index, group in enumerate(self._groups):
-                self._receive(partial, index, group)
+        if self.min_ready is None:
+            self._advance_together(partial)
+        else:
+            self._advance_ready(partial, self._batches[0])
+        if partial.num_open == 0:
             self._filled.append(partial.finish([batch.observation for batch in self._batches]))
             self._partial = None
         self._since.act_s += time.perf_counter() - started - (self._since.simulate_s - waited_before)
+
+    def _advance_together(self, partial: _PartialRollout) -> None:
+        for index, group in enumerate(self._groups):
+            if partial.decided[group.start] > 0:
+                self._batches[index] = self._receive(partial, group)
+            self._act(partial, self._batches[index], group)
+        if partial.decided[0] == self.rollout_steps:
+            for index, group in enumerate(self._groups):
+                self._batches[index] = self._receive(partial, group)
+
+    def _advance_ready(self, partial: _PartialRollout, seen: StepBatch) -> None:
+        """`seen`: of all slots, and kept so."""
+        if not partial.decided.any():
+            self._act(partial, seen, self._groups[0])
+            return
+        batch = self._receive(partial, None)
+        for key, part in batch.observation.items():
+            seen.observation[key][batch.slots] = part
+        going = batch.slots[partial.decided[batch.slots] < self.rollout_steps]
+        if going.size:
+            shown = {key: part[going] for key, part in seen.observation.items()}
+            self._act(partial, replace(seen, slots=going, observation=shown), going)
 
     def _begin(self) -> _PartialRollout:
         noise = action_noise(self.layout, (self.rollout_steps, self.manager.num_slots), self.seed, self._next_number)
         self._next_number += 1
         return _PartialRollout(self.manager.spec.observation, self.layout, noise)
 
-    def _receive(self, partial: _PartialRollout, index: int, group: range) -> None:
-        """Wait for a group's simulators, and note what came of its last decision."""
+    def _receive(self, partial: _PartialRollout, group: range | None) -> StepBatch:
+        """Wait for a group's simulators, or with None for any, and note what came of their last decision."""
         before = time.perf_counter()
-        with span("env", "wait", group=index):
-            batch = self._batches[index] = self.manager.recv(group)
+        with span("env", "wait"):
+            batch = self.manager.recv(group) if group is not None else self.manager.recv(min_ready=self.min_ready, timeout_s=_PATIENCE_S)
         self._since.simulate_s += time.perf_counter() - before
-        partial.received(group, batch)
+        partial.received(batch.slots if group is None else group, batch)
         if self.recorder is not None:
             self.recorder.stepped(batch)
+        return batch
 
-    def _act(self, partial: _PartialRollout, batch: StepBatch, group: range) -> None:
-        """Decide for a group, and send it on."""
-        noise = partial.noise[partial.num_decided, group.start : group.stop]
+    def _act(self, partial: _PartialRollout, batch: StepBatch, group: range | np.ndarray) -> None:
+        """Decide for a group, or for single slots, and send it on."""
+        noise = partial.noise[partial.place(group)]
         if self._parts:
             acted = self.generator.act_in_parts(batch.slots, batch.observation, noise, self._parts)
         else:
@@ -225,7 +278,7 @@ class RolloutCollector(Collector):
         given = acted.for_simulator(self.manager.spec.action, self.manager.chunk_size)
         if self.recorder is not None:
             self.recorder.acted(batch.slots, batch.observation, acted, given)
-        self.manager.send(group, given)
+        self.manager.send(group if isinstance(group, range) else group.tolist(), given)
 
 
 class _PartialRollout:
@@ -235,7 +288,10 @@ class _PartialRollout:
         """`noise`: [T, N, noise_width] of all decisions."""
         size = noise.shape[:2]
         chunk_size = (*size, layout.chunk_size) if layout.chunk_size > 1 else None
-        self.noise, self.num_decided = noise, 0
+        self.noise, self.num_open = noise, size[0] * size[1]
+        """`num_open`: decisions of which nothing came back yet."""
+        self.decided = np.zeros(size[1], np.int64)
+        """[N] decisions that were made."""
         self._rollout = Rollout(
             observation={
                 # Text and the like are Python values, as the manager hands them out.
@@ -253,48 +309,67 @@ class _PartialRollout:
             episodes=(),
             success=np.empty(size, bool),
             chunk_reward=np.empty(chunk_size, np.float32) if chunk_size else None,
+            chunk_success=np.empty(chunk_size, bool) if chunk_size else None,
             executed=np.empty(chunk_size, bool) if chunk_size else None,
         )
         self._final: dict[str, list[np.ndarray]] = {key: [] for key in observation}
+        self._cut: list[np.ndarray] = []
+        """Where the rows of `_final` belong, as places in the flat rollout."""
         self._episodes: list[EpisodeSummary] = []
 
-    def acted(self, group: range, observation: Observation, acted: ActedBatch) -> None:
-        """The next decision of a group: what was seen, and what the policy drew."""
-        rollout, rows = self._rollout, (self.num_decided, slice(group.start, group.stop))
+    def place(self, slots: range | np.ndarray, ago: int = 0) -> tuple[Any, Any]:
+        """Index [T, N] of the decision that these slots make next, or made `ago`; those of a range are at the same one."""
+        if isinstance(slots, range):
+            return int(self.decided[slots.start]) - ago, slice(slots.start, slots.stop)
+        return self.decided[slots] - ago, slots
+
+    def acted(self, group: range | np.ndarray, observation: Observation, acted: ActedBatch) -> None:
+        """The next decision of these slots: what was seen, and what the policy drew."""
+        rollout, rows = self._rollout, self.place(group)
         for key, part in observation.items():
             rollout.observation[key][rows] = part
         rollout.action[rows], rollout.log_prob[rows], rollout.policy_version[rows] = acted.action, acted.log_prob, acted.version
+        self.decided[rows[1]] += 1
 
-    def received(self, group: range, batch: StepBatch) -> None:
-        """What came of a group's last decision."""
-        rollout, rows = self._rollout, (self.num_decided - 1, slice(group.start, group.stop))
+    def received(self, group: range | np.ndarray, batch: StepBatch) -> None:
+        """What came of these slots' last decision."""
+        if not len(group):  # all that was sent waits for its host
+            return
+        rollout, rows = self._rollout, self.place(group, ago=1)
+        self.num_open -= len(group)
         rollout.reward[rows], rollout.terminated[rows], rollout.truncated[rows] = batch.reward, batch.terminated, batch.truncated
         assert rollout.success is not None
         rollout.success[rows] = batch.success
-        if rollout.chunk_reward is not None and rollout.executed is not None:
+        if rollout.chunk_reward is not None and rollout.chunk_success is not None and rollout.executed is not None:
             assert batch.chunk_reward is not None, "the manager plays chunks"
             assert batch.executed is not None, "the manager plays chunks"
-            rollout.chunk_reward[rows], rollout.executed[rows] = batch.chunk_reward, batch.executed
+            chunk_reward, executed = batch.chunk_reward, batch.executed
+            rollout.chunk_success[rows] = batch.chunk_success
             if batch.aborted is not None:
                 # What became of an aborted slot's chunk is not known: it counts as one step without reward, as it does without chunks.
-                rollout.chunk_reward[rows][batch.aborted] = 0.0
-                rollout.executed[rows][batch.aborted] = np.arange(rollout.executed.shape[2]) == 0
+                aborted = batch.aborted[:, None]
+                chunk_reward = np.where(aborted, np.float32(0.0), chunk_reward)
+                executed = np.where(aborted, np.arange(executed.shape[1]) == 0, executed)
+            rollout.chunk_reward[rows], rollout.executed[rows] = chunk_reward, executed
         if not batch.episodes and batch.aborted is None:
             return
         self._episodes.extend(batch.episodes)
         cut = np.flatnonzero(batch.truncated & ~batch.terminated)
         if cut.size:
+            slots = batch.slots[cut]
+            self._cut.append((self.decided[slots] - 1) * len(self.decided) + slots)
             for key, part in batch.final_observation.items():
                 self._final[key].append(part[cut])
 
     def finish(self, last: list[Observation]) -> Rollout:
         """The whole; `last` is what each group sees after its last step."""
         seen = self._rollout.observation
+        order = np.argsort(np.concatenate(self._cut)) if self._cut else np.empty(0, np.int64)
         return replace(
             self._rollout,
             last_observation={key: np.concatenate([part[key] for part in last]) for key in seen},
             final_observation={
-                key: np.concatenate(parts) if parts else np.empty((0, *seen[key].shape[2:]), seen[key].dtype)
+                key: np.concatenate(parts)[order] if parts else np.empty((0, *seen[key].shape[2:]), seen[key].dtype)
                 for key, parts in self._final.items()
             },
             episodes=tuple(self._episodes),

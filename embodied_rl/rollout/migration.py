@@ -14,6 +14,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, derive_seed
+from embodied_rl.rollout.observations import copied
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import StepBatch
@@ -23,16 +24,15 @@ _ABORT_TIMEOUT_S = 60.0
 
 
 class SimHost:
-    """Episodes in the slots of one manager, which must have been made with ``autoreset=False``: the caller says what begins.
+    """Episodes in the slots of one manager.
 
-    An episode is movable while it waits for its action; one whose step is in flight becomes so when it was received.
+    An episode is movable while it waits for its action; one whose step is in flight becomes so when it was received. Of a manager with
+    ``autoreset`` what moves is a slot's whole row of episodes: the snapshot has the seeds of those that follow.
     """
 
     def __init__(self, manager: Simulators, slots: Sequence[int] | None = None) -> None:
         """`slots`: those of the manager that belong to this host; None: all of them. Hosts may share a manager.
-        Raises UserError: the simulator's episodes cannot be saved, or new ones begin by themselves."""
-        if manager.autoreset:
-            raise UserError("Episodes can only be moved between managers with autoreset=False: else their slots begin the next one.")
+        Raises UserError: the simulator's episodes cannot be saved."""
         if manager.spec.snapshots == "none":
             raise UserError(f"Episodes of task '{manager.spec.task}' cannot be moved: the simulator cannot save them (snapshots='none').")
         self.manager = manager
@@ -57,6 +57,14 @@ class SimHost:
     def num_in_flight(self) -> int:
         """Slots that were sent something and not received."""
         return len(self._in_flight)
+
+    def adopt(self, key: Key) -> int:
+        """Take over what the manager began or restored in the first free slot, where it waits for its action; that slot."""
+        return self._occupy(key)
+
+    def slot_of(self, key: Key) -> int:
+        """The manager's slot in which an episode is played here."""
+        return self._slots[key]
 
     def begin(self, key: Key, seed: int) -> None:
         """Start a new episode in a free slot; `recv` hands its first observation out. Raises ValueError when all slots are taken."""
@@ -124,7 +132,7 @@ class SimHost:
         batch = self.manager.restore(slots, list(states.values()))
         rows = {int(slot): row for row, slot in enumerate(batch.slots)}
         for key, slot in zip(states, slots, strict=True):
-            self._arrived[key] = {name: part[rows[slot]].copy() for name, part in batch.observation.items()}
+            self._arrived[key] = {name: copied(part[rows[slot]]) for name, part in batch.observation.items()}
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

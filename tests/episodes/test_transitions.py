@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied_rl.episodes.dataset import n_step_windows, normalise_actions, outcome, rollout_transitions
+from embodied_rl.episodes.dataset import n_step_windows, outcome, rollout_transitions
 from embodied_rl.errors import UserError
 from embodied_rl.types import ActionSpec, Rollout
 
@@ -168,11 +168,11 @@ def test_a_chunk_that_succeeds_in_its_middle_counts_up_to_there() -> None:
 def test_actions_are_normalised_as_denormalise_undoes() -> None:
     spec = ActionSpec.continuous([-2.0, 0.0, 3.0], [2.0, 10.0, 3.0])
     action = np.array([[-2.0, 0.0, 3.0], [1.0, 2.5, 3.0], [5.0, 10.0, 3.0]], np.float32)
-    unit = normalise_actions(action, spec)
+    unit = spec.normalise(action)
     # (x - low) / half - 1; 5 lies beyond and is clipped; the last dimension has no extent.
     np.testing.assert_allclose(unit, [[-1.0, -1.0, 0.0], [0.5, -0.5, 0.0], [1.0, 1.0, 0.0]])
     np.testing.assert_allclose(spec.denormalise(unit), np.clip(action, [-2, 0, 3], [2, 10, 3]), rtol=1e-6)
-    inside = normalise_actions(action, spec, margin=0.01)
+    inside = spec.normalise(action, margin=0.01)
     np.testing.assert_allclose(inside[[0, 2], 0], [-0.99, 0.99], rtol=1e-6)
     assert inside[1, 0] == pytest.approx(0.5)
 
@@ -186,12 +186,12 @@ def test_normalise_inverts_denormalise(seed: int) -> None:
     # float32 of a bound that is large beside the range loses digits of the range itself.
     span = np.asarray(spec.high) - np.asarray(spec.low)
     tolerance = 1e-5 + 4e-7 * float((np.abs(low) / span).max())
-    np.testing.assert_allclose(normalise_actions(spec.denormalise(unit), spec), unit, atol=tolerance)
+    np.testing.assert_allclose(spec.normalise(spec.denormalise(unit)), unit, atol=tolerance)
 
 
 def test_choices_pass_and_boundless_actions_are_refused() -> None:
-    choices = normalise_actions(np.array([[0], [3]]), ActionSpec.discrete(4))
+    choices = ActionSpec.discrete(4).normalise(np.array([[0], [3]]))
     np.testing.assert_array_equal(choices, [[0], [3]])
     assert choices.dtype == np.int64
     with pytest.raises(UserError, match="bounds are not finite"):
-        normalise_actions(np.zeros((1, 1)), ActionSpec.continuous([-np.inf], [1.0]))
+        ActionSpec.continuous([-np.inf], [1.0]).normalise(np.zeros((1, 1)))

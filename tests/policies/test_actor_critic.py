@@ -13,7 +13,6 @@ from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config import PolicyConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.actor_critic import ActorCritic, MixedTrunk, build_policy
-from embodied_rl.policies.base import read_and_left
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.short_run import train_shortly
 
@@ -116,7 +115,7 @@ def test_vectors_and_images_are_read_together() -> None:
     sim = spec(BOTH)
     policy = make(PolicyConfig(encoder="mixed", hidden_sizes=(8, 16), normalize_observation=True), sim)
     assert policy.observation_keys == ("state", "rgb", "goal", "rgb_wrist")
-    assert read_and_left(policy) == "The policy reads state, rgb, goal, rgb_wrist and leaves map."
+    assert policy.introduction() == "The policy reads state, rgb, goal, rgb_wrist and leaves map."
     observation = observe(sim, 6)
     policy.update_statistics(observe(sim, 300))
     trunk = policy.trunk

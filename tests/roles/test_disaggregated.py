@@ -36,19 +36,6 @@ def test_a_run_apart_is_the_run_in_one_process_bit_for_bit(tmp_path: Path, task:
     assert row["time/simulate_s"] + row["time/act_s"] <= row["roles/wait_s"] + 1e-9
 
 
-def test_a_run_apart_goes_on_within_its_episodes(tmp_path: Path) -> None:
-    """As in one process, with evaluations in between; and when it is resumed by another player from one of its checkpoints."""
-    task = [*ROLLOUTS, "sim=cartpole", "total_steps=512", "checkpoint.within_episodes=true", "checkpoint.every_steps=128"]
-    task += ["checkpoint.keep_last=9", "evaluation.every_steps=256", "evaluation.interim_episodes=4"]
-    task.remove("sim=pendulum")
-    here, apart = trained(tmp_path / "here", *task), trained(tmp_path / "apart", *task, APART)
-    assert_same_run(here, apart)
-    middle = tmp_path / "resumed" / "checkpoints" / "step_000000256"
-    shutil.copytree(apart / "checkpoints" / middle.name, middle)
-    shutil.copy(apart / "metrics.jsonl", tmp_path / "resumed")
-    assert_same_run(here, trained(tmp_path / "resumed", *task, APART, "resume=auto"))
-
-
 def run_and_kill(config: Any, run_dir: Path, *, before_update: int) -> int:
     """Train, and kill the player while it would be waiting for the update's end; how many were begun anew."""
     run_dir.mkdir(parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from embodied_rl.agents.turns import AgentEpisode
+from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.rules import resolve
@@ -27,8 +29,8 @@ from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.timeline import read_events
 from embodied_rl.trainer import Trainer
-from embodied_rl.types import Episode
-from tests.roles.runs import GROUPS, TEXTS, Naps, configured
+from embodied_rl.types import Episode, Rollout
+from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, Naps, configured, curve, trained
 
 SHARED = "hybrid.placement=multiplexed"
 ONE_BEHIND = "algorithm.groups.max_staleness=1"
@@ -203,6 +205,100 @@ def test_an_action_that_was_held_is_played_when_the_host_is_back() -> None:
         simulators.discard()
         counts = lease.multiplexer.counts()
         assert (counts.started, counts.finished, counts.running) == (2, 2, 0)
+
+
+# ---- fixed rollouts: slots wait while their host is lent -------------------------------------------------------------
+
+
+def rollouts_of(config: TrainConfig, num_rollouts: int, between: int) -> tuple[list[Rollout], RolloutWorker, list[int]]:
+    """Rollouts that a worker in this process plays with the same weights always, the worker, closed, and how many slots were parked."""
+    worker = RolloutWorker(config)
+    found, parked = [], []
+    try:
+        worker.take_model({})
+        weights = weights_of(worker)
+        worker.load(0, iter(weights))
+        worker.restart(0)
+        for version in range(num_rollouts):
+            rollout = worker.play(version).rollout
+            assert rollout is not None
+            found.append(rollout)
+            for _ in range(between):
+                worker.pump()
+            if worker.lease is not None:
+                hosts = worker.lease.multiplexer
+                assert hosts.vacated == (between > 0)
+                parked.append(hosts.counts().parked)
+            worker.load(version + 1, iter(weights))
+    finally:
+        worker.close()
+    return found, worker, parked
+
+
+@pytest.mark.parametrize("task", ["sim=pendulum", "sim=cartpole", "sim=pixel_tasks policy=tiny_vla hybrid.device=cpu"])
+def test_rollouts_of_slots_that_waited_are_those_of_slots_that_did_not(tmp_path: Path, task: str) -> None:
+    """Half of the slots stand still while training, and each draws and sees what it would have without; so do cut episodes' last looks."""
+    own = [*task.split(), *QUICK, "algorithm.rollout_steps=16", "algorithm.minibatch_size=16", "sim.max_episode_steps=11"]
+    apart, _, _ = rollouts_of(configured(tmp_path / "apart", *own, "hybrid=disaggregated", "sim.pipeline_groups=1"), 3, 0)
+    shared, worker, parked = rollouts_of(configured(tmp_path / "shared", *own, SHARED, "algorithm.max_staleness=1"), 3, 40)
+    assert parked == [2, 2, 2], "the slots of the lent host wait"
+    assert worker.lease is not None
+    assert worker.lease.num_shrinks == 3
+    for mine, theirs in zip(shared, apart, strict=True):
+        np.testing.assert_array_equal(mine.truncated, theirs.truncated)
+        np.testing.assert_array_equal(mine.terminated, theirs.terminated)
+        # A forward pass of some rows differs from one of all in its last bits.
+        for name in ("action", "reward", "log_prob"):
+            np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name), atol=1e-4)
+        for name in ("observation", "last_observation", "final_observation"):
+            for key, seen in getattr(mine, name).items():
+                other = getattr(theirs, name)[key]
+                if seen.dtype == object:  # texts
+                    assert seen.tolist() == other.tolist()
+                else:
+                    np.testing.assert_allclose(seen, other, atol=1e-4)
+        assert len(mine.final_observation[next(iter(mine.observation))]) > 0
+        one, other = (sorted((episode.seed, episode.length, episode.slot) for episode in some.episodes) for some in (mine, theirs))
+        assert one == other
+    assert {int(age) for number, rollout in enumerate(shared) for age in (number - rollout.policy_version).ravel()} == {0, 1}
+
+
+def test_rollouts_are_filled_while_training_has_a_host(tmp_path: Path) -> None:
+    config = configured(tmp_path, *ROLLOUTS, SHARED, "algorithm.max_staleness=1", "total_steps=640")
+    naps = Naps(0.2)
+    late: list[float] = []
+    with Trainer(config, tmp_path, command="test") as trainer:
+        update = trainer.method.update
+
+        def nap(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+            late.append(trainer.method.metrics()["rollout/age_max"])
+            naps.take(1.0 in late)
+            return update(prepared, iteration=iteration, steps=steps)
+
+        trainer.method.update = nap  # type: ignore[method-assign]
+        trainer.run()
+    assert set(late) == {0.0, 1.0}, "1 is missing: nothing was played while training"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["multiplex/shrinks"] == trainer.iteration == 5
+    assert rows[-1]["multiplex/moved"] > 0
+
+
+def test_rollouts_in_turns_are_those_of_one_player_elsewhere(tmp_path: Path) -> None:
+    """Without staleness hosts and training take turns: the run is the disaggregated one, bit for bit, and goes on within its episodes."""
+    within = ["checkpoint.within_episodes=true", "checkpoint.every_steps=128", "checkpoint.keep_last=9", "total_steps=384"]
+    trained(tmp_path / "apart", *ROLLOUTS, *within, "hybrid=disaggregated", "sim.pipeline_groups=1")
+    with pytest.warns(UserWarning, match=r"Set algorithm\.max_staleness=1"):
+        trained(tmp_path / "shared", *ROLLOUTS, *within, SHARED)
+    middle = tmp_path / "resumed" / "checkpoints" / "step_000000128"
+    shutil.copytree(tmp_path / "shared" / "checkpoints" / middle.name, middle)
+    with pytest.warns(UserWarning, match="take turns"):
+        trained(tmp_path / "resumed", *ROLLOUTS, *within, SHARED, "resume=auto")
+    plain = [{key: value for key, value in row.items() if not key.startswith("multiplex")} for row in curve(tmp_path / "shared")]
+    assert plain == curve(tmp_path / "apart")
+    first, second, third = (load_checkpoint(tmp_path / name).policy for name in ("apart", "shared", "resumed"))
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, second[name])
+        np.testing.assert_array_equal(tensor, third[name])
 
 
 # ---- language agents: answers move ----------------------------------------------------------------------------------

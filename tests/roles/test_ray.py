@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,10 @@ from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
 from embodied_rl.roles.ray_cluster import Need, RayCluster, needs_of, why_never
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
+from tests.methods.test_programs import small as programs
 from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
 
 SCORED = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, num_workers: 1}"
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Any]:
-    """One cluster for the module: runs find it and leave it."""
-    from embodied_rl.roles.ray_cluster import prepare
-
-    pytest.importorskip("ray")
-    ray = prepare(RayConfig())
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield ray
-    ray.shutdown()
 
 
 def test_a_run_with_ray_is_the_run_without_it_bit_for_bit(tmp_path: Path, session: Any) -> None:
@@ -46,6 +35,31 @@ def test_a_run_with_ray_is_the_run_without_it_bit_for_bit(tmp_path: Path, sessio
     here, there = trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray")
     assert_same_run(here, there)
     assert curve(there)[-1]["reward_worker/scored"] > 0
+
+
+def test_agent_programs_with_ray(tmp_path: Path, session: Any) -> None:
+    """Programs and their proxy are beside the collector, the model that answers is another actor; it learns from what it said."""
+    task = ["total_steps=12", "evaluation.num_episodes=3", "hybrid.num_threads=1", "hybrid.device=cpu", "algorithm.groups.filters=[]"]
+    with Trainer(programs(tmp_path, *task, "hybrid=ray"), tmp_path, command="test") as trainer:
+        method: Any = trainer.method
+        before = {name: tensor.clone() for name, tensor in trainer.policy.state_dict().items()}
+        collect, versions = method.collect, []
+
+        def note(iteration: int) -> Any:
+            experience = collect(iteration)
+            turns = [turn for group in experience.data.groups for episode in group.episodes for turn in episode.turns]
+            versions.append({int(version) for turn in turns for version in turn.version})
+            return experience
+
+        method.collect = note
+        trainer.run()
+        assert versions == [{number} for number in range(trainer.iteration)], "each batch is answered with the newest weights"
+        assert trainer.iteration > 1
+        after = trainer.policy.state_dict()
+    assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["agent/turns_per_program"] >= 1
+    assert rows[-1]["train/tokens"] > 0
 
 
 @pytest.mark.slow

@@ -230,6 +230,7 @@ class PI0Policy(FlowPolicy[PI0Context]):
     """pi0 on the interface of every policy. Actions reach the simulator in the units that the checkpoint was trained with."""
 
     action_units = "simulator"
+    critics_train: tuple[str, ...] = ()  # what computes the features learns with the policy
     model: PI0Model
 
     def __init__(
@@ -264,6 +265,35 @@ class PI0Policy(FlowPolicy[PI0Context]):
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Recorded actions [B, W] → chunks [B, K, A] float32 in the data set's units."""
         return self.action_moments.unnormalise(super().simulator_action(action))
+
+    def normalised_action(self, action: np.ndarray) -> np.ndarray:
+        """See `Policy.normalised_action`."""
+        return self.spec.action.normalise(self.simulator_action(action))
+
+    def bounded(self, chunk: Tensor) -> Tensor:
+        """See `FlowPolicy.bounded`: out of the data set's units."""
+        low, high = (chunk.new_tensor(bound) for bound in (self.spec.action.low, self.spec.action.high))
+        if self.action_moments.mean:
+            chunk = chunk * (chunk.new_tensor(self.action_moments.std) + _EPSILON) + chunk.new_tensor(self.action_moments.mean)
+        return ((chunk - low) / (0.5 * (high - low)).clamp_min(_EPSILON) - 1.0).clamp(-1.0, 1.0)
+
+    def cloning_loss(
+        self,
+        observation: Mapping[str, Any],
+        action: Tensor,
+        mask: Tensor | None = None,
+        *,
+        noise: Tensor | None = None,
+        t: Tensor | None = None,
+    ) -> Tensor:
+        """See `FlowPolicy.cloning_loss`; `action` [B, K, A] is normalised by the simulator's bounds, as everywhere. Where K < H the last
+        step stands for those that nothing asks for, and they do not count."""
+        units = torch.from_numpy(self.action_moments.normalise(self.spec.action.denormalise(_numpy(action)))).to(action.device)
+        if (more := self.layout.latent[0] - units.shape[1]) > 0:
+            mask = torch.ones(units.shape[:2], dtype=torch.bool, device=action.device) if mask is None else mask
+            mask = torch.nn.functional.pad(mask, (0, more))
+            units = torch.cat([units, units[:, -1:].expand(-1, more, -1)], 1)
+        return super().cloning_loss(observation, units, mask, noise=noise, t=t)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the folder: what transformers reads, the tokenizer, and our own heads and statistics beside it."""

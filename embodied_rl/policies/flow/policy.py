@@ -324,7 +324,7 @@ class FlowPolicy(Policy, Generic[Context]):
     """An action is a row [B, W] of `RecordLayout`; the simulator gets its head."""
 
     translates = True
-    critics_train = ("model.trunk.",)
+    critics_train: tuple[str, ...] = ("model.trunk.",)
     noise_kind: Literal["normal"] = "normal"
     action_units: Literal["normalised", "simulator"] = "normalised"
     """Of what `simulator_action` gives."""
@@ -432,7 +432,8 @@ class FlowPolicy(Policy, Generic[Context]):
         return self.model.num_features
 
     def features(self, observation: Mapping[str, Any]) -> Tensor:
-        return self.model.features(self.model.context(observation))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.critics_train)):
+            return self.model.features(self.model.context(observation))
 
     def state_value(self, features: Tensor) -> Tensor:
         return self.critic(features)
@@ -441,7 +442,11 @@ class FlowPolicy(Policy, Generic[Context]):
         """Denoised chunks within the bounds, and the log-density of the denoising: gradients run back through every step of it."""
         context = self.model.context(observation)
         record, steps = (self._denoise_one if self.layout.one_step else self._denoise_all)(context, self.model.features(context), noise)
-        return record.chunk.flatten(1).clamp(-1.0, 1.0), self._score(record, steps)[0]
+        return self.bounded(record.chunk).flatten(1), self._score(record, steps)[0]
+
+    def bounded(self, chunk: Tensor) -> Tensor:
+        """What the simulator's bounds leave of a chunk [B, K, A], normalised by them; with gradients."""
+        return chunk.clamp(-1.0, 1.0)
 
     # ---- other uses -----------------------------------------------------------------------------------------------------
 

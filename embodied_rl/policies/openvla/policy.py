@@ -6,6 +6,7 @@ L = K·A action tokens, D width of the language model.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -173,8 +174,7 @@ class VLAPolicy(Policy):
 
     def value(self, observation: Mapping[str, Any]) -> Tensor:
         """[B], or [B, K] of the steps. Raises UserError without a value head."""
-        if self.value_head is None:
-            raise UserError("This policy was built without a value head, which the method needs. Set policy.value_head=true.")
+        self._check_value_head()
         tensors, padded = self._inputs(observation)
         return self._value(self._state(tensors, padded=padded))
 
@@ -213,6 +213,43 @@ class VLAPolicy(Policy):
         actions = self.action_range.unnormalise(normalised.reshape(len(normalised), self.chunk_size, self.action_range.dim))
         return (libero_gripper(actions) if self.options.gripper == "libero" else actions).astype(np.float32)
 
+    # ---- beside critics of actions --------------------------------------------------------------------------------------
+
+    @property
+    def num_features(self) -> int:
+        return self.model.config.hidden_size
+
+    @torch.no_grad()
+    def features(self, observation: Mapping[str, Any]) -> Tensor:
+        """[B, D] float32 at the prompt's last token. What computes them learns with the policy."""
+        tensors, padded = self._inputs(observation)
+        return self._state(tensors, padded=padded).float()
+
+    def state_value(self, features: Tensor) -> Tensor:
+        """See `Policy.state_value`. Raises UserError without a value head."""
+        self._check_value_head()
+        return self._value(features.to(self.model.dtype)).float()
+
+    def normalised_action(self, action: np.ndarray) -> np.ndarray:
+        """See `Policy.normalised_action`: out of the data set's units."""
+        return self.spec.action.normalise(self.simulator_action(action))
+
+    def drawn(self, observation: Mapping[str, Any], features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Centers [B, L] of sampled tokens, and minus the entropy [B, L] of an action that is uniform within its token's interval of the
+        data set's range.
+
+        An action's gradient is that of the tokens' mean (straight-through; Bengio et al. 2013, arXiv:1308.3432).
+        """
+        tokens = self.act(observation, noise).action
+        tensors, padded = self._inputs(observation)
+        coder, (logits, _) = self.model.tokens, self._scores(tensors, tokens, padded=padded)
+        distribution = TokenDistribution.from_logits(logits, self.temperature)
+        every = np.arange(coder.first_token, coder.vocab_size)[:, None].repeat(self.num_units, 1)
+        centers = torch.from_numpy(self.normalised_action(every)).flatten(1).to(logits.device)
+        mean = torch.einsum("blv,vl->bl", distribution.log_probs.exp(), centers)
+        chosen = centers.gather(0, coder.choices(tokens))
+        return chosen + mean - mean.detach(), -distribution.entropy - math.log(2.0 / (coder.num_bins - 1))
+
     # ---- files ----------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -232,6 +269,10 @@ class VLAPolicy(Policy):
         weight = self.value_head.head_l1.weight
         state = value_head_state(read_safetensors(Path(path), dtype=weight.dtype, device=weight.device))
         load_state(self.value_head, state, str(path))
+
+    def _check_value_head(self) -> None:
+        if self.value_head is None:
+            raise UserError("This policy was built without a value head, which the method needs. Set policy.value_head=true.")
 
     def _check_noise(self, noise: Tensor, rows: int) -> None:
         if tuple(noise.shape) != (rows, self.num_units):

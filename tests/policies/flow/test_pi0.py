@@ -10,12 +10,16 @@ import pytest
 import torch
 import transformers
 
+from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.compose import load_train_config
 from embodied_rl.config import PI0PolicyConfig
 from embodied_rl.errors import UserError
+from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.flow.pi0 import Moments, PI0Options, PI0Policy, letterbox, load_pi0_policy
 from embodied_rl.policies.flow.policy import FlowOptions
 from embodied_rl.policies.tiny_language import train_tokenizer
+from embodied_rl.train import train
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.test_load_policy import batch_of, played, train_points
 
@@ -151,7 +155,8 @@ def test_the_cloning_loss_is_transformers_own(folder: Path) -> None:
     policy = load(folder)
     ready = policy.prepare(observe(3))
     generator = torch.Generator().manual_seed(4)
-    action, noise, t = torch.randn(3, H, 3, generator=generator), torch.randn(3, H, D, generator=generator), torch.tensor([0.1, 0.5, 0.9])
+    action = torch.rand(3, H, 3, generator=generator) * 2.0 - 1.0
+    noise, t = torch.randn(3, H, D, generator=generator), torch.tensor([0.1, 0.5, 0.9])
     with torch.no_grad():
         expected = policy.model.pi0(
             state=ready["state"],
@@ -165,6 +170,56 @@ def test_the_cloning_loss_is_transformers_own(folder: Path) -> None:
         ).loss
         got = policy.cloning_loss(ready, action, noise=noise, t=t)
     torch.testing.assert_close(got.mean(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_critics_and_imitation_have_the_simulators_units(folder: Path) -> None:
+    """The data set's mean 0.5 and deviation 2, and bounds of -4 and 4: what the flow calls x is (2 x + 0.5) / 4 to a critic."""
+    wide = dataclasses.replace(SPEC, action=ActionSpec.continuous([-4.0] * 3, [4.0] * 3))
+    policy = load(folder, "flow_noise", spec=wide, action=Moments((0.5,) * 3, (2.0,) * 3))
+    seen, noise = policy.prepare(observe(3)), torch.randn(3, policy.noise_width, generator=torch.Generator().manual_seed(1))
+    acted = policy.act(seen, noise)
+    flow_units = acted.action[:, : policy.layout.num_used].numpy()
+    by_hand = np.clip((2.0 * flow_units + 0.5) / 4.0, -1.0, 1.0)
+    np.testing.assert_allclose(policy.normalised_action(acted.action.numpy()).reshape(3, -1), by_hand, atol=1e-5)
+    features = policy.features(seen)
+    assert not features.requires_grad
+    assert features.shape == (3, policy.num_features)
+    drawn, cost = policy.drawn(seen, features, noise)
+    np.testing.assert_allclose(drawn.detach().numpy(), by_hand, atol=1e-4)
+    torch.testing.assert_close(cost.detach(), acted.log_prob, atol=1e-3, rtol=1e-3)
+    drawn.sum().backward()
+    assert policy.model.pi0.action_out_proj.weight.grad is not None
+    # A chunk that is 0.5 of the bounds is 2 in the simulator's units, and (2 - 0.5) / 2 in the flow's.
+    t, start = torch.full((3,), 0.5), torch.randn(3, H, D, generator=torch.Generator().manual_seed(2))
+    plain = load(folder, "flow_noise")
+    with torch.no_grad():
+        one = policy.cloning_loss(seen, torch.full((3, H, 3), 0.5), noise=start, t=t)
+        other = plain.cloning_loss(seen, torch.full((3, H, 3), 0.75), noise=start, t=t)
+    torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+def test_it_learns_off_policy(folder: Path, tmp_path: Path) -> None:
+    words = ["sim=custom", "sim.target=tests.vla.toys:PointSim", "sim.kwargs={dim: 3, words: spec}", "sim.num_slots=2"]
+    words += ["sim.num_workers=1"]
+    words += [
+        "policy=pi0",
+        f"policy.path={folder}",
+        "policy.cameras=[rgb]",
+        "policy.state_key=null",
+        "policy.chunk=2",
+        "policy.num_steps=2",
+    ]
+    words += ["algorithm=awac", "algorithm.recorded.expert=tests.vla.toys:PointExpert", "algorithm.recorded.expert_episodes=2"]
+    words += ["algorithm.minibatch_size=4", "algorithm.off_policy.hidden_sizes=[16]", "algorithm.off_policy.updates_per_iteration=2"]
+    words += ["total_steps=4", "evaluation.num_episodes=1", "evaluation.every_steps=null", "video.enabled=no", "logger=quiet"]
+    words += ["stop_at_success=null", "hybrid.device=cpu", "hybrid.num_threads=1", f"run_dir={tmp_path}"]
+    run_dir = train(load_train_config(words))
+    before, after = load_pi0_policy(folder, SPEC, OPTIONS).state_dict(), load_checkpoint(run_dir).policy
+    moved = [name for name, tensor in after.items() if name in before and not torch.equal(tensor, before[name])]
+    assert any("action_out_proj" in name for name in moved)
+    assert np.isfinite(read_metrics(run_dir)[-1]["train/critic_loss"])
 
 
 def test_saved_and_loaded(folder: Path, tmp_path: Path) -> None:

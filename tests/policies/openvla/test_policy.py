@@ -112,6 +112,28 @@ def test_prepared_observations_give_the_same_numbers(kind: str, observation: dic
     assert torch.equal(raw.log_prob, ready.log_prob)
 
 
+@pytest.mark.parametrize("kind", ["one", "chunked"])
+def test_critics_read_the_last_prompt_token_and_actions_within_the_bounds(
+    kind: str, observation: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    policy: VLAPolicy = request.getfixturevalue(kind)
+    noise = noise_of(policy)
+    acted, features = policy.act(observation, noise), policy.features(observation)
+    assert not features.requires_grad
+    assert acted.value is not None
+    torch.testing.assert_close(policy.state_value(features).detach(), acted.value, atol=1e-4, rtol=0)
+    # The bounds are -1 and 1, so that the simulator's units are normalised ones but for what lies beyond.
+    within = np.clip(policy.simulator_action(acted.action), -1.0, 1.0)
+    np.testing.assert_allclose(policy.normalised_action(acted.action.numpy()), within, atol=1e-6)
+    drawn, cost = policy.drawn(observation, features, noise)
+    np.testing.assert_allclose(drawn.detach().numpy(), within.reshape(2, -1), atol=1e-5)
+    evaluated = policy.evaluate(observation, acted.action)
+    torch.testing.assert_close(-cost, evaluated.entropy + np.log(2 / 255), atol=1e-4, rtol=0)
+    head = policy.model.language_model.lm_head.weight
+    (found,) = torch.autograd.grad(drawn.sum(), head, retain_graph=True)
+    assert found.abs().sum() > 0
+
+
 def test_greedy_actions_are_the_originals(checkpoint: Path, io: dict[str, Tensor], meta: dict[str, Any]) -> None:
     policy = openvla(checkpoint, dataclasses.replace(SPEC, observation={"rgb": SPEC.observation["rgb"]}, instruction=SPOON))
     acted = policy.act({"rgb": io["images"].numpy()[:1]}, None)

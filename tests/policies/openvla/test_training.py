@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file
 
 import embodied_rl
+from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.commands import evaluate, offline_eval, record
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.config.rules import resolve
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
+from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.openvla.config import shapes_of
@@ -284,6 +286,27 @@ def test_fine_tuning_on_recorded_episodes_then_recording_and_scoring(folder: Pat
     assert figures["num_bins"] == 255
     # The tokens that were drawn are recorded: their log-probabilities come out again.
     assert figures["log_likelihood"]["mean"] == pytest.approx(float(episode.log_prob.sum(1).mean()), abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.ci_sample
+@pytest.mark.parametrize("algorithm", ["iql", "sac"])
+def test_openvla_learns_off_policy(folder: Path, tmp_path: Path, algorithm: str) -> None:
+    """On recorded chunks of an expert, and while playing: critics, policy and, for iql, the value head move."""
+    words = [*SIM, *QUIET, "sim.num_slots=2", "sim.kwargs={dim: 7, size: 24}", "policy=openvla", f"policy.path={folder}"]
+    words += ["policy.lora_rank=2", "policy.dtype=float32", "policy.unnorm_key=bridge_orig", f"algorithm={algorithm}"]
+    words += ["algorithm.minibatch_size=4", "algorithm.off_policy.hidden_sizes=[16]", "hybrid.device=cpu", "hybrid.num_threads=1"]
+    if algorithm == "iql":
+        words += ["algorithm.recorded.expert=tests.vla.toys:PointExpert", "algorithm.recorded.expert_episodes=2", "total_steps=2"]
+        words += ["algorithm.off_policy.updates_per_iteration=2"]
+    else:
+        words += ["algorithm.rollout_steps=2", "algorithm.off_policy.warmup_steps=4", "algorithm.off_policy.updates_per_step=0.5"]
+        words += ["total_steps=8", "algorithm.off_policy.replay_capacity=16"]
+    chosen = {word.partition("=")[0]: word for word in words} | {"evaluation.num_episodes": "evaluation.num_episodes=1"}
+    run_dir = train(load_train_config([*chosen.values(), f"run_dir={tmp_path}"]))
+    after = load_checkpoint(run_dir).policy
+    assert any(float(tensor.abs().max()) > 0 for name, tensor in after.items() if "lora_B" in name), "LoRA begins with zeros"
+    assert np.isfinite(read_metrics(run_dir)[-1]["train/critic_loss"])
 
 
 def test_the_recipes_are_complete_but_for_the_weights(folder: Path) -> None:

@@ -1,0 +1,78 @@
+"""Runs that go on within their episodes (`checkpoint.within_episodes`), in every placement: a resumed run is the uninterrupted one."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, trained
+
+WITHIN = ["checkpoint.within_episodes=true", "checkpoint.every_steps=128", "checkpoint.keep_last=9", "evaluation.interim_episodes=4"]
+PPO = [*ROLLOUTS[1:], "sim=cartpole", *WITHIN, "total_steps=512", "evaluation.every_steps=256"]
+GRPO = [*GROUPS, *WITHIN, "total_steps=500", "evaluation.every_steps=250"]
+SAC = [
+    *(
+        "sim=pendulum",
+        "algorithm=sac",
+        "policy.distribution=squashed",
+        *ROLLOUTS[1:6],
+        *WITHIN,
+        "hybrid.device=cpu",
+        "hybrid.num_threads=1",
+    ),
+    *("algorithm.off_policy.warmup_steps=64", "total_steps=320", "evaluation.every_steps=128", "algorithm.minibatch_size=16"),
+    *("algorithm.rollout_steps=8", "algorithm.off_policy.updates_per_step=0.25"),
+]
+AGENT = [*TEXTS, *WITHIN, "algorithm.warm_start=null", "total_steps=300"]
+RANKS = ["hybrid=fsdp2", "hybrid.device=cpu"]
+
+
+def check(tmp_path: Path, task: list[str], placement: list[str], like: list[str] | None = None) -> None:
+    """The run, and what goes on from its second checkpoint but one, end with the same curve and weights; so does the run `like` it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*take turns.*")
+        whole = trained(tmp_path / "whole", *task, *placement)
+        if like is not None:
+            assert_same_run(trained(tmp_path / "like", *task, *like), whole)
+        middle = sorted((whole / "checkpoints").glob("step_*"))[1]
+        resumed = tmp_path / "resumed"
+        shutil.copytree(middle, resumed / "checkpoints" / middle.name)
+        shutil.copy(whole / "metrics.jsonl", resumed)
+        assert_same_run(whole, trained(resumed, *task, *placement, "resume=auto"))
+
+
+@pytest.mark.parametrize("task", [pytest.param(GRPO, id="groups"), pytest.param(SAC, id="off_policy")])
+def test_here(tmp_path: Path, task: list[str]) -> None:
+    check(tmp_path, task, [])
+
+
+@pytest.mark.parametrize("task", [pytest.param(PPO, id="rollouts"), pytest.param(GRPO, id="groups")])
+def test_in_another_process(tmp_path: Path, task: list[str]) -> None:
+    """As in this one, with evaluations in between; and when it is resumed by another worker from one of its checkpoints."""
+    check(tmp_path, task, ["hybrid=disaggregated"], like=[])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [pytest.param(PPO, id="rollouts"), pytest.param(GRPO, id="groups")])
+def test_on_ranks(tmp_path: Path, task: list[str]) -> None:
+    check(tmp_path, task, RANKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", [pytest.param([], id="here"), pytest.param(["hybrid=multiplexed"], id="multiplexed")])
+def test_language_agents(tmp_path: Path, placement: list[str]) -> None:
+    check(tmp_path, AGENT, placement)
+
+
+@pytest.mark.slow
+def test_groups_in_turns_with_hosts(tmp_path: Path) -> None:
+    check(tmp_path, GRPO, ["hybrid=multiplexed"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [pytest.param(PPO, id="rollouts"), pytest.param(GRPO, id="groups")])
+def test_with_ray(tmp_path: Path, session: object, task: list[str]) -> None:
+    check(tmp_path, task, ["hybrid=ray", "hybrid.device=cpu"], like=["hybrid.device=cpu"])
