@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from embodied_rl.errors import brief
+from embodied_rl.errors import UserError, brief
 
 if TYPE_CHECKING:
     import yaml
@@ -53,6 +53,26 @@ def parse_json(data: str | bytes) -> Any:
     except ValueError as error:
         raise ValueError(brief(error)) from None
     require_shallow(found)
+    return found
+
+
+def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
+    """(where it stands, value) of every line of a .jsonl file that is not empty.
+
+    Raises UserError, which begins with `what`: the file cannot be read, or a line is not JSON.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} '{path}' cannot be read: {error}. Give a .jsonl file.") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"'{path}', line {number}"
+            try:
+                found.append((where, json.loads(line)))
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{what} {where} is not JSON: {error}.") from error
     return found
 
 

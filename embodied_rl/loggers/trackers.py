@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.errors import MissingExtraError, UserError
+from embodied_rl.errors import UserError, from_extra
 from embodied_rl.files import append_whole, cannot_write, next_free, write_atomic
 from embodied_rl.loggers.base import LoggedRun, Logger
 from embodied_rl.loggers.meanings import with_aliases
@@ -42,10 +42,8 @@ class MlflowLogger(Logger):
             tracking_uri: of a server or store; empty: MLFLOW_TRACKING_URI, or a file in the run's folder.
             experiment: its name there.
         """
-        try:
+        with from_extra("Logger 'mlflow'", "mlflow"):
             from mlflow import MlflowClient
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("Logger 'mlflow'", "mlflow", error) from error
         run_dir.mkdir(parents=True, exist_ok=True)
         store = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run_dir.resolve() / 'mlflow.db'}"
         self._client = MlflowClient(store)
@@ -103,12 +101,10 @@ class TensorBoardLogger(Logger):
     """Writes ``<run_dir>/tensorboard``; look at it with ``tensorboard --logdir <run_dir>``."""
 
     def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
-        try:
+        with from_extra("Logger 'tensorboard'", "all"):
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.record_writer import RecordWriter
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("Logger 'tensorboard'", "all", error) from error
         self._event, self._summary = Event, Summary
         folder = run_dir / "tensorboard"
         if resume_step is None and folder.exists():
@@ -177,10 +173,8 @@ class TrackioLogger(Logger):
             project: its name; TRACKIO_DIR says where projects lie.
             space_id: a Hugging Face Space that shows the run while it goes on; empty: none.
         """
-        try:
+        with from_extra("Logger 'trackio'", "trackio"):
             import trackio
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("Logger 'trackio'", "trackio", error) from error
         self._trackio = trackio
         self._run = trackio.init(
             project=project,
@@ -206,10 +200,8 @@ class WandbLogger(Logger):
     """Logs to one W&B run per run folder; a resumed run continues the same one. Offline files lie in ``<run_dir>/wandb``."""
 
     def __init__(self, run_dir: Path, project: str, mode: str, run_config: Mapping[str, Any], resume_step: int | None = None) -> None:
-        try:
+        with from_extra("Logger 'wandb'", "wandb"):
             import wandb
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("Logger 'wandb'", "wandb", error) from error
         self._wandb = wandb
         os.environ.setdefault("WANDB_SILENT", "true")
         run_dir.mkdir(parents=True, exist_ok=True)

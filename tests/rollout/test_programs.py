@@ -338,7 +338,7 @@ def test_task_files_are_checked(tmp_path: Path) -> None:
     for text, message in (
         ("", "holds no task"),
         ('{"a": 1}\n[1]', r"line 2: a task must be a JSON object"),
-        ("{", "line 1: this is not JSON"),
+        ("{", "line 1 is not JSON"),
     ):
         (tmp_path / "t.jsonl").write_text(text)
         with pytest.raises(UserError, match=message):

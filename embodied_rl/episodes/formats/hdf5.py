@@ -19,7 +19,7 @@ import psutil
 
 from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.recording import RecordedEpisode, RecordingError
-from embodied_rl.errors import MissingExtraError, brief
+from embodied_rl.errors import brief, from_extra
 from embodied_rl.types import SimSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -36,10 +36,8 @@ _NUMBERS = "biuf"
 
 def import_h5py() -> Any:
     """h5py. Raises MissingExtraError with the pip line."""
-    try:
+    with from_extra("Reading and writing HDF5 files", "formats"):
         import h5py
-    except ImportError as error:
-        raise MissingExtraError("Reading and writing HDF5 files", "formats", error) from error
     return h5py
 
 

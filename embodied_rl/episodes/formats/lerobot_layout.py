@@ -15,7 +15,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from embodied_rl.episodes.formats.base import SIDE_ENTRY, damaged
-from embodied_rl.errors import MissingExtraError, brief
+from embodied_rl.errors import brief, from_extra
 
 VERSION = "v3.0"
 INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
@@ -123,11 +123,9 @@ def feature_name(field: str, picture: bool, taken: set[str]) -> str:
 
 def import_pyarrow() -> tuple[Any, Any]:
     """pyarrow and pyarrow.parquet. Raises MissingExtraError with the pip line."""
-    try:
+    with from_extra("Reading and writing LeRobot data sets", "formats"):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingExtraError("Reading and writing LeRobot data sets", "formats", error) from error
     return pa, pq
 
 

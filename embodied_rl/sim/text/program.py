@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import embodied_rl
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.reading import json_lines
 from embodied_rl.sandbox.box import Box, Sandboxed, is_below, protection
 from embodied_rl.sim.seeding import chosen
 from embodied_rl.sim.text.served_program import ProgramEnding, ServeLimits, with_absolute_files
@@ -260,24 +261,13 @@ class TaskBook:
 
 def read_tasks(path: Path) -> list[dict[str, Any]]:
     """JSON objects, one a line; empty lines do not count. Raises UserError naming the line that is none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"sim.kwargs.tasks: '{path}' cannot be read: {error}") from error
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            task = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"'{path}', line {number}: this is not JSON ({error}).") from error
+    found = json_lines(path, "sim.kwargs.tasks:")
+    for where, task in found:
         if not isinstance(task, dict):
-            raise UserError(f"'{path}', line {number}: a task must be a JSON object, got {line[:60]!r}.")
-        found.append(task)
+            raise UserError(f"{where}: a task must be a JSON object, got {task!r:.60}.")
     if not found:
         raise UserError(f"'{path}' holds no task: one JSON object a line.")
-    return found
+    return [task for _, task in found]
 
 
 class RunningProgram:

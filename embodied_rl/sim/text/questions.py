@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -14,6 +13,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.paths import assets_dir
+from embodied_rl.reading import json_lines
 from embodied_rl.sim.text.answers import KINDS, equal, final_answer, kind_of
 from embodied_rl.sim.text.tasks import TaskSim, TextTask
 
@@ -211,25 +211,12 @@ def read_rows(path: str, names: Sequence[str], optional: Sequence[str] = ()) -> 
 
     Raises UserError: the file cannot be read, is empty, or a line is not such an object.
     """
-    file = Path(path).expanduser()
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Data set '{path}' cannot be read: {error}. Give a .jsonl file (sim.kwargs.path).") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"'{path}', line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"Data set {where} is not JSON: {error}.") from error
+    found = json_lines(Path(path).expanduser(), "Data set")
+    for where, row in found:
         if not isinstance(row, dict) or any(name not in row for name in names):
-            raise UserError(f"Data set {where} must be an object with {' and '.join(names)}, got {line[:80]}.")
+            raise UserError(f"Data set {where} must be an object with {' and '.join(names)}, got {row!r:.80}.")
         if unknown := [name for name in row if name not in (*names, *optional, "id")]:
             raise UserError(f"Data set {where}: '{unknown[0]}' is not known.{did_you_mean(unknown[0], (*names, *optional))}")
-        found.append((where, row))
     if not found:
         raise UserError(f"Data set '{path}' is empty.")
     return found

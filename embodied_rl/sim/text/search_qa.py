@@ -6,7 +6,6 @@ observation, or ``<answer>…</answer>``, which ends the episode. Answers are no
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import string
@@ -20,6 +19,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
 from embodied_rl.paths import assets_dir
+from embodied_rl.reading import json_lines
 from embodied_rl.sim.seeding import chosen
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
@@ -84,13 +84,11 @@ def read_corpus(path: Path) -> list[Document]:
     if not path.is_file():
         raise UserError(f"Corpus '{path}' is neither a folder of .txt and .md files nor a .jsonl file.")
     documents = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if line.strip():
-            try:
-                found = json.loads(line)
-                documents.append(Document(str(found.get("title", "")), str(found["text"])))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise UserError(f'Corpus \'{path}\', line {number} is not {{"title": …, "text": …}}: {error!r}') from error
+    for where, found in json_lines(path, "Corpus"):
+        try:
+            documents.append(Document(str(found.get("title", "")), str(found["text"])))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f'Corpus {where} is not {{"title": …, "text": …}}: {error!r}') from error
     return documents
 
 
@@ -214,18 +212,15 @@ class SearchGame(TextGame):
 def read_questions(path: Path) -> list[Question]:
     """Questions of a .jsonl file. Raises UserError naming the line that is none."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
+    for where, data in json_lines(path, "Questions"):
         try:
-            data = json.loads(line)
             answers = next(data[key] for key in ("answers", "golden_answers", "answer") if key in data)
             answers = [answers] if isinstance(answers, str) else answers
             found.append(Question(str(data["question"]), tuple(str(answer) for answer in answers)))
             if not answers:
                 raise ValueError("no answer")
         except (ValueError, KeyError, TypeError, StopIteration) as error:
-            raise UserError(f'Questions \'{path}\', line {number} is not {{"question": …, "answers": […]}}: {error!r}') from error
+            raise UserError(f'Questions {where} is not {{"question": …, "answers": […]}}: {error!r}') from error
     if not found:
         raise UserError(f"Questions '{path}' holds none.")
     return found
