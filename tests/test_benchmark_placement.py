@@ -46,7 +46,6 @@ def test_all_sides_play_the_same_episodes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_pipelining_runs() -> None:
     lines = run_script("pipelining.py", "--slots", "8", "--rounds", "2", "--iterations", "1", "--traces", "between")
     rows = columns(lines, below="placement")

@@ -143,7 +143,6 @@ def test_halfcheetah_peers_runs_once_and_then_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_learning_curves_train_skip_and_draw(tmp_path: Path) -> None:
     small = ["total_steps=1024", "sim.num_slots=4", "sim.num_workers=1", "algorithm.rollout_steps=128", "algorithm.num_epochs=1"]
     small += ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet"]

@@ -176,7 +176,6 @@ def test_training_by_the_name_of_the_class_alone(packages_without_configs: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_training_by_target_needs_no_entry_point(packages: Path, tmp_path: Path) -> None:
     by_name = trained(packages, tmp_path, "sim=my_robot")
     other = tmp_path / "by_target"

@@ -168,7 +168,7 @@ def test_metaworld_is_exact(tmp_path: Path) -> None:
 @pytest.mark.ci_sample
 def test_maniskill_by_state_and_by_action(tmp_path: Path) -> None:
     pytest.importorskip("mani_skill")
-    argv = ("sim=maniskill_pickcube", "sim.kwargs.control_mode=pd_ee_delta_pos", "num_episodes=3", "sim.num_slots=2")
+    argv = ("sim=maniskill_pickcube", "sim.kwargs.control_mode=pd_ee_delta_pos", "num_episodes=2", "sim.num_slots=2", "sim.num_workers=1")
     physics = open_recording(recorded(tmp_path / "physics", *argv, "states=physics"))
     assert physics.success_once.all()
     for by in ("action", "state"):

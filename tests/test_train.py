@@ -49,9 +49,9 @@ def without_clocks(rows: list[dict]) -> list[dict]:
 
 
 def test_cartpole_learns_from_the_command_line(tmp_path: Path) -> None:
-    run_command("experiment=cartpole", "run_dir=run", "video.enabled=no", "total_steps=40000", cwd=tmp_path)
+    run_command("experiment=cartpole", "run_dir=run", "video.enabled=no", "total_steps=25000", cwd=tmp_path)
     results = json.loads((tmp_path / "run/results.json").read_text())
-    # A random policy balances for about 22 steps; with 40k steps PPO is far beyond 150.
+    # A random policy balances for about 22 steps; with 25k steps PPO is beyond 150.
     assert results["return_mean"] > 150
     assert results["num_episodes"] == 100
     assert results["held_out_seeds"]["first"] == 2**30

@@ -108,7 +108,6 @@ def test_engine(arguments: list[str]) -> None:
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.timeout(580)
-@pytest.mark.ci_sample
 def test_pictures() -> None:
     """A vision-language model in the layout of LLaVA: log-probabilities are the trainer's, after updates of its vision tower too."""
     command = [sys.executable, "-m", "tests.generation.vllm_vision_scenario"]

@@ -306,7 +306,7 @@ def test_rollouts_in_turns_are_those_of_one_player_elsewhere(tmp_path: Path) -> 
 
 def run_texts(run_dir: Path, *overrides: str, kill_host: bool = False) -> tuple[list[AgentEpisode], Any]:
     """What was trained on, and the trainer, which has ended."""
-    task = [*TEXTS, SHARED, ONE_BEHIND, "algorithm.warm_start=null", "agent.max_new_tokens=12", "total_steps=600", *overrides]
+    task = [*TEXTS, SHARED, ONE_BEHIND, "algorithm.warm_start=null", "agent.max_new_tokens=12", "total_steps=400", *overrides]
     config = configured(run_dir, *task)
     run_dir.mkdir(exist_ok=True)
     found: list[AgentEpisode] = []
