@@ -27,6 +27,8 @@ class PeerEnvironment:
     """For pip."""
     without_dependencies: bool = False
     """Its pins are older than our packages: it is installed with what it lacks, and runs with ours."""
+    cannot: str = ""
+    """Why what the registry has of it cannot take part."""
     variables: tuple[tuple[str, str], ...] = ()
     """Of the environment that it is installed in."""
 
@@ -36,6 +38,8 @@ class PeerEnvironment:
 
     def python(self) -> Path:
         """Its interpreter; installs on the first call. Raises MissingPeerError where that fails."""
+        if self.cannot:
+            raise MissingPeerError(f"{self.name}: {self.cannot}")
         python, stamp = self.folder / "bin" / "python", self.folder / "installed"
         recipe = "\n".join((sys.prefix, sys.version, *self.requirements))
         if python.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == recipe:

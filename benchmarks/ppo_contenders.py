@@ -32,6 +32,12 @@ OUTSIDE = {
     ),
     # It has installed nowhere yet (its set-up downloads Raylib, and fails without), so there is no side to run.
     "pufferlib": PeerEnvironment("pufferlib", ("pufferlib==3.0.0",), without_dependencies=True),
+    "cleanrl": PeerEnvironment(
+        "cleanrl",
+        ("cleanrl==0.4.8",),
+        cannot="1.2.0 wants Python < 3.11, and 0.4.8 of 2021 steps one environment of gym's former interface: our script in its "
+        "structure takes part.",
+    ),
 }
 """Peers in environments of their own; their sides are in ppo_outside.py."""
 

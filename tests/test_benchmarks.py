@@ -215,6 +215,8 @@ def test_peer_that_cannot_be_installed_is_told_with_the_reason(monkeypatch: pyte
         peer.python()
     assert peer.folder == tmp_path / "embodied_rl" / "peers" / "broken"
     assert not (peer.folder / "installed").exists()
+    with pytest.raises(MissingPeerError, match=r"^old: too old$"):
+        PeerEnvironment("old", ("old==1.0",), cannot="too old").python()
     assert reason_of("ERROR: No matching distribution found for x\n") == "ERROR: No matching distribution found for x"
 
 
