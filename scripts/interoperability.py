@@ -83,7 +83,7 @@ ROWS = (
         "tests/neighbours/test_d3rlpy.py",
     ),
     ("hydra-core", "", "drives ours", "`-m … --cfg job`, completion in bash, `hydra.sweeper.params`", "tests/test_completion.py"),
-    ("optuna", "", "drives ours", "a study of trials that are cut and go on", "tests/test_tune.py"),
+    ("optuna", "5.0.0", "drives ours", "a study of trials that are cut and go on", "tests/test_tune.py"),
     (
         "openai",
         "",

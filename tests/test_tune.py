@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
+import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from embodied_rl.commands.tune import Range, main, split_words
 from embodied_rl.errors import UserError
+from tests.neighbours.overlay import REPOSITORY, overlay
 from tests.short_run import QUICK, one_line_error
 
 
@@ -58,8 +63,19 @@ def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "study").exists()
 
 
-def test_a_study_runs_its_trials_ends_poor_ones_and_goes_on(tmp_path: Path) -> None:
-    optuna = pytest.importorskip("optuna")
+@pytest.fixture
+def optuna(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The environment's, or one beside it."""
+    if importlib.util.find_spec("optuna") is None:
+        folder = str(overlay("optuna==5.0.0", "alembic==1.20.1", "colorlog==6.12.0", "mako==1.4.3", "sqlalchemy==2.1.9"))
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([folder, str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    return importlib.import_module("optuna")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_study_runs_its_trials_ends_poor_ones_and_goes_on(tmp_path: Path, optuna: Any) -> None:
     fixed = ["sim=cartpole", *QUICK, "total_steps=1024", "evaluation.every_steps=512", "evaluation.interim_episodes=2", "sim.num_slots=4"]
     searched = ["algorithm.learning_rate=tag(log,interval(1e-4,1e-1))", "algorithm.num_epochs=choice(1,3)"]
 
