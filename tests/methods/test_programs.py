@@ -191,6 +191,20 @@ def play(client, task):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_answers_by_a_schema_from_hosts_that_are_lent(tmp_path: Path) -> None:
+    """Structures reach token backends in other processes, and the trainer finds the log-probabilities that these found."""
+    (tmp_path / "structured.py").write_text(BY_SCHEMA)
+    program = [f"sim.kwargs.function='{tmp_path / 'structured.py'}:play'", "hybrid.placement=multiplexed", "hybrid.device=cpu"]
+    more = ["algorithm.groups.max_staleness=1", "agent.max_new_tokens=48", "total_steps=4", "evaluation.num_episodes=2"]
+    run = train(small(tmp_path / "run", *more, "hybrid.num_threads=1", program=program))
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["train/entropy"] < 1.5
+    assert first["train/log_prob_difference"] < 1e-4
+    assert first["agent/failed"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("said", ["freely", "by a schema"])
 def test_success_rises(said: str, tmp_path: Path) -> None:
     """GRPO on the answers of an unchanged program: about one in eight is right at the beginning, nearly all are at the end.
