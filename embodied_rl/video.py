@@ -75,9 +75,10 @@ def overlay(
     for lines, text_y in ((above, look.pad), (below, first + height + look.pad)):
         for index, text in enumerate(lines):
             room = width - 2 * look.pad - (badge_width if lines is above and index == 0 else 0)
-            draw.text((look.pad, text_y + index * look.line), cut_text(draw, text, look.font, room), font=look.font, fill=_TEXT)
+            font = font_for(text, look.font)
+            draw.text((look.pad, text_y + index * look.line), cut_text(draw, text, font, room), font=font, fill=_TEXT)
     if badge:
-        draw.rectangle((width - badge_width, 0, width, look.strip(1) - 1), fill=badge_colour)
+        draw.rectangle((width - badge_width, 0, width, look.pad + look.line - 1), fill=badge_colour)
         draw.text((width - badge_width + 2 * look.pad, look.pad), badge, font=look.font, fill=_TEXT)
     return np.asarray(image).copy()
 
@@ -271,6 +272,26 @@ def load_font(size: int) -> FreeTypeFont:
     font = ImageFont.load_default(size)
     assert isinstance(font, ImageFont.FreeTypeFont), "PIL's wheels have FreeType"
     return font
+
+
+def font_for(text: str, font: FreeTypeFont) -> FreeTypeFont:
+    """`font`, or matplotlib's, which is wider, where it has no letter for one of `text`'s."""
+    if text.isascii() or all(_has_letter(font, letter) for letter in set(text)):
+        return font
+    return _wider_font(round(font.size))
+
+
+@lru_cache(maxsize=1024)
+def _has_letter(font: FreeTypeFont, letter: str) -> bool:
+    return bytes(font.getmask(letter)) != bytes(font.getmask("\uffff"))
+
+
+@lru_cache(maxsize=8)
+def _wider_font(size: int) -> FreeTypeFont:
+    from matplotlib import get_data_path
+    from PIL import ImageFont
+
+    return ImageFont.truetype(str(Path(get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)
 
 
 def cut_text(draw: ImageDraw, text: str, font: FreeTypeFont, room: float) -> str:

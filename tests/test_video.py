@@ -17,6 +17,8 @@ from embodied_rl.video import (
     add_border,
     border_width,
     fit_square,
+    font_for,
+    load_font,
     num_columns,
     overlay,
     play_rate,
@@ -249,3 +251,12 @@ def test_one_picture_is_a_video_and_a_bad_place_is_one_line(tmp_path: Path, writ
 def decoded_gif_of_one(path: Path) -> list[np.ndarray]:
     with Image.open(path) as image:
         return [np.asarray(image.convert("RGB"))]
+
+
+def test_letters_that_the_font_lacks_are_drawn_by_another() -> None:
+    font = load_font(18)
+    assert font_for("step 3   return 1.50 …", font) is font
+    for text in ("pousse le cube bleu à côté", "value –"):
+        other = font_for(text, font)
+        nothing = bytes(other.getmask("\uffff"))
+        assert all(bytes(other.getmask(letter)) != nothing for letter in set(text) - {" "}), text

@@ -17,7 +17,7 @@ from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.media.episodes import FilmedEpisode, Moment, Selection
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.types import ActionSpec
-from embodied_rl.video import BAND, GREEN, GREY, RED, TextLook, add_border, cut_text, overlay, tile
+from embodied_rl.video import BAND, GREEN, GREY, RED, TextLook, add_border, cut_text, font_for, overlay, tile
 
 NAMES = ("task", "instruction", "step", "reward", "value", "actions", "answer", "success")
 DEFAULT = ("task", "instruction", "step", "answer", "success")
@@ -115,7 +115,7 @@ def _numbers(episode: FilmedEpisode, moment: Moment, overlays: Overlays) -> list
 def _wrapped(text: str, frame: np.ndarray) -> list[str]:
     """At most two lines; what does not fit is cut when it is drawn."""
     look = TextLook.of(frame)
-    letters = max(8, int((frame.shape[1] - 2 * look.pad) / max(1.0, look.font.getlength("n"))))
+    letters = max(8, int((frame.shape[1] - 2 * look.pad) / max(1.0, font_for(text, look.font).getlength("n"))))
     lines = textwrap.wrap(" ".join(text.split()), letters)
     kept = lines[:_INSTRUCTION_LINES]
     if len(lines) > _INSTRUCTION_LINES:
@@ -268,7 +268,8 @@ def band(text: str, width: int, tile_height: int, colour: tuple[int, int, int]) 
     height = look.line + 2 * look.pad
     image = Image.new("RGB", (width, height + height % 2), colour)
     draw = ImageDraw.Draw(image)
-    draw.text((look.pad, look.pad), cut_text(draw, text, look.font, width - 2 * look.pad), font=look.font, fill=(255, 255, 255))
+    font = font_for(text, look.font)
+    draw.text((look.pad, look.pad), cut_text(draw, text, font, width - 2 * look.pad), font=font, fill=(255, 255, 255))
     return np.asarray(image).copy()
 
 
