@@ -424,9 +424,12 @@ def _tell(players: Sequence[tuple[Checkpoint, str]], results: Sequence[Evaluatio
     if (tasks := task_table(labels(players), results)) is not None:
         print_tables(tasks)
     output = Path(values["output"]).with_suffix(".json") if values["output"] else default
+    _write(output, document, episodes_csv(players, results), sum(result.wall_clock_s for result in results))
+
+
+def _write(output: Path, document: Mapping[str, Any], csv: str, seconds: float) -> None:
     write_atomic(output, json.dumps(document, indent=1) + "\n")
-    write_atomic(output.with_suffix(".csv"), episodes_csv(players, results))
-    seconds = sum(result.wall_clock_s for result in results)
+    write_atomic(output.with_suffix(".csv"), csv)
     print(f"{seconds:.1f} s. Every episode: {output} and {output.with_suffix('.csv').name}")
 
 
@@ -628,7 +631,4 @@ def _tell_untrained(player: Untrained, result: EvaluationResult, told: dict[str,
         told["model"] = note_base(player.folder, output.parent)
     if player.server is not None:
         told["server"] = dataclasses.asdict(player.server)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, json.dumps(document_of_untrained(player.config, result, command, told), indent=1) + "\n")
-    write_atomic(output.with_suffix(".csv"), csv_of([player.label], [""], [result]))
-    print(f"{result.wall_clock_s:.1f} s. Every episode: {output} and {output.with_suffix('.csv').name}")
+    _write(output, document_of_untrained(player.config, result, command, told), csv_of([player.label], [""], [result]), result.wall_clock_s)

@@ -520,6 +520,13 @@ class Recording(ABC):
         return position
 
 
+def last_only(length: int, value: bool) -> np.ndarray:
+    """[T] bool, False but for the last."""
+    flags = np.zeros(length, bool)
+    flags[-1] = value
+    return flags
+
+
 def step_of(episode: RecordedEpisode, time: int) -> RecordedStep:
     """Step `time` of an episode in memory. Raises IndexError."""
     if not 0 <= time < episode.num_steps:

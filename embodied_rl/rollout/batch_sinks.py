@@ -18,7 +18,7 @@ from embodied_rl.config import RecordConfig
 from embodied_rl.episodes.folder import RECORDING_FILE
 from embodied_rl.episodes.layout import Films
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recording import RecordedEpisode, RecordingError, RecordingInfo, Value
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingError, RecordingInfo, Value, last_only
 from embodied_rl.episodes.sink import EpisodeSink, SteadyGroup, columns_around
 from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.generation.base import ActedBatch
@@ -464,8 +464,8 @@ class TrainingRecorder:
             },
             action=given,
             reward=np.asarray(episode.reward, np.float32),
-            terminated=_last(episode.num_messages, episode.terminated),
-            truncated=_last(episode.num_messages, episode.truncated),
+            terminated=last_only(episode.num_messages, episode.terminated),
+            truncated=last_only(episode.num_messages, episode.truncated),
             success=np.asarray(success, bool),
             sampled_action=episode.action if _is_kept(episode.action, episode.log_prob) else None,
             # The mode's is no probability of having drawn it.
@@ -525,13 +525,6 @@ def _joined(part: np.ndarray, last: Value) -> np.ndarray:
     joined = np.empty(len(part) + 1, dtype=object)
     joined[:-1], joined[-1] = part, last
     return joined
-
-
-def _last(length: int, flag: bool) -> np.ndarray:
-    """[length] bool: False but for the last."""
-    flags = np.zeros(length, bool)
-    flags[-1] = flag
-    return flags
 
 
 @dataclass

@@ -205,13 +205,6 @@ def split_ends(ended: np.ndarray, field: str, notes: NoteBook) -> bool:
     return bool(ended[-1])
 
 
-def last_only(length: int, value: bool) -> np.ndarray:
-    """[T] bool, False but for the last."""
-    flags = np.zeros(length, bool)
-    flags[-1] = value
-    return flags
-
-
 def repeat_last(array: np.ndarray) -> np.ndarray:
     """[T, ...] → [T + 1, ...]"""
     return np.concatenate([array, array[-1:]])

@@ -19,7 +19,7 @@ from embodied_rl.episodes.formats import lerobot_layout as layout
 from embodied_rl.episodes.formats.hdf5 import MAX_RATIO, SMALL_BYTES
 from embodied_rl.episodes.formats.lerobot_layout import Feature, Storage
 from embodied_rl.episodes.pictures import Frames
-from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo, last_only
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class LeRobotRecording(base.ForeignRecording):
         done = base.split_ends(rows["done"].astype(bool), "terminated", notes) if "done" in rows else False
         notes.add("terminated", "filled", "the last step's 'next.done', which does not tell the task's end from a cut; False without it")
         notes.add("truncated", "filled", "an episode that is not done at its last step was cut by its recorder")
-        return fields | {"terminated": base.last_only(length, done), "truncated": base.last_only(length, not done)}
+        return fields | {"terminated": last_only(length, done), "truncated": last_only(length, not done)}
 
     def _rows(self, number: int, features: list[Feature]) -> dict[str, np.ndarray]:
         """{field: [T, …]} of an episode's columns; pictures as object arrays of bytes."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
-from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo
+from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo, last_only
 from embodied_rl.types import SimSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class ManiSkillRecording(H5Recording):
         fields: dict[str, Any] = {"action": action}
         for ours, theirs in (("terminated", "terminated"), ("truncated", "truncated")):
             flag = base.split_ends(file.array(group, theirs, number, length).astype(bool), ours, notes)
-            fields[ours] = base.last_only(length, flag)
+            fields[ours] = last_only(length, flag)
         if file.attribute(group, _BY_SUCCESS, number):
             fields["terminated"][-1] = False
         for ours, theirs, kind in (("success", "success", bool), ("reward", "rewards", np.float32)):

@@ -20,7 +20,7 @@ import numpy as np
 
 from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, write_array, write_extras
-from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingError, RecordingInfo
+from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingError, RecordingInfo, last_only
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class MinariRecording(H5Recording):
         }
         for ours, theirs in (("terminated", "terminations"), ("truncated", "truncations")):
             flags = file.array(group, theirs, number, length).astype(bool)
-            fields[ours] = base.last_only(length, base.split_ends(flags, ours, notes))
+            fields[ours] = last_only(length, base.split_ends(flags, ours, notes))
         fields["success"] = self._success(group, number, length, notes)
         seed = self._seed_or_unknown(self._plain(group, "seed", number), number, notes, "not every episode has one")
         return fields | {"seed": seed} | read_extras(file, group, number, length)

@@ -17,7 +17,7 @@ import numpy as np
 
 from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
-from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo
+from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo, last_only
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class RobomimicRecording(H5Recording):
             notes.add("success", "filled", "the file has none; a reward of 1 is robosuite's sign of it")
         else:
             success = self._filled("success", length, notes, "the file has none")
-        return {"terminated": base.last_only(length, done), "truncated": base.last_only(length, not done), "success": success}
+        return {"terminated": last_only(length, done), "truncated": last_only(length, not done), "success": success}
 
     def _read(self, number: int, notes: base.NoteBook, keys: tuple[str, ...] | None) -> RecordedEpisode:
         file, group = self._file, self._group(number)
