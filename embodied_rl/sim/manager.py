@@ -140,8 +140,7 @@ class EnvManager(WorkerSimulators):
         Args:
             seeds: from now on; None: the manager's own.
             seed_round: selects the training seeds, so that a run goes on with different ones after each checkpoint.
-            reconfigure: also forget what the simulator keeps between episodes, so that what follows depends only on the
-                seeds (ManiSkill; slow there).
+            reconfigure: also forget what the simulator keeps between episodes: what follows depends only on the seeds (ManiSkill; slow).
         """
         pool = self._live_pool()
         self._drain()
@@ -252,7 +251,6 @@ class EnvManager(WorkerSimulators):
         return batch
 
     def discard(self) -> None:
-        """Let steps in flight finish and forget them; `begin`, `restore` or `reset` comes next."""
         self._drain()
         self._live_pool().state[:] = self._all.idle
 

@@ -120,7 +120,7 @@ class TurnSim(SimEnv):
 
 
 class TextSim(TurnSim):
-    """`num_envs` text games in this process, each with a state of its own of the process's random generators."""
+    """`num_envs` text games in this process, each with its own state of the process's random generators."""
 
     def __init__(self, task: str, make: Callable[[], TextGame], num_envs: int, *, max_turns: int | None, **options: Any) -> None:
         """`make` makes one game, with the generators of the process seeded; `options`: see `TurnSim`.
