@@ -142,7 +142,7 @@ class EpisodeSink(Sink):
             columns = self._columns_with({name: value for name, value in row.items() if name in OPTIONAL_COLUMNS})
             self.begin_as(columns)
         self._require(not self.is_over and not self.is_closed, "has ended")
-        rows = self.make_room()
+        rows = self.make_room() if self._rows is None or self._late else self._rows
         if snapshot is not None:
             rows.keep_snapshot(snapshot, self.num_steps)
         self.num_steps += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,36 @@ class _Known:
         )
 
 
+class _Moving:
+    """A range of slots whose steps come in other arrays each time: they are copied to where a group finds them, all slots at once."""
+
+    def __init__(self, place: StepBatch, given: tuple[str, ...], keys: Sequence[str], group: SteadyGroup) -> None:
+        """`place`: a batch of arrays of its own, in which the group's steps leave their outcome; `keys`: of what is seen and written."""
+        self.given, self.group = given, group
+        self._place, self._keys = place, tuple(keys)
+        self._last: np.ndarray | None = None
+
+    def take(self, batch: StepBatch) -> bool:
+        """Copy a step; False where its arrays are those of the step before, or others than these would hold."""
+        own, arrives = self._place, [batch.observation[key] for key in self._keys]
+        rooms = [own.observation[key] for key in self._keys]
+        if batch.reward is self._last or any(
+            new.shape != room.shape or new.dtype != room.dtype for new, room in zip(arrives, rooms, strict=True)
+        ):
+            return False
+        self._last = batch.reward
+        own.reward[:], own.terminated[:], own.truncated[:], own.success[:] = batch.reward, batch.terminated, batch.truncated, batch.success
+        for room, new in zip(rooms, arrives, strict=True):
+            room[...] = new
+        return True
+
+
 class BatchSinks:
     """One episode in progress per slot, stepped in batches. Writes what an `EpisodeSink` of each slot would.
 
     The batches of pipeline groups are views into shared memory, the same ones at every step: from the third on they are copied as
-    they lie there, and columns are made of hundreds of steps at once (`SteadyGroup`). Other batches go to the slots' sinks row by row.
+    they lie there, and columns are made of hundreds of steps at once (`SteadyGroup`). Batches of other arrays each time are first copied
+    to where such a group finds them. What is neither, or comes with snapshots, goes to the slots' sinks row by row.
 
     Args:
         films: columns whose pictures are encoded elsewhere; they are due only at an episode's beginning, for their size.
@@ -79,6 +104,8 @@ class BatchSinks:
         """By the batch's identity, which stays its own as long as it is held here."""
         self._last: dict[tuple[int, int], StepBatch] = {}
         """{(first slot, how many): the last batch}, of those that are not known."""
+        self._moving: dict[tuple[int, int], _Moving] = {}
+        """By the same, those whose arrays change."""
 
     def start(
         self,
@@ -139,6 +166,8 @@ class BatchSinks:
             return []
         if snapshots is None and (over := self._step_known(batch, given, rows)) is not None:
             return over
+        if snapshots is None and rows is None and (over := self._step_moving(batch, given)) is not None:
+            return over
         over = self._step_apart(batch, given, range(len(batch.slots)) if rows is None else rows, snapshots)
         if rows is None and snapshots is None:
             self._get_to_know(batch, given)
@@ -178,6 +207,7 @@ class BatchSinks:
         """Let go of the batches that are known, and of the memory that they are views into."""
         self._known.clear()
         self._last.clear()
+        self._moving.clear()
         for slot in list(self._steady):
             self._leave_group(slot)
 
@@ -187,15 +217,17 @@ class BatchSinks:
         self, batch: StepBatch, given: Mapping[str, Any], rows: Sequence[int], snapshots: Sequence[bytes | None] | None
     ) -> list[int]:
         """`step_batch` by the sinks of the slots."""
-        ends = [row for row in rows if batch.terminated[row] or batch.truncated[row]]
+        over_now = batch.terminated | batch.truncated
+        ends = [row for row in rows if over_now[row]] if over_now.any() else []
         after, final, slots = self._seen(batch.observation), self._seen(batch.final_observation) if ends else {}, batch.slots.tolist()
-        outcome = {"reward": batch.reward, "terminated": batch.terminated, "truncated": batch.truncated, "success": batch.success}
-        done = {**given, **outcome}
+        flags = {"terminated": batch.terminated, "truncated": batch.truncated, "success": batch.success}
+        outcome: dict[str, Any] = {"reward": batch.reward.tolist(), **{name: column.tolist() for name, column in flags.items()}}
+        going, over = ([*{**given, **outcome, **seen}.items()] for seen in (after, final))
         for position, row in enumerate(rows):
             slot = slots[row]
-            self._leave_group(slot)
-            seen = final if row in ends else after
-            step = {name: column[row] for part in (done, seen) for name, column in part.items()}
+            if self._steady:
+                self._leave_group(slot)
+            step = {name: column[row] for name, column in (over if row in ends else going)}
             self._require(slot).append(step, None if snapshots is None else snapshots[position])
         return ends
 
@@ -237,16 +269,51 @@ class BatchSinks:
         if not batch.slots.size or int(batch.slots[-1]) - int(batch.slots[0]) + 1 != batch.slots.size:
             return
         place = int(batch.slots[0]), batch.slots.size
-        if self._last.get(place) is not batch:
+        last = self._last.get(place)
+        if last is not batch:
             if len(self._last) >= _KNOWN_BATCHES:
                 self._last.clear()
+                self._moving.clear()
             self._last[place] = batch
+            if last is not None and last.reward is not batch.reward and (moving := self._moving_of(batch, given)) is not None:
+                self._moving[place] = moving
             return
         group = self._group_of(batch, given)
         if group is not None:
             if len(self._known) >= _KNOWN_BATCHES:
                 self._known.clear()
             self._known[id(batch)] = _Known(batch, tuple(given), group)
+
+    def _step_moving(self, batch: StepBatch, given: Mapping[str, Any]) -> list[int] | None:
+        """`step_batch` of a range of slots whose arrays change from step to step; None where it is not known as such."""
+        place = (int(batch.slots[0]), batch.slots.size) if batch.slots.size else (0, 0)
+        moving = self._moving.get(place)
+        if moving is None or int(batch.slots[-1]) != place[0] + place[1] - 1:
+            return None
+        if tuple(given) != moving.given or not moving.take(batch):
+            del self._moving[place]
+            self._last.pop(place, None)
+            return None
+        over: list[int] = np.flatnonzero(batch.terminated | batch.truncated).tolist()
+        self._step_group(moving.group, tuple(given.values()), over, self._seen(batch.final_observation) if over else {})
+        return over
+
+    def _moving_of(self, batch: StepBatch, given: Mapping[str, Any]) -> _Moving | None:
+        """Of a batch whose arrays are not those of the one before; None as of `_group_of`."""
+        seen = {id(rows) for rows in self._seen(batch.observation).values()}
+        keys = [key for key, rows in batch.observation.items() if id(rows) in seen]
+        if self._films is not None or len(keys) != len(seen) or not all(isinstance(batch.observation[key], np.ndarray) for key in keys):
+            return None
+        own = replace(
+            batch,
+            reward=batch.reward.copy(),
+            terminated=batch.terminated.copy(),
+            truncated=batch.truncated.copy(),
+            success=batch.success.copy(),
+            observation={key: batch.observation[key].copy() for key in keys},
+        )
+        group = self._group_of(own, given)
+        return None if group is None else _Moving(own, tuple(given), keys, group)
 
     def _group_of(self, batch: StepBatch, given: Mapping[str, Any]) -> SteadyGroup | None:
         """A group whose steps leave their outcome in the arrays of this batch; None where these must be taken apart: a column varies

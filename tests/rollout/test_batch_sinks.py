@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.instrumented import instrumented, plain_spec, split
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
-from embodied_rl.types import StepBatch
+from embodied_rl.types import ActionSpec, SimSpec, StepBatch, TensorSpec
 from tests.episodes.episode_toys import assert_same_episode
 
 NUM_SLOTS, STEPS = 4, 45
@@ -126,3 +127,43 @@ def test_what_was_given_is_not_asked_for_again(tmp_path: Path) -> None:
             sinks.finish(slot)
     with open_recording(tmp_path / "r") as recording:
         assert recording.lengths.tolist() == [8, 8]
+
+
+def test_batches_of_other_arrays_each_time_are_written_as_rows_are(tmp_path: Path) -> None:
+    """Three slots whose episodes end at different steps, now and then without one of them, and with snapshots in between."""
+    spec = SimSpec(
+        "x", {"state": TensorSpec((4,)), "picture": TensorSpec((2, 2, 3), "uint8")}, ActionSpec.continuous([-1.0] * 2, [1.0] * 2)
+    )
+
+    def written(folder: Path, kind: type[BatchSinks]) -> int:
+        rng, moving, seeds = np.random.default_rng(0), 0, itertools.count()
+
+        def seen() -> dict[str, np.ndarray]:
+            return {"state": rng.normal(size=(3, 4)).astype(np.float32), "picture": rng.integers(0, 255, (3, 2, 2, 3)).astype(np.uint8)}
+
+        with RecordingWriter(folder, RecordingInfo(spec, {}, {"kind": "random"}), video="raw") as writer:
+            sinks, observation = kind(writer, 3), seen()
+            for slot in range(3):
+                sinks.start(slot, next(seeds), observation, slot)
+            for step in range(60):
+                ends = np.array([step % 7 == 6, step % 11 == 10, False])
+                flags = (ends, np.zeros(3, bool), rng.random(3) < 0.2)
+                batch = StepBatch(np.arange(3), seen(), rng.normal(size=3).astype(np.float32), *flags, seen(), ())
+                rows = [0, 2] if step in (20, 21, 40) else None
+                snapshots = [b"x", None, None] if step == 30 else None
+                given = {"action": rng.normal(size=(3, 2)).astype(np.float32), "value": rng.random(3)}
+                moving += bool(sinks._moving)
+                for row in sinks.step_batch(batch, given, rows=rows, snapshots=snapshots):
+                    sinks.finish(row)
+                    sinks.start(row, next(seeds), batch.observation, row)
+            sinks.finish(2)
+        return moving
+
+    assert written(tmp_path / "rows", Forgetful) == 0
+    assert written(tmp_path / "moving", BatchSinks) >= 50
+    with open_recording(tmp_path / "rows") as left, open_recording(tmp_path / "moving") as right:
+        assert validate(right) == []
+        assert left.seeds.tolist() == right.seeds.tolist()
+        assert len(left) > 10
+        for expected, found in zip(left, right, strict=True):
+            assert_same_episode(found, expected)
