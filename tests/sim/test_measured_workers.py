@@ -186,7 +186,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[] if mode == "numpy" else pytest.mark.slow) for mode in MODES])
 def test_weights_do_not_depend_on_the_choice(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker or two, slots stepped in turns or together: not a bit of what is learned is another."""
     found, groups, collect = [], [], RolloutCollector.next_rollout
