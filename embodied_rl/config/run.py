@@ -227,8 +227,8 @@ class CheckpointConfig(Config, place="checkpoint"):
     keep_best: bool = True
     """The one with the best evaluation stays too."""
     within_episodes: bool = False
-    """Save the running episodes too and go on within them, where the simulator's can be saved (rollouts of all slots); false: all slots
-    begin new episodes at a checkpoint, whether the run was interrupted there or not."""
+    """Save the running episodes too and go on within them, where the simulator's can be saved; of groups none runs
+    there. false: all slots begin new episodes at a checkpoint, whether the run was interrupted there or not."""
     asynchronous: bool = False
     """Write in the background while training goes on; the link `last` moves when everything is written."""
 

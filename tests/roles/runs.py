@@ -82,7 +82,7 @@ class Naps:
 def curve(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics that depend on the seed alone."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith(("time", "speed", "roles"))} for row in rows]
+    return [{key: value for key, value in row.items() if not key.startswith(("time", "speed", "roles", "multiplex"))} for row in rows]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
