@@ -38,6 +38,11 @@ def last_of(words: Iterable[str]) -> list[str]:
     return list({word.partition("=")[0]: word for word in words}.values())
 
 
+def told(err: str) -> list[str]:
+    """The lines of stderr but those of progress, which a slow machine prints before a mistake is found."""
+    return [line for line in err.splitlines() if " · elapsed " not in line]
+
+
 def one_line_error(main: Callable[[Sequence[str]], None], argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The message of a command line that is called with a mistake: exactly one line, exit status 2."""
     capsys.readouterr()
@@ -46,7 +51,7 @@ def one_line_error(main: Callable[[Sequence[str]], None], argv: Sequence[str], c
     out, err = capsys.readouterr()
     assert stopped.value.code == 2, err
     assert out == ""
-    (line,) = err.splitlines()
+    (line,) = told(err)
     assert line.startswith("error: ")
     return line
 

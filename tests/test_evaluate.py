@@ -30,7 +30,7 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import ActionSpec
 from tests.sample_run import SPEC
-from tests.short_run import one_line_error, score_interval, train_shortly
+from tests.short_run import one_line_error, score_interval, told, train_shortly
 
 HELD_OUT = 2**30
 
@@ -257,7 +257,7 @@ def test_figures_are_shown_even_if_the_file_cannot_be_written(cartpole: Path, tm
     assert stopped.value.code == 2
     assert "2 held-out seeds 0 … 1" in out
     assert "Cannot write" in err
-    assert len(err.splitlines()) == 1
+    assert len(told(err)) == 1
 
 
 # ---- several checkpoints --------------------------------------------------------------------------------------------

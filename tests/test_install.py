@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from embodied_rl.__main__ import COMMANDS
+from tests.short_run import told
 from tests.test_layers import COMMAND_LINES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -116,7 +117,7 @@ for words in {commands!r}:
 def test_what_is_missing_is_one_line_with_the_command(lean: dict[str, str], tmp_path: Path) -> None:
     commands = [[*arguments, f"run_dir=run{number}"] for number, (arguments, _) in enumerate(MISSING)]
     done = run(lean, tmp_path, "-c", ONE_AFTER_THE_OTHER.format(commands=commands))
-    lines = done.stderr.splitlines()
+    lines = told(done.stderr)
     assert lines[1::2] == ["status 2"] * len(MISSING), done.stderr
     for line, (_, extra) in zip(lines[::2], MISSING, strict=True):
         assert line.startswith("error: ")

@@ -22,7 +22,7 @@ from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
-from tests.short_run import last_of
+from tests.short_run import last_of, told
 
 QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=2", "sim.num_slots=4", "stop_at_success=null"]
 PENDULUM = ["sim=pendulum", *QUICK, "algorithm.rollout_steps=64", "algorithm.num_epochs=2", "algorithm.minibatch_size=64"]
@@ -344,7 +344,7 @@ def test_a_run_says_first_what_it_will_do_and_at_the_end_that_nothing_was_traine
     assert first.startswith("Training actor_critic with ppo in cartpole (CartPole-v1), seed 1: at most ")
     assert first.endswith("at most 0.01 minutes.")
     assert folder == "Run folder: run"
-    (line,) = done.stderr.splitlines()
+    (line,) = told(done.stderr)
     assert line.startswith("error: Nothing was trained: max_minutes=0.01 was over when the first iteration was to begin")
     assert not (tmp_path / "run" / "results.json").exists(), "an untrained policy has no success of 0.0%"
     assert "parameters on cpu; action discrete(2); 16 slots over 1 worker" in done.stdout.replace("8 slots", "16 slots")

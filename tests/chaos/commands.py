@@ -110,7 +110,7 @@ class Commands(Attack):
 
 def judge(wrong: Wrong, status: int | str, output: str) -> str | None:
     """What is wrong with how the command ended; None where it is as it should be."""
-    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("warning:")]
+    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("warning:") and " · elapsed " not in line]
     if isinstance(status, str):
         return f"{status}: {lines[-1][:200] if lines else 'no word'}"
     if "Traceback" in output:

@@ -23,6 +23,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.faults import SimFault
 from embodied_rl.train import train
 from embodied_rl.trust import UntrustedCode
+from tests.short_run import told
 from tests.trust.forging import CARTPOLE, EVIL, SIM, cartpole_config, checkpoint_in, forge, strangers
 
 ENVIRONMENT = {"sim.target": "embodied_rl.sim.text.tasks:make", "sim.kwargs.environment": EVIL}
@@ -304,7 +305,7 @@ def test_the_message_holds_the_very_command(checkpoint: Path, mark: Path, tmp_pa
             [sys.executable, "-m", f"embodied_rl.{command[0]}", *command[1:]], capture_output=True, text=True, check=False, timeout=120
         )
         assert done.returncode == 2, done.stderr
-        (line,) = done.stderr.splitlines()
+        (line,) = told(done.stderr)
         assert line.endswith((f"python -m embodied_rl.{' '.join(command)} trust={EVIL}", f"add trust={EVIL} to this command"))
         assert str(path) in line
     assert not mark.exists()
