@@ -63,8 +63,6 @@ class Trainer:
         """Start the simulators and build policy, learner and generator.
 
         Args:
-            config: the validated configuration.
-            run_dir: where checkpoints and logs go.
             command: how the run was started, for the model card.
             checkpoint: continue from here; its simulator and policy must fit.
             started: time.time() at which the user's wall-clock began; default: now.
@@ -142,12 +140,8 @@ class Trainer:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train until the steps, the time or the success rate of the configuration is reached, or until Ctrl-C.
-
-        Raises:
-            SimFault: a simulator worker failed.
-            NonFiniteError: NaN or infinity in an observation, reward or loss; the batch lies in ``<run_dir>/failures``.
-        """
+        """Train until the steps, the time or the success rate of the configuration is reached, or until Ctrl-C. Raises SimFault: a worker
+        failed; NonFiniteError: NaN or infinity in an observation, reward or loss; the batch lies in ``<run_dir>/failures``."""
         self._introduce()
         self.engine.publish(version=self.iteration)
         self._clone_first()
