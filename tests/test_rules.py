@@ -83,10 +83,7 @@ EXAMPLES = (
     ("robot_player", f"{CARTPOLE} algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
     ("warm_start_of_recordings", f"{CARTPOLE} algorithm=bc algorithm.warm_start={{episodes:1}}", "algorithm=bc learns from recordings"),
     ("small_without_chunks", f"{CARTPOLE} algorithm.ratio=action", "need a policy that acts in chunks"),
-    *(
-        (f"small_{key}", f"{GROUPS} algorithm.{key}=1", f"learn at one rate: set algorithm.{key}=null")
-        for key in ("value_learning_rate", "head_learning_rate", "micro_batch_size")
-    ),
+    ("small_head_learning_rate", f"{GROUPS} algorithm.head_learning_rate=1", "policy.name='actor_critic' has none: set it null"),
     ("no_model_folder", "sim=pixel_tasks policy=openvla policy.path=nowhere", "policy.path='nowhere' is no folder"),
     ("recorded_chunks", f"{VLA} record.share=0.5", "inside a chunk of 4 (policy.name='tiny_vla') the simulator shows nothing"),
     ("no_probabilities", "sim=pixel_tasks policy=openvla_oft policy.path=. policy.head=l1", "set policy.head=discrete"),

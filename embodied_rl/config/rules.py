@@ -79,11 +79,6 @@ def _with_groups(when: Callable[[Run, GroupsConfig], Any]) -> Condition:
     return lambda run: run.groups is not None and when(run, run.groups)
 
 
-def _is_set(key: str) -> Condition:
-    """Whether `algorithm` has a value there."""
-    return lambda run: dataclasses.asdict(run.algorithm)[key] is not None
-
-
 # ---- of each task: a domain, or the run itself -------------------------------------------------------------------------
 
 _FIXED_ROLLOUTS = (
@@ -342,15 +337,12 @@ _ROBOTS = (
         lambda run: run.is_small and (run.algorithm.ratio == "action" or run.algorithm.advantage in _OF_CHUNKS),
         "algorithm.ratio=action and advantages of chunks need a policy that acts in chunks (policy=tiny_vla, say).",
     ),
-    *(
-        Rule(
-            f"small_{key}",
-            # A domain's network may stand beside a language policy, which the run's key is for.
-            _every(lambda run: run.groups is not None and run.is_small and run.domain is None, _is_set(key)),
-            f"algorithm.{key} is not offered for policy.name='{{policy.name}}' with groups, whose small networks learn at one rate: "
-            f"set algorithm.{key}=null (a critic of large returns: algorithm.reward.scale).",
-        )
-        for key in ("value_learning_rate", "head_learning_rate", "micro_batch_size")
+    Rule(
+        "small_head_learning_rate",
+        # A domain's network may stand beside a language policy, which the run's key is for.
+        lambda run: run.groups is not None and run.is_small and run.domain is None and run.algorithm.head_learning_rate is not None,
+        "algorithm.head_learning_rate is about the head of a model, and policy.name='{policy.name}' has none: set it null "
+        "(algorithm.learning_rate, .value_learning_rate).",
     ),
     Rule(
         "no_model_folder",
