@@ -48,7 +48,6 @@ class Side:
         import torch
 
         from embodied_rl.generation.torch_backend import TorchGenerator
-        from embodied_rl.policies.base import layout_of
         from embodied_rl.policies.build import build_policy
 
         self.name = name
@@ -63,7 +62,7 @@ class Side:
             rollout_steps=rollout_steps,
             num_groups=sim.pipeline_groups,
             seed=config.seed,
-            layout=layout_of(policy),
+            layout=policy.action_layout,
         )
         self.collector.restart(seed_round=0, reconfigure=False)
         self.seconds: list[float] = []

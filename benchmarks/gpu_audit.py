@@ -30,7 +30,7 @@ from embodied_rl.algorithms.batch import Batch
 from embodied_rl.config import AlgorithmConfig, AnyPolicyConfig, FlowPolicyConfig, OpenVLAPolicyConfig, PolicyConfig, TinyVLAConfig
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.optimizer import Optimizers
-from embodied_rl.policies.base import ActionOutput, Policy, layout_of, prepare_observation
+from embodied_rl.policies.base import ActionOutput, Policy, prepare_observation
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.openvla.policy import VLAPolicy
 from embodied_rl.types import ActionLayout, ActionSpec, SimSpec, TensorSpec
@@ -151,7 +151,7 @@ def audit(config: AnyPolicyConfig, spec: SimSpec, device: str) -> dict[str, Copi
     """{stage: what crossed between devices, or how the stage failed}"""
     policy = build_policy(config, spec)
     ready = prepare_observation(policy, {"state": np.zeros((ROWS, 5), np.float32), "rgb": np.zeros((ROWS, SIZE, SIZE, 3), np.uint8)})
-    layout = layout_of(policy)
+    layout = policy.action_layout
     found: dict[str, Copies | str] = {}
     with tensors_on(device) as move:
         put(policy, move)

@@ -213,10 +213,9 @@ def _player(
         raise UserError("record writes vectors and choices; policy.name='language' answers in tokens. Use evaluate or render.")
     from embodied_rl.commands.evaluate import make_policy
     from embodied_rl.generation.torch_backend import TorchGenerator
-    from embodied_rl.policies.base import layout_of
 
     module = make_policy(checkpoint, spec, same_task=is_own_task(checkpoint, sim))
-    layout = layout_of(module) if module.translates else None
+    layout = module.action_layout if module.translates else None
     generator = TorchGenerator(module)
     version = int(checkpoint.state.get("iteration", 0))
     generator.publish(version)

@@ -189,12 +189,11 @@ class TokenTarget(TargetPolicy):
 
     def __init__(self, label: str, policy: Policy, spec: SimSpec, *, mode: Mode, keys: Sequence[str]) -> None:
         """Raises UserError where the policy does not say which tokens a recorded action is."""
-        from embodied_rl.policies.base import layout_of
 
         super().__init__(label, policy, spec, mode=mode, keys=keys)
         self._own: Any = policy
         tokens = getattr(policy, "tokens", None) or getattr(getattr(policy, "model", None), "tokens", None)
-        self._layout = layout_of(policy)
+        self._layout = policy.action_layout
         if tokens is None or not hasattr(policy, "units_of") or self._layout.dtype != "int64":
             raise UserError(
                 f"offline_eval scores recorded actions by their likelihood, and the policy of '{label}' ({type(policy).__name__}) has no "

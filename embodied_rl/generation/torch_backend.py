@@ -14,7 +14,7 @@ from torch import nn
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.base import Policy, given_action, layout_of, prepare_observation
+from embodied_rl.policies.base import Policy, given_action, prepare_observation
 from embodied_rl.policies.heads import LOG_SQRT_2PI, DiagonalGaussian
 from embodied_rl.types import ActionLayout, Observation
 
@@ -74,7 +74,7 @@ class TorchGenerator(Generator):
             )
         own, module.temperature = module.temperature, temperature
         try:
-            yield layout_of(self._policy)
+            yield self._policy.action_layout
         finally:
             module.temperature = own
 

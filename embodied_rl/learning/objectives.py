@@ -30,7 +30,7 @@ from embodied_rl.algorithms.losses import behaviour_cloning_loss, entropy_bonus,
 from embodied_rl.algorithms.units import at_level, mask_at_level, spread, unit_steps
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.learning.rows import EpisodeRows, TokenBatch
-from embodied_rl.policies.base import Evaluation, Policy, TrainedModule, layout_of
+from embodied_rl.policies.base import Evaluation, Policy, TrainedModule
 
 if TYPE_CHECKING:
     from embodied_rl.policies.language import LanguagePolicy
@@ -206,7 +206,7 @@ class ActingObjective(Objective[Policy, AnyRows]):
 
     def __init__(self, policy: Policy, config: AlgorithmConfig, precision: Precision = "float32") -> None:
         super().__init__(policy, config, precision)
-        self.loss, layout = PolicyLoss(config), layout_of(policy)
+        self.loss, layout = PolicyLoss(config), policy.action_layout
         self._host_steps = unit_steps(layout.num_units, layout.chunk_size, max(policy.spec.action.dim, 1))
         self._steps: dict[torch.device, Tensor] = {}
         self.units = {"chunk": 1, "action": layout.chunk_size, "token": layout.num_units}[config.ratio]

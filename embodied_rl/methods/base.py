@@ -16,10 +16,8 @@ from embodied_rl.policies.base import TensorObservation
 from embodied_rl.rollout.collector import NOT_PLAYED, Collector, CollectorTimes
 from embodied_rl.types import SimSpec
 
-Played = TypeVar("Played")
-"""What a method's collector hands over."""
-Prepared = TypeVar("Prepared")
-"""What its update learns from."""
+Played = TypeVar("Played")  # what a method's collector hands over
+Prepared = TypeVar("Prepared")  # what its update learns from
 
 
 @dataclass(frozen=True)

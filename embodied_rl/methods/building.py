@@ -25,7 +25,7 @@ from embodied_rl.methods.groups import EpisodeLearner, GroupLearner, GroupMethod
 from embodied_rl.methods.language_player import Speaking, make_agent, make_backend, make_language_policy
 from embodied_rl.methods.streams import LANGUAGE, Stream, StreamGenerators, make_queue, make_starts
 from embodied_rl.methods.warm_start import WarmStart
-from embodied_rl.policies.base import TrainedModule, layout_of
+from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.rollout.agent_collector import AgentCollector
@@ -123,7 +123,7 @@ class ActingHere(Acting):
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
         policy = self._policies[stream.policy]
-        return make_generator(stream.config.generation, policy), layout_of(policy)
+        return make_generator(stream.config.generation, policy), policy.action_layout
 
     def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
         assert self._language is not None, "there is a language policy"

@@ -24,7 +24,7 @@ from embodied_rl.learning.recorded import CloningObjective, read_statistics, ste
 from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
-from embodied_rl.policies.base import Policy, layout_of
+from embodied_rl.policies.base import Policy
 from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim.instrumented import EXPERT
 from embodied_rl.sim.simulators import Simulators
@@ -213,7 +213,7 @@ class DaggerMethod(CloningMethod):
             rollout_steps=config.algorithm.rollout_steps,
             num_groups=config.sim.num_groups,
             seed=config.seed,
-            layout=layout_of(policy),
+            layout=policy.action_layout,
         )
         texts = {key: np.empty(0, object) for key in policy.observation_keys if key not in policy.spec.tensors}
         self._observation: dict[str, np.ndarray] = texts | {key: part.numpy() for key, part in nothing_seen(policy).items()}

@@ -17,7 +17,7 @@ from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.base import Experience, Method
-from embodied_rl.policies.base import Policy, layout_of, prepare_observation
+from embodied_rl.policies.base import Policy, prepare_observation
 from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.rollout.queue_pump import age_figures
 from embodied_rl.sim.simulators import Simulators
@@ -42,7 +42,7 @@ class RolloutMethod(Method[Rollout, Batch]):
         """Of the last rollout."""
         self._weights: dict[str, float] = {}
         """Figures of the weights of what was prepared last."""
-        self.collector = make_rollout_collector(config, manager, generator, layout_of(policy))
+        self.collector = make_rollout_collector(config, manager, generator, policy.action_layout)
 
     def collect(self, iteration: int) -> Experience[Rollout]:
         rollout = self.collector.next_rollout(iteration)

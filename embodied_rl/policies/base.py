@@ -268,11 +268,6 @@ class Policy(TrainedModule):
         return {"policy": dataclasses.asdict(self.built_from), "spec": self.spec.to_dict()}
 
 
-def layout_of(policy: Policy) -> ActionLayout:
-    """What the policy's recorded actions look like."""
-    return policy.action_layout
-
-
 def prepare_observation(policy: Policy, observation: Mapping[str, Any]) -> TensorObservation:
     """Of an observation what the policy reads, as `Policy.prepare` makes it."""
     return policy.prepare({key: observation[key] for key in policy.observation_keys})

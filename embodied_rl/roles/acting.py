@@ -18,7 +18,6 @@ from embodied_rl.learning.devices import resolve_device
 from embodied_rl.methods.building import Acting
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, blank_policy, read_model, write_model_files
 from embodied_rl.methods.streams import Stream
-from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.roles.device_lease import DeviceLease
@@ -38,7 +37,7 @@ class OwnPolicy:
         self.policy = build_policy(config.policy, spec)
         self.policy.eval()
         self.generator = make_generator(config.generation, self.policy)
-        self.layout = layout_of(self.policy)
+        self.layout = self.policy.action_layout
         # As in one process: small policies act as a copy on the CPU, large ones where they are.
         self.policy.to(resolve_device(config.hybrid.device))
 

@@ -11,7 +11,7 @@ import torch
 
 from embodied_rl.config import TinyVLAConfig
 from embodied_rl.errors import UserError
-from embodied_rl.policies.base import given_action, layout_of, prepare_observation
+from embodied_rl.policies.base import given_action, prepare_observation
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.tiny_vla import TinyVLAPolicy, random_shift, word_ids
 from embodied_rl.types import ActionLayout, ActionSpec, SimSpec, TensorSpec, VariableSpec
@@ -99,7 +99,7 @@ def test_actions_reach_the_simulator_in_its_units() -> None:
     np.testing.assert_allclose(policy.simulator_action(tokens), [[[-0.875, 0.625], [0.125, 5.625], [0.875, 9.375]]], atol=1e-6)
     assert given_action(policy, tokens).shape == (1, 3, 2)
     assert given_action(make(chunk=1), tokens[:, :2]).shape == (1, 2), "a chunk of one step is a step"
-    assert layout_of(policy) == ActionLayout(width=6, dtype="int64", num_units=6, noise_width=6, noise_kind="uniform", chunk_size=3)
+    assert policy.action_layout == ActionLayout(width=6, dtype="int64", num_units=6, noise_width=6, noise_kind="uniform", chunk_size=3)
 
 
 def test_cloning_loss_is_the_cross_entropy_of_the_tokens_that_exist() -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
-from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
 from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim.factory import SimFactory
@@ -50,7 +49,7 @@ def playing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EnvManag
 def collector_of(playing: tuple[EnvManager, Any, Any], staleness: int) -> RolloutCollector:
     manager, policy, make = playing
     collector = RolloutCollector(
-        manager, make(), rollout_steps=STEPS, num_groups=2, seed=3, layout=layout_of(policy), max_staleness=staleness
+        manager, make(), rollout_steps=STEPS, num_groups=2, seed=3, layout=policy.action_layout, max_staleness=staleness
     )
     collector.restart(seed_round=0)
     return collector

@@ -13,7 +13,7 @@ from embodied_rl.algorithms.episodes import EpisodeBatch
 from embodied_rl.algorithms.ppo import PPO, RolloutValues
 from embodied_rl.config import AlgorithmConfig, TinyVLAConfig
 from embodied_rl.generation.torch_backend import TorchGenerator
-from embodied_rl.policies.base import given_action, layout_of, prepare_observation
+from embodied_rl.policies.base import given_action, prepare_observation
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.tiny_vla import TinyVLAPolicy
 from embodied_rl.rollout.collector import RolloutCollector
@@ -55,7 +55,7 @@ def collected() -> tuple[TinyVLAPolicy, Rollout]:
     with make_manager() as manager:
         policy = make_policy(manager.spec)
         generator = TorchGenerator(policy)
-        collector = RolloutCollector(manager, generator, rollout_steps=8, num_groups=2, seed=3, layout=layout_of(policy))
+        collector = RolloutCollector(manager, generator, rollout_steps=8, num_groups=2, seed=3, layout=policy.action_layout)
         collector.restart(seed_round=0)
         rollout = collector.next_rollout(0)
         return policy, dataclasses.replace(rollout, observation={key: part.copy() for key, part in rollout.observation.items()})
@@ -176,7 +176,7 @@ def test_groups_of_episodes_hold_chunks_too() -> None:
     with make_manager(autoreset=False) as manager:
         policy = make_policy(manager.spec)
         queue = GroupQueue(GroupQueueConfig(group_size=2, groups_per_step=2), seed=5, domains=DomainMixture.single("point"))
-        collector = GroupCollector(manager, TorchGenerator(policy), queue, seed=5, layout=layout_of(policy))
+        collector = GroupCollector(manager, TorchGenerator(policy), queue, seed=5, layout=policy.action_layout)
         groups = collector.next_groups(0)
     batch = EpisodeBatch.of(groups, lambda seen: prepare_observation(policy, seen))
     assert batch.action.shape == batch.unit_log_prob.shape == batch.unit_mask.shape == (len(batch.row), 2 * K)

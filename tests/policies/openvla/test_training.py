@@ -25,7 +25,6 @@ from embodied_rl.config.rules import resolve
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.loggers.jsonl import read_metrics
-from embodied_rl.policies.base import layout_of
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.openvla.config import shapes_of
 from embodied_rl.policies.openvla.model import OpenVLA
@@ -104,7 +103,7 @@ def test_layers_computed_again_have_the_same_gradients(folder: Path) -> None:
 def test_imitation_is_the_cross_entropy_of_the_data_sets_tokens(folder: Path, oft: bool) -> None:
     policy = build(folder, oft=oft, dtype="float32")
     steps = policy.chunk_size
-    assert layout_of(policy).chunk_size == layout_of(policy).num_units // 7 == steps
+    assert policy.action_layout.chunk_size == policy.action_layout.num_units // 7 == steps
     ready = policy.prepare(observe())
     tokens = policy.act(ready, None).action
     # What the policy would do, as the simulator records it (within its bounds), is imitated with the probabilities of those tokens.
