@@ -197,11 +197,10 @@ def test_libero_suites_begin_every_task_at_its_stored_state(suite: str, assets: 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("suite", ["libero_object", "libero_spatial"])
 def test_libero_is_well_behaved(suite: str, assets: str) -> None:
-    """All that `catalog check` asks for: seeds, rows, snapshots here and in new processes."""
+    """All that `catalog check` asks for: seeds, rows, other processes, replays."""
     kwargs = {"assets_dir": assets, "image_size": 32, "cameras": ["agentview"], "max_episode_steps": 12}
     report = check_sim(SimFactory("embodied_rl.sim.robots.libero:make", suite, kwargs), num_envs=2, steps=8, continuation_steps=8)
     assert report.ok, report
-    assert report["snapshot_new_process"].outcome == "pass"
 
 
 @draws
