@@ -45,11 +45,8 @@ def ppo_clip_loss(
         advantage: the same, or [B].
         dual_clip: > 1.
 
-    Returns:
-        The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``: the share of ratios outside the bounds.
-
-    Raises:
-        ValueError: shapes that do not agree, or bounds that make no sense.
+    Returns the loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``: the share of ratios outside the bounds. Raises
+    ValueError for shapes that do not agree, or bounds that make no sense.
     """
     new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob.detach(), advantage=advantage.detach())
     ratio = clamp_log_ratio(new - old).exp()
@@ -121,8 +118,7 @@ def behaviour_cloning_loss(
         log_prob: [B, L] or [B] of the demonstrated actions under the policy in training.
         weight: the same, or [B]; constants, such as exp(advantage / temperature) for advantage-weighted regression.
 
-    Returns:
-        The loss, and ``imitation_loss``.
+    Returns the loss, and ``imitation_loss``.
     """
     (new,) = visible_entries(mask, log_prob=log_prob)
     if weight is not None:

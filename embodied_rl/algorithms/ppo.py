@@ -159,8 +159,7 @@ def corrected(
         level: what has one ratio, and one weight.
         steps: [L] of `unit_steps`, for the other levels than chunk.
 
-    Returns:
-        The batch, and the metrics of `correction_weights`.
+    Returns the batch, and the metrics of `correction_weights`.
     """
     assert batch.mask is None, "rollouts have no rows that do not count"
     steps = torch.zeros(batch.log_prob.shape[1], dtype=torch.int64) if steps is None else steps

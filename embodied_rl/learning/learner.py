@@ -95,9 +95,8 @@ class Learner:
             seed: of the shuffling.
             kl_coef: present coefficient of a KL term in the loss.
 
-        Raises:
-            NonFiniteLossError: a loss or gradient is not finite; the parameters were not stepped with it, and the error carries the
-                minibatch. Its rows are counted among those that count.
+        Raises NonFiniteLossError where a loss or gradient is not finite; the parameters were not stepped with it, and the error carries
+        the minibatch. Its rows are counted among those that count.
         """
         config, rate = self.config, scheduled(self.config, progress)
         generator = np.random.default_rng(np.random.SeedSequence(list(seed)))
@@ -275,8 +274,7 @@ def make_learner(
         allow_fused: False takes autograd always (for comparison).
         ranks: where the ranks beside the first are; None: processes of this machine.
 
-    Raises:
-        UserError: the device is not here, or the policy cannot be cut.
+    Raises UserError where the device is not here, or the policy cannot be cut.
     """
     device = resolve_device(hybrid.device)
     policy.to(device)

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from embodied_rl.rollout.scoring import Scorer
 
 _NOISE_STREAM = 1
-_PATIENCE_S = 1.0
-"""How long to wait for simulators before looking again at which hosts play."""
+_PATIENCE_S = 1.0  # how long to wait for simulators before looking again at which hosts play
 
 
 def action_noise(layout: ActionLayout, shape: tuple[int, ...], seed: int, iteration: int) -> np.ndarray:
@@ -45,12 +44,13 @@ class CollectorTimes:
 
 
 class Collector:
-    """Fills what a method learns from: a rollout of all slots, or groups of episodes. One kind of batch is each collector's own."""
+    """Fills what a method learns from: a rollout of all slots, or groups of episodes. One kind of batch is each collector's own.
+
+    `NOT_PLAYED` stands where a method plays nothing, or another process plays.
+    """
 
     plays: bool = True
     """False: there is nothing to ask for."""
-    times: CollectorTimes
-    """Of the last batch."""
     recorder: TrainingRecorder | None = None
     """Writes a share of the episodes down."""
     scorer: Scorer | None = None
@@ -58,9 +58,12 @@ class Collector:
     min_ready: int | None = None
     """Slots to wait for; None: all of them, so that nothing is played before a batch is asked for."""
 
+    def __init__(self) -> None:
+        self.times = CollectorTimes()
+        """Of the last batch."""
+
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """Begin new episodes: those that `queue` asks for, or in all slots, with seeds of `seed_round`."""
-        raise NotImplementedError
 
     def score_with(self, scorer: Scorer | None) -> None:
         """Hand finished episodes to `scorer` first; None: to the queue."""
@@ -101,19 +104,8 @@ class Collector:
         """End what the collector holds beside simulators and backends: an agent's tools."""
 
 
-class NotPlayed(Collector):
-    """Stands where a method plays nothing, or another process plays."""
-
-    plays = False
-
-    def __init__(self) -> None:
-        self.times = CollectorTimes()
-
-    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
-        """There is nothing to begin."""
-
-
-NOT_PLAYED = NotPlayed()
+NOT_PLAYED = Collector()
+NOT_PLAYED.plays = False
 
 
 class RolloutCollector(Collector):
