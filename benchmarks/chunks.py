@@ -60,7 +60,7 @@ class Side:
             self.manager,
             generator,
             rollout_steps=rollout_steps,
-            num_groups=sim.pipeline_groups,
+            num_groups=sim.num_groups,
             seed=config.seed,
             layout=policy.action_layout,
         )

@@ -176,7 +176,7 @@ def test_values_of_the_simulator_can_be_changed(cartpole: Path) -> None:
     checkpoint = load_checkpoint(cartpole, with_learner=False)
     assert choose_sim(checkpoint, None, {}) == checkpoint.config.sim
     one = choose_sim(checkpoint, None, {"sim.num_slots": 1})
-    assert (one.num_slots, one.num_workers, one.pipeline_groups) == (1, 1, 1)
+    assert (one.num_slots, one.num_workers, one.num_groups) == (1, 1, 1)
     with pytest.raises(UserError, match=r"sim.num_workers must be <= sim.num_slots \(1\), got 2"):
         choose_sim(checkpoint, None, {"sim.num_slots": 1, "sim.num_workers": 2})
     assert choose_sim(checkpoint, None, {"sim.kwargs.sutton_barto_reward": True}).kwargs == {"sutton_barto_reward": True}

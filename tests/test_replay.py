@@ -15,7 +15,7 @@ from embodied_rl.commands.replay import main, replay
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
-from tests.short_run import one_line_error
+from tests.short_run import one_line_error, told
 
 
 def recorded(folder: Path, *argv: str) -> Path:
@@ -71,7 +71,7 @@ def test_an_action_that_differs_is_found_at_its_step(key_door: Path, tmp_path: P
     # Every episode still comes to its goal or not: what is asked here is where it leaves the record.
     fails([f"recording={folder}", "tolerance=0.01"])
     out, err = capsys.readouterr()
-    assert err.startswith("error: ")
+    assert told(err)[0].startswith("error: ")
     assert "0 exact" in out
     document = json.loads((folder / "replay-action.json").read_text())
     for episode, before in zip(document["episodes"], open_recording(folder), strict=True):

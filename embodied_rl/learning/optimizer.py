@@ -147,7 +147,8 @@ class Optimizer:
         if name not in self._state:
             parameter = self.parameters[name]
             moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
-            self._state[name] = {"step": self._step_count(torch.zeros(()), parameter), **moments}
+            step = torch.zeros((), dtype=torch.float32, device=fsdp.local_part(parameter).device)
+            self._state[name] = {"step": step, **moments}
         return self._state[name]
 
 

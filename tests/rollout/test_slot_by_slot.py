@@ -131,7 +131,7 @@ def test_mistakes_are_said(tmp_path: Path) -> None:
         sinks.discard(0)
         sinks.start(0, 4, seen, 0)
         sinks.step_batch(batch(np.array([False, True])), {"action": action})
-        with pytest.raises(RecordingError, match="seed 2 has ended"):
+        with pytest.raises(RecordingError, match="The episode of slot 1 has ended"):
             sinks.step_batch(batch(), {"action": action})
         sinks.discard(0)
         assert not sinks.in_progress(0)

@@ -221,7 +221,7 @@ def learn(learner: Learner, batch: EpisodeBatch) -> dict[str, float]:
         with torch.no_grad():
             for parameter in learner.policy.reference[0].parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
-    prepared = prepare_episodes(EpisodeMethod(config), learner, batch)
+    prepared = prepare_episodes(EpisodeMethod(config), learner, EpisodeObjective(learner.policy, config), batch)
     size = prepared.minibatch_rows(config.minibatch_size)
     return learner.update(prepared.rows, minibatch_rows=size, progress=0.0, seed=[1], kl_coef=config.kl.coef)
 
@@ -255,7 +255,8 @@ def test_length_normalisation_divides_by_the_tokens_that_were_executed() -> None
     batch = EpisodeBatch.of(groups_of(policy, chunks=True), policy.prepare)
     with torch.no_grad():
         flat = (policy.evaluate(batch.observation, batch.action).log_prob - batch.unit_log_prob).exp()
-    credit = prepare_episodes(EpisodeMethod(config), episode_learner(policy, config), batch).credit
+    learner = episode_learner(policy, config)
+    credit = prepare_episodes(EpisodeMethod(config), learner, EpisodeObjective(policy, config), batch).credit
     means = []
     for row in range(6):
         own = batch.row == row
