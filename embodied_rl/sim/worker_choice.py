@@ -41,14 +41,14 @@ class Acting:
     """How a policy acts, as far as a rollout's time depends on it."""
 
     call_s: float
-    """Of one call, which takes a core."""
+    """Of one call, with what the collector does around it; both take a core."""
     calls: int
     """For all slots, where these are stepped together; each group that is stepped by itself takes one."""
 
     @staticmethod
     def of(small: bool | None, action: ActionSpec, num_groups: int) -> Acting:
         """Of a small Gaussian network, which numpy computes for all slots at once (`Generator.act_in_parts`), or of another policy."""
-        return Acting(25e-6, 1) if small and action.kind == "continuous" else Acting(200e-6, num_groups)
+        return Acting(45e-6, 1) if small and action.kind == "continuous" else Acting(200e-6, num_groups)
 
     def think_s(self, num_turns: int) -> float:
         """Seconds of thinking in each of so many turns."""
