@@ -18,8 +18,6 @@ from embodied_rl.types import ActionSpec
 
 WORTH = 1.03
 """More workers take more memory: they must be so many times as fast."""
-TOGETHER_WORTH = 1.1
-"""Slots are stepped together where that is so many times as fast as in turns, which hide what a rollout does beside acting."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
 _MEASURED = 2
@@ -70,7 +68,7 @@ class WorkerChoice:
     def setting(self) -> Setting:
         """The fewest workers that no larger number beats by more than `WORTH`, with the turns that suit them best."""
         fastest: dict[int, Setting] = {}
-        for each in sorted(self.steps_per_s, key=lambda each: self.steps_per_s[each] / (TOGETHER_WORTH if each.num_turns == 1 else 1.0)):
+        for each in sorted(self.steps_per_s, key=self.steps_per_s.__getitem__):
             fastest[each.num_workers] = each
         best = fastest[min(fastest)]
         for _, each in sorted(fastest.items()):
