@@ -54,10 +54,10 @@ def measure(
     script = str(Path(__file__).resolve())
     started: list[GatedProcess] = []
     try:
-        # Into a list that exists already: those that were started are closed even where a later one cannot be.
-        started.extend(GatedProcess(name, command_of(name, script, overrides)) for name in names)
-        for contender in started:
-            contender.wait_until_ready()
+        # One after another: ours measures how its slots are best stepped, and a neighbour that imports would take a core from it.
+        for name in names:
+            started.append(GatedProcess(name, command_of(name, script, overrides)))
+            started[-1].wait_until_ready()
         for contender in started:
             contender.run(warmup)
         segments: dict[str, list[Segment]] = {name: [] for name in names}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,8 +32,8 @@ faster the more workers there are."""
 _LEAST_START_S = 1.25
 """Of processor time, of each worker: below, it was the machine that was busy, and up to `_BUSY` times as long may have passed."""
 _BUSY = 4
-_WINDOW_S, _ROUNDS = 0.035, 4
-"""Each setting is stepped so long, so often."""
+_UPDATE_S, _WINDOW_S, _ROUNDS = 0.01, 0.02, 6
+"""Each setting is stepped so long, so often, after something like an update, in which the workers fall asleep."""
 _STEADY = 1.5
 """Largest rate over smallest, beyond which a choice holds for this run only."""
 _COMPARED_STEPS = 8
@@ -123,8 +122,11 @@ def _measured(
     rates: dict[Setting, list[float]] = {each: [] for each in turns}
     for _ in range(_ROUNDS):
         for each, turn in turns.items():
+            _think(_UPDATE_S)
             rates[each].append(turn.steps_per_s(_WINDOW_S))
-    choice = WorkerChoice(config.name, config.num_slots, {each: statistics.median(own) for each, own in rates.items()})
+    # By the second slowest of its windows. More processes than cores are twice as fast in one window as in the next, depending on which of
+    # them the kernel puts on one core when they wake, and a run mostly sees the slow ones; a single slow one was another program's.
+    choice = WorkerChoice(config.name, config.num_slots, {each: sorted(own)[1] for each, own in rates.items()})
     manager = found[choice.setting.num_workers]
     same = _first_steps(manager) == before[choice.setting.num_workers] and not manager.fault_records
     if not same:  # the past of these workers shows
@@ -174,10 +176,15 @@ class Turns:
     def _round(self) -> None:
         for group, actions in zip(self._groups, self._actions, strict=True):
             begin_ended(self._manager, self._manager.recv(group))
-            until = time.perf_counter() + self._think_s
-            while time.perf_counter() < until:
-                pass
+            _think(self._think_s)
             self._manager.send(group, actions)
+
+
+def _think(seconds: float) -> None:
+    """Take a core for so long."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
 
 
 def begin_ended(manager: EnvManager, batch: StepBatch) -> None:

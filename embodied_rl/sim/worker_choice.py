@@ -48,7 +48,7 @@ class Acting:
     @staticmethod
     def of(small: bool | None, action: ActionSpec, num_groups: int) -> Acting:
         """Of a small Gaussian network, which numpy computes for all slots at once (`Generator.act_in_parts`), or of another policy."""
-        return Acting(45e-6, 1) if small and action.kind == "continuous" else Acting(200e-6, num_groups)
+        return Acting(30e-6, 1) if small and action.kind == "continuous" else Acting(200e-6, num_groups)
 
     def think_s(self, num_turns: int) -> float:
         """Seconds of thinking in each of so many turns."""
