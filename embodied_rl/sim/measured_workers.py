@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -32,7 +33,7 @@ faster the more workers there are."""
 _LEAST_START_S = 1.25
 """Of processor time, of each worker: below, it was the machine that was busy, and up to `_BUSY` times as long may have passed."""
 _BUSY = 4
-_UPDATE_S, _WINDOW_S, _ROUNDS = 0.01, 0.02, 6
+_UPDATE_S, _WINDOW_S, _ROUNDS = 0.01, 0.045, 4
 """Each setting is stepped so long, so often, after something like an update, in which the workers fall asleep."""
 _STEADY = 1.5
 """Largest rate over smallest, beyond which a choice holds for this run only."""
@@ -124,9 +125,9 @@ def _measured(
         for each, turn in turns.items():
             _think(_UPDATE_S)
             rates[each].append(turn.steps_per_s(_WINDOW_S))
-    # By the second slowest of its windows. More processes than cores are twice as fast in one window as in the next, depending on which of
-    # them the kernel puts on one core when they wake, and a run mostly sees the slow ones; a single slow one was another program's.
-    choice = WorkerChoice(config.name, config.num_slots, {each: sorted(own)[1] for each, own in rates.items()})
+    # The rate over all windows. More processes than cores are twice as fast in one window as in the next, depending on which of them the
+    # kernel puts on one core when they wake; a run has the slow ones too, and they take most of its time.
+    choice = WorkerChoice(config.name, config.num_slots, {each: statistics.harmonic_mean(own) for each, own in rates.items()})
     manager = found[choice.setting.num_workers]
     same = _first_steps(manager) == before[choice.setting.num_workers] and not manager.fault_records
     if not same:  # the past of these workers shows
