@@ -4,9 +4,9 @@
     python benchmarks/auto_workers.py --sims halfcheetah ant --rounds 9
 
 For each simulator `auto` first chooses with nothing remembered, as a training run's start does. Then what it chose and all fixed settings
-are alive and take turns: slots stepped together or in groups by turns, with a policy's thinking in between (`Acting`). Medians. What
-auto is measured against is the best of all: every number of workers with one group and with two, and what was chosen with workers bound to
-cores. A policy of discrete actions acts for two halves by two calls where auto steps them together.
+are alive and take turns: slots stepped together or in groups by turns, with a policy's thinking in between (`Acting`). Rates are over all
+rounds. What auto is measured against is the best of all: every number of workers with one group and with two, and what was chosen with
+workers bound to cores. A policy of discrete actions acts for two halves by two calls where auto steps them together.
 
 Simulators that are not installed here, or take long to start, are left out with a line each.
 
@@ -130,8 +130,8 @@ def measure(config: SimConfig, rounds: int, segment_s: float) -> Row:
     finally:
         for manager in managers.values():
             manager.close()
-    medians = {setting: statistics.median(own) for setting, own in rates.items() if setting is not None}
-    return Row(config.name, config.num_slots, medians, chosen, statistics.median(rates[None]), start_s, plain_start_s)
+    means = {setting: statistics.harmonic_mean(own) for setting, own in rates.items() if setting is not None}
+    return Row(config.name, config.num_slots, means, chosen, statistics.harmonic_mean(rates[None]), start_s, plain_start_s)
 
 
 def measured_rows(sims: Sequence[str], rounds: int, segment_s: float, minutes: float) -> list[Row]:

@@ -34,7 +34,7 @@ _LEAST_START_S = 1.25
 """Of processor time, of each worker: below, it was the machine that was busy, and up to `_BUSY` times as long may have passed."""
 _BUSY = 4
 _UPDATE_S, _WINDOW_S, _ROUNDS = 0.01, 0.045, 4
-"""Each setting is stepped so long, so often, after something like an update, in which the workers fall asleep."""
+"""Each setting is stepped so long, so often, each time after something like an update."""
 _STEADY = 1.5
 """Largest rate over smallest, beyond which a choice holds for this run only."""
 _COMPARED_STEPS = 8
@@ -123,7 +123,6 @@ def _measured(
     rates: dict[Setting, list[float]] = {each: [] for each in turns}
     for _ in range(_ROUNDS):
         for each, turn in turns.items():
-            _think(_UPDATE_S)
             rates[each].append(turn.steps_per_s(_WINDOW_S))
     # The rate over all windows. More processes than cores are twice as fast in one window as in the next, depending on which of them the
     # kernel puts on one core when they wake; a run has the slow ones too, and they take most of its time.
@@ -162,7 +161,9 @@ class Turns:
         manager.reset()
 
     def steps_per_s(self, seconds: float) -> float:
-        """Environment steps per second of about so long; the first round, in which the workers wake, does not count."""
+        """Environment steps per second of about so long, after something like an update, in which the workers fall asleep; the first
+        round, in which they wake, does not count."""
+        _think(_UPDATE_S)
         for group, actions in zip(self._groups, self._actions, strict=True):
             self._manager.send(group, actions)
         self._round()
