@@ -295,10 +295,10 @@ def make_learner(
         num_threads = max(1, num_threads // 2) if widest >= VERY_WIDE_LAYER else 1
     else:
         parts = 1
-        if isinstance(policy, ActorCritic) and policy.trunk is None and widest < WIDE_LAYER:
+        if policy.work == "vectors" and widest < WIDE_LAYER:
             # Threads that small operations do not repay only wait for one another.
             num_threads = 1
-        elif isinstance(policy, ActorCritic) and policy.trunk is not None and device.type == "cpu":
+        elif policy.work == "pictures" and device.type == "cpu":
             parts = max(1, min(num_threads, config.minibatch_size // LEAST_IMAGES))
             num_threads = max(1, num_threads // parts)
         executor = LocalExecutor(policy, config, device, objective.precision, side_by_side=parts)

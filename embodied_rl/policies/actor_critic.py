@@ -33,7 +33,9 @@ class ActorCritic(Policy):
         shape = spec.tensors[self._keys[0]].shape
         self.normalizer: RunningNorm | None = None
         self.trunk: nn.Module | None = None
+        self.work = "vectors"
         if config.encoder != "mlp":
+            self.work = "pictures"
             self.trunk = ImageTrunk(shape, config) if config.encoder == "cnn" else MixedTrunk(self._keys, config, spec)
             size, hidden = self.trunk.num_features, config.hidden_sizes[1:]
         else:

@@ -57,6 +57,8 @@ class TrainedModule(nn.Module):
     """What `keep_reference` kept; in a tuple, so that it is neither a submodule, nor saved, nor moved to be trained."""
     even_rows: int = 1
     """Such forwards are filled up to a multiple of so many rows."""
+    work: Literal["large", "vectors", "pictures"] = "large"
+    """What an update computes, for its threads: small products of vectors, convolutions that are computed side by side, or anything."""
     has_description: bool = False
     """Whether `save_description` writes what the module is built from."""
 
