@@ -385,9 +385,27 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor, memory: Tensor, there: Tensor, causal: bool, remembered: tuple[Tensor, Tensor] | None = None) -> Tensor:
         query, key, value = self.own(self.norms[0](x)).chunk(3, dim=-1)
         x = x + self.own_out(self._attend(query, key, value, None, causal))
-        key, value = self.remember(memory) if remembered is None else remembered
-        x = x + self.memory_out(self._attend(self.query(self.norms[1](x)), key, value, there, False))
+        asked = self.query(self.norms[1](x))
+        found = self._read(asked, memory, there) if remembered is None else self._attend(asked, *remembered, there, False)
+        x = x + self.memory_out(found)
         return x + self.perceptron(self.norms[2](x))
+
+    def _read(self, query: Tensor, memory: Tensor, there: Tensor) -> Tensor:
+        """`_attend` to `remember(memory)`, whose keys and values are never computed.
+
+        Each query goes through its head's key weights, and what it finds in the memory through its value weights: a few queries cost less
+        than the rows that they read. A key's bias adds the same to every row's score, and falls out (the absorbed form of DeepSeek-V2's
+        latent attention, arXiv:2405.04434, section 2.1.2).
+        """
+        rows, count, width = query.shape
+        key, value = self.memory.weight.unflatten(0, (2, self.num_heads, -1))
+        query = (query.reshape(rows * count, self.num_heads, -1).transpose(0, 1) @ key).unflatten(1, (rows, count))
+        shared = memory.unsqueeze(1)
+        asked = query.transpose(0, 1).reshape(rows, 1, self.num_heads * count, width)
+        scale = (width // self.num_heads) ** -0.5
+        found = F.scaled_dot_product_attention(asked, shared, shared, attn_mask=there[:, None, None, :], scale=scale)
+        by_head = found.reshape(rows, self.num_heads, count, width).transpose(0, 1).flatten(1, 2) @ value.transpose(1, 2)
+        return by_head.unflatten(1, (rows, count)).permute(1, 2, 0, 3).flatten(-2) + self.memory.bias[width:]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, there: Tensor | None, causal: bool) -> Tensor:
         def heads(part: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from embodied_rl.config import TinyVLAConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.base import given_action, prepare_observation
 from embodied_rl.policies.build import build_policy
-from embodied_rl.policies.tiny_vla import TinyVLAPolicy, random_shift, word_ids
+from embodied_rl.policies.tiny_vla import TinyVLAPolicy, _Layer, random_shift, word_ids
 from embodied_rl.types import ActionLayout, ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 SPEC = SimSpec(
@@ -199,3 +199,21 @@ def test_images_are_moved_at_random_only_while_the_policy_is_cloned() -> None:
             policy.evaluate(ready, torch.zeros(2, 6, dtype=torch.int64)).log_prob,
             make().evaluate(ready, torch.zeros(2, 6, dtype=torch.int64)).log_prob,
         )
+
+
+def test_queries_read_a_memory_as_attention_to_its_keys_and_values() -> None:
+    torch.manual_seed(0)
+    layer = _Layer(12, 4).double()
+    queries = torch.randn(3, 5, 12, dtype=torch.double, requires_grad=True)
+    memory = torch.randn(3, 7, 12, dtype=torch.double, requires_grad=True)
+    there = torch.arange(7) < torch.tensor([[7], [4], [1]])
+    gradients = []
+    for remembered in (None, layer.remember(memory)):
+        layer(queries, memory, there, False, remembered).sin().sum().backward()
+        tensors = (queries, memory, *layer.parameters())
+        gradients.append([tensor.grad.clone() for tensor in tensors if tensor.grad is not None])
+        assert len(gradients[-1]) == len(tensors)
+        for tensor in tensors:
+            tensor.grad = None
+    for absorbed, direct in zip(*gradients, strict=True):
+        torch.testing.assert_close(absorbed, direct, rtol=1e-10, atol=1e-12)
