@@ -69,12 +69,19 @@ install_lock requirements.train.lock
 site="$(packages)"
 find "$site"/torch/test "$site"/torch/bin -type f -iname '*test*' -delete 2>/dev/null || true
 find "$site"/{numpy,scipy,sympy,numba,matplotlib,transforms3d} -type d -name tests -prune -exec rm -rf {} + 2>/dev/null || true
+# What only compilers read (33 MB), and symbol tables that only debuggers read (117 MB).
+rm -rf "$site"/sapien/include "$site"/torch/bin/protoc*
+for library in "$site"/torch/lib/libtorch_{cpu,python}.so "$site"/llvmlite/binding/libllvmlite.so; do
+    if readelf --sections --wide "$library" 2>/dev/null | grep -q ' \.symtab '; then
+        strip --strip-unneeded -o "$library.new" "$library" && mv "$library.new" "$library" # programs that run keep the old one
+    fi
+done
 install --no-deps --no-build-isolation --editable .
 find_libraries
 # Importing is compiling; a program that cannot be imported here says so when it is run.
 echo "make: compiling the modules that training imports"
 compiling - >/dev/null 2>&1 <<'PYTHON' || true
-import av, hydra, matplotlib.backends.backend_agg, numba, PIL.ImageDraw, rich.live, rich.progress, safetensors.torch, torch._dynamo
+import av, hydra, matplotlib.backends.backend_agg, numba, PIL.ImageDraw, rich.live, rich.progress, safetensors.torch
 import tensorboard.compat.proto.event_pb2, tensorboard.summary.writer.record_writer
 import embodied_rl.train, embodied_rl.trainer, embodied_rl.render, embodied_rl.reporting
 from embodied_rl.sim.robots.maniskill_assets import registered_tasks
