@@ -5,8 +5,10 @@ from __future__ import annotations
 import configparser
 import os
 import re
+import shutil
 import subprocess
 import sys
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,28 @@ def test_project_itself_needs_twelve_packages_and_the_training_lock_has_them() -
     assert len(direct) <= 12
     locked = pins("requirements.train.lock")
     assert [str(each) for each in direct if not each.specifier.contains(locked[canonicalize_name(each.name)][2:])] == []
+
+
+BYTECODE = 75e6
+"""Bytes of what training imports, compiled, and of pip."""
+
+
+def test_what_make_train_installs_takes_one_and_a_half_gigabytes() -> None:
+    import torch
+
+    if Path(sys.prefix).resolve() != ROOT / ".venv" or torch.version.cuda is not None:
+        pytest.skip("it is make that leaves out what training does not read, and CUDA's libraries take more")
+    if shutil.which("strip") is None:
+        pytest.skip("symbol tables stay where binutils are missing: 117 MB")
+    sizes = {name: installed_bytes(name) for name in pins("requirements.train.lock") | {"pip": ""}}
+    assert sizes["torch"] > 0.3e9
+    assert sum(sizes.values()) + BYTECODE < 1.5e9, sorted(sizes.items(), key=lambda item: -item[1])[:10]
+
+
+def installed_bytes(name: str) -> int:
+    """What an installed package takes, without its bytecode: `make everything` compiles all of it."""
+    listed = [Path(str(each.locate())) for each in distribution(name).files or []]
+    return sum(path.stat().st_size for path in listed if path.suffix != ".pyc" and path.is_file())
 
 
 def test_every_command_line_is_a_command() -> None:
