@@ -97,9 +97,7 @@ EXAMPLES = (
     # several domains
     ("domains_without_groups", f"{DOMAINS} algorithm=ppo", "all domains fill one queue of groups, and algorithm=ppo has none"),
     ("domains_warm_start", f"{DOMAINS} algorithm.warm_start={{player:x}}", "set domains.NAME.algorithm.warm_start"),
-    ("domains_offload", f"{DOMAINS} hybrid.offload=[optimizer]", "hybrid.offload is not offered in a run with several domains"),
     ("domains_recording", f"{DOMAINS} recording=[x]", "recording is not offered in a run with several domains"),
-    ("domains_share", f"{DOMAINS} algorithm.initialized.share=0.1", "algorithm.initialized.share is not offered in a run with several"),
     ("domains_film", f"{DOMAINS} video.enabled=auto", "set video.enabled=no"),
     ("domain_name", f"{DOMAINS} domains.language={{sim:{{name:x,target:y}}}}", "not be 'language'"),
     (
@@ -170,7 +168,7 @@ EXAMPLES = (
         f"{CARTPOLE} {APART} hybrid.players=2",
         "algorithm=ppo has fixed rollouts. The nearest possible: hybrid.players=1",
     ),
-    ("players_of_domains", f"{DOMAINS} {APART} hybrid.players=2", "a run with several domains has many"),
+    ("players_without_groups", f"{DOMAINS} {APART} {MIX[:-2]},num_slots:2}}}} hybrid.players=4", "mix.guest.num_slots=2 slots: each needs"),
     (
         "players_without_groups",
         f"{GROUPS} {APART} algorithm.groups.groups_per_step=4 hybrid.players=3",

@@ -164,9 +164,16 @@ class Run:
     def nearest_kind(self) -> str:
         return "disaggregated" if self.roles.trains_apart else "collocated"
 
+    @property
+    def fewest_slots(self) -> tuple[str, int]:
+        """(key, number) of the fewest slots that several players are to divide: of any domain, or player of `generation.mix`."""
+        slots = {f"domains.{name}.sim.num_slots": domain.sim.num_slots for name, domain in self.config.domains.items()}
+        slots |= {f"generation.mix.{name}.num_slots": player.num_slots for name, player in self.config.generation.mix.items()}
+        return min((slots or {"sim.num_slots": self.sim.num_slots}).items(), key=lambda found: found[1])
+
     def divides(self, players: int) -> bool:
         """Whether so many players can have a slot each, and equally many groups."""
-        return self.groups is not None and self.groups.groups_per_step % players == 0 and players <= self.sim.num_slots
+        return self.groups is not None and self.groups.groups_per_step % players == 0 and players <= self.fewest_slots[1]
 
     @property
     def nearest_players(self) -> int:

@@ -396,11 +396,7 @@ _DOMAINS = (
             _every(_has_domains, given),
             f"{key} is not offered in a run with several domains or players: leave it out.",
         )
-        for key, given in (
-            ("hybrid.offload", lambda run: run.hybrid.offload),
-            ("recording", lambda run: run.config.recording),
-            ("algorithm.initialized.share", lambda run: run.algorithm.initialized.share > 0),
-        )
+        for key, given in (("recording", lambda run: run.config.recording),)
     ),
     Rule(
         "domains_film",
@@ -595,15 +591,10 @@ _PLAYERS = (
         f"{_ONE_PLAYER}, or a method on groups (algorithm=grpo, ppo_episodes, …).",
     ),
     Rule(
-        "players_of_domains",
-        lambda run: run.hybrid.players > 1 and run.config.domains,
-        "hybrid.players={hybrid.players} divide the groups of one task, and a run with several domains has many. " + _ONE_PLAYER + ".",
-    ),
-    Rule(
         "players_without_groups",
         lambda run: run.hybrid.players > 1 and not run.divides(run.hybrid.players),
         "hybrid.players={hybrid.players} divide algorithm.groups.groups_per_step={algorithm.groups.groups_per_step} groups and "
-        "sim.num_slots={sim.num_slots} slots: each needs as many groups as the others, and a slot. The nearest possible: "
+        "{run.fewest_slots[0]}={run.fewest_slots[1]} slots: each needs as many groups as the others, and a slot. The nearest possible: "
         "hybrid.players={run.nearest_players}.",
     ),
 )

@@ -79,9 +79,9 @@ class Generator:
         self.version = version
 
     @property
-    def cache(self) -> TokenCache | None:
-        """The key-value cache of its token backend, which may be let go; None: it has none."""
-        return None
+    def caches(self) -> Sequence[TokenCache]:
+        """The key-value caches of its token backends, which may be let go."""
+        return ()
 
     def begin(self, slots: Iterable[int]) -> None:
         """The next observations of these slots are the first ones of new episodes."""

@@ -71,15 +71,20 @@ class Method(Generic[Played, Prepared]):
     """How experience is collected and learned from; one iteration is `collect`, `prepare`, `update`."""
 
     learner: Learner | None = None
-    """Trains the one policy; None: several learners do, or none in this process."""
+    """Trains the policy, of a method that has one; None: see `all_learners`."""
     collector: Collector = NOT_PLAYED
     """Of the method's kind of experience; `NOT_PLAYED` until the rollout worker that plays elsewhere sets it, or for good."""
     warm_start: WarmStarts | None = None
 
     @property
+    def all_learners(self) -> Sequence[Learner]:
+        """Of every policy that is trained in this process."""
+        return () if self.learner is None else (self.learner,)
+
+    @property
     def sharded(self) -> RankExecutor | None:
-        """The ranks that train; None: training happens in one process."""
-        return None if self.learner is None else self.learner.ranks
+        """The ranks that train a policy; None: training happens in one process."""
+        return next((learner.ranks for learner in self.all_learners if learner.ranks is not None), None)
 
     @property
     def trained_copy(self) -> TrainedCopy | None:

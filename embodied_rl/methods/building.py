@@ -338,7 +338,7 @@ def _all_generators(streams: Sequence[Stream], language: LanguagePolicy | None, 
         for generator in robots:
             generator.publish(version)
 
-    return StreamGenerators(publish, playing.close)
+    return StreamGenerators(publish, playing.close, tuple(playing.backends.values()))
 
 
 def _learning(

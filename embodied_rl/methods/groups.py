@@ -18,7 +18,6 @@ from embodied_rl.errors import UserError
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import EpisodeObjective
 from embodied_rl.learning.rank_hosts import RankHost
-from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.learning.rows import EpisodeRows
 from embodied_rl.methods.base import Experience, Method, Recordable
 from embodied_rl.methods.streams import Stream, make_collector, make_queue, of_name, prefixed
@@ -190,14 +189,11 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
         self.queue = queue or make_queue(config, streams)
         if queue is not None:
             self.collector = make_collector(config, streams, queue)
-        # Of several policies none is the run's.
-        self.learner = next(iter(self.learners.values())).learner if len(self.learners) == 1 else None
         self._figures: dict[str, float] = {}
 
     @property
-    def sharded(self) -> RankExecutor | None:
-        """See `Method.sharded`: of the one policy that has ranks."""
-        return next((own.learner.ranks for own in self.learners.values() if own.learner.ranks is not None), None)
+    def all_learners(self) -> list[Learner]:
+        return [own.learner for own in self.learners.values()]
 
     def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> list[Recordable]:
         """See `Method.recordable`: one for each domain."""
@@ -232,7 +228,7 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
 
     def published(self, version: int) -> None:
         self.queue.published(version)
-        for starts in self._starts:
+        for starts in self._starts.values():
             starts.commit(self._in_flight())
 
     def restart(self, iteration: int) -> None:
@@ -252,8 +248,8 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
             for name, own in self.queue.domain_counts().items():
                 counts = own.figures("").items()
                 figures |= {f"{place_of(name)}/groups_{outcome}": value for outcome, value in counts if outcome != "in_flight"}
-        for starts in self._starts:
-            figures |= starts.metrics()
+        for domain, starts in self._starts.items():
+            figures |= prefixed(f"domains/{domain}" if domain else "", starts.metrics())
         told = {key: value for learner in self.learners.values() for key, value in learner.metrics().items()}
         return {**figures, **self._figures, **self.collector.metrics(), **told}
 
@@ -270,8 +266,8 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"queue": self.queue.state_dict()}
-        for starts in self._starts:
-            state["starts"] = starts.state_dict(self._in_flight())
+        if libraries := {domain: starts.state_dict(self._in_flight()) for domain, starts in self._starts.items()}:
+            state["starts"] = libraries.get("", libraries)
         own = {name: learner.state_dict() for name, learner in self.learners.items()}
         if "" in own:
             return {**own[""], **state}
@@ -281,8 +277,8 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, learner in self.learners.items():
             learner.load_state_dict(state["roles"][name] if name else state)
-        for starts in self._starts:
-            starts.load_state_dict(state["starts"])
+        for domain, starts in self._starts.items():
+            starts.load_state_dict(state["starts"][domain] if domain else state["starts"])
         self._go_on_with(state["queue"])
 
     def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -296,8 +292,9 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     @property
-    def _starts(self) -> list[StartLibrary]:
-        return [stream.starts for stream in self.streams if stream.starts is not None]
+    def _starts(self) -> dict[str, StartLibrary]:
+        """{domain: its own}"""
+        return {stream.domain: stream.starts for stream in self.streams if stream.starts is not None}
 
     def _go_on_with(self, state: Mapping[str, Any]) -> None:
         """Give what is being played up, and ask for what a queue's state says."""

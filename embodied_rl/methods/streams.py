@@ -17,6 +17,7 @@ from embodied_rl.algorithms.filters import GroupFilter, build_filters
 from embodied_rl.config import GroupsConfig, PlayerConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
+from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, queue_weights
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, GroupQueueConfig, Share
@@ -204,6 +205,13 @@ class DomainSimulators(Simulators):
                 played += [dataclasses.replace(e, final_info={**e.final_info, "task": stream.domain}) for e in own]
         return played
 
+    def offload(self) -> int:
+        return sum(stream.manager.offload() for stream in self.streams)
+
+    def onload(self) -> None:
+        for stream in self.streams:
+            stream.manager.onload()
+
     def close(self) -> None:
         """End all simulators."""
         with ExitStack() as stack:
@@ -214,8 +222,10 @@ class DomainSimulators(Simulators):
 class StreamGenerators(Generator):
     """The generators of several streams as one: what the engine publishes to."""
 
-    def __init__(self, publish: Callable[[int], None], close: Callable[[], None]) -> None:
-        self._publish, self._close = publish, close
+    caches: Sequence[TokenCache] = ()
+
+    def __init__(self, publish: Callable[[int], None], close: Callable[[], None], caches: Sequence[TokenCache]) -> None:
+        self._publish, self._close, self.caches = publish, close, caches
         self.version = 0
 
     def publish(self, version: int) -> None:

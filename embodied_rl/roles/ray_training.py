@@ -16,6 +16,7 @@ from torch import Tensor
 from embodied_rl.config import HybridConfig, TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
+from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.methods import Experience, Method, make_method
@@ -139,8 +140,6 @@ class TrainedApart(Method[Any, Experience]):
 
     def __init__(self, config: TrainConfig, method: Method, worker: RemoteWorker, cluster: RayCluster) -> None:
         self.inner, self._config = method, config
-        self.learner = method.learner
-        """Of this process; it has nothing to do."""
         assert worker.policy is not None, "take_policy comes first"
         self._policy = worker.policy
         num_ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
@@ -161,6 +160,11 @@ class TrainedApart(Method[Any, Experience]):
     @property
     def trained_copy(self) -> TrainedApart:
         return self
+
+    @property
+    def all_learners(self) -> Sequence[Learner]:
+        """Those of this process; they have nothing to do."""
+        return self.inner.all_learners
 
     @property
     def finished(self) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from embodied_rl.config import TrainConfig
+from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.roles.failures import RoleLost
 from embodied_rl.roles.worker import Collected
 from embodied_rl.rollout.collector import CollectorTimes
@@ -40,6 +40,7 @@ class WorkerTeam:
     def __init__(self, config: TrainConfig, start: Callable[[TrainConfig, Share], Any]) -> None:
         """`start` a `WorkerHandle` for each share of the configuration's `hybrid.players`; those that began are ended if one cannot."""
         self._workers: list[Any] = []
+        self._domains = list(config.domains)
         self._pool = ThreadPoolExecutor(config.hybrid.players, thread_name_prefix="worker")
         try:
             for index in range(config.hybrid.players):
@@ -80,7 +81,10 @@ class WorkerTeam:
         starts = [num_episodes * index // count for index in range(count + 1)]
         ranges = [(end - start, first_seed + start) for start, end in itertools.pairwise(starts)]
         parts = self._ask("evaluate", [{"num_episodes": size, "first_seed": first, "domain": domain} for size, first in ranges])
-        return [episode for part in parts for episode in part]
+        episodes = [episode for part in parts for episode in part]
+        if self._domains and not domain:
+            episodes.sort(key=lambda episode: self._domains.index(episode.final_info["task"]))
+        return episodes
 
     def _ask(self, what: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The same of all of them at the same time, each with its own arguments."""
@@ -101,12 +105,25 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
     """The configuration of one worker of a team: its part of the slots, of the workers and of each batch."""
     count, groups = config.hybrid.players, config.algorithm.groups
     assert groups is not None, "the configuration was checked"
-    slots = config.sim.num_slots // count + (index < config.sim.num_slots % count)
-    workers = min(max((config.sim.fixed_workers or available_cores()) // count, 1), slots)
-    sim = dataclasses.replace(config.sim, num_slots=slots, num_workers=workers, pipeline_groups=min(config.sim.num_groups, slots))
+
+    def part(num_slots: int) -> int:
+        return num_slots // count + (index < num_slots % count)
+
+    def sim_part(sim: SimConfig) -> SimConfig:
+        slots = part(sim.num_slots)
+        workers = min(max((sim.fixed_workers or available_cores()) // count, 1), slots)
+        return dataclasses.replace(sim, num_slots=slots, num_workers=workers, pipeline_groups=min(sim.num_groups, slots))
+
+    mix = {name: dataclasses.replace(player, num_slots=part(player.num_slots)) for name, player in config.generation.mix.items()}
     own = dataclasses.replace(groups, groups_per_step=groups.groups_per_step // count)
-    hybrid = dataclasses.replace(config.hybrid, players=1)
-    return dataclasses.replace(config, sim=sim, algorithm=dataclasses.replace(config.algorithm, groups=own), hybrid=hybrid)
+    return dataclasses.replace(
+        config,
+        sim=sim_part(config.sim),
+        domains={name: dataclasses.replace(domain, sim=sim_part(domain.sim)) for name, domain in config.domains.items()},
+        generation=dataclasses.replace(config.generation, mix=mix),
+        algorithm=dataclasses.replace(config.algorithm, groups=own),
+        hybrid=dataclasses.replace(config.hybrid, players=1),
+    )
 
 
 def divided(state: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
@@ -157,7 +174,7 @@ def _figures(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         values = [part[name] for part in parts if name in part]
-        counts = name.startswith("groups/") or name in ("reward_worker/scored", "reward_worker/failed", "agent/turns")
+        counts = name.startswith("groups/") or name.endswith(("reward_worker/scored", "reward_worker/failed", "agent/turns"))
         if name.endswith("_max"):
             found[name] = max(values)
         else:

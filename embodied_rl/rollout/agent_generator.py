@@ -81,8 +81,8 @@ class AgentGenerator(Generator):
         self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0
 
     @property
-    def cache(self) -> TokenCache:
-        return self.backend
+    def caches(self) -> tuple[TokenCache, ...]:
+        return (self.backend,)
 
     def begin(self, slots: Iterable[int]) -> None:
         """New episodes begin in these slots."""

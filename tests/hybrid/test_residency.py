@@ -138,8 +138,8 @@ class Answering(Generator):
         self._backend = backend
 
     @property
-    def cache(self) -> TokenBackend:
-        return self._backend
+    def caches(self) -> tuple[TokenBackend]:
+        return (self._backend,)
 
 
 def test_key_value_cache_is_let_go_and_made_anew(tmp_path: Path) -> None:
@@ -227,6 +227,6 @@ def test_the_optimizer_of_groups_is_moved(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     config = configured(tmp_path / "run", *GROUPS, "hybrid.offload=[optimizer]", "hybrid.device=cpu", "total_steps=100")
     with Trainer(config, tmp_path / "run", command="test") as trainer:
-        assert trainer.method.learner is not None
+        assert len(trainer.method.all_learners) == 1
         trainer.run()
         assert "optimizer" in trainer.engine.residency.memory_usage()

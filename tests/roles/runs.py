@@ -39,6 +39,15 @@ TEXTS = [
 """A language agent, with a warm start."""
 
 
+_POLE = "{name: cartpole, target: 'embodied_rl.sim.robots.gymnasium:make', task: CartPole-v1, num_slots: 3, num_workers: 1}"
+TWO_POLES = [
+    *(word for word in GROUPS if not word.startswith(("sim", "algorithm.kl", "algorithm.groups.groups_per_step"))),
+    "algorithm.groups.groups_per_step=6",
+    *(f"domains.{name}={{weight: {weight}, sim: {_POLE}, policy: {{hidden_sizes: [8]}}}}" for name, weight in (("near", 1), ("far", 2))),
+]
+"""Two domains, each with its own network."""
+
+
 def configured(run_dir: Path, *overrides: str) -> TrainConfig:
     return load_train_config([*overrides, f"run_dir={run_dir}"])
 

@@ -14,7 +14,7 @@ from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig, Share
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import EpisodeGroup
-from tests.roles.runs import GROUPS, TEXTS, Naps, assert_same_run, configured, run_with_a_kill, trained
+from tests.roles.runs import GROUPS, TEXTS, TWO_POLES, Naps, assert_same_run, configured, run_with_a_kill, trained
 from tests.rollout.samples import answer
 
 TWO = ["hybrid=disaggregated", "hybrid.players=2"]
@@ -89,6 +89,23 @@ def test_two_players_play_what_one_plays(tmp_path: Path, task: list[str]) -> Non
                 np.testing.assert_array_equal(a.action, b.action)
                 np.testing.assert_array_equal(a.reward, b.reward)
                 np.testing.assert_allclose(a.log_prob, b.log_prob, atol=1e-5)
+
+
+def test_two_players_play_every_domain_and_evaluate_in_its_order(tmp_path: Path) -> None:
+    """The groups of one player, and held-out episodes in the order of domains and seeds, each worker some of them."""
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    for name, words in {"one": [], "two": [*TWO, "domains.near.sim.num_slots=6", "domains.far.sim.num_slots=5"]}.items():
+        (tmp_path / name).mkdir()
+        with Trainer(configured(tmp_path / name, *TWO_POLES, *words), tmp_path / name, command="test") as trainer:
+            trainer.engine.publish(0)
+            held_out = trainer.evaluate(3, first_seed=0)
+            trainer.method.restart(0)
+            groups = trainer.method.collector.next_groups(0)
+        found[name] = [(e.final_info["task"], e.seed, e.length, e.episode_return) for e in held_out]
+        found[name] += [(g.domain, g.number, e.seed, e.num_steps, e.action.tobytes()) for g in groups for e in g.episodes]
+    assert found["one"] == found["two"]
+    assert [row[0] for row in found["one"][:6]] == ["near"] * 3 + ["far"] * 3
+    assert {row[0] for row in found["one"][6:]} == {"near", "far"}
 
 
 @pytest.mark.slow
