@@ -20,16 +20,17 @@ from embodied_rl.commands.evaluate import evaluate_checkpoint, make_generator
 from embodied_rl.commands.render import main, render_videos
 from embodied_rl.config import SimConfig
 from embodied_rl.files import require_writable
+from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.media import episodes as filming_episodes
 from embodied_rl.media.episodes import MAX_STEPS_SHOWN, FilmedEpisode, Selection
 from embodied_rl.media.overlays import Overlays, annotate, parse_overlays
-from embodied_rl.media.playing import Playing, PolicyActor, film
+from embodied_rl.media.playing import film
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.sim.film import filmed
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import ActionSpec, Observation
+from embodied_rl.types import ActionSpec
 from embodied_rl.video import BAND, GREEN, GREY, RED, add_border, border_width, fit_square, overlay
 from tests.short_run import one_line_error, train_shortly
 
@@ -108,8 +109,7 @@ def filmed_by_us(run_dir: Path, seeds: Sequence[int], *, num_slots: int = 2, **o
     checkpoint = load_checkpoint(run_dir, with_learner=False)
     config = filmed(checkpoint.config.sim, SIZE)
     with EnvManager.from_config(config, EpisodeSeeds.held_out(0), num_slots=num_slots, autoreset=False) as manager:
-        actor = PolicyActor(make_generator(checkpoint, manager.spec), manager.spec.action, num_slots)
-        return film(manager, actor, seeds, size=SIZE, **options)
+        return film(manager, make_generator(checkpoint, manager.spec), seeds, size=SIZE, **options)
 
 
 def with_text(episode: FilmedEpisode) -> np.ndarray:
@@ -254,8 +254,8 @@ def test_values_are_the_critics(cartpole: Path) -> None:
     checkpoint = load_checkpoint(cartpole, with_learner=False)
     with EnvManager.from_config(filmed(checkpoint.config.sim, SIZE), EpisodeSeeds.held_out(0), num_slots=1, autoreset=False) as manager:
         policy = make_policy(checkpoint, manager.spec)
-        actor = PolicyActor(make_generator(checkpoint, manager.spec), manager.spec.action, 1, value_estimate(policy))
-        (episode,) = film(manager, actor, [HELD_OUT + 3], size=32, with_values=True)
+        generator = make_generator(checkpoint, manager.spec)
+        (episode,) = film(manager, generator, [HELD_OUT + 3], size=32, estimate=value_estimate(policy))
     with gymnasium.make("CartPole-v1", max_episode_steps=60) as env:
         observation, _ = env.reset(seed=HELD_OUT + 3)
         for moment, following in zip(episode.moments, [*episode.moments[1:], None], strict=True):
@@ -273,22 +273,12 @@ def vector_cartpole(num_envs: int) -> gymnasium.vector.VectorEnv:
     return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="sync", render_mode="rgb_array", vector_kwargs=options)
 
 
-class LeftActor:
-    """Pushes to the left. Implements `Actor`."""
-
-    def act(self, observation: Observation, playing: Playing) -> np.ndarray:
-        return np.zeros((len(playing), 1), np.int64)
-
-    def values(self, observation: Observation) -> None:
-        return None
-
-
 def test_simulators_that_step_together_are_filmed_to_the_end_of_the_last() -> None:
     config = SimConfig("vector", "tests.test_render:vector_cartpole", pipeline_groups=1, num_workers=1)
     seeds = range(HELD_OUT, HELD_OUT + 5)
     with EnvManager.from_config(filmed(config, 32), EpisodeSeeds.held_out(0), num_slots=2, autoreset=False) as manager:
         assert manager.spec.steps_together
-        episodes = film(manager, LeftActor(), seeds, size=32)
+        episodes = film(manager, RandomGenerator(manager.spec), seeds, size=32)  # without noise: always to the left
     with gymnasium.make("CartPole-v1") as env:
         for episode, seed in zip(episodes, seeds, strict=True):
             env.reset(seed=seed)
@@ -369,7 +359,7 @@ def test_pixels_become_a_film_with_the_badge_of_success(tmp_path: Path) -> None:
     assert frames[0].shape[1] == 3 * wide + 2 * 4  # six tiles: three in a row
     with EnvManager.from_config(filmed(checkpoint.config.sim, 64), EpisodeSeeds.held_out(20), num_slots=4, autoreset=False) as manager:
         generator = make_generator(checkpoint, manager.spec, policy="random", seed=20)
-        episodes = film(manager, PolicyActor(generator, manager.spec.action, 4), range(HELD_OUT + 20, HELD_OUT + 26), size=64)
+        episodes = film(manager, generator, range(HELD_OUT + 20, HELD_OUT + 26), size=64)
     assert rate == min(20, max(5, max(len(episode.frames) for episode in episodes) // 2))
     outcomes = [episode.summary.success_once for episode in episodes if episode.summary is not None]
     assert len(outcomes) == 6

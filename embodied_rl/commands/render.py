@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,17 @@ from embodied_rl.progress import progress_bar
 from embodied_rl.trust import trusted_names
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.config import SimConfig
     from embodied_rl.episodes.recording import RecordedEpisode, Recording
+    from embodied_rl.generation.base import Generator
     from embodied_rl.media.episodes import FilmedEpisode, Selection
     from embodied_rl.media.overlays import Pictures, Row
-    from embodied_rl.media.playing import Actor
     from embodied_rl.sim.faults import SimFault
     from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.types import EpisodeSummary, SimSpec
+    from embodied_rl.types import EpisodeSummary, Observation, SimSpec
 
 LOGGERS = ("tensorboard", "wandb")
 _MAX_SLOTS = 4
@@ -166,17 +168,23 @@ def _play(players: Sequence[tuple[Checkpoint, str]], sim: SimConfig, film: Film)
     ) as manager:
         if not manager.spec.can_render:
             raise UserError(f"Task '{manager.spec.task}' offers no pictures (no render mode 'rgb_array'), so it cannot be filmed.")
-        actors = [_actor(checkpoint, policy, sim, manager, film.seed) for checkpoint, policy in players]
-        shown = [_film_one(manager, actors[0], seeds, film, selection)]
+        actors = [_actor(checkpoint, policy, sim, manager, film) for checkpoint, policy in players]
+        shown = [_film_one(manager, *actors[0], seeds, film, selection)]
         chosen = [episode.seed for episode in shown[0]]
         everything = Selection("first", len(chosen), len(chosen))
-        shown += [_film_one(manager, actor, chosen, film, everything) for actor in actors[1:]]
+        shown += [_film_one(manager, *actor, chosen, film, everything) for actor in actors[1:]]
         return manager.spec, _rows(players, shown, manager.spec)
 
 
-def _film_one(manager: EnvManager, actor: Actor, seeds: Sequence[int], film: Film, selection: Selection) -> list[FilmedEpisode]:
+def _film_one(
+    manager: EnvManager,
+    generator: Generator,
+    estimate: Callable[[Observation], np.ndarray] | None,
+    seeds: Sequence[int],
+    film: Film,
+    selection: Selection,
+) -> list[FilmedEpisode]:
     from embodied_rl.media import playing
-    from embodied_rl.media.overlays import parse_overlays
 
     with _progress(f"filming {manager.spec.task}", len(seeds), film) as advance:
         finished: list[EpisodeSummary] = []
@@ -188,31 +196,31 @@ def _film_one(manager: EnvManager, actor: Actor, seeds: Sequence[int], film: Fil
 
         return playing.film(
             manager,
-            actor,
+            generator,
             seeds,
             size=film.size,
             num_cameras=max(1, len(film.cameras)),
             selection=selection,
-            with_values="value" in parse_overlays(film.overlay),
+            estimate=estimate,
             on_episode=on_episode,
         )
 
 
-def _actor(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvManager, seed: int) -> Actor:
+def _actor(
+    checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvManager, film: Film
+) -> tuple[Generator, Callable[[Observation], np.ndarray] | None]:
+    """What acts, and its estimates where they are to be drawn."""
     from embodied_rl.commands.evaluate import is_own_task, make_generator, make_policy, value_estimate
     from embodied_rl.generation.torch_backend import TorchGenerator
-    from embodied_rl.media.playing import EpisodicActor, PolicyActor
+    from embodied_rl.media.overlays import parse_overlays
 
-    spec, slots, same_task = manager.spec, manager.num_slots, is_own_task(checkpoint, sim)
-    if checkpoint.config.policy.name == "language":
-        speaking = make_generator(checkpoint, spec, policy=policy, same_task=same_task, seed=seed)
-        return EpisodicActor(speaking, slots)
-    if policy == "random":
-        return PolicyActor(make_generator(checkpoint, spec, policy=policy, same_task=same_task, seed=seed), spec.action, slots)
-    module = make_policy(checkpoint, spec, same_task=same_task)
+    same_task = is_own_task(checkpoint, sim)
+    if policy == "random" or checkpoint.config.policy.name == "language":
+        return make_generator(checkpoint, manager.spec, policy=policy, same_task=same_task, seed=film.seed), None
+    module = make_policy(checkpoint, manager.spec, same_task=same_task)
     generator = TorchGenerator(module)
     generator.publish(0)
-    return PolicyActor(generator, spec.action, slots, value_estimate(module))
+    return generator, value_estimate(module) if "value" in parse_overlays(film.overlay) else None
 
 
 def _rows(players: Sequence[tuple[Checkpoint, str]], shown: Sequence[Sequence[FilmedEpisode]], spec: SimSpec) -> list[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -11,12 +11,36 @@ import numpy as np
 from embodied_rl.generation.base import Generator
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
-from embodied_rl.types import ActionLayout, EpisodeSummary
+from embodied_rl.types import ActionLayout, EpisodeSummary, Observation, StepBatch
 
 _NOISE = 0x6E6F6973
 """Keeps these random numbers apart from all others that begin with the same seeds."""
 Draw = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """(seeds of episodes [n], numbers of their decisions [n]) → noise [n, W]."""
+
+
+class Watcher:
+    """Sees what the episodes of a set of seeds do (`play_seeds`)."""
+
+    def begun(self, slots: Sequence[int], seeds: Sequence[int], observation: Observation) -> None:
+        """New episodes begin in these slots; `observation` {key: [slots, ...]} is what all slots see."""
+
+    def stepped(self, actions: np.ndarray, outcome: StepBatch, observation: Observation, ended: Sequence[EpisodeSummary]) -> None:
+        """`actions`, in the simulator's units, came to `outcome`; slots that rest may be among its rows, and not among `ended`."""
+
+
+class _Summaries(Watcher):
+    """Keeps the summaries of episodes that end."""
+
+    def __init__(self, on_episode: Callable[[EpisodeSummary], object] | None) -> None:
+        self.finished: list[EpisodeSummary] = []
+        self._on_episode = on_episode
+
+    def stepped(self, actions: np.ndarray, outcome: StepBatch, observation: Observation, ended: Sequence[EpisodeSummary]) -> None:
+        self.finished += ended
+        if self._on_episode is not None:
+            for episode in ended:
+                self._on_episode(episode)
 
 
 def evaluate(
@@ -50,12 +74,12 @@ def evaluate(
     """
     if manager.plays_itself:
         return manager.evaluate(generator, num_episodes, first_seed, on_episode)
+    first, watcher = HELD_OUT_START + first_seed, _Summaries(on_episode)
     with _drawing(generator, temperature) as draw:
-        return _evaluate(manager, generator, num_episodes, first_seed, reconfigure, draw, on_episode, is_over or _never)
-
-
-def _never() -> bool:
-    return False
+        seeds = range(first, first + num_episodes)
+        num_played = play_seeds(manager, generator, seeds, watcher, reconfigure=reconfigure, draw=draw, is_over=is_over)
+    finished = [episode for episode in watcher.finished if episode.seed < first + num_played]
+    return _whole(finished, first, num_played)
 
 
 @contextmanager
@@ -80,64 +104,74 @@ def episode_noise(layout: ActionLayout) -> Draw:
     return draw
 
 
-def _evaluate(
+def play_seeds(
     manager: Simulators,
     generator: Generator,
-    num_episodes: int,
-    first_seed: int,
-    reconfigure: bool,
-    draw: Draw | None,
-    on_episode: Callable[[EpisodeSummary], object] | None,
-    is_over: Callable[[], bool],
-) -> list[EpisodeSummary]:
-    batch = manager.reset(EpisodeSeeds.held_out(first_seed), reconfigure=reconfigure)
-    first = HELD_OUT_START + first_seed
-    # Slot s plays the seeds first + s, first + s + N, …: its share of num_episodes.
-    share = np.array([len(range(slot, num_episodes, manager.num_slots)) for slot in range(manager.num_slots)])
-    left, decisions = share.copy(), np.zeros(manager.num_slots, np.int64)
-    finished: list[EpisodeSummary] = []
+    seeds: Sequence[int],
+    watcher: Watcher,
+    *,
+    reconfigure: bool = False,
+    draw: Draw | None = None,
+    is_over: Callable[[], bool] | None = None,
+) -> int:
+    """Play each seed once: slot s of N the seeds[s], seeds[s + N], …, and then it stands still.
+
+    Args:
+        seeds: held-out ones; where the manager begins episodes by itself, consecutive ones.
+        draw: noise of the generator's actions; None: it acts by its mode.
+        is_over: asked before every step.
+
+    Returns:
+        How many of the seeds, from the first on, were played to their end: all, unless it was over before.
+    """
+    spec, num_slots, num_seeds = manager.spec, manager.num_slots, len(seeds)
+    slots, place = np.arange(num_slots), np.arange(num_slots)  # of what each slot plays, in `seeds`
+    decisions, first = np.zeros(num_slots, np.int64), seeds[0]
+    batch = manager.reset(EpisodeSeeds.held_out(first - HELD_OUT_START), reconfigure=reconfigure)
     observation = {key: part.copy() for key, part in batch.observation.items()}
-    slots = np.arange(manager.num_slots)
-    remembering = generator if generator.remembers else None
-    if remembering is not None:
-        remembering.begin(slots)
-    while left.any() and not is_over():
-        active = slots if manager.spec.steps_together else np.flatnonzero(left)
-        acting = slots if remembering is None else active
-        seeds = first + slots + (share - left) * manager.num_slots
-        noise = None if draw is None else draw(seeds[acting], decisions[acting])
-        generator.send(acting, observation if remembering is None else {key: part[acting] for key, part in observation.items()}, noise)
-        actions = generator.recv().for_simulator(manager.spec.action, manager.chunk_size)
-        manager.send(active, actions[active] if remembering is None else actions)
+
+    def seeds_of(chosen: Sequence[int] | np.ndarray) -> list[int]:
+        """What these slots play; those that rest, the last one once more."""
+        return [seeds[min(place[slot], num_seeds - 1)] for slot in chosen]
+
+    def begin(begun: list[int], by_itself: bool) -> None:
+        if begun and not by_itself:
+            manager.begin(begun, seeds_of(begun))
+            for key, part in manager.recv(begun).observation.items():
+                observation[key][begun] = part
+        generator.begin(begun)
+        shown = [slot for slot in begun if place[slot] < num_seeds]
+        if shown:
+            watcher.begun(shown, seeds_of(shown), observation)
+
+    other = [slot for slot in range(min(num_slots, num_seeds)) if seeds[slot] != first + slot]  # than what the reset began
+    begin([slot for slot in range(num_slots) if slot not in other], by_itself=True)
+    begin(other, by_itself=False)
+    while (left := place < num_seeds).any() and not (is_over is not None and is_over()):
+        active = slots if spec.steps_together else np.flatnonzero(left)
+        # What rests is asked too, unless the generator remembers episodes: the shape of its batch stays what it is.
+        acting = active if generator.remembers else slots
+        noise = None if draw is None else draw(np.array(seeds_of(acting)), decisions[acting])
+        generator.send(acting, {key: part[acting] for key, part in observation.items()} if generator.remembers else observation, noise)
+        actions = generator.recv().for_simulator(spec.action, manager.chunk_size)
+        actions = actions if generator.remembers else actions[active]
+        manager.send(active, actions)
         outcome = manager.recv(active)
         for key, part in outcome.observation.items():
             observation[key][active] = part
-        new = [episode for episode in outcome.episodes if left[episode.slot]]
-        finished += new
-        if on_episode is not None:
-            for episode in new:
-                on_episode(episode)
+        watcher.stepped(actions, outcome, observation, [episode for episode in outcome.episodes if left[episode.slot]])
         over = [episode.slot for episode in outcome.episodes]
         if outcome.aborted is not None:
             over += outcome.slots[outcome.aborted].tolist()
         decisions += 1
-        left[over], decisions[over] = np.maximum(left[over] - 1, 0), 0
-        if remembering is not None:
-            remembering.begin(over)
-        if not manager.autoreset and (again := [slot for slot in sorted(over) if left[slot]]):
-            following = [first + slot + int(share[slot] - left[slot]) * manager.num_slots for slot in again]
-            _begin_next(manager, again, following, observation)
-    if left.any():  # given up: slot s would play this seed next
-        num_episodes = int(np.min(slots + (share - left) * manager.num_slots, where=left > 0, initial=num_episodes))
-        finished = [episode for episode in finished if episode.seed < first + num_episodes]
-    return _whole(finished, first, num_episodes)
-
-
-def _begin_next(manager: Simulators, slots: list[int], seeds: list[int], observation: dict[str, np.ndarray]) -> None:
-    """Where episodes do not begin by themselves: these slots' next ones, with their first observations put in place."""
-    manager.begin(slots, seeds)
-    for key, part in manager.recv(slots).observation.items():
-        observation[key][slots] = part
+        if over:
+            over.sort()
+            decisions[over] = 0
+            place[over] += num_slots
+            begin(
+                over if manager.autoreset or spec.steps_together else [slot for slot in over if place[slot] < num_seeds], manager.autoreset
+            )
+    return min(place[place < num_seeds].tolist(), default=num_seeds)
 
 
 def _whole(finished: list[EpisodeSummary], first: int, num_episodes: int) -> list[EpisodeSummary]:
