@@ -229,6 +229,7 @@ class Trainer:
     def _publish(self) -> None:
         try:
             with self._stopper.stoppable():
+                self.method.play_ahead()
                 self.engine.publish(version=self.iteration)
         except WaitStopped:
             self._stopper.gave_up = True  # publishing the weights was given up; the update is done and counts

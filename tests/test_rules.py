@@ -137,7 +137,7 @@ EXAMPLES = (
         f"{CARTPOLE} {APART} algorithm=sac policy.distribution=squashed algorithm.max_staleness=1",
         "keeps what it learns from: set it to 0",
     ),
-    ("stale_in_turns", f"{CARTPOLE} algorithm.max_staleness=1", "take turns. The nearest possible: hybrid=disaggregated"),
+    ("stale_in_turns", f"{CARTPOLE} algorithm.max_staleness=1 hybrid.offload=[simulators]", "The nearest possible: hybrid.offload=[], or"),
     # placement
     (
         "pipeline_stages",

@@ -306,8 +306,8 @@ class AlgorithmConfig(Config, place="algorithm"):
     rollout_steps: Size = 64
     """T: steps of every slot between two updates, without groups."""
     max_staleness: Staleness = 0
-    """Largest age, in updates, of anything in a rollout (without groups): above 0 the next ones are collected while training, where
-    another process plays. 0: synchronous and deterministic."""
+    """Age, in updates, of the weights that play a rollout (without groups): above 0 the next ones are collected while training. 0:
+    rollouts and updates take turns."""
     gamma: Share = 0.99
     """Discount of later rewards."""
     gae_lambda: Share = 0.95

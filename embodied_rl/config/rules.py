@@ -497,9 +497,9 @@ _STALENESS = (
     ),
     Rule(
         "stale_in_turns",
-        lambda run: run.algorithm.max_staleness > 0 and not run.hybrid.plays_apart,
-        "algorithm.max_staleness={algorithm.max_staleness}: the next rollout is collected while training where another process plays, "
-        "and here generation and training take turns. The nearest possible: hybrid=disaggregated, or algorithm.max_staleness=0.",
+        lambda run: run.algorithm.max_staleness > 0 and not run.hybrid.plays_apart and "simulators" in run.hybrid.offload,
+        "algorithm.max_staleness={algorithm.max_staleness} goes on in the simulators while training, and hybrid.offload=[simulators] puts "
+        "them away then. The nearest possible: hybrid.offload=[], or algorithm.max_staleness=0.",
     ),
 )
 

@@ -43,6 +43,8 @@ class Generator:
     """Whether it remembers an episode's past: `begin` says where a new one begins, and it acts only for slots that play."""
     has_values: bool = False
     """Whether `value` estimates states."""
+    shares_weights: bool = False
+    """Whether it acts with the very parameters that are trained, and with no copy of them."""
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         """Ask for actions. Observations are read before this returns, so views into shared memory may be passed.

@@ -33,6 +33,7 @@ class TorchGenerator(Generator):
         self._actor: NumpyGaussianActor | ModuleActor
         is_small = isinstance(policy, ActorCritic) and NumpyGaussianActor.supports(policy)
         self._actor = NumpyGaussianActor(policy) if is_small else ModuleActor(policy)  # type: ignore[arg-type]
+        self.shares_weights = self._actor.module is policy
         self._acted: deque[ActedBatch] = deque()
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
@@ -128,8 +129,8 @@ class NumpyGaussianActor:
     def refresh(self, policy: ActorCritic) -> None:
         assert isinstance(policy.head, DiagonalGaussian)
         layers = [layer for layer in policy.actor if isinstance(layer, nn.Linear)]
-        # Weights are laid out [in, out]: a product of few rows reads them in order.
-        weights = [np.ascontiguousarray(layer.weight.detach().numpy().T) for layer in layers]
+        # Copies, laid out [in, out]: a product of few rows reads them in order.
+        weights = [np.array(layer.weight.detach().numpy().T, order="C") for layer in layers]
         biases = [layer.bias.detach().numpy().copy() for layer in layers]
         self._hidden = list(zip(weights[:-1], biases[:-1], strict=True))
         self._output_weight, self._output_bias = weights[-1], biases[-1]

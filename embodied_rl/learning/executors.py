@@ -149,6 +149,8 @@ class Executor(ABC):
 
     def __init__(self, policy: TrainedModule, config: AlgorithmConfig, device: torch.device) -> None:
         self.policy, self.config, self.device = policy, config, device
+        self.meanwhile: Callable[[], object] = lambda: None
+        """Called before a step and between its parts: what else this process has to do, and is due."""
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 

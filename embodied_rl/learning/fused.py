@@ -245,6 +245,7 @@ class FusedExecutor(Executor):
             started = time.perf_counter()
             pending = helper.submit(self._critic_gradients, features, returns, value) if helper else None
             policy_loss, entropy, kl, clipped = self._actor_gradients(features, action, log_prob, advantage)
+            self.meanwhile()
             critic_loss = pending.result() if pending else self._critic_gradients(features, returns, value)
             if self._helper:
                 self._threads.took(time.perf_counter() - started)

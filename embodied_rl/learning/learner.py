@@ -159,6 +159,7 @@ class Learner:
         return taken
 
     def _step(self, objective: Objective[Any, Any], rows: Rows, chosen: np.ndarray | None, rate: float, kl_coef: float) -> Figures:
+        self.executor.meanwhile()
         figures = self.executor.step(chosen, rate, kl_coef=kl_coef)
         if is_finite(figures):
             return figures

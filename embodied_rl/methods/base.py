@@ -113,6 +113,9 @@ class Method(Generic[Played, Prepared]):
         """Train; metrics. Raises NonFiniteLossError."""
         raise NotImplementedError
 
+    def play_ahead(self) -> None:
+        """Play what is left to play with the weights that act now: newer ones are about to be published. Raises SimFault."""
+
     def published(self, version: int) -> None:
         """The policy's weights are the generator's as `version`."""
 

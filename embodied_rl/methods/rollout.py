@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,15 @@ from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.ppo import PPO, RolloutValues, corrected
 from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
+from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.policies.base import Policy, prepare_observation
-from embodied_rl.rollout.collector import RolloutCollector
+from embodied_rl.rollout.collector import PATIENCE_S, RolloutCollector
 from embodied_rl.rollout.queue_pump import age_figures
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, Rollout
@@ -43,9 +46,18 @@ class RolloutMethod(Method[Rollout, Batch]):
         self._weights: dict[str, float] = {}
         """Figures of the weights of what was prepared last."""
         self.collector = make_rollout_collector(config, manager, generator, policy.action_layout)
+        if config.algorithm.max_staleness:
+            if generator.shares_weights:
+                raise UserError(
+                    f"algorithm.max_staleness={config.algorithm.max_staleness}: a policy of this size acts with the parameters that are "
+                    "trained, not with a copy, so that nothing can be played meanwhile. The nearest possible: hybrid=disaggregated, or "
+                    "algorithm.max_staleness=0."
+                )
+            self.learner.executor.meanwhile = functools.partial(self.play_ahead, 0.0)
 
     def collect(self, iteration: int) -> Experience[Rollout]:
         rollout = self.collector.next_rollout(iteration)
+        self.play_ahead(0.0)
         if bound := self.config.algorithm.max_staleness:
             self._ages = age_figures("rollout", (iteration - rollout.policy_version).ravel().tolist(), bound)
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
@@ -82,6 +94,11 @@ class RolloutMethod(Method[Rollout, Batch]):
             seed=[self.config.seed, iteration],
         )
         return {**stats, **self._weights}
+
+    def play_ahead(self, patience_s: float = PATIENCE_S) -> None:
+        with compute_threads(1):
+            while self.collector.pump(patience_s):
+                pass
 
     def restart(self, iteration: int) -> None:
         self._algorithm.restart_episodes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,8 @@ class RolloutWorker:
         self._collector: Collector | None = None
         self._playing: Playing | None = None
         self._faults_told = 0
+        self._pending: deque[tuple[int, Weights]] = deque()
+        """Versions with their weights that do not act yet."""
         self._may_pump = False
         """True after `restart`; False before it, and after an evaluation or another use of the simulators."""
 
@@ -159,15 +162,17 @@ class RolloutWorker:
         self._collector.score_with(self.scorer)
 
     def load(self, version: int, tensors: Weights) -> None:
-        """Take weights as `version`; the batch that was played last is settled then, and places are free."""
-        self.acting.load(version, tensors)
+        """Take weights as `version`, which act when nothing is left to play with older ones; the batch that was played last is settled now,
+        and places are free."""
+        self._pending.append((version, tensors))
+        self._take_weights()
         self._take_back()
         if self.queue is not None and version > self.queue.version:
             self.queue.published(version)
 
     def restart(self, seed_round: int, queue: Mapping[str, Any] | None = None) -> None:
         """Begin new episodes: of all slots, or what the state of a group queue asks for."""
-        self._take_back()
+        self._give_up_weights()
         self._may_pump = True
         if self.queue is not None:
             assert queue is not None, "groups are asked for by a queue's state"
@@ -178,6 +183,7 @@ class RolloutWorker:
         """Collect for one update of the weights `version`. Raises SimFault and BatchNeverFullError."""
         groups: list[EpisodeGroup] = []
         state = rollout = None
+        self._take_weights()
         if self.queue is None:
             rollout = self.collector.next_rollout(version)
         else:
@@ -227,7 +233,7 @@ class RolloutWorker:
             in_lockstep = self.config.checkpoint.within_episodes
         else:
             in_lockstep = self.collector.min_ready is None
-        return not in_lockstep and self.collector.pump()
+        return not in_lockstep and (self.collector.pump() or self._take_weights())
 
     def close(self) -> None:
         """End reward workers, tools, backends and simulators."""
@@ -240,8 +246,7 @@ class RolloutWorker:
 
     def _give_up_episodes(self) -> None:
         """For whatever else is to be played: nothing may answer for the slots' old episodes."""
-        self._take_back()
-        self._may_pump = False
+        self._give_up_weights()
         if self.queue is not None:
             self.collector.restart(self.queue)
 
@@ -264,9 +269,22 @@ class RolloutWorker:
         if self.lease is None or self.collector.min_ready is None:
             return
         self.lease.shrink()
-        while not self.lease.vacated and self.collector.pump():
+        while not self.lease.vacated and self.pump():
             pass
         self.lease.lend()
+
+    def _take_weights(self) -> bool:
+        """Act with what was published, as far as older weights have nothing left to play; whether newer ones act now."""
+        before = len(self._pending)
+        while self._pending and not (self._may_pump and self.collector.keeps_weights):
+            self.acting.load(*self._pending.popleft())
+        return len(self._pending) < before
+
+    def _give_up_weights(self) -> None:
+        """What was played ahead is given up, and what was published last acts."""
+        self._take_back()
+        self._may_pump = False
+        self._take_weights()
 
     def _take_back(self) -> None:
         if self.lease is not None:

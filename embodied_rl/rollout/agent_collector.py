@@ -28,9 +28,10 @@ from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, Failure, TokenBackend
 from embodied_rl.rollout.batch_sinks import AgentRecord
+from embodied_rl.rollout.collector import PATIENCE_S
 from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.observations import copied
-from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
+from embodied_rl.rollout.queue_pump import SlotPump
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.stopping import waiting
 from embodied_rl.types import StepBatch
@@ -136,7 +137,7 @@ class AgentCollector(SlotPump[_Playing]):
         self._counts: Counter[str] = Counter()
         self._server_health = ServerHealth()
 
-    def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
+    def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """Move on what is ready, or everything in lockstep; False: no episode is running.
         `patience_s`: how long to wait where nothing is ready; in lockstep everything is waited for."""
         taken = self._take_scores()

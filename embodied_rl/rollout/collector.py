@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from embodied_rl.rollout.scoring import Scorer
 
 _NOISE_STREAM = 1
-_PATIENCE_S = 1.0  # how long to wait for simulators before looking again at which hosts play
+PATIENCE_S = 1.0
+"""How long to wait for simulators before looking again: at which hosts play, at a queue's deadlines."""
 
 
 def action_noise(layout: ActionLayout, shape: tuple[int, ...], seed: int, iteration: int) -> np.ndarray:
@@ -77,8 +78,14 @@ class Collector:
         """The groups that `version` learns from. Raises SimFault (see EnvManager) and BatchNeverFullError."""
         raise AssertionError("this collector fills rollouts")
 
-    def pump(self) -> bool:
-        """Play on for a moment, ahead of what was asked for; False: nothing may be played now."""
+    def pump(self, patience_s: float = PATIENCE_S) -> bool:
+        """Play on for a moment, ahead of what was asked for; False: nothing may be played now, or with a patience of 0, nothing is ready.
+        `patience_s`: how long to wait where nothing is ready."""
+        return False
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether something is left to play with the present weights, so that newer ones may not act yet."""
         return False
 
     def episodes(self) -> list[bytes]:
@@ -112,7 +119,8 @@ class RolloutCollector(Collector):
     """Collects rollouts of `rollout_steps` steps from all slots of a manager, one after another without a gap.
 
     With staleness S the next ones are collected while the trainer learns from the last (two buffers for S = 1): rollout n, which version
-    n is to learn from, begins when version n - S acts, not before; so nothing in it is older than S versions.
+    n is to learn from, is played wholly with version n - S (the first ones after a restart with the version of then). Whoever publishes
+    weights waits while this one `keeps_weights`; so what is collected depends on seeds, and not on who was faster.
 
     In lockstep groups of slots take turns. With `min_ready` each slot goes through its decisions as its simulator answers: one whose host
     is lent to training waits, and the others fill their share meanwhile. What a slot draws depends on neither.
@@ -154,6 +162,8 @@ class RolloutCollector(Collector):
             self._parts, self._groups = [slice(part.start, part.stop) for part in self._groups], [slots]
         self._batches: list[StepBatch] = []
         """What each group sees now."""
+        self._turn = 0
+        """In lockstep, the group that is next."""
         self.max_staleness = max_staleness
         self._partial: _PartialRollout | None = None
         """What is being filled."""
@@ -168,7 +178,7 @@ class RolloutCollector(Collector):
 
         What was collected ahead is given up.
         """
-        self._partial, self._next_number = None, seed_round
+        self._partial, self._next_number, self._turn = None, seed_round, 0
         self._filled.clear()
         self._see(self.manager.reset(EpisodeSeeds.training(self.seed), seed_round=seed_round, reconfigure=reconfigure))
         if self.recorder is not None:
@@ -194,12 +204,16 @@ class RolloutCollector(Collector):
         self.times, self._since = self._since, CollectorTimes()
         return self._filled.popleft()
 
-    def pump(self) -> bool:
-        """One decision of all slots ahead of time; False: the next rollout may not begin before newer weights act."""
-        if self._partial is None and self._next_number - self.generator.version > self.max_staleness:
+    def pump(self, patience_s: float = PATIENCE_S) -> bool:
+        """One decision of a group ahead of time. False: the next rollout may not begin before newer weights act."""
+        if not self.keeps_weights or (patience_s == 0.0 and not self._is_ready()):
             return False
         self._advance()
         return True
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self._partial is not None or self._next_number - self.generator.version <= self.max_staleness
 
     def _see(self, whole: StepBatch) -> None:
         """All slots begin, or go on, with what this batch shows."""
@@ -208,11 +222,11 @@ class RolloutCollector(Collector):
         self._batches = [_rows(whole, group) for group in self._groups]
 
     def _advance(self) -> None:
-        """The next decision of all slots, or of those that are ready; after the last one, what came of it."""
+        """The next decision of a group, or of the slots that are ready; after the last one, what came of it."""
         started, waited_before = time.perf_counter(), self._since.simulate_s
         partial = self._partial = self._partial or self._begin()
         if self.min_ready is None:
-            self._advance_together(partial)
+            self._advance_group(partial)
         else:
             self._advance_ready(partial, self._batches[0])
         if partial.num_open == 0:
@@ -220,14 +234,18 @@ class RolloutCollector(Collector):
             self._partial = None
         self._since.act_s += time.perf_counter() - started - (self._since.simulate_s - waited_before)
 
-    def _advance_together(self, partial: _PartialRollout) -> None:
-        for index, group in enumerate(self._groups):
-            if partial.decided[group.start] > 0:
-                self._batches[index] = self._receive(partial, group)
-            self._act(partial, self._batches[index], group)
-        if partial.decided[0] == self.rollout_steps:
-            for index, group in enumerate(self._groups):
-                self._batches[index] = self._receive(partial, group)
+    def _is_ready(self) -> bool:
+        """Whether `_advance` would not wait for simulators."""
+        group, partial = self._groups[self._turn], self._partial
+        return partial is None or partial.decided[group.start] == 0 or self.manager.is_ready(group)
+
+    def _advance_group(self, partial: _PartialRollout) -> None:
+        turn, group = self._turn, self._groups[self._turn]
+        self._turn = (turn + 1) % len(self._groups)
+        if partial.decided[group.start] > 0:
+            self._batches[turn] = self._receive(partial, group)
+        if partial.decided[group.start] < self.rollout_steps:
+            self._act(partial, self._batches[turn], group)
 
     def _advance_ready(self, partial: _PartialRollout, seen: StepBatch) -> None:
         """`seen`: of all slots, and kept so."""
@@ -251,7 +269,7 @@ class RolloutCollector(Collector):
         """Wait for a group's simulators, or with None for any, and note what came of their last decision."""
         before = time.perf_counter()
         with span("env", "wait"):
-            batch = self.manager.recv(group) if group is not None else self.manager.recv(min_ready=self.min_ready, timeout_s=_PATIENCE_S)
+            batch = self.manager.recv(group) if group is not None else self.manager.recv(min_ready=self.min_ready, timeout_s=PATIENCE_S)
         self._since.simulate_s += time.perf_counter() - before
         partial.received(batch.slots if group is None else group, batch)
         if self.recorder is not None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.generation.base import ActedBatch, Generator
+from embodied_rl.rollout.collector import PATIENCE_S
 from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.initialized import Outcome, SnapshotCache, SourceEpisode, Start, StartLibrary
 from embodied_rl.rollout.observations import copied, stacked
-from embodied_rl.rollout.queue_pump import TICK_EVERY_S, SlotPump
+from embodied_rl.rollout.queue_pump import SlotPump
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.timeline import span
 from embodied_rl.types import ActionLayout, ActionSpec, Episode, EpisodeSummary, Observation, StepBatch
@@ -142,7 +143,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         self._starts, self._snapshot_cache = starts, None if starts is None else SnapshotCache(manager, starts)
         self._unanswered: dict[int, Observation] = {}
 
-    def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
+    def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """One round: begin what the queue asks for, take in what is ready, answer it. False: nothing runs, and nothing may begin.
 
         Args:

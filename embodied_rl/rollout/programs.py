@@ -30,8 +30,9 @@ from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.rollout.collector import PATIENCE_S
 from embodied_rl.rollout.groups import Assignment, GroupQueue
-from embodied_rl.rollout.queue_pump import TICK_EVERY_S, QueuePump
+from embodied_rl.rollout.queue_pump import QueuePump
 from embodied_rl.sandbox.launch import NOT_STARTED
 from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
 from embodied_rl.serving.agents.sessions import CapturedSession, CapturedTurn, SessionLimits, SessionSampling
@@ -285,7 +286,7 @@ class ProgramCollector(QueuePump):
         self._turns: dict[Assignment, int] = {}
         self._counts: Counter[str] = Counter()
 
-    def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
+    def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """Start the programs that the queue asks for, and hand in those that ended. False: none is running, and none is being scored."""
         # Model and programs work at the same time: their times are not separated, and no time counts as waited.
         scored = self._take_scores()

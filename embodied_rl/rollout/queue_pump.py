@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from embodied_rl.rollout.collector import Collector, CollectorTimes
+from embodied_rl.rollout.collector import PATIENCE_S, Collector, CollectorTimes
 from embodied_rl.rollout.domains import place_of
 from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.scoring import Scorer, divided_scorer
@@ -37,9 +37,6 @@ def age_figures(place: str, ages: Iterable[int], max_age: int) -> dict[str, floa
     return {f"{place}/age_mean": float(np.mean(found)) if found else 0.0, f"{place}/age_max": float(max(found, default=0)), **histogram}
 
 
-TICK_EVERY_S = 1.0
-"""How often the queue looks at its deadlines."""
-
 Playing = TypeVar("Playing")
 """An episode while it is being played."""
 
@@ -61,7 +58,7 @@ class QueuePump(Collector, abc.ABC):
         self._ticked_at = time.monotonic()
 
     @abc.abstractmethod
-    def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
+    def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """Move on what is ready. False: no episode is running, and none may begin.
         `patience_s`: how long to wait where nothing is ready."""
 
@@ -84,7 +81,7 @@ class QueuePump(Collector, abc.ABC):
         return waited
 
     def _tick(self) -> None:
-        if time.monotonic() - self._ticked_at >= TICK_EVERY_S:
+        if time.monotonic() - self._ticked_at >= PATIENCE_S:
             self._ticked_at = time.monotonic()
             self.queue.tick()  # what it gives up is dropped when its slot comes back
 
@@ -189,7 +186,7 @@ class DomainCollector(QueuePump):
         for collector, share in zip(self.collectors.values(), shares, strict=True):
             collector.score_with(share)
 
-    def pump(self, patience_s: float = TICK_EVERY_S) -> bool:
+    def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """A round of all collectors. False: no episode is running, and none may begin."""
         patience_s = patience_s if self.min_ready is None else _GLANCE_S
         ran = [collector.pump(patience_s) for collector in self.collectors.values()]

@@ -250,6 +250,9 @@ class EnvManager(WorkerSimulators):
         self._episode_log.ended([int(slot) for slot, mark in zip(views.slots, marks, strict=True) if mark > READY])
         return batch
 
+    def is_ready(self, slots: range) -> bool:
+        return self._views.of(slots).is_ready()
+
     def discard(self) -> None:
         self._drain()
         self._live_pool().state[:] = self._all.idle

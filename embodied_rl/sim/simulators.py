@@ -52,6 +52,10 @@ class Simulators:
         """Wait for steps and hand them out; see `EnvManager.recv`."""
         raise self._no_steps()
 
+    def is_ready(self, slots: range) -> bool:
+        """Whether `recv` of these would not wait."""
+        return True
+
     def release(self, slot: int) -> None:
         """What this slot plays is over, or needed no more."""
 

@@ -1,8 +1,9 @@
-"""Fixed rollouts that are collected while training: how old they may be, and what becomes of them."""
+"""Fixed rollouts that are collected while training: which weights play them, and what becomes of them."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
+from embodied_rl.generation.torch_backend import ModuleActor
 from embodied_rl.policies.build import build_policy
 from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim.factory import SimFactory
@@ -22,9 +25,8 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import Rollout
-from tests.roles.runs import ROLLOUTS, Naps, configured
+from tests.roles.runs import ROLLOUTS, assert_same_run, configured, trained
 
-APART = "hybrid=disaggregated"
 STEPS, SLOTS = 4, 2
 
 
@@ -55,33 +57,29 @@ def collector_of(playing: tuple[EnvManager, Any, Any], staleness: int) -> Rollou
     return collector
 
 
-@settings(max_examples=40, deadline=None)
+def publish(collector: RolloutCollector, version: int) -> None:
+    """As a worker and a method do: when nothing is left to play with older weights."""
+    while collector.keeps_weights:
+        assert collector.pump()
+    assert not collector.pump()
+    collector.generator.publish(version)
+
+
+@settings(max_examples=30, deadline=None)
 @given(staleness=st.integers(0, 3), pumps=st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)), min_size=1, max_size=7))
-def test_no_action_is_older_than_allowed(playing: Any, staleness: int, pumps: list[tuple[int, int]]) -> None:
-    """However much is collected before weights come and after: rollout n has versions n - S to n, in order, and nothing is skipped."""
+def test_a_rollout_is_played_with_one_version(playing: Any, staleness: int, pumps: list[tuple[int, int]]) -> None:
+    """However much is collected before weights come and after, rollout n is of version n - S, and of the first one before that."""
     collector = collector_of(playing, staleness)
     for version, (before, after) in enumerate(pumps):
         for _ in range(after):
-            collector.pump()
+            collector.pump(0.0)
         rollout = collector.next_rollout(version)
-        oldest = max(version - staleness, 0)
         assert rollout.policy_version.shape == (STEPS, SLOTS)
-        assert rollout.policy_version.min() >= oldest
-        assert rollout.policy_version.max() <= version
+        assert set(rollout.policy_version.ravel().tolist()) == {max(version - staleness, 0)}
         assert rollout.age(version) <= staleness
-        assert (np.diff(rollout.policy_version, axis=0) >= 0).all()
         for _ in range(before):
             collector.pump()
-        collector.generator.publish(version + 1)
-    # With the weights of version v, all rollouts up to v + S are collected and no further one: whatever came later would say 99.
-    while collector.pump():
-        pass
-    newest = len(pumps)
-    collector.generator.publish(99)
-    for number in range(newest, newest + staleness + 1):
-        collected = collector.next_rollout(number).policy_version
-        assert max(number - staleness, 0) <= collected.min() <= collected.max() <= newest
-    assert set(collector.next_rollout(newest + staleness + 1).policy_version.ravel().tolist()) == {99}
+        publish(collector, version + 1)
 
 
 def test_what_is_collected_ahead_is_what_would_have_been_collected(playing: Any) -> None:
@@ -94,11 +92,10 @@ def test_what_is_collected_ahead_is_what_would_have_been_collected(playing: Any)
             rollouts.append(collector.next_rollout(version))
             for _ in range(pumps):
                 collector.pump()
-            collector.generator.publish(version + 1)
+            publish(collector, version + 1)
         return rollouts
 
-    versions = []
-    for one, other in zip(collected(0, 9), collected(2, 5), strict=True):
+    for number, (one, other) in enumerate(zip(collected(0, 9), collected(2, 5), strict=True)):
         for name in ("action", "log_prob", "reward", "terminated", "truncated"):
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
         for key, seen in one.observation.items():
@@ -106,16 +103,14 @@ def test_what_is_collected_ahead_is_what_would_have_been_collected(playing: Any)
             np.testing.assert_array_equal(one.last_observation[key], other.last_observation[key])
             np.testing.assert_array_equal(one.final_observation[key], other.final_observation[key])
         assert [episode.episode_return for episode in one.episodes] == [episode.episode_return for episode in other.episodes]
-        versions.append(other.policy_version)
-    # Five decisions are played between two rollouts of four: the third is begun at version 0 and ends two versions later.
-    assert [version.min() for version in versions] == [0, 0, 0, 1, 2]
-    assert any(version.min() != version.max() for version in versions), "weights change within a rollout"
+        assert (one.age(number), other.age(number)) == (0, min(number, 2))
 
 
 def test_a_restart_gives_up_what_was_collected_ahead(playing: Any) -> None:
     collector = collector_of(playing, 1)
     collector.next_rollout(0)
-    assert [collector.pump() for _ in range(STEPS + 1)] == [True] * STEPS + [False]
+    turns = 2 * (STEPS + 1)  # of two groups: the first one sends only, the last one receives only
+    assert [collector.pump() for _ in range(turns + 1)] == [True] * turns + [False]
     collector.generator.publish(1)
     collector.restart(seed_round=7)
     collector.generator.publish(7)
@@ -123,34 +118,37 @@ def test_a_restart_gives_up_what_was_collected_ahead(playing: Any) -> None:
 
 
 @pytest.mark.parametrize("loss", [pytest.param("ppo_clip", marks=pytest.mark.slow), "decoupled_ppo"])
-def test_a_run_collects_the_next_rollout_while_it_learns_from_the_last(tmp_path: Path, loss: str) -> None:
-    """Evaluations in between begin new episodes; steps are counted as without."""
+def test_a_run_collects_the_next_rollout_while_it_learns_from_the_last(tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process or in another, and whoever is faster, the run is the same bit for bit. Evaluations in between begin new episodes,
+    and so do checkpoints, from which it goes on as it went."""
     options = ["algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5"] if loss == "decoupled_ppo" else []
-    task = [*ROLLOUTS, APART, "algorithm.max_staleness=1", "total_steps=768", "evaluation.every_steps=384", *options]
-    config = configured(tmp_path, *task)
-    ages: list[set[int]] = []
-    naps = Naps(0.5)
-    with Trainer(config, tmp_path, command="test") as trainer:
-        method: Any = trainer.method
-        prepare = method.prepare
-
-        def note(experience: Any) -> Any:
-            ages.append(set((trainer.iteration - experience.data.policy_version).ravel().tolist()))
-            naps.take(any(1 in found for found in ages))
-            return prepare(experience)
-
-        method.prepare = note
-        trainer.run()
-    assert ages[0] == ages[3] == {0}, "after an evaluation all episodes begin anew"
-    assert all(found <= {0, 1} for found in ages)
-    assert any(1 in found for found in ages), "nothing was collected while training"
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if "train/approx_kl" in row]
-    assert [row["step"] for row in trained] == [128, 256, 384, 512, 640, 768]
-    assert [row["rollout/age_max"] for row in trained] == [float(max(found)) for found in ages]
-    weights = [row.get("train/weight_mean") for row in trained]
+    task = [*ROLLOUTS, "algorithm.max_staleness=1", "total_steps=768", "evaluation.every_steps=384", *options]
+    task += ["checkpoint.every_steps=256", "checkpoint.keep_last=9"]
+    whole = trained(tmp_path / "here", *task)
+    assert_same_run(whole, trained(tmp_path / "apart", *task, "hybrid=disaggregated"))
+    middle = tmp_path / "resumed" / "checkpoints" / "step_000000256"
+    shutil.copytree(whole / "checkpoints" / middle.name, middle)
+    shutil.copy(whole / "metrics.jsonl", tmp_path / "resumed")
+    # Simulators that seem ready when they are not, and the other way round.
+    chance = np.random.default_rng(0)
+    seen: list[bool] = []
+    monkeypatch.setattr(EnvManager, "is_ready", lambda *_: seen.append(bool(chance.random() < 0.5)) or seen[-1])
+    assert_same_run(whole, trained(tmp_path / "resumed", *task, "resume=auto"))
+    assert sum(seen) > 10, "nothing was played while training"
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    learned = [row for row in rows if "train/approx_kl" in row]
+    assert [row["step"] for row in learned] == [128, 256, 384, 512, 640, 768]
+    assert [(row["rollout/age_mean"], row["rollout/age_max"]) for row in learned] == [(age, age) for age in (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)]
+    weights = [row.get("train/weight_mean") for row in learned]
     if loss == "decoupled_ppo":
-        assert weights[0] == pytest.approx(1.0, abs=1e-5), "nobody but the present policy has acted"
+        assert weights[0] == pytest.approx(1.0, abs=1e-5), "only the present policy has acted"
         assert any(weight != pytest.approx(1.0, abs=1e-9) for weight in weights)
     else:
         assert weights == [None] * 6
+
+
+def test_a_policy_that_acts_with_what_is_trained_plays_nothing_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModuleActor, "SHARED_FROM", 10)
+    task = configured(tmp_path, *ROLLOUTS, "algorithm.max_staleness=1", "policy.distribution=squashed")
+    with pytest.raises(UserError, match=r"acts with the parameters that are trained.*hybrid=disaggregated"):
+        Trainer(task, tmp_path, command="test")
