@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,7 +16,8 @@ import numpy as np
 
 from embodied_rl.checkpoint.card import show_action
 from embodied_rl.config import TrainConfig
-from embodied_rl.files import write_atomic
+from embodied_rl.errors import UserError
+from embodied_rl.files import RememberedAnswers, write_atomic
 from embodied_rl.progress import clock_text
 from embodied_rl.statistics import bootstrap_mean_interval, wilson_interval
 from embodied_rl.types import EpisodeSummary, SimSpec
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from embodied_rl.loggers import LoggerGroup
 
 RESULTS_FILE = "results.json"
+_STARTS = "starts"
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,39 @@ def plan_text(config: TrainConfig, run_dir: Path) -> tuple[str, str]:
     ends += [f"at most {config.max_minutes:g} minutes"] if config.max_minutes is not None else []
     first = f"Training {config.policy.name} with {config.algorithm.name} in {task}, seed {config.seed}: {', '.join(ends)}."
     return first, f"Run folder: {run_dir}"
+
+
+def too_short(config: TrainConfig) -> list[str]:
+    """A sentence where `max_minutes` ends before a new run can train and be evaluated, as far as the last one with the same simulator,
+    policy and warm start on this machine says; else none."""
+    known = RememberedAnswers(_STARTS).read(*_start_question(config)) or {}
+    start_s, episode_s = known.get("start_s"), known.get("episode_s")
+    if config.max_minutes is None or not isinstance(start_s, float) or not isinstance(episode_s, float):
+        return []
+    limit_s, final_s, number = 60 * config.max_minutes, episode_s * config.evaluation.num_episodes, config.evaluation.num_episodes
+    if start_s + final_s < limit_s:
+        return []
+    what = "nothing will be trained, if this one is no faster" if limit_s <= start_s else "little will be trained"
+    before = f"the last such run began to train after {clock_text(start_s)} and took {clock_text(final_s)} for {number} episodes at its end"
+    enough = math.ceil((1.5 * start_s + final_s) / 6) / 10
+    return [f"max_minutes={config.max_minutes:g} is short: {before}; {what}. Set max_minutes={enough:g} or more."]
+
+
+def remember_start(config: TrainConfig, start_s: float, episode_s: float) -> None:
+    """Keep for the plan of the next such run what came before its first iteration, and what an episode of its final evaluation took."""
+    RememberedAnswers(_STARTS).write(*_start_question(config), {"start_s": round(start_s, 1), "episode_s": round(episode_s, 4)})
+
+
+def _start_question(config: TrainConfig) -> tuple[str, object]:
+    sim = [(each.target, each.task) for each in (config.sim, *(domain.sim for domain in config.domains.values()))]
+    return config.sim.name, [sim, config.policy.name, repr(config.algorithm.warm_start), platform.node()]
+
+
+def require_time(config: TrainConfig, elapsed_s: float, moment: str) -> None:
+    """Raise UserError where `max_minutes` is over before anything is trained; `moment`: when that is noticed."""
+    if config.max_minutes is not None and elapsed_s >= 60 * config.max_minutes:
+        over = f"max_minutes={config.max_minutes:g} was over {moment}, at {clock_text(elapsed_s)}"
+        raise UserError(f"Nothing was trained: {over}. Set a larger max_minutes.")
 
 
 def parts_text(config: TrainConfig, spec: SimSpec, *, num_parameters: int, device: str, num_slots: int, num_workers: int) -> str:

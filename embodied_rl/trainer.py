@@ -24,8 +24,8 @@ from embodied_rl.methods import Experience
 from embodied_rl.methods.expert_warm_start import clone_expert
 from embodied_rl.methods.training_records import start_recorders
 from embodied_rl.policies.base import Policy
-from embodied_rl.progress import Advance, clock_text, progress_bar
-from embodied_rl.reporting import RunSummary, parts_text, shows_progress, warm_start_figures
+from embodied_rl.progress import Advance, progress_bar
+from embodied_rl.reporting import RunSummary, parts_text, require_time, shows_progress, warm_start_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
 from embodied_rl.roles.components import Started, end_ranks, hybrid_here, start_simulators
 from embodied_rl.rollout.batch_sinks import TrainingRecorder
@@ -91,10 +91,14 @@ class Trainer:
         self.timeline: Timeline | None = None
         check_loggers(config.logger)
         self._shown = shows_progress(config)
-        self._episode_s: float | None = None
+        self.start_s = 0.0
+        """From the user's command to the first iteration."""
+        self.episode_s: float | None = None
         """Seconds that an episode of the last evaluation took."""
         self._iteration_s = 0.0
         """Of the last iteration."""
+        if checkpoint is None:
+            require_time(config, self.wall_clock_s(), "before the simulators were started")
         with progress_bar("starting simulators", shown=self._shown):
             # The simulators start while this process builds its networks.
             parts = start_simulators(config, announce if self._shown else lambda _: None)
@@ -102,6 +106,8 @@ class Trainer:
         self.spec = plain_spec(self.manager.spec)
         with ExitStack() as undo:
             undo.callback(self.manager.close)
+            if checkpoint is None:
+                require_time(config, self.wall_clock_s(), "when the simulators had started")
             with progress_bar("building the policy", shown=self._shown):
                 self._build(checkpoint, parts, undo)
             if checkpoint is not None:
@@ -146,11 +152,9 @@ class Trainer:
         self.engine.publish(version=self.iteration)
         self._clone_first()
         self._begin_episodes()
-        if self.iteration == 0 and self._time_is_over() and not (self.warm_start or self.interrupted):
-            limit, began = f"max_minutes={self.config.max_minutes:g}", clock_text(self.wall_clock_s())
-            raise UserError(
-                f"Nothing was trained: {limit} was over when the first iteration was to begin, at {began}. Set a larger max_minutes."
-            )
+        if self.iteration == 0 and not (self.warm_start or self.interrupted):
+            require_time(self.config, self.wall_clock_s(), "when the first iteration was to begin")
+        self.start_s = self.wall_clock_s()
         if self.config.algorithm.warm_start is not None and self.iteration == 0:
             self.save()  # what was cloned is not to be cloned again
         with self._dump_on_non_finite(), self._profiled(), self._stopper.ending_in_order(), self._progress("training") as tell:
@@ -221,7 +225,7 @@ class Trainer:
         if self.config.max_minutes is None:
             return 0.0
         number, speed = self.config.evaluation.num_episodes, self.metrics.get("speed/steps_per_s", 0.0)
-        one = self._episode_s
+        one = self.episode_s
         if one is None and self.recent and speed > 0:
             one = float(np.mean([length for _, _, length in self.recent])) / speed
         return min(1.2 * number * (one or 0.0), 15.0 * self.config.max_minutes)
@@ -316,9 +320,9 @@ class Trainer:
         Where `max_minutes` ends first, fewer seeds are played, and of simulators that play by themselves as many as there is time for.
         """
         started, wanted = time.perf_counter(), num_episodes
-        if self.manager.plays_itself and self._episode_s is not None and self.config.max_minutes is not None:
+        if self.manager.plays_itself and self.episode_s is not None and self.config.max_minutes is not None:
             left_s = 60 * self.config.max_minutes - self.wall_clock_s()
-            num_episodes = min(num_episodes, max(1, int(left_s / self._episode_s)))
+            num_episodes = min(num_episodes, max(1, int(left_s / self.episode_s)))
         with self.engine.generation(), self._progress(title, num_episodes) as advance:
             episodes = evaluate(
                 self.manager,
@@ -330,7 +334,7 @@ class Trainer:
                 is_over=self._time_is_over,
             )
         if episodes:
-            self._episode_s = (time.perf_counter() - started) / len(episodes)
+            self.episode_s = (time.perf_counter() - started) / len(episodes)
         if self._time_is_over() and len(episodes) < wanted:
             told = f"max_minutes={self.config.max_minutes:g} was over: the {title} played {len(episodes)} of {wanted} episodes."
             self.loggers.message(told)

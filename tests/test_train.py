@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
+from embodied_rl.reporting import too_short
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.short_run import last_of, told
@@ -336,18 +337,46 @@ def test_more_workers_than_cores_is_a_warning(tmp_path: Path) -> None:
     assert f"num_workers={cores + 1} is more than the {cores} cores" in done.stderr
 
 
-def test_a_run_says_first_what_it_will_do_and_at_the_end_that_nothing_was_trained(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "embodied_rl.train", "experiment=cartpole", "max_minutes=0.01", "run_dir=run", "sim.num_workers=1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 2, done.stderr
-    first, folder, *_ = done.stdout.splitlines()
-    assert first.startswith("Training actor_critic with ppo in cartpole (CartPole-v1), seed 1: at most ")
-    assert first.endswith("at most 0.01 minutes.")
-    assert folder == "Run folder: run"
-    (line,) = told(done.stderr)
-    assert line.startswith("error: Nothing was trained: max_minutes=0.01 was over when the first iteration was to begin")
-    assert not (tmp_path / "run" / "results.json").exists(), "an untrained policy has no success of 0.0%"
-    assert "parameters on cpu; action discrete(2); 16 slots over 1 worker" in done.stdout.replace("8 slots", "16 slots")
+def test_a_run_says_first_what_it_will_do_and_that_its_time_is_too_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands, each a process of its own, which imports what it needs: start-up is what takes too long here."""
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "embodied_rl.train", "experiment=cartpole", "sim.num_workers=1", "sim.num_slots=8", *words]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+    whole = run("run_dir=whole", "total_steps=512", "evaluation.num_episodes=4", "max_minutes=10", "video.enabled=no")
+    assert whole.returncode == 0, whole.stderr
+    first, folder, *_ = whole.stdout.splitlines()
+    assert first.startswith("Training actor_critic with ppo in cartpole (CartPole-v1), seed 1: at most 512 steps")
+    assert first.endswith(", at most 10 minutes.")
+    assert folder == "Run folder: whole"
+    assert "parameters on cpu; action discrete(2); 8 slots over 1 worker" in whole.stdout
+    (remembered,) = (tmp_path / "cache" / "embodied_rl" / "starts").iterdir()
+    times = json.loads(remembered.read_text(encoding="utf-8"))
+    trained_s = json.loads((tmp_path / "whole" / "results.json").read_text(encoding="utf-8"))["train_wall_clock_s"]
+    assert 0 < times["start_s"] < trained_s
+
+    remembered.write_text(json.dumps({"start_s": 30.0, "episode_s": 0.5}), encoding="utf-8")
+    short = run("run_dir=short", "max_minutes=0.01", "evaluation.num_episodes=20")
+    assert short.returncode == 2, short.stderr
+    (line,) = told(short.stderr)
+    # 0.6 seconds are over at the first look at the clock, or when the simulators run, where the machine is that fast.
+    assert line.startswith("error: Nothing was trained: max_minutes=0.01 was over ")
+    assert line.endswith("Set a larger max_minutes.")
+    # (1.5 * 30 + 20 * 0.5) / 60 = 0.92 minutes, rounded up.
+    assert short.stdout.splitlines()[1] == (
+        "max_minutes=0.01 is short: the last such run began to train after 0:30 and took 0:10 for 20 episodes at its end; nothing will be "
+        "trained, if this one is no faster. Set max_minutes=1 or more."
+    )
+    assert not (tmp_path / "short" / "results.json").exists(), "an untrained policy has no success of 0.0%"
+
+    remembered.write_text(json.dumps({"start_s": 0.5, "episode_s": 30.0}), encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (little,) = too_short(load_train_config(["experiment=cartpole", "max_minutes=9.9", "evaluation.num_episodes=20"]))
+    assert little.endswith("took 10:00 for 20 episodes at its end; little will be trained. Set max_minutes=10.1 or more.")
+    assert not too_short(load_train_config(["experiment=cartpole", "max_minutes=10.1", "evaluation.num_episodes=20"]))
+    assert not too_short(load_train_config(["experiment=cartpole", "evaluation.num_episodes=20"])), "without a limit"
 
 
 def test_hydra_help_sweeps_and_configuration_still_work(tmp_path: Path) -> None:

@@ -187,8 +187,9 @@ def train(
     """
     folder = find_run_folder(config, overrides)
     run_dir, checkpoint = folder.path, folder.checkpoint
-    started: float | None = _process_start()
-    with folder.claim, run_clock(started or time.time()):
+    began = _process_start()
+    started: float | None = began
+    with folder.claim, run_clock(began):
         if checkpoint is not None:
             config = _continued(config, checkpoint, overrides)
             announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
@@ -199,13 +200,17 @@ def train(
             config = dataclasses.replace(config, run_dir=str(run_dir))
         # A libgomp that spins between parallel regions takes the cores from the simulators; it reads this variable when torch loads it.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        from embodied_rl.reporting import plan_text, shows_progress
+        from embodied_rl.reporting import plan_text, require_time, shows_progress, too_short
 
         if shows_progress(config):
             # What follows imports torch, which takes seconds.
             what, where = plan_text(config, run_dir)
-            print("\n".join([*(wrapped_lines(what, terminal_width()) if sys.stdout.isatty() else [what]), where]), flush=True)
+            texts = [what, *too_short(config)] if checkpoint is None else [what]
+            lines = [line for text in texts for line in (wrapped_lines(text, terminal_width()) if sys.stdout.isatty() else [text])]
+            print("\n".join([*lines, where]), flush=True)
             spoke()
+        if checkpoint is None:
+            require_time(config, time.time() - began, "before anything was started")
         with progress_bar("loading PyTorch", shown=shows_progress(config)):
             from embodied_rl.roles.failures import RoleLost
         for num_restarts in itertools.count():
@@ -228,8 +233,10 @@ def _run(
     loggers: Sequence[Logger],
     tells: bool,
 ) -> None:
+    import psutil
+
     from embodied_rl.checkpoint import resume_command
-    from embodied_rl.reporting import shows_progress
+    from embodied_rl.reporting import remember_start, shows_progress
 
     with progress_bar("loading libraries", shown=shows_progress(config)):
         from embodied_rl.roles.failures import RoleLost
@@ -254,6 +261,8 @@ def _run(
             go_on = f"python -m embodied_rl.evaluate {shlex.quote(f'checkpoint={run_dir}')}"
             announce(f"max_minutes={config.max_minutes:g} left no time for the final evaluation. Evaluate with: {go_on}")
             return
+        if checkpoint is None and started == psutil.Process().create_time() and trainer.episode_s is not None:
+            remember_start(config, trainer.start_s, trainer.episode_s)  # of a command of its own: it imported all that it needs
         trainer.require_folder()
         from embodied_rl.commands.render import render_videos
         from embodied_rl.reports.page import finish_run
