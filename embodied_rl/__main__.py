@@ -6,7 +6,7 @@ import runpy
 import sys
 
 from embodied_rl.commands.cli import run_command
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import require_known
 
 COMMANDS = {
     "train": "train a policy",
@@ -50,8 +50,7 @@ def _run() -> None:
         given = sys.argv[2] if len(sys.argv) > 2 else ""
         print(script(given) if name == "completion" else "\n".join(completions(given, [*COMMANDS, "completion"])))
         return
-    if name not in COMMANDS:
-        raise UserError(f"Command '{sys.argv[1]}' is not known.{did_you_mean(name, COMMANDS)}")
+    require_known(name, COMMANDS, f"Command '{sys.argv[1]}' is not known.")
     del sys.argv[1]
     # As `python -m` does it, so that worker processes find the same main module.
     runpy.run_module(f"embodied_rl.{name}", run_name="__main__", alter_sys=True)

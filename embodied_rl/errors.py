@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 _SHOWN_CHARS = 80
@@ -94,6 +94,12 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
         nearest = sorted(difflib.get_close_matches(asked, known, n=6, cutoff=0.0))
         listing = f"{', '.join(nearest)}, … ({len(known)} in all)"
     return f"{suggestion} Known: {listing}."
+
+
+def require_known(name: object, known: Collection[str], said: str) -> None:
+    """Raises UserError for a name that is none of those known: what is `said`, and the choices."""
+    if name not in known:
+        raise UserError(f"{said}{did_you_mean(name, known)}")
 
 
 def shown(value: object) -> str:

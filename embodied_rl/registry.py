@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean, require_known
 
 
 def load_target(target: str, extra: str | None = None) -> Any:
@@ -90,8 +90,7 @@ class Registry:
         if ":" in name:
             return name
         self._discover()
-        if name not in self._targets:
-            raise UserError(f"{self.kind.capitalize()} '{name}' is not known.{did_you_mean(name, self._targets)}")
+        require_known(name, self._targets, f"{self.kind.capitalize()} '{name}' is not known.")
         return self._targets[name]
 
     def load(self, name: str) -> Any:

@@ -9,7 +9,7 @@ from embodied_rl.algorithms.catalogue import MethodInfo
 from embodied_rl.algorithms.loss_table import LossInfo, loss_info
 from embodied_rl.config import AlgorithmConfig, CorrectionConfig
 from embodied_rl.config.building import check_arguments
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.registry import load_target
 
 OF_CONFIG = {"gamma", "gae_lambda", "clip_low", "clip_high", "dual_clip"}
@@ -54,8 +54,7 @@ def _check_options(info: MethodInfo, given: dict[str, object], where: str, confi
     for name in given:
         if name in OF_CONFIG:
             raise UserError(f"{where}.{name} has its own key: set algorithm.{name}.")
-        if name not in allowed:
-            raise UserError(f"{where}.{name} is no option of '{info.name}'.{did_you_mean(str(name), allowed)}")
+        require_known(name, allowed, f"{where}.{name} is no option of '{info.name}'.")
     missing = [name for name in info.required_options if name not in OF_CONFIG and name not in given]
     if missing:
         raise UserError(f"'{info.name}' needs {where}.{missing[0]}.")

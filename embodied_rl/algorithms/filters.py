@@ -14,7 +14,7 @@ import numpy as np
 
 from embodied_rl.bounds import Score, Share
 from embodied_rl.config.building import check_arguments
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, require_known
 from embodied_rl.types import EpisodeGroup
 
 GroupFilter = Callable[[EpisodeGroup], str | None]
@@ -72,8 +72,7 @@ def path(*, path: str, minimum: Score | None = None, maximum: Score | None = Non
     """
     if (equals is None) == (minimum is None and maximum is None):
         raise UserError(f"The filter on '{path}' needs either minimum and/or maximum, or equals.")
-    if over not in get_args(Over):
-        raise UserError(f"over={over!r} is not a choice for the filter on '{path}'.{did_you_mean(str(over), get_args(Over))}")
+    require_known(over, get_args(Over), f"over={over!r} is not a choice for the filter on '{path}'.")
     first, _, rest = path.partition(".")
     of_episodes = first == "episode"
     if of_episodes and equals is not None and over == "mean":
@@ -122,12 +121,10 @@ def build_filters(settings: Sequence[Mapping[str, Any]]) -> tuple[GroupFilter, .
     built = []
     for number, setting in enumerate(settings):
         name, arguments = str(setting.get("name")), {key: value for key, value in setting.items() if key != "name"}
-        if name not in FILTERS:
-            raise UserError(f"Group filter '{name}' is not known.{did_you_mean(name, FILTERS)}")
+        require_known(name, FILTERS, f"Group filter '{name}' is not known.")
         parameters = inspect.signature(FILTERS[name]).parameters
         for key in arguments:
-            if key not in parameters:
-                raise UserError(f"Group filter '{name}' has no setting '{key}'.{did_you_mean(str(key), parameters)}")
+            require_known(key, parameters, f"Group filter '{name}' has no setting '{key}'.")
         missing = [key for key, parameter in parameters.items() if parameter.default is parameter.empty and key not in arguments]
         if missing:
             raise UserError(f"Group filter '{name}' needs {', '.join(missing)}.")

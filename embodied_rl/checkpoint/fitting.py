@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from embodied_rl.checkpoint.card import show, show_action
 from embodied_rl.checkpoint.folder import CONFIG_FILE, Checkpoint
-from embodied_rl.errors import IncompatibleCheckpointError, UserError, did_you_mean
+from embodied_rl.errors import IncompatibleCheckpointError, UserError, require_known
 from embodied_rl.types import SimSpec
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def domain_part(checkpoint: Checkpoint, domain: str | None) -> Checkpoint:
         return checkpoint
     if domain is None:
         raise UserError(f"Checkpoint '{checkpoint.path}' is of a run with several domains: choose domain={' or domain='.join(domains)}.")
-    if domain not in domains:
-        raise UserError(f"domain={domain} is not known.{did_you_mean(domain, domains)}")
+    require_known(domain, domains, f"domain={domain} is not known.")
     prefix = role_prefix(SHARED_ROLE if domains[domain].policy is None else domain)
     try:
         spec = SimSpec.from_dict(checkpoint.state["algorithm"]["specs"][domain])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.commands.cli import as_command, columns, print_tables, terminal_width
 from embodied_rl.config import SimConfig, config_file, group_names, load_sim_config
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, require_known
 from embodied_rl.progress import progress_bar, wrapped_lines
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ class Entry:
 def entries(kind: str) -> list[Entry]:
     """What there is of one kind (a key of `KINDS`), by name. Raises UserError with the nearest kind."""
     kind = _ALSO.get(kind, kind)
-    if kind not in KINDS:
-        raise UserError(f"'{kind}' is not a kind of the catalogue.{did_you_mean(kind, KINDS)}")
+    require_known(kind, KINDS, f"'{kind}' is not a kind of the catalogue.")
     group = KINDS[kind]
     return [_entry(group, name, config_file(group, name)) for name in group_names(group)]
 

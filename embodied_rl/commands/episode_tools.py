@@ -15,7 +15,7 @@ import numpy as np
 
 from embodied_rl.bounds import Seed
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, columns, fail, terminal_width
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.files import cannot_write
 from embodied_rl.progress import progress_bar
 
@@ -103,8 +103,7 @@ def main(argv: Sequence[str]) -> None:
         print(usage())
         return
     name, *words = argv
-    if name not in COMMANDS:
-        raise UserError(f"'{name}' is not a subcommand.{did_you_mean(name, COMMANDS)}")
+    require_known(name, COMMANDS, f"'{name}' is not a subcommand.")
     bodies: dict[str, Callable[[dict[str, Any]], None]] = {
         "info": _info,
         "validate": _validate,

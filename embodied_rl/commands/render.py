@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command
 from embodied_rl.config import load_sim_config
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.files import require_writable
 from embodied_rl.media.overlays import FORMATS, Film, file_name, write_videos
 from embodied_rl.progress import progress_bar
@@ -394,8 +394,7 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
         raise UserError("Nothing to film: give checkpoint=… (a run's folder, say) or recording=…. See --help.")
     logs = _words(values["log"] or "")
     for word in logs:
-        if word not in LOGGERS:
-            raise UserError(f"log={values['log']}: '{word}' is not a choice.{did_you_mean(word, LOGGERS)}")
+        require_known(word, LOGGERS, f"log={values['log']}: '{word}' is not a choice.")
     trust = trusted_names(values["trust"])
     load = functools.partial(load_to_play, domain=values["domain"], sim=values["sim"], overrides=overrides, trust=trust, logs=bool(logs))
     checkpoint = load(values["checkpoint"])

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union
 
 from embodied_rl.bounds import Bounds, Free
-from embodied_rl.errors import UserError, did_you_mean, shown
+from embodied_rl.errors import UserError, did_you_mean, require_known, shown
 
 Built = TypeVar("Built")
 _KINDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
@@ -58,8 +58,7 @@ def build(cls: type[Built], data: object, where: str) -> Built:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     prefix = f"{where}." if where else ""
     for key in data:
-        if key not in fields:
-            raise UserError(f"Configuration key {shown(f'{prefix}{key}')} is not known.{did_you_mean(key, fields)}")
+        require_known(key, fields, f"Configuration key {shown(f'{prefix}{key}')} is not known.")
     kind: type = cls
     values = {}
     for name, spec in fields.items():
@@ -123,8 +122,7 @@ def check_constructor(cls: type[Any], name: str, given: Mapping[str, Any], where
     parameters = inspect.signature(cls).parameters
     allowed = [key for key in parameters if key not in offered]
     for key in given:
-        if key not in allowed:
-            raise UserError(f"{where}.{key} is no argument of '{name}'.{did_you_mean(key, allowed)}")
+        require_known(key, allowed, f"{where}.{key} is no argument of '{name}'.")
     missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in given]
     if missing:
         raise UserError(f"'{name}' needs {where}.{missing[0]}.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from embodied_rl.bounds import Bounds, Chunk, Layers, LogStd, LoraRank, Positive, PositiveTemperature, Size, Tokens
 from embodied_rl.config.building import Config, require
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 
 
 class PolicyOptions(Config, place="policy"):
@@ -195,8 +195,7 @@ class FlowOptions(PolicyOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.method not in get_args(Method):
-            raise UserError(f"policy.method={self.method!r} is not a choice.{did_you_mean(str(self.method), get_args(Method))}")
+        require_known(self.method, get_args(Method), f"policy.method={self.method!r} is not a choice.")
         require(self.min_std <= self.max_std, "policy.min_std", f"<= policy.max_std ({self.max_std})", self.min_std)
 
 

@@ -34,7 +34,7 @@ from embodied_rl.config.algorithm import AlgorithmConfig
 from embodied_rl.config.building import Config, build, require
 from embodied_rl.config.hybrid import HybridConfig
 from embodied_rl.config.policy import AnyPolicyConfig, LanguageConfig
-from embodied_rl.errors import UserError, did_you_mean, shown
+from embodied_rl.errors import UserError, did_you_mean, require_known, shown
 from embodied_rl.registry import installed_targets
 
 
@@ -276,8 +276,7 @@ class LoggerConfig(Config, place="logger"):
                 raise UserError(f"logger.names[{index}]={shown(name)} is not a choice.{did_you_mean(name, known)}")
         short = [name.rpartition(":")[2] for name in self.names]
         for name in self.options:
-            if name not in short:
-                raise UserError(f"logger.options.{name} is of no logger in logger.names.{did_you_mean(name, short)}")
+            require_known(name, short, f"logger.options.{name} is of no logger in logger.names.")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from embodied_rl.episodes.assessment import (
     share_of_best,
 )
 from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, discounts, effective_sample_size, log_weights, stack
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.evaluation.offline_policy import (
     Mode,
     PlayedEpisode,
@@ -79,8 +79,7 @@ class OfflineSettings:
 
     def __post_init__(self) -> None:
         for name in self.estimators:
-            if name not in ALL_ESTIMATORS:
-                raise UserError(f"estimators: '{name}' is not a choice.{did_you_mean(name, ALL_ESTIMATORS)}")
+            require_known(name, ALL_ESTIMATORS, f"estimators: '{name}' is not a choice.")
 
     @property
     def needs_model(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from embodied_rl.config.hybrid import ClusterConfig, NodesConfig, PlacementConfig, PlacementKind
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 
 Role = Literal["env", "generation", "reward", "train"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -172,8 +172,7 @@ def _roles(config: PlacementConfig, env: Sequence[Device], generation: Sequence[
 
 def _explicit(config: PlacementConfig, cluster: Cluster, simulator: Literal["cpu", "gpu"]) -> Placement:
     for role in config.roles:
-        if role not in ROLES:
-            raise UserError(f"hybrid.placement: role '{role}' is not known.{did_you_mean(str(role), ROLES)}")
+        require_known(role, ROLES, f"hybrid.placement: role '{role}' is not known.")
     missing = [role for role in ROLES if role not in config.roles and role != "reward"]
     if missing:
         raise UserError(f"hybrid.placement.roles lacks {', '.join(missing)}: give each a list of devices such as ['0/gpu:*'].")

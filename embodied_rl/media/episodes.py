@@ -11,7 +11,7 @@ import numpy as np
 from embodied_rl.agents.turns import Turn
 from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.episodes.sink import Sink
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.types import EpisodeSummary
 
 Kind = Literal["first", "best", "worst", "random"]
@@ -43,8 +43,7 @@ class Selection:
             among: episodes to choose from; None: four times as many as are shown, and no more than are shown for ``first``.
         """
         kind, colon, count = text.partition(":")
-        if kind not in KINDS:
-            raise UserError(f"select={text}: '{kind}' is not a choice.{did_you_mean(kind, KINDS)}")
+        require_known(kind, KINDS, f"select={text}: '{kind}' is not a choice.")
         if colon and not (count.isascii() and count.isdigit()):
             raise UserError(f"select={text}: '{count}' is not a number of episodes; write select={kind}:4, say.")
         shown = int(count) if colon else num_shown
@@ -187,8 +186,7 @@ def choose_cameras(wanted: Sequence[str], known: Mapping[str, Any], recording: R
     if not wanted or list(wanted) == ["default"]:
         return tuple(known)[:1]
     for camera in wanted:
-        if camera not in known:
-            raise UserError(f"'{recording.path}' has no pictures of camera '{camera}'.{did_you_mean(camera, known)}")
+        require_known(camera, known, f"'{recording.path}' has no pictures of camera '{camera}'.")
     return tuple(wanted)
 
 

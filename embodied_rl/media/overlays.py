@@ -13,7 +13,7 @@ import numpy as np
 
 from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
 from embodied_rl.config.building import Config
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.media.episodes import FilmedEpisode, Moment, Selection
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.types import ActionSpec
@@ -45,8 +45,7 @@ def parse_overlays(text: str) -> frozenset[str]:
     """``task,value``, ``default,actions``, ``all`` or ``none``. Raises UserError for an unknown name."""
     chosen: set[str] = set()
     for word in filter(None, (part.strip() for part in text.split(","))):
-        if word not in (*NAMES, "default", "all", "none"):
-            raise UserError(f"overlay={text}: '{word}' is not a choice.{did_you_mean(word, (*NAMES, 'default', 'all', 'none'))}")
+        require_known(word, (*NAMES, "default", "all", "none"), f"overlay={text}: '{word}' is not a choice.")
         chosen |= set(DEFAULT if word == "default" else NAMES if word == "all" else () if word == "none" else (word,))
     return frozenset(chosen)
 
@@ -300,8 +299,7 @@ class Film(Config):
 
         super().__post_init__()
         for word in self.formats or ("",):
-            if word not in FORMATS:
-                raise UserError(f"format={','.join(self.formats)}: '{word}' is not a choice.{did_you_mean(word, FORMATS)}")
+            require_known(word, FORMATS, f"format={','.join(self.formats)}: '{word}' is not a choice.")
         if len(self.cameras) > MAX_CAMERAS or len(set(self.cameras)) < len(self.cameras):
             raise UserError(f"cameras={','.join(self.cameras)}: name up to {MAX_CAMERAS}, each once.")
         parse_overlays(self.overlay)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_rl.config import AnyPolicyConfig
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, require_known
 from embodied_rl.types import ActionLayout, SimSpec, TensorSpec
 
 TensorObservation = dict[str, Tensor]
@@ -315,8 +315,7 @@ def image_of(spec: SimSpec, key: str, option: str) -> TensorSpec:
 def vector_of(spec: SimSpec, key: str, option: str) -> TensorSpec:
     """The vector that a policy reads. Raises UserError, naming `option`, where the simulator shows none of that name."""
     vectors = [name for name, part in spec.tensors.items() if len(part.shape) == 1]
-    if key not in vectors:
-        raise UserError(f"{option}='{key}' is no vector that task '{spec.task}' shows.{did_you_mean(key, vectors)}")
+    require_known(key, vectors, f"{option}='{key}' is no vector that task '{spec.task}' shows.")
     return spec.tensors[key]
 
 

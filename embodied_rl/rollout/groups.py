@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
-from embodied_rl.errors import IncompatibleCheckpointError, UserError, did_you_mean
+from embodied_rl.errors import IncompatibleCheckpointError, UserError, require_known
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.types import Episode, EpisodeGroup
 
@@ -83,10 +83,7 @@ class GroupQueueConfig:
             value = vars(self)[name]
             if value is not None and not value > 0:
                 raise UserError(f"groups.{name} must be > 0 or null, got {value!r}.")
-        if self.overtaking not in get_args(Overtaking):
-            raise UserError(
-                f"groups.overtaking={self.overtaking!r} is not a choice.{did_you_mean(str(self.overtaking), get_args(Overtaking))}"
-            )
+        require_known(self.overtaking, get_args(Overtaking), f"groups.overtaking={self.overtaking!r} is not a choice.")
 
     @property
     def num_places(self) -> int:

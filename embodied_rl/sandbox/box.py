@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Literal, TypedDict, get_args
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.sandbox import landlock
 
 Level = Literal["namespaces", "landlock", "prlimit"]
@@ -463,8 +463,7 @@ def protection(minimum: str, key: str) -> Level:
     Raises:
         UserError: `minimum` is no level, or the machine has only weaker ones.
     """
-    if minimum not in LEVELS:
-        raise UserError(f"{key}='{minimum}' is not a choice.{did_you_mean(str(minimum), LEVELS)}")
+    require_known(minimum, LEVELS, f"{key}='{minimum}' is not a choice.")
     found = strongest()
     if found is None:
         raise UserError(f"Programs cannot be run in a sandbox here: {failure('prlimit')}.")

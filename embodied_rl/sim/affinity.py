@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.sim.topology import Gpu, Topology, format_list
 
 # ---- the kernel's memory policy of the calling thread -----------------------------------------------------------------
@@ -243,8 +243,7 @@ def plan_placement(
     """
     if num_workers < 1 or threads < 1:
         raise UserError(f"Placement needs at least one worker and one thread, got {num_workers} and {threads}.")
-    if policy not in POLICIES:
-        raise UserError(f"sim.placement={policy!r} is not a choice.{did_you_mean(str(policy), POLICIES)}")
+    require_known(policy, POLICIES, f"sim.placement={policy!r} is not a choice.")
     if policy == "auto":
         policy = choose_policy(topology, gpus)
     if policy == "none":

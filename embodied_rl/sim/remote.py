@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, require_known
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.faults import WrongShapeError
 from embodied_rl.sim.remote_client import Answer, JsonClient, Patience, RemoteFault
@@ -56,8 +56,7 @@ def make(
     Raises:
         UserError: no service answers at the URL, or it refuses the request.
     """
-    if protocol not in PROTOCOLS:
-        raise UserError(f"sim.kwargs.protocol='{protocol}' is not a choice.{did_you_mean(protocol, PROTOCOLS)}")
+    require_known(protocol, PROTOCOLS, f"sim.kwargs.protocol='{protocol}' is not a choice.")
     client = JsonClient(url, token=os.environ.get(token_env), patience=Patience(attempt_s=attempt_s, deadline_s=deadline_s))
     if protocol == "rock":
         from embodied_rl.sim.text.gem import make_rock

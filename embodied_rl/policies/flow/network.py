@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from embodied_rl.config import FlowNetworkConfig, FlowPolicyConfig, PolicyConfig
 from embodied_rl.config.policy import FlowOptions
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.policies.actor_critic import ImageTrunk, make_mlp
 from embodied_rl.policies.base import TensorObservation
 from embodied_rl.policies.flow.policy import FlowPolicy, VelocityModel
@@ -112,8 +112,7 @@ def build_flow(config: FlowPolicyConfig, spec: SimSpec) -> FlowPolicy[Tensor]:
 
 
 def _part(spec: SimSpec, key: str, num_axes: int) -> TensorSpec:
-    if key not in spec.tensors:
-        raise UserError(f"Observation '{key}' does not exist in task '{spec.task}'.{did_you_mean(key, spec.tensors)}")
+    require_known(key, spec.tensors, f"Observation '{key}' does not exist in task '{spec.task}'.")
     part = spec.tensors[key]
     if len(part.shape) != num_axes or (num_axes == 3 and part.dtype != "uint8"):
         wanted = "a vector" if num_axes == 1 else "an image, uint8 [height, width, 3]"

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from embodied_rl.config.policy import FlowOptions, PI0Options, PI0PolicyConfig
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.files import reset_mode, write_atomic
 from embodied_rl.policies.base import TensorObservation
 from embodied_rl.policies.flow.policy import FlowPolicy, VelocityModel
@@ -153,8 +153,7 @@ class PI0Inputs:
         self, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, spec: SimSpec, options: PI0Options, state: Moments
     ) -> None:
         for key in (*options.cameras, *([options.state_key] if options.state_key is not None else [])):
-            if key not in spec.tensors:
-                raise UserError(f"Observation '{key}' does not exist in task '{spec.task}'.{did_you_mean(key, spec.tensors)}")
+            require_known(key, spec.tensors, f"Observation '{key}' does not exist in task '{spec.task}'.")
         self.tokenizer, self.spec, self.options, self.state = tokenizer, spec, options, state
         vision = config.vlm_config.vision_config
         self.image_size = int(vision.image_size)

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra, shown
+from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known, shown
 from embodied_rl.reading import parse_json, read_regular
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ class OpenVLAConfig:
     """The whole of `config.json`, so that saving keeps what we do not read."""
 
     def __post_init__(self) -> None:
-        if self.resize not in get_args(ResizeStrategy):
-            raise UserError(f"image_resize_strategy='{self.resize}' is not known.{did_you_mean(self.resize, get_args(ResizeStrategy))}")
+        require_known(self.resize, get_args(ResizeStrategy), f"image_resize_strategy='{self.resize}' is not known.")
         if self.vision[0].num_patches != self.vision[1].num_patches or self.vision[0].image_size != self.vision[1].image_size:
             raise UserError(f"Both vision transformers must see the same patches, got {self.vision[0]} and {self.vision[1]}.")
 
@@ -169,8 +168,7 @@ def shapes_of(given: Sequence[Mapping[str, Any]]) -> tuple[ViTShape, ViTShape] |
     for index, shape in enumerate(given):
         place = f"policy.vision[{index}]"
         for name, value in shape.items():
-            if name not in known:
-                raise UserError(f"{place}.{name} is not known.{did_you_mean(str(name), known)}")
+            require_known(name, known, f"{place}.{name} is not known.")
             kind = bool if known[name].type == "bool" else int
             if type(value) is not kind or value < 0:
                 raise UserError(f"{place}.{name} must be {'true or false' if kind is bool else 'a whole number'}, got {shown(value)}.")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.config.policy import VLAOptions
-from embodied_rl.errors import UserError, did_you_mean, from_extra
+from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
 from embodied_rl.policies.action_tokens import TokenDistribution, mean_of_steps
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, instructions_of
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
@@ -430,8 +430,7 @@ def _check_spec(
     if len(options.cameras) != num_images:
         raise UserError(f"The model sees {num_images} image(s), but policy.cameras names {len(options.cameras)}: {list(options.cameras)}.")
     for key in options.cameras:
-        if key not in spec.tensors:
-            raise UserError(f"policy.cameras: '{key}' is not an observation of task '{spec.task}'.{did_you_mean(key, spec.tensors)}")
+        require_known(key, spec.tensors, f"policy.cameras: '{key}' is not an observation of task '{spec.task}'.")
         part = spec.tensors[key]
         if part.dtype != "uint8" or len(part.shape) != 3 or part.shape[-1] != 3:
             raise UserError(f"policy.cameras: '{key}' of task '{spec.task}' is {part.dtype} {list(part.shape)}, not uint8 [H, W, 3].")

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import MissingExtraError, UserError, did_you_mean, require_known
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ResizeStrategy, read_json
 from embodied_rl.policies.openvla.model import BOS_TOKEN, EMPTY_TOKEN
 
@@ -74,8 +74,7 @@ def range_of(
     """
     name = resolve_key(norm_stats, key)
     entry = norm_stats[name]
-    if part not in entry:
-        raise UserError(f"norm_stats['{name}'] has no '{part}'.{did_you_mean(part, entry)}")
+    require_known(part, entry, f"norm_stats['{name}'] has no '{part}'.")
     statistics = entry[part]
     low_name, high_name = ("q01", "q99") if bounds == "quantiles" else ("min", "max")
     missing = [field for field in (low_name, high_name) if field not in statistics]
@@ -98,8 +97,7 @@ def resolve_key(norm_stats: Mapping[str, Any], key: str | None) -> str:
         raise UserError(
             f"policy.unnorm_key must name the data set whose action ranges are used. Known: {', '.join(sorted(norm_stats)) or '(none)'}."
         )
-    if key not in norm_stats:
-        raise UserError(f"policy.unnorm_key='{key}' is not in the checkpoint's norm_stats.{did_you_mean(key, norm_stats)}")
+    require_known(key, norm_stats, f"policy.unnorm_key='{key}' is not in the checkpoint's norm_stats.")
     return key
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra
+from embodied_rl.errors import from_extra, require_known
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
@@ -71,10 +71,8 @@ class AlohaSim(MujocoSim):
         max_target_step_rad: float | None = 1.0,
         render_size: int = 256,
     ) -> None:
-        if task not in TASKS:
-            raise UserError(f"gym-aloha task '{task}' is not known.{did_you_mean(task, TASKS)}")
-        if observation not in OBSERVATIONS:
-            raise UserError(f"gym-aloha observation '{observation}' is not known.{did_you_mean(observation, OBSERVATIONS)}")
+        require_known(task, TASKS, f"gym-aloha task '{task}' is not known.")
+        require_known(observation, OBSERVATIONS, f"gym-aloha observation '{observation}' is not known.")
         self._scene, instruction = TASKS[task]
         self._library = _gym_aloha()
         self._task, first = _load(self._scene)

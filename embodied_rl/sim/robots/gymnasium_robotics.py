@@ -17,7 +17,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra
+from embodied_rl.errors import UserError, from_extra, require_known
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest
 from embodied_rl.sim.robots.known_indices import know_indices
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
@@ -83,8 +83,7 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
     Raises MissingExtraError; UserError: unknown task or argument.
     """
     known = set(tasks())
-    if task not in known:
-        raise UserError(f"gymnasium-robotics task '{task}' is not known.{did_you_mean(task, known)}")
+    require_known(task, known, f"gymnasium-robotics task '{task}' is not known.")
     family = _family(str(gymnasium.spec(task).entry_point))
     if family == "franka_kitchen":
         kwargs = {"tasks_to_complete": list(KITCHEN_TASKS), "terminate_on_tasks_completed": False, **kwargs}
@@ -127,8 +126,7 @@ def _family(entry_point: str) -> str:
 
 def _check_kitchen(names: Sequence[str]) -> None:
     for name in names:
-        if name not in KITCHEN_WORDS:
-            raise UserError(f"The kitchen has no task '{name}'.{did_you_mean(str(name), KITCHEN_WORDS)}")
+        require_known(name, KITCHEN_WORDS, f"The kitchen has no task '{name}'.")
     if not names:
         raise UserError("sim.kwargs.tasks_to_complete is empty: name at least one of " + ", ".join(KITCHEN_WORDS) + ".")
 

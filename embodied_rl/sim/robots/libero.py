@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean, from_extra
+from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean, from_extra, require_known
 from embodied_rl.files import write_atomic
 from embodied_rl.sim.robots.libero_states import INIT_STATES, chosen_states, read_init_states
 from embodied_rl.sim.robots.robosuite import FIXED_ARGUMENTS, RobosuiteSim, check_name, quiet_import
@@ -108,8 +108,7 @@ class LiberoSim(RobosuiteSim):
             ("choice of init_states", init_states, INIT_STATES),
             ("orientation", orientation, ORIENTATIONS),
         ):
-            if name not in known:
-                raise UserError(f"LIBERO {kind} '{name}' is not known.{did_you_mean(name, known)}")
+            require_known(name, known, f"LIBERO {kind} '{name}' is not known.")
         self.tasks = _expand(task)
         if observation == "state" and len(self.tasks) > 1:
             raise UserError(f"The objects of the tasks of '{task}' differ: observe a suite with observation=rgb, or choose one task.")
@@ -223,8 +222,7 @@ def _expand(task: str) -> list[str]:
     """Full names of the task or of the suite's tasks."""
     known = _suites()
     suite, _, name = task.partition("/")
-    if suite not in known:
-        raise UserError(f"LIBERO suite '{suite}' is not known.{did_you_mean(suite, known)}")
+    require_known(suite, known, f"LIBERO suite '{suite}' is not known.")
     if not name:
         return [f"{suite}/{each}" for each in known[suite]]
     if name.isdigit() and int(name) < len(known[suite]):

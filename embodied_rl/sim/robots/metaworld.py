@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra
+from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
@@ -113,8 +113,7 @@ class MultiTaskSim(SimEnv):
     def __init__(
         self, num_envs: int, name: str, tasks: Sequence[str], camera: str, render_size: int, one_hot: str = "none", ahead: bool = False
     ) -> None:
-        if one_hot not in ONE_HOT:
-            raise UserError(f"Meta-World choice of one_hot '{one_hot}' is not known.{did_you_mean(str(one_hot), ONE_HOT)}")
+        require_known(one_hot, ONE_HOT, f"Meta-World choice of one_hot '{one_hot}' is not known.")
         self.tasks = tuple(tasks)
         self._camera, self._render_size = camera, render_size
         self._stock: dict[str, list[GymnasiumSim]] = {task: [] for task in self.tasks}
@@ -218,8 +217,7 @@ class SeededTask(gymnasium.Wrapper):
         env: SawyerXYZEnv = task_class(render_mode="rgb_array", camera_name=camera, width=render_size, height=render_size)
         super().__init__(env)
         cameras = [env.model.camera(index).name for index in range(env.model.ncam)]
-        if camera not in cameras:
-            raise UserError(f"Meta-World camera '{camera}' is not known.{did_you_mean(camera, cameras)}")
+        require_known(camera, cameras, f"Meta-World camera '{camera}' is not known.")
         cheapen_rendering(env)
         shorten_steps(env)
         self.task = env

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra
+from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
 from embodied_rl.paths import assets_dir
 from embodied_rl.registry import load_target
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
@@ -161,8 +161,7 @@ class MjcfSim(MujocoSim):
 
     def _state_reader(self, observe: Sequence[str]) -> Callable[[MjData], np.ndarray]:
         for name in observe:
-            if name not in STATE_PARTS:
-                raise UserError(f"'{name}' cannot be observed of an MJCF model.{did_you_mean(name, STATE_PARTS)}")
+            require_known(name, STATE_PARTS, f"'{name}' cannot be observed of an MJCF model.")
 
         def parts(data: MjData) -> dict[str, np.ndarray]:
             mocap = np.concatenate([data.mocap_pos.ravel(), data.mocap_quat.ravel()])
@@ -174,8 +173,7 @@ class MjcfSim(MujocoSim):
         names = [self.model.key(index).name or str(index) for index in range(self.model.nkey)]
         if keyframe is None or (isinstance(keyframe, int) and 0 <= keyframe < self.model.nkey):
             return keyframe
-        if str(keyframe) not in names:
-            raise UserError(f"Model '{task}' has no keyframe '{keyframe}'.{did_you_mean(str(keyframe), names)}")
+        require_known(str(keyframe), names, f"Model '{task}' has no keyframe '{keyframe}'.")
         return names.index(str(keyframe))
 
 

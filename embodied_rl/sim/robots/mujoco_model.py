@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import gymnasium
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, require_known
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.saved_state import layers_of, unique_held
 from embodied_rl.types import StepBuffers
@@ -58,8 +58,7 @@ class Drawing:
 
     def check_camera(self, camera: str) -> None:
         """Raises UserError with the nearest name where the model has no such camera."""
-        if camera not in self.cameras():
-            raise UserError(f"Camera '{camera}' is not known.{did_you_mean(camera, self.cameras())}")
+        require_known(camera, self.cameras(), f"Camera '{camera}' is not known.")
 
     def frame(self, data: MjData, camera: str | int = -1, height: int = 256, width: int = 256, out: np.ndarray | None = None) -> np.ndarray:
         """One picture [height, width, 3] uint8, the top row first; camera -1 is MuJoCo's free camera.

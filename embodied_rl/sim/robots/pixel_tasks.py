@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra
+from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
 from embodied_rl.paths import assets_dir
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
@@ -80,8 +80,7 @@ class PixelTasks(MujocoSim):
 
     def __init__(self, num_envs: int, task: str = "all", reward: str = "sparse", image_size: int = 48, render_size: int = 256) -> None:
         self.tasks = task_set(task)
-        if reward not in REWARDS:
-            raise UserError(f"PixelTasks reward '{reward}' is not known.{did_you_mean(reward, REWARDS)}")
+        require_known(reward, REWARDS, f"PixelTasks reward '{reward}' is not known.")
         with from_extra("PixelTasks", "mujoco"):
             import mujoco
         self._mujoco = mujoco

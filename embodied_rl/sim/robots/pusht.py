@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import gymnasium
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra
+from embodied_rl.errors import from_extra, require_known
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one
 
 if TYPE_CHECKING:
@@ -39,10 +39,8 @@ def make(task: str, num_envs: int, observation: str = "state", image_size: int =
     Raises MissingExtraError; UserError: unknown task or observation.
     """
     known = tasks()
-    if task not in known:
-        raise UserError(f"gym-pusht task '{task}' is not known.{did_you_mean(task, known)}")
-    if observation not in OBSERVATIONS:
-        raise UserError(f"gym-pusht observation '{observation}' is not known.{did_you_mean(observation, OBSERVATIONS)}")
+    require_known(task, known, f"gym-pusht task '{task}' is not known.")
+    require_known(observation, OBSERVATIONS, f"gym-pusht observation '{observation}' is not known.")
     sizes = {"observation_width": image_size, "observation_height": image_size}
     sizes |= {"visualization_width": render_size, "visualization_height": render_size}
     envs = [make_one(f"gym_pusht/{task}", extra="pusht", obs_type=OBSERVATIONS[observation], **sizes, **kwargs) for _ in range(num_envs)]

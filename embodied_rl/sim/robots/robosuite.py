@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean, from_extra
+from embodied_rl.errors import UserError, from_extra, require_known
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.rendering import has_display, mujoco_backend
@@ -277,8 +277,7 @@ class RobosuiteSim(SimEnv):
 
 def check_name(kind: str, name: str, known: Collection[str]) -> None:
     """Raises UserError with the nearest name where `name` is not among the known ones."""
-    if name not in known:
-        raise UserError(f"robosuite {kind} '{name}' is not known.{did_you_mean(name, known)}")
+    require_known(name, known, f"robosuite {kind} '{name}' is not known.")
 
 
 def import_robosuite() -> ModuleType:

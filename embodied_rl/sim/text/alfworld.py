@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean, from_extra
+from embodied_rl.errors import MissingAssetsError, from_extra, require_known
 from embodied_rl.sim.seeding import chosen
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
@@ -55,11 +55,9 @@ def make(
 
     Raises MissingExtraError, MissingAssetsError; UserError: an unknown task or split.
     """
-    if task not in tasks():
-        raise UserError(f"ALFWorld has no task '{task}'.{did_you_mean(task, tasks())}")
+    require_known(task, tasks(), f"ALFWorld has no task '{task}'.")
     for name in (split, held_out_split):
-        if name not in SPLITS:
-            raise UserError(f"ALFWorld has no split '{name}'.{did_you_mean(name, SPLITS)}")
+        require_known(name, SPLITS, f"ALFWorld has no split '{name}'.")
     folder = Path(data or os.environ.get("ALFWORLD_DATA") or Path.home() / ".cache" / "alfworld")
     games = {name: game_files(folder, name, task) for name in {split, held_out_split}}
     import_engine()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import require_known
 
 KINDS = ("auto", "number", "choice", "text")
 """What an answer is: auto decides by the right answer."""
@@ -81,8 +81,7 @@ def equal(given: str, wanted: str, *, kind: str = "auto", tolerance: float = 0.0
 
 def kind_of(wanted: str, kind: str = "auto") -> str:
     """The kind of a right answer. Raises UserError for a kind that is not known."""
-    if kind not in KINDS:
-        raise UserError(f"kind='{kind}' is not a kind of answers.{did_you_mean(kind, KINDS)}")
+    require_known(kind, KINDS, f"kind='{kind}' is not a kind of answers.")
     if kind != "auto":
         return kind
     if number(wanted) is not None:

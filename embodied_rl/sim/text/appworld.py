@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean, from_extra
+from embodied_rl.errors import MissingAssetsError, from_extra, require_known
 from embodied_rl.sim.seeding import chosen
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
@@ -45,8 +45,7 @@ def make(
     Raises MissingExtraError, MissingAssetsError; UserError: an unknown data set.
     """
     for name in (task, held_out):
-        if name not in DATASETS:
-            raise UserError(f"AppWorld has no data set '{name}'.{did_you_mean(name, DATASETS)}")
+        require_known(name, DATASETS, f"AppWorld has no data set '{name}'.")
     appworld = import_appworld()
     ids = {name: task_ids(appworld, name) for name in {task, held_out}}
     return TextSim(

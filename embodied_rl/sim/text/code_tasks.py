@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.sandbox.box import Level, ProgramEnd, PythonLimits, protection, run_program
 from embodied_rl.sim.text.questions import example, read_rows
 from embodied_rl.sim.text.tasks import TaskSim, TextTask
@@ -200,8 +200,7 @@ class CodeTask(TextTask):
         """
         if attempts < 1:
             raise UserError(f"attempts must be >= 1, got {attempts}.")
-        if score not in get_args(Score):
-            raise UserError(f"score='{score}' is not a choice.{did_you_mean(str(score), get_args(Score))}")
+        require_known(score, get_args(Score), f"score='{score}' is not a choice.")
         self._limits = PythonLimits(timeout_s=timeout_s, memory_mb=memory_mb)
         self._network, self._level = allow_network, protection(sandbox, "sim.kwargs.sandbox")
         self._problems, self._score, self._show_tests = list(problems), score, show_tests

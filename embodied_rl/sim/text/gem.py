@@ -20,7 +20,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean
+from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, require_known
 from embodied_rl.registry import load_target
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.remote_client import Answer, JsonClient, RemoteFault
@@ -122,8 +122,7 @@ def require(task: str) -> None:
     Raises MissingExtraError, MissingAssetsError; UserError: the id is unknown, or known not to work.
     """
     known = registered()
-    if task not in known:
-        raise UserError(f"GEM task '{task}' is not known.{did_you_mean(task, known)}")
+    require_known(task, known, f"GEM task '{task}' is not known.")
     if task in BROKEN:
         raise UserError(f"GEM task '{task}' cannot be made: {BROKEN[task]}. `embodied_rl.sim.text.gem.tasks()` lists those that can.")
     if task == NEEDS_SAT_SOLVER and not has_sat_solver():
@@ -170,8 +169,7 @@ def make(
 
     Raises MissingExtraError, MissingAssetsError; UserError: unknown task or argument.
     """
-    if history not in HISTORIES:
-        raise UserError(f"GEM: history='{history}' is not a choice.{did_you_mean(history, HISTORIES)}")
+    require_known(history, HISTORIES, f"GEM: history='{history}' is not a choice.")
     require(task)
     return GemSim(task, num_envs, history, success_return, observation_bytes, action_bytes, kwargs)
 
@@ -330,8 +328,7 @@ def _check_arguments(task: str, specification: EnvSpec, kwargs: Mapping[str, Any
         entry = load_target(entry)
     named = [name for name, parameter in inspect.signature(entry).parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
     for name in kwargs:
-        if name not in named:
-            raise UserError(f"GEM task '{task}' does not take '{name}'.{did_you_mean(name, named)}")
+        require_known(name, named, f"GEM task '{task}' does not take '{name}'.")
 
 
 def _random_action(env: Env) -> str:
@@ -371,8 +368,7 @@ def make_rock(
     """
     if not task:
         raise UserError("protocol=rock needs the environment's id: sim.task=game:GuessTheNumber-v0-easy, say.")
-    if history not in HISTORIES:
-        raise UserError(f"ROCK: history='{history}' is not a choice.{did_you_mean(history, HISTORIES)}")
+    require_known(history, HISTORIES, f"ROCK: history='{history}' is not a choice.")
     return RockSim(client, task, num_envs, history, success_return, observation_bytes, action_bytes)
 
 

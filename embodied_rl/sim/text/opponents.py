@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.registry import load_target
 
 KINDS = ("random", "scripted", "openai")
@@ -51,11 +51,9 @@ def make_opponent(kind: str, options: Mapping[str, Any]) -> Opponent:
         "scripted": ("target",),
         "openai": ("base_url", "model", "api_key_env", "temperature", "max_tokens", "timeout_s"),
     }
-    if kind not in known:
-        raise UserError(f"opponent='{kind}' is not a choice.{did_you_mean(kind, known)}")
+    require_known(kind, known, f"opponent='{kind}' is not a choice.")
     for name in options:
-        if name not in known[kind]:
-            raise UserError(f"opponent={kind} does not take '{name}'.{did_you_mean(name, known[kind])}")
+        require_known(name, known[kind], f"opponent={kind} does not take '{name}'.")
     if kind == "random":
         return RandomOpponent()
     needed = ("target",) if kind == "scripted" else ("base_url", "model")

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import embodied_rl
 from embodied_rl.config import SimConfig
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.reading import json_lines
 from embodied_rl.sandbox.box import Box, Sandboxed, is_below, protection
 from embodied_rl.sim.seeding import chosen
@@ -105,17 +105,14 @@ class ProgramOptions:
         self._check_mode()
         if not self.command or not all(isinstance(word, str) and word for word in self.command):
             raise UserError(f"sim.kwargs.command must be a list of words such as ['{{python}}', 'agent.py'], got {list(self.command)}.")
-        if self.reward not in get_args(RewardSource):
-            raise UserError(f"sim.kwargs.reward='{self.reward}' is not a choice.{did_you_mean(str(self.reward), get_args(RewardSource))}")
-        if self.network not in ("proxy", "open"):
-            raise UserError(f"sim.kwargs.network='{self.network}' is not a choice.{did_you_mean(str(self.network), ('proxy', 'open'))}")
+        require_known(self.reward, get_args(RewardSource), f"sim.kwargs.reward='{self.reward}' is not a choice.")
+        require_known(self.network, ("proxy", "open"), f"sim.kwargs.network='{self.network}' is not a choice.")
         if not self.timeout_s > 0:
             raise UserError(f"sim.kwargs.timeout_s must be > 0, got {self.timeout_s}.")
         self.words({}, 0, "model")
 
     def _check_mode(self) -> None:
-        if self.mode not in get_args(ProgramMode):
-            raise UserError(f"sim.kwargs.mode='{self.mode}' is not a choice.{did_you_mean(str(self.mode), get_args(ProgramMode))}")
+        require_known(self.mode, get_args(ProgramMode), f"sim.kwargs.mode='{self.mode}' is not a choice.")
         if self.function is not None:
             if self.command:
                 raise UserError(
@@ -153,8 +150,7 @@ class ProgramOptions:
         """From ``sim.kwargs``. Raises UserError for unknown keys, values out of range and a program that is not there."""
         known = [part.name for part in fields(ProgramOptions)]
         for name in config.kwargs:
-            if name not in known:
-                raise UserError(f"sim.kwargs.{name} is not known for an agent program.{did_you_mean(name, known)}")
+            require_known(name, known, f"sim.kwargs.{name} is not known for an agent program.")
         given = dict(config.kwargs)
         for name in ("command", "texts", "readable", "writable", "pass_env"):
             value = given.get(name) or ()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, require_known
 from embodied_rl.paths import assets_dir
 from embodied_rl.reading import json_lines
 from embodied_rl.sim.text.answers import KINDS, equal, final_answer, kind_of
@@ -97,8 +97,7 @@ class Arithmetic:
 
     def __post_init__(self) -> None:
         for operation in self.operations:
-            if operation not in OPERATIONS:
-                raise UserError(f"operations={operation!r} is not a choice.{did_you_mean(operation, OPERATIONS)}")
+            require_known(operation, OPERATIONS, f"operations={operation!r} is not a choice.")
         for name, least, most in (("terms", 2, 20), ("digits", 1, 9)):
             pair = vars(self)[name]
             if not (len(pair) == 2 and least <= pair[0] <= pair[1] <= most):
@@ -227,8 +226,7 @@ def _question(row: Mapping[str, Any], where: str, kind: str) -> Question:
     if not isinstance(text, str) or not text.strip() or isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise UserError(f"Data set {where}: question must be a text and answer a text or a number, got {text!r:.60} and {answer!r:.60}.")
     own = row.get("kind", kind)
-    if own not in KINDS:
-        raise UserError(f"Data set {where}: kind={own!r} is not a kind of answers.{did_you_mean(str(own), KINDS)}")
+    require_known(own, KINDS, f"Data set {where}: kind={own!r} is not a kind of answers.")
     choices = row.get("choices")
     if choices is not None:
         if not isinstance(choices, list) or not 2 <= len(choices) <= 26 or not all(isinstance(choice, str) for choice in choices):

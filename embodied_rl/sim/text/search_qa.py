@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean
+from embodied_rl.errors import MissingAssetsError, UserError, require_known
 from embodied_rl.paths import assets_dir
 from embodied_rl.reading import json_lines
 from embodied_rl.sim.seeding import chosen
@@ -141,8 +141,7 @@ def make(
         MissingAssetsError: a file is missing.
         UserError: a file is malformed, or a value out of its range.
     """
-    if reward not in ("exact", "f1"):
-        raise UserError(f"Search-QA: reward='{reward}' is not a choice.{did_you_mean(reward, ('exact', 'f1'))}")
+    require_known(reward, ("exact", "f1"), f"Search-QA: reward='{reward}' is not a choice.")
     if not 1 <= num_results <= 20:
         raise UserError(f"Search-QA: num_results must be between 1 and 20, got {num_results}.")
     if task == SAMPLE and corpus is None and questions is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean, from_extra
+from embodied_rl.errors import MissingAssetsError, UserError, from_extra, require_known
 from embodied_rl.registry import load_target
 from embodied_rl.sim.text.opponents import make_opponent, random_move
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
@@ -205,8 +205,7 @@ def _made(task: str, kwargs: Mapping[str, Any]) -> Env:
         entry = load_target(entry)
     taken = [name for name in inspect.signature(entry).parameters if name not in ("args", "kwargs")]
     for name in kwargs:
-        if name not in taken:
-            raise UserError(f"TextArena's '{task}' does not take '{name}'.{did_you_mean(name, taken)}")
+        require_known(name, taken, f"TextArena's '{task}' does not take '{name}'.")
     try:
         return importlib.import_module("textarena").make(task, **kwargs)
     except LookupError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.sim.text.grid_games import GridGame, GridSim, Outcome, draw_board
 
 WORDS = {
@@ -53,8 +53,7 @@ def make(num_envs: int, task: str = "Taxi-v4", render_size: int = 256, **kwargs:
     `**kwargs`: gymnasium's own, such as ``is_slippery`` and ``map_name`` of FrozenLake.
     Raises UserError: an unknown task, or an argument that it does not take.
     """
-    if task not in WORDS:
-        raise UserError(f"Task '{task}' is not a toy game.{did_you_mean(task, WORDS)}")
+    require_known(task, WORDS, f"Task '{task}' is not a toy game.")
     return ToySim(num_envs, task, render_size, kwargs)
 
 
