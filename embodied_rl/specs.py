@@ -171,6 +171,10 @@ class ActionLayout:
         """[L] int64: the step of the chunk that each action unit belongs to, of A dimensions a step."""
         return (np.arange(self.num_units) // max(action_dim, 1)) % self.chunk_size
 
+    def about_units(self) -> dict[str, Any]:
+        """What a recording says of actions that are not the simulator's own: importance weights of log-probabilities must know it."""
+        return {"chunk_size": self.chunk_size, "units": "tokens" if self.dtype == "int64" else "own"}
+
     def noise(self, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
         """[*shape, noise_width] float32"""
         whole = (*shape, self.noise_width)

@@ -120,6 +120,9 @@ class StepBatch:
     """[n, K] bool, False where not executed. `success` is then whether any step of the chunk succeeded."""
     executed: np.ndarray | None = None
     """[n, K] bool: a chunk is cut at its episode's end."""
+    inner: Observation = field(default_factory=dict)
+    """{key: [n, K - 1, ...]} after each step of a chunk but the last executed one, of slots that were sent `watched`; stale elsewhere.
+    Empty where no slot of the batch was."""
 
     @property
     def done(self) -> np.ndarray:

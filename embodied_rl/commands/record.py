@@ -222,8 +222,7 @@ def _player(
     who: dict[str, Any] = {"kind": "checkpoint", "step": checkpoint.step, "version": version, "sha256": checkpoint.weights_sha256()}
     who |= {"sample": sample, **({"noise_seed": noise_seed} if sample else {})}
     if layout is not None:
-        # What was drawn is no vector in [-1, 1]: importance weights of log-probabilities must know it.
-        who |= {"chunk_size": layout.chunk_size, "units": "tokens" if layout.dtype == "int64" else "own"}
+        who |= layout.about_units()  # what was drawn is no vector in [-1, 1]
     has_critic = getattr(module, "value_head", True) is not None
     return GeneratorPlayer(generator, spec.action, draws=sample, layout=layout, values=has_critic), who
 

@@ -350,12 +350,6 @@ _ROBOTS = (
         "policy.path='{policy.path}' is no folder. Give the folder of a checkpoint: config.json, safetensors and a tokenizer.",
     ),
     Rule(
-        "recorded_chunks",
-        lambda run: run.policy.chunk_size > 1 and run.config.record.share > 0,
-        "record.share={config.record.share:g} writes what is seen at every step, and inside a chunk of {policy.chunk_size} (policy.name="
-        "'{policy.name}') the simulator shows nothing: set record.share=0, or record afterwards: python -m embodied_rl.record.",
-    ),
-    Rule(
         "no_probabilities",
         lambda run: isinstance(run.policy, OpenVLAOFTPolicyConfig) and run.policy.head == "l1" and run.algorithm.cloning is None,
         "policy.head=l1 gives actions without probabilities, only for cloning and evaluation: set policy.head=discrete.",

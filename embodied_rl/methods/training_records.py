@@ -10,7 +10,7 @@ from embodied_rl.episodes.recording import RecordingInfo
 from embodied_rl.errors import UserError
 from embodied_rl.methods.base import Method
 from embodied_rl.rollout.batch_sinks import FOLDER, TrainingRecorder
-from embodied_rl.types import SimSpec
+from embodied_rl.types import ActionLayout, SimSpec
 from embodied_rl.versions import versions
 
 
@@ -32,7 +32,9 @@ def start_recorders(
     who = {"kind": "training", "algorithm": config.algorithm.name, "seed": config.seed}
     recorders = []
     for one in recordable:
-        info = RecordingInfo(one.spec, dataclasses.asdict(one.sim), who, command, versions()).signed()
+        layout = one.collector.layout
+        units = {} if layout is None or layout == ActionLayout.of(one.spec.action) else layout.about_units()
+        info = RecordingInfo(one.spec, dataclasses.asdict(one.sim), who | units, command, versions()).signed()
         recorder = TrainingRecorder(run_dir / FOLDER / one.domain, info, config.record, seed=config.seed, num_slots=one.num_slots)
         one.collector.recorder = recorder
         recorders.append(recorder)

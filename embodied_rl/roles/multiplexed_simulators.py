@@ -32,6 +32,8 @@ from embodied_rl.types import EpisodeSummary, Observation, StepBatch
 
 Key = tuple[int, int]
 """(slot, number of the episode)"""
+Sent = tuple[np.ndarray, bool]
+"""An action, and whether its chunk is watched."""
 _NAP_S = 0.002
 
 
@@ -63,7 +65,7 @@ class MultiplexedSimulators(Simulators):
         self._num_begun = 0
         self._waiting: deque[tuple[Key, int]] = deque()
         """Episodes with their seeds that no host has begun yet."""
-        self._held: dict[Key, np.ndarray] = {}
+        self._held: dict[Key, Sent] = {}
         """Actions of parked episodes."""
 
     @property
@@ -97,16 +99,16 @@ class MultiplexedSimulators(Simulators):
             self._waiting.append((self._episodes[slot], int(seed)))
         self._settle()
 
-    def send(self, slots: Slots, actions: np.ndarray | Sequence[str]) -> None:
+    def send(self, slots: Slots, actions: np.ndarray | Sequence[str], watched: Sequence[bool] | None = None) -> None:
         """See `EnvManager.send`; an episode that is parked gets its action when it is taken up."""
-        playing: dict[int, np.ndarray] = {}
-        for slot, action in zip(slots, actions, strict=True):
+        playing: dict[int, Sent] = {}
+        for slot, action, shown in zip(slots, actions, watched or [False] * len(slots), strict=True):
             key = self._episodes[slot]
             number = self._multiplexer.host_of(key)
             if number is None:
-                self._held[key] = np.array(action)
+                self._held[key] = np.array(action), shown
             else:
-                playing[self._hosts[number].sending([key])[0]] = np.asarray(action)
+                playing[self._hosts[number].sending([key])[0]] = np.asarray(action), shown
         self._send(playing)
 
     def recv(self, slots: Slots | None = None, *, min_ready: int | None = None, timeout_s: float | None = None) -> StepBatch:
@@ -172,7 +174,7 @@ class MultiplexedSimulators(Simulators):
     def _settle(self) -> None:
         """Move what can be moved, give those that were taken up the actions that were held for them, and begin what waits."""
         self._multiplexer.settle()
-        due: dict[int, np.ndarray] = {}
+        due: dict[int, Sent] = {}
         for host in self._hosts:
             for key in host.arrived():
                 if (action := self._held.pop(key, None)) is not None:  # type: ignore[call-overload]
@@ -184,11 +186,12 @@ class MultiplexedSimulators(Simulators):
             self._multiplexer.started(key, number)
         self.lease.note()
 
-    def _send(self, actions: dict[int, np.ndarray]) -> None:
-        """{manager's slot: action}"""
-        if actions:
-            slots = sorted(actions)
-            self.manager.send(slots, np.stack([actions[slot] for slot in slots]))
+    def _send(self, due: dict[int, Sent]) -> None:
+        """{manager's slot: what it is sent}"""
+        if due:
+            slots = sorted(due)
+            actions, watched = zip(*(due[slot] for slot in slots), strict=True)
+            self.manager.send(slots, np.stack(actions), watched)
 
 
 def _dealt(manager: Simulators, num_hosts: int) -> list[list[range]]:
@@ -205,7 +208,7 @@ def _renamed(batch: StepBatch, slots: np.ndarray) -> StepBatch:
     parts = vars(batch)
     for name in ("reward", "terminated", "truncated", "success", "aborted", "chunk_reward", "chunk_success", "executed"):
         changed[name] = None if parts[name] is None else parts[name][order]
-    for name in ("observation", "final_observation"):
+    for name in ("observation", "final_observation", "inner"):
         changed[name] = {key: part[order] for key, part in parts[name].items()}
     episodes: list[EpisodeSummary] = [dataclasses.replace(episode, slot=renamed[episode.slot]) for episode in batch.episodes]
     changed["episodes"] = tuple(sorted(episodes, key=lambda episode: episode.slot))

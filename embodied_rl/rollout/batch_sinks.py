@@ -6,7 +6,7 @@ Nothing of the run depends on it: it looks at what the collectors pass on, draws
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -431,6 +431,8 @@ class _Slot:
     """Whether the episode is written down; decided at its first action."""
     fresh: bool = True
     """The episode has had no action yet."""
+    num_chunks: int = 0
+    """Decisions of the episode."""
 
 
 class TrainingRecorder:
@@ -465,14 +467,17 @@ class TrainingRecorder:
         self._sinks.forget_batches()
         self._round, self._slots = seed_round, [_Slot() for _ in range(self._num_slots)]
 
-    def acted(self, slots: np.ndarray, observation: Observation, acted: ActedBatch, given: np.ndarray) -> None:
+    def acted(self, slots: np.ndarray, observation: Observation, acted: ActedBatch, given: np.ndarray) -> list[bool]:
         """A batch of slots is about to be sent its actions.
 
         Args:
             slots: [n]
             observation: {key: [n, ...]} what was seen before.
             acted: what the policy drew.
-            given: [n, A] what the simulator is given.
+            given: [n, A] what the simulator is given, or chunks [n, K, A].
+
+        Returns:
+            Of each slot, whether its episode is written down: every step of its chunk is to be observed (`Simulators.send`).
         """
         seen: Observation | None = None
         for row, slot in enumerate(slots.tolist()):
@@ -484,13 +489,18 @@ class TrainingRecorder:
                     seen = seen or split(observation).observation
                     seed, who = self._seed(slot, playing.index), {"kind": "training", "version": acted.version}
                     self._sinks.start(slot, seed, seen, row, metadata={"policy": who})
-        done = {"action": given, "log_prob": acted.log_prob}
-        if _is_kept(acted.action, acted.log_prob):
-            done["sampled_action"] = acted.action
-        for name, rows in (done | {"policy_version": np.full(len(slots), acted.version)}).items():
+        done = done_in_steps(acted, given) | {"policy_version": np.full(given.shape[: given.ndim - 1], acted.version)}
+        if given.ndim == 3:
+            numbers = np.array([self._slots[slot].num_chunks for slot in slots.tolist()])
+            done["chunk"] = np.broadcast_to(numbers[:, None], given.shape[:2])
+        for name, rows in done.items():
             if name not in self._done:
                 self._done[name] = np.empty((self._num_slots, *rows.shape[1:]), rows.dtype)
             self._done[name][slots] = rows
+        playing = [self._slots[slot] for slot in slots.tolist()]
+        for one in playing:
+            one.num_chunks += 1
+        return [one.recorded for one in playing]
 
     def stepped(self, batch: StepBatch) -> None:
         """What came of it, as `EnvManager.recv` hands it out."""
@@ -512,32 +522,56 @@ class TrainingRecorder:
 
     # ---- groups of whole episodes -----------------------------------------------------------------------------------
 
-    def finished(self, episode: Episode, given: np.ndarray, success: Sequence[bool], *, group: int, member: int) -> None:
+    def chooses(self, seed: int, member: int) -> bool:
+        """Whether the episode of a group's member is written down when it is over."""
+        return self._is_chosen(f"{seed}/{member}")
+
+    def finished(
+        self,
+        episode: Episode,
+        given: np.ndarray,
+        success: Sequence[bool] | np.ndarray,
+        *,
+        group: int,
+        member: int,
+        inner: Sequence[Observation] = (),
+    ) -> None:
         """An episode of a group is over.
 
         Args:
             episode: as it goes into the group.
-            given: [T, A] what the simulator was given, or T texts.
-            success: of each step.
+            given: [T, A] what the simulator was given, or T texts; chunks [T, K, A].
+            success: of each step; [T, K] of chunks.
             group, member: whose it is.
+            inner: of each chunk, {key: [K - 1, ...]} what was seen after its steps but the last.
         """
-        if not self._is_chosen(f"{episode.seed}/{member}"):
+        if not self.chooses(episode.seed, member):
             return
         who = {"kind": "training", "group": group, "member": member}
+        drawn = ActedBatch(np.empty(0), episode.action, episode.log_prob, 0)
+        columns = done_in_steps(drawn, given) | {"policy_version": episode.policy_version, "success": np.asarray(success, bool)}
+        columns["reward"] = np.asarray(episode.reward, np.float32)
+        seen = split(episode.observation).observation
+        if (executed := episode.executed) is not None:
+            assert episode.chunk_reward is not None, "chunks come with the rewards of their steps"
+            num_steps = executed.sum(axis=1)
+            columns |= {"chunk": np.arange(len(executed)), "reward": episode.chunk_reward}
+            columns = {name: np.repeat(rows, num_steps, 0) if rows.ndim == 1 else rows[executed] for name, rows in columns.items()}
+            seen = {key: _interleaved(part, [own[key] for own in inner], num_steps) for key, part in seen.items()}
+        length = len(columns["reward"])
         recorded = RecordedEpisode(
             seed=episode.seed,
-            observation={
-                key: _joined(part, episode.final_observation[key]) for key, part in split(episode.observation).observation.items()
-            },
-            action=given,
-            reward=np.asarray(episode.reward, np.float32),
-            terminated=last_only(episode.num_messages, episode.terminated),
-            truncated=last_only(episode.num_messages, episode.truncated),
-            success=np.asarray(success, bool),
-            sampled_action=episode.action if _is_kept(episode.action, episode.log_prob) else None,
+            observation={key: _joined(part, episode.final_observation[key]) for key, part in seen.items()},
+            action=columns["action"],
+            reward=columns["reward"],
+            terminated=last_only(length, episode.terminated),
+            truncated=last_only(length, episode.truncated),
+            success=columns["success"],
+            sampled_action=columns.get("sampled_action"),
             # The mode's is no probability of having drawn it.
-            log_prob=None if episode.metadata.get("greedy") else episode.log_prob,
-            policy_version=episode.policy_version,
+            log_prob=None if episode.metadata.get("greedy") else columns["log_prob"],
+            policy_version=columns["policy_version"],
+            chunk=columns.get("chunk"),
             metadata={**episode.metadata, "policy": who},
         )
         self._count(self._writer.add(recorded))
@@ -567,7 +601,13 @@ class TrainingRecorder:
     def _write(self, batch: StepBatch, rows: list[int]) -> None:
         """A step of the slots in these rows of a batch."""
         done = {name: column[batch.slots] for name, column in self._done.items()}
-        self._sinks.step_batch(batch, done, rows=None if len(rows) == len(batch.slots) else rows)
+        for number, step in enumerate(_single_steps(batch)):
+            own, now = done, rows
+            if batch.executed is not None:
+                own = {name: column[:, number] for name, column in done.items()}
+                now = [row for row in rows if batch.executed[row, number]]
+            if now:
+                self._sinks.step_batch(step, own, rows=None if len(now) == len(batch.slots) else now)
         self._sinks.settle()
 
     def _count(self, number: int) -> None:
@@ -580,9 +620,51 @@ class TrainingRecorder:
         self._slots = []
 
 
-def _is_kept(action: np.ndarray, log_prob: np.ndarray) -> bool:
-    """Whether actions as the policy drew them can be stored: a text or choice each, or one number a unit, and no denoising."""
-    return action.ndim == 1 or action.shape[1] == log_prob.shape[1]
+def done_in_steps(acted: ActedBatch, given: np.ndarray) -> dict[str, np.ndarray]:
+    """{column: [n, ...]} what a policy did, or of chunks [n, K, ...]: what the units of each step were.
+
+    Actions as the policy drew them can be stored where they are a text or choice each, or one number a unit; a denoising is left out.
+    """
+    columns = {"log_prob": acted.log_prob}
+    if acted.action.ndim == 1 or acted.action.shape[1] == acted.log_prob.shape[1]:
+        columns["sampled_action"] = acted.action
+    if given.ndim == 3:
+        (num_rows, num_steps, dim), units = given.shape, columns
+        columns = {name: rows.reshape(num_rows, -1, num_steps, dim).swapaxes(1, 2) for name, rows in units.items()}
+        columns = {name: rows.reshape(num_rows, num_steps, -1) for name, rows in columns.items()}
+    return {"action": given, **columns}
+
+
+def _single_steps(batch: StepBatch) -> Iterator[StepBatch]:
+    """The steps of a batch of chunks, each as a batch of all rows, of which only those that were executed count; else the batch."""
+    if batch.executed is None or batch.chunk_reward is None or batch.chunk_success is None:
+        yield batch
+        return
+    last = batch.executed.sum(axis=1) - 1
+    for number in range(batch.executed.shape[1]):
+        ends = last == number
+        seen = {key: part.copy() for key, part in batch.observation.items()}
+        for key, part in batch.inner.items():
+            if number < part.shape[1]:
+                seen[key][~ends] = part[~ends, number]
+        yield replace(
+            batch,
+            observation=seen,
+            reward=batch.chunk_reward[:, number],
+            terminated=batch.terminated & ends,
+            truncated=batch.truncated & ends,
+            success=batch.chunk_success[:, number],
+        )
+
+
+def _interleaved(before: np.ndarray, inner: Sequence[np.ndarray], num_steps: np.ndarray) -> np.ndarray:
+    """[sum of num_steps, ...]: what was seen before each step, of chunks that show what was before the first and after all but the last."""
+    room = np.empty((int(num_steps.sum()), *before.shape[1:]), before.dtype)
+    firsts = np.cumsum(num_steps) - num_steps
+    room[firsts] = before
+    for first, steps, shown in zip(firsts.tolist(), num_steps.tolist(), inner, strict=True):
+        room[first + 1 : first + steps] = shown[: steps - 1]
+    return room
 
 
 def _joined(part: np.ndarray, last: Value) -> np.ndarray:

@@ -54,6 +54,8 @@ class Collector:
     """False: there is nothing to ask for."""
     recorder: TrainingRecorder | None = None
     """Writes a share of the episodes down."""
+    layout: ActionLayout | None = None
+    """Of the actions of what acts; None: of texts."""
     scorer: Scorer | None = None
     """Gives episodes a further reward before they are handed in, while others are played."""
     min_ready: int | None = None
@@ -125,6 +127,8 @@ class RolloutCollector(Collector):
     In lockstep groups of slots take turns. With `min_ready` each slot goes through its decisions as its simulator answers: one whose host
     is lent to training waits, and the others fill their share meanwhile. What a slot draws depends on neither.
     """
+
+    layout: ActionLayout
 
     def __init__(
         self,
@@ -286,9 +290,8 @@ class RolloutCollector(Collector):
             acted = self.generator.recv()
         partial.acted(group, batch.observation, acted)
         given = acted.for_simulator(self.manager.spec.action, self.manager.chunk_size)
-        if self.recorder is not None:
-            self.recorder.acted(batch.slots, batch.observation, acted, given)
-        self.manager.send(group if isinstance(group, range) else group.tolist(), given)
+        watched = None if self.recorder is None else self.recorder.acted(batch.slots, batch.observation, acted, given)
+        self.manager.send(group if isinstance(group, range) else group.tolist(), given, watched)
 
 
 class _PartialRollout:

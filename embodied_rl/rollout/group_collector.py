@@ -65,7 +65,12 @@ class EpisodeRecorder:
     success: list[bool] = field(default_factory=list)
     chunk_reward: list[np.ndarray] = field(default_factory=list)
     """[K] of each message; empty where messages are single steps."""
+    chunk_success: list[np.ndarray] = field(default_factory=list)
     executed: list[np.ndarray] = field(default_factory=list)
+    recorded: bool = False
+    """Whether it is written down: every step of its chunks is observed."""
+    inner: list[Observation] = field(default_factory=list)
+    """{key: [K - 1, ...]} of each message, where chunks are written down."""
     success_at: int | None = None
     """Messages up to the first success; None: there was none."""
 
@@ -74,9 +79,12 @@ class EpisodeRecorder:
         success = bool(batch.success[row])
         self.reward.append(float(batch.reward[row]))
         self.success.append(success)
-        if batch.chunk_reward is not None and batch.executed is not None:
+        if batch.chunk_reward is not None and batch.chunk_success is not None and batch.executed is not None:
             self.chunk_reward.append(batch.chunk_reward[row].copy())
+            self.chunk_success.append(batch.chunk_success[row].copy())
             self.executed.append(batch.executed[row].copy())
+            if self.recorded:
+                self.inner.append({key: part[row].copy() for key, part in batch.inner.items()})
         if success and self.success_at is None:
             self.success_at = len(self.reward)
 
@@ -117,6 +125,8 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
     With ``min_ready=None`` all running slots move together, so that which observations share a forward pass, and with it the last bit
     of every number, depends only on the seeds. With a number the collector takes whatever is ready; no slot waits for the slowest.
     """
+
+    layout: ActionLayout
 
     def __init__(
         self,
@@ -190,7 +200,8 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
             key = (self.seed, assignment.group, assignment.member, assignment.attempt, _NOISE_STREAM)
             noise = EpisodeNoise(self.layout, key)
             start = None if self._starts is None else self._starts.start_of(assignment.group)
-            self._playing[slot] = EpisodeRecorder(assignment, noise, start)
+            recorded = self.recorder is not None and self.recorder.chooses(assignment.seed, assignment.member)
+            self._playing[slot] = EpisodeRecorder(assignment, noise, start, recorded=recorded)
             if start is None:
                 begun.append((slot, assignment.seed))
             else:
@@ -240,7 +251,8 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
 
     def _record(self, to: TrainingRecorder, recorder: EpisodeRecorder, episode: Episode) -> None:
         whose = recorder.assignment
-        to.finished(episode, np.stack(recorder.given), recorder.success, group=whose.group, member=whose.member)
+        success = np.stack(recorder.chunk_success) if recorder.chunk_success else np.asarray(recorder.success)
+        to.finished(episode, np.stack(recorder.given), success, group=whose.group, member=whose.member, inner=recorder.inner)
 
     def _outcome(self, starts: StartLibrary, recorder: EpisodeRecorder, episode: Episode, summary: EpisodeSummary) -> Outcome:
         """What the library learns from an episode; `summary` is of the whole, what came before the start included."""
@@ -276,5 +288,5 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         given = acted.for_simulator(self.manager.spec.action, self.manager.chunk_size)
         for row, slot in enumerate(slots):
             self._playing[slot].acted(rows[row], acted, given, row)
-        self.manager.send(slots, given)
+        self.manager.send(slots, given, [self._playing[slot].recorded for slot in slots])
         self._in_step += len(slots)

@@ -23,8 +23,8 @@ from embodied_rl.episodes.layout import Films
 from embodied_rl.episodes.sink import EpisodeSink
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import ActedBatch, Generator
-from embodied_rl.rollout.batch_sinks import BatchSinks
+from embodied_rl.generation.base import Generator
+from embodied_rl.rollout.batch_sinks import BatchSinks, done_in_steps
 from embodied_rl.rollout.group_collector import EpisodeNoise
 from embodied_rl.sim.instrumented import IMAGE, Split, plain_snapshot, split
 from embodied_rl.sim.manager import EnvManager
@@ -93,7 +93,8 @@ class GeneratorPlayer:
         self._generator.send(np.arange(num_rows), seen.observation, noise)
         acted = self._generator.recv()
         if self.layout is not None and self.layout.chunk_size > 1:
-            return self._chunks(acted, self.layout)
+            done = done_in_steps(acted, acted.for_simulator(self._action, self.layout.chunk_size))
+            return Played(done["action"], done.get("sampled_action"), done["log_prob"] if self.draws else None, version=acted.version)
         # An action that does not consist of one number a unit (a denoising) cannot be stored.
         kept = self.layout is None or self.layout.width == self.layout.num_units
         value = None if self._value is None else self._value(seen.observation)
@@ -102,20 +103,6 @@ class GeneratorPlayer:
             sampled_action=acted.action if kept else None,
             log_prob=acted.log_prob if self.draws else None,
             value=value if value is None or value.ndim == 1 else value[:, 0],
-            version=acted.version,
-        )
-
-    def _chunks(self, acted: ActedBatch, layout: ActionLayout) -> Played:
-        steps = layout.unit_steps(self._action.dim)
-
-        def by_step(units: np.ndarray) -> np.ndarray:
-            """[n, L] → [n, K, L / K]"""
-            return np.stack([units[:, steps == step] for step in range(layout.chunk_size)], axis=1)
-
-        return Played(
-            action=acted.for_simulator(self._action, layout.chunk_size),
-            sampled_action=by_step(acted.action) if layout.width == layout.num_units else None,
-            log_prob=by_step(acted.log_prob) if self.draws else None,
             version=acted.version,
         )
 

@@ -43,7 +43,7 @@ class SlotViews:
         self._action = self._arrays["action"][self._rows] if self._is_range and self._text is None and chunk_size == 1 else None
         self._buffers = {
             f"{prefix}/{key}": pool.slab.buffers(f"{prefix}/{key}", buffer)
-            for prefix in ("observation", "final_observation")
+            for prefix in ("observation", "final_observation", *(("inner_observation",) if chunk_size > 1 else ()))
             for key, buffer in pool.spec.variables.items()
         }
         self._template = self._gather() if self._is_range else None
@@ -68,14 +68,16 @@ class SlotViews:
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
-    def put_actions(self, actions: Actions) -> np.ndarray | list[str]:
-        """Write actions into the slab; returns a copy of what was written, one entry per slot. Raises ValueError."""
+    def put_actions(self, actions: Actions, watched: Sequence[bool] | None = None) -> np.ndarray | list[str]:
+        """Write actions into the slab; returns a copy of what was written, one entry per slot. `watched`: see `Simulators.send`.
+        Raises ValueError."""
         if self._action is not None:
             self._action[...] = actions
             return self._action.copy()
         if self._text is not None:
             return self._put_texts(actions)
         if self._chunk_size > 1:
+            self._arrays["watched"][self._rows] = False if watched is None else watched
             return self._put_chunks(np.asarray(actions))
         own = np.asarray(actions)
         self._arrays["action"][self._rows] = own
@@ -112,6 +114,8 @@ class SlotViews:
             batch = dataclasses.replace(
                 batch, observation=batch.observation | self._values("observation"), final_observation=dict(batch.final_observation)
             )
+        if self._chunk_size > 1 and (watched := self._arrays["watched"][self._rows]).any():
+            batch = dataclasses.replace(batch, inner=self._inner(watched))
         if marks is None:
             return batch
         ended = [int(slot) for slot, mark in zip(self.slots, marks, strict=True) if mark == ENDED]
@@ -152,6 +156,17 @@ class SlotViews:
     def _values(self, prefix: str) -> dict[str, np.ndarray]:
         slots = [int(slot) for slot in self.slots]
         return {key: self._buffers[f"{prefix}/{key}"].read_all(slots) for key in self.pool.spec.variables}
+
+    def _inner(self, watched: np.ndarray) -> dict[str, np.ndarray]:
+        """`StepBatch.inner`"""
+        num_inner, slots = self._chunk_size - 1, [int(slot) for slot in self.slots]
+        shown = {key: self._arrays[f"inner_observation/{key}"][self._rows] for key in self.pool.spec.tensors}
+        for key in self.pool.spec.variables:
+            shown[key] = np.full((self._size, num_inner), None, object)
+            for row in np.flatnonzero(watched).tolist():
+                first = slots[row] * num_inner
+                shown[key][row] = self._buffers[f"inner_observation/{key}"].read_all(range(first, first + num_inner))
+        return shown
 
     def _summary(self, slot: int) -> EpisodeSummary:
         arrays = self._arrays

@@ -159,13 +159,14 @@ class EnvManager(WorkerSimulators):
 
     # ---- asynchronous -----------------------------------------------------------------------------------------------
 
-    def send(self, slots: Slots, actions: np.ndarray | Sequence[str]) -> None:
+    def send(self, slots: Slots, actions: np.ndarray | Sequence[str], watched: Sequence[bool] | None = None) -> None:
         """Start a step of each slot with its action; never waits for simulation.
 
         Args:
             slots: which; a contiguous range is the fast way.
             actions: [len(slots), A] in the simulator's units; with a chunk_size K > 1 chunks [len(slots), k, A], k ≤ K; for text
                 actions one `str` each.
+            watched: of each slot, whether every step of its chunk is observed (`StepBatch.inner`); None: of none. Single steps are anyway.
 
         Raises:
             ValueError: actions of the wrong shape, or a slot that is still stepping.
@@ -174,11 +175,12 @@ class EnvManager(WorkerSimulators):
         if self._offloaded or self._pool is None:
             self._live_pool()  # raises
         if not isinstance(slots, range):
+            _, watched = ascending(slots, watched) if watched is not None else (None, None)
             slots, actions = ascending(slots, actions)
         views = self._views.of(slots)
         if not views.may_send():
             raise ValueError(f"Slots {list(views.slots)} were sent an action and have not been received yet.")
-        self._episode_log.sent(views.slots, views.put_actions(actions))
+        self._episode_log.sent(views.slots, views.put_actions(actions, watched))
         fence()
         views.mark(PENDING)
         for doorbell in views.doorbells:

@@ -44,7 +44,7 @@ class Simulators:
         """Start new episodes of given seeds in these slots; see `EnvManager.begin`."""
         raise self._no_steps()
 
-    def send(self, slots: Slots, actions: np.ndarray | Sequence[str]) -> None:
+    def send(self, slots: Slots, actions: np.ndarray | Sequence[str], watched: Sequence[bool] | None = None) -> None:
         """Start a step of each slot with its action; see `EnvManager.send`."""
         raise self._no_steps()
 

@@ -15,6 +15,8 @@ from embodied_rl.sim.variable_length import INFO_BUFFER, VariableLengthBuffers, 
 from embodied_rl.specs import PartValue, Rows
 from embodied_rl.types import StepBuffers, VariableSpec
 
+CHUNK_FIELDS = ("chunk_length", "chunk_reward", "chunk_success", "executed", "watched")
+
 
 class NonFiniteOutput(Exception):
     """The simulator returned NaN or infinity; `rows` are the environments concerned."""
@@ -110,7 +112,12 @@ class SlotRunner:
         self._action_buffer = (
             self._buffer("action", VariableSpec("text", spec.action.max_bytes), arrays) if spec.action.kind == "text" else None
         )
-        self._chunk = {name: arrays[name][rows] for name in ("chunk_length", "chunk_reward", "chunk_success", "executed") if name in arrays}
+        self._chunk = {name: arrays[name][rows] for name in CHUNK_FIELDS if name in arrays}
+        self._inner = {key: array[rows] for key, array in slab.group("inner_observation", 0, setup["num_slots"]).items()}
+        self._inner_buffers = {
+            key: VariableLengthBuffers(f"inner_observation/{key}", part, arrays, *(at * (self.chunk_size - 1) for at in (start, stop)))
+            for key, part in (spec.variables.items() if self.chunk_size > 1 else ())
+        }
         self._reported = {
             name: arrays[f"episode_{name}"][rows] for name in ("return", "length", "seed", "index", "success_once", "success_at_end")
         }
@@ -245,7 +252,7 @@ class SlotRunner:
     def _advance_chunk(self, ids: list[int], rows: Rows) -> np.ndarray:
         """Play each row's chunk until it or the episode ends; sums go to `out`, single steps to the chunk's arrays. Returns done [n].
 
-        Observations are made where they are read: at an episode's end, and after the chunk.
+        Observations are made where they are read: at an episode's end, after the chunk, and after every step of a chunk that is watched.
         """
         chunk, out = self._chunk, self.out
         for name in ("chunk_reward", "chunk_success", "executed"):
@@ -272,12 +279,22 @@ class SlotRunner:
             if ended:
                 self._observe(ended)
                 self._keep_final(ended)
+            if shown := [i for i in active if chunk["watched"][i] and i not in ended and step + 1 < chunk["chunk_length"][i]]:
+                self._observe(shown)
+                self._keep_inner(shown, step)
         if going := [i for i in ids if not (terminated[i] or truncated[i])]:
             self._observe(going)
         out.reward[rows] = chunk["chunk_reward"][rows].sum(axis=1)
         out.success[rows] = chunk["chunk_success"][rows].any(axis=1)
         out.terminated[rows], out.truncated[rows] = terminated[rows], truncated[rows]
         return (terminated | truncated)[rows]
+
+    def _keep_inner(self, ids: list[int], step: int) -> None:
+        for key, rooms in self._inner.items():
+            rooms[ids, step] = self._tensors[key][ids]
+        for key, buffers in self._inner_buffers.items():
+            for env_id in ids:
+                buffers.write(env_id * (self.chunk_size - 1) + step, self.out.observation[key][env_id])
 
     def _observe(self, ids: list[int]) -> None:
         self.sim.observe(ids, self.out)

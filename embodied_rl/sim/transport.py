@@ -94,7 +94,13 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int
             "chunk_reward": ((n, chunk_size), "float32"),
             "chunk_success": ((n, chunk_size), "bool"),
             "executed": ((n, chunk_size), "bool"),
+            "watched": ((n,), "bool"),
         }
+        # Memory that is never written is never taken.
+        for key, part in spec.tensors.items():
+            shapes[f"inner_observation/{key}"] = ((n, chunk_size - 1, *part.shape), part.dtype)
+        for key, buffer in spec.variables.items():
+            shapes |= buffer_fields(f"inner_observation/{key}", buffer, n * (chunk_size - 1))
     for name in ("observation", "final_observation"):
         for key, part in spec.tensors.items():
             shapes[f"{name}/{key}"] = ((n, *part.shape), part.dtype)

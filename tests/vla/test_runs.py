@@ -216,7 +216,6 @@ def test_what_was_given_step_by_step_is_recorded(method: tuple[str, ...], policy
         (("policy.name=tiny_vlaa",), "policy.name='tiny_vlaa' is not a choice. Did you mean 'tiny_vla'"),
         (("algorithm.advantage=gae_action", "algorithm.ratio=action"), "goes with algorithm.advantage=gae_action"),
         (("policy.value=action",), "goes with algorithm.advantage=gae_action"),
-        (("record.share=0.5",), "record.share=0.5 writes what is seen at every step"),
         (("algorithm.ratio=action", "policy=mlp"), "need a policy that acts in chunks"),
         ((WARM,), "has no expert"),
         (("+algorithm.warm_start={player: a:b}",), "answers in text"),
