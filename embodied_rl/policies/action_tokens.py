@@ -5,6 +5,7 @@ Shape legend: B rows, L action tokens of one decision (action dimensions × step
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,9 +33,9 @@ class ActionTokenizer:
         """The smallest action token; they run to ``vocab_size - 1``."""
         return self.vocab_size - self.num_bins
 
-    @property
+    @functools.cached_property
     def centers(self) -> np.ndarray:
-        """[num_bins - 1] float64, ascending."""
+        """[num_bins - 1] float64, ascending. Not to be written to."""
         edges = np.linspace(-1.0, 1.0, self.num_bins)
         return (edges[:-1] + edges[1:]) / 2.0
 
