@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from embodied_rl.commands.cli import Argument, Command
-from embodied_rl.config.compose import check_overrides, compose_config, hydra_words, load_train_config, parsed
+from embodied_rl.config.compose import check_overrides, compose_config, hydra_overrides, load_train_config, parsed
 from embodied_rl.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,20 +41,20 @@ PATHS += ["$x", "-x", "x" * 250]
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_reaches_the_run_as_it_was_typed(path: str) -> None:
     for key in ("run_dir", "resume", "hydra.run.dir", "policy.path"):
-        (word,) = hydra_words([f"{key}=./{path}"])
+        (word,) = hydra_overrides([f"{key}=./{path}"])
         found = parsed(word)
         assert found is not None
         assert (found.is_sweep_override(), found.value()) == (False, f"./{path}")
-        assert parsed(hydra_words([word])[0]).value() == f"./{path}", "quoting what is quoted changes nothing"  # type: ignore[union-attr]
+        assert parsed(hydra_overrides([word])[0]).value() == f"./{path}", "quoting what is quoted changes nothing"  # type: ignore[union-attr]
 
 
 def test_home_is_the_users_and_lists_stay_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/jörg")
-    assert hydra_words(["run_dir=~/x"]) == ['run_dir="/home/jörg/x"']
-    assert hydra_words(["policy.hidden_sizes=[1,2]", "seed=1,2", "resume=null", "resume=auto"]) == [
+    assert hydra_overrides(["run_dir=~/x"]) == ['run_dir="/home/jörg/x"']
+    assert hydra_overrides(["policy.hidden_sizes=[1,2]", "seed=1,2", "resume=null", "resume=auto"]) == [
         *("policy.hidden_sizes=[1,2]", "seed=1,2", "resume=null", "resume=auto")
     ]
-    assert hydra_words(["run_dir=a,b"], sweep=True) == ["run_dir=a,b"]
+    assert hydra_overrides(["run_dir=a,b"], sweep=True) == ["run_dir=a,b"]
     command = Command("x", "", (Argument("output", str, ""),))
     assert command.parse(["output=~/ä"])[0] == {"output": "/home/jörg/ä"}
 

@@ -44,17 +44,17 @@ _SYNTAX = "[{('\""
 """A value that begins so is meant for Hydra."""
 
 
-def split_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def split_flags(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """({Hydra's flags: their values}, settings). Raises UserError for a flag that is not known, or lacks its value."""
     flags: dict[str, str] = {}
     settings: list[str] = []
-    left = list(words)
+    left = list(overrides)
     while left:
-        word = left.pop(0)
-        if not word.startswith("-"):
-            settings.append(word)
+        override = left.pop(0)
+        if not override.startswith("-"):
+            settings.append(override)
             continue
-        flag, equals, value = word.partition("=")
+        flag, equals, value = override.partition("=")
         if flag in _FLAGS_WITH_VALUE:
             choices = _FLAGS_WITH_VALUE[flag]
             if not equals and (not left or "=" in left[0]) and flag not in ("--info", "-i"):
@@ -80,21 +80,21 @@ def _no_flag(flag: str, value: str) -> str:
     return f"Flag {shown(flag)} is not known. Settings are key=value without dashes; type: {shlex.quote(typed)}"
 
 
-def hydra_words(words: Iterable[str], sweep: bool = False) -> list[str]:
-    """The words with values quoted for Hydra where they are plain text: those of keys that name paths, and those that its grammar cannot
-    read. ``~/`` at a value's beginning is the home folder. `sweep`: commas separate values."""
-    return [_quoted(word, sweep) for word in words]
+def hydra_overrides(overrides: Iterable[str], sweep: bool = False) -> list[str]:
+    """The overrides with values quoted for Hydra where they are plain text: those of keys that name paths, and those that its grammar
+    cannot read. ``~/`` at a value's beginning is the home folder. `sweep`: commas separate values."""
+    return [_quoted(override, sweep) for override in overrides]
 
 
-def _quoted(word: str, sweep: bool) -> str:
-    key, equals, value = word.partition("=")
-    if not equals or word.startswith(("-", "~")) or not value or value[0] in _SYNTAX:
-        return word
+def _quoted(override: str, sweep: bool) -> str:
+    key, equals, value = override.partition("=")
+    if not equals or override.startswith(("-", "~")) or not value or value[0] in _SYNTAX:
+        return override
     if value == "~" or value.startswith("~/"):
         value = str(Path(value).expanduser())
-        word = f"{key}={value}"
+        override = f"{key}={value}"
     is_path = _PATHS.fullmatch(key) and value != "null" and not (sweep and "," in value) and "${" not in value
-    return f"{key}={quoted_value(value)}" if is_path or (parsed(word) is None and parsed(f"{key}=x") is not None) else word
+    return f"{key}={quoted_value(value)}" if is_path or (parsed(override) is None and parsed(f"{key}=x") is not None) else override
 
 
 def quoted_value(value: str) -> str:
@@ -106,27 +106,27 @@ def quoted_value(value: str) -> str:
     return f'"{escaped}{chr(92) * trailing}"'
 
 
-def parsed(word: str) -> Override | None:
+def parsed(override: str) -> Override | None:
     """What Hydra reads in a word; None where it cannot."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        return OverridesParser.create().parse_override(word)
+        return OverridesParser.create().parse_override(override)
     except (HydraException, ValueError, RecursionError):  # numbers of 5,000 digits, and nesting as deep
         return None
 
 
-def check_form(word: str, groups: Sequence[str], *, sweep: bool) -> None:
-    """Raises UserError for a word that is no setting, whatever the configuration holds: with what to type instead."""
-    key, equals, value = word.partition("=")
+def check_form(override: str, groups: Sequence[str], *, sweep: bool) -> None:
+    """Raises UserError for an override that is no setting, whatever the configuration holds: with what to type instead."""
+    key, equals, value = override.partition("=")
     name = key.lstrip("+~")
-    if not equals and not (word.startswith("~") and re.fullmatch(r"[\w./@-]+", name)):
+    if not equals and not (override.startswith("~") and re.fullmatch(r"[\w./@-]+", name)):
         near = f" Type: {name}=VALUE" if name in groups else did_you_mean(name, groups) if re.fullmatch(r"\w+", name) else ""
-        raise UserError(f"Argument {shown(word)} is not of the form key=value, such as seed=5 or sim=cartpole.{near}")
+        raise UserError(f"Argument {shown(override)} is not of the form key=value, such as seed=5 or sim=cartpole.{near}")
     if not name or parsed(f"{name}=x") is None:
-        raise UserError(f"{shown(key)} in argument {shown(word)} is no key of a configuration. Settings are key=value, such as seed=5.")
-    found = parsed(word)
+        raise UserError(f"{shown(key)} in argument {shown(override)} is no key of a configuration. Settings are key=value, such as seed=5.")
+    found = parsed(override)
     if found is None:
         typed = shlex.quote(f"{key}={quoted_value(value)}")
         raise UserError(
@@ -136,33 +136,33 @@ def check_form(word: str, groups: Sequence[str], *, sweep: bool) -> None:
     if found.is_sweep_override() and not sweep:
         typed = shlex.quote(f"{key}={quoted_value(value)}")
         raise UserError(
-            f"{shown(word)} lists several values, which is a sweep: python -m embodied_rl.train -m {shlex.quote(word)}. "
+            f"{shown(override)} lists several values, which is a sweep: python -m embodied_rl.train -m {shlex.quote(override)}. "
             f"A list is [1,2]; as one text, type: {typed}"
         )
 
 
-def of_each_value(words: Sequence[str]) -> list[list[str]]:
+def of_each_value(overrides: Sequence[str]) -> list[list[str]]:
     """Words of single runs in which each value of a sweep appears at least once, others at their first."""
-    choices = _choices(words)
+    choices = _choices(overrides)
     first = [values[0] for values in choices]
     return [first, *([*first[:at], value, *first[at + 1 :]] for at, values in enumerate(choices) for value in values[1:])]
 
 
-def runs_of(words: Sequence[str]) -> list[list[str]]:
+def runs_of(overrides: Sequence[str]) -> list[list[str]]:
     """Words of all runs of a sweep, in the order in which Hydra's own sweeper begins them."""
-    return [list(run) for run in itertools.product(*_choices(words))]
+    return [list(run) for run in itertools.product(*_choices(overrides))]
 
 
-def _choices(words: Sequence[str]) -> list[list[str]]:
+def _choices(overrides: Sequence[str]) -> list[list[str]]:
     choices = []
-    for word in words:
-        found = parsed(word)
+    for override in overrides:
+        found = parsed(override)
         swept = found is not None and found.is_discrete_sweep()
-        choices.append([f"{found.get_key_element()}={text}" for text in found.sweep_string_iterator()] if found and swept else [word])
+        choices.append([f"{found.get_key_element()}={text}" for text in found.sweep_string_iterator()] if found and swept else [override])
     return choices
 
 
-def with_sweeper_params(words: Sequence[str], sweep: bool) -> list[str]:
+def with_sweeper_params(overrides: Sequence[str], sweep: bool) -> list[str]:
     """Words in which ``hydra.sweeper.params={seed: '1,2'}`` and ``hydra.sweeper.params.seed=1,2`` are what Hydra's own sweeper makes of
     them: ``seed=1,2``, before the others.
 
@@ -171,17 +171,17 @@ def with_sweeper_params(words: Sequence[str], sweep: bool) -> list[str]:
     """
     first: list[str] = []
     others: list[str] = []
-    for word in words:
-        key, _, value = word.lstrip("+").partition("=")
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
         if key != _SWEEPER and not key.startswith(_SWEEPER + "."):
-            others.append(word)
+            others.append(override)
             continue
         if not sweep:
-            raise UserError(f"{shown(word)} lists runs of a sweep. Add -m, which begins one.")
+            raise UserError(f"{shown(override)} lists runs of a sweep. Add -m, which begins one.")
         if key != _SWEEPER:
             first.append(f"{key.removeprefix(_SWEEPER + '.')}={value.strip(chr(39) + chr(34))}")
             continue
-        found = parsed(word)
+        found = parsed(override)
         mapping = found.value() if found is not None else None
         if not isinstance(mapping, dict):
             raise UserError(f"{_SWEEPER} must be a mapping of keys to values, such as {_SWEEPER}={{seed: '1,2'}}, got {shown(value)}.")
@@ -207,7 +207,7 @@ def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     _check_choices(overrides)
-    overrides = hydra_words(overrides)
+    overrides = hydra_overrides(overrides)
     try:
         with _hydra():
             composed = compose(name, overrides=open_kwargs(overrides))
@@ -232,11 +232,11 @@ def _check_choices(overrides: Sequence[str]) -> None:
             raise UserError(f"{group} must be the name of one file of configs/{group}, got {shown(value)}.{did_you_mean(value, names)}")
 
 
-def _check_given_once(words: Sequence[str]) -> None:
+def _check_given_once(overrides: Sequence[str]) -> None:
     """Raises UserError for a key that is given two values: Hydra would take the last without a word."""
     values: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.lstrip("+").partition("=")
+    for override in overrides:
+        key, equals, value = override.lstrip("+").partition("=")
         if equals and values.setdefault(key, value) != value:
             both = shlex.quote(f"{key}={values[key]},{value}")
             raise UserError(
@@ -318,18 +318,18 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
         check: looks at the configurations of a sweep before its first run begins.
 
     Raises:
-        UserError: a flag or a word that is none, a key or a choice that is not known, a value that does not fit; what `check` raises.
+        UserError: a flag or an argument that is none, a key or a choice that is not known, a value that does not fit; what `check` raises.
     """
-    flags, words = split_flags(arguments)
+    flags, overrides = split_flags(arguments)
     sweep = bool({"-m", "--multirun"} & set(flags))
-    given = [word for word in arguments if word not in words]
-    words = with_sweeper_params(words, sweep)
+    given = [argument for argument in arguments if argument not in overrides]
+    overrides = with_sweeper_params(overrides, sweep)
     if not sweep:
-        _check_choices(words)
-    settings = hydra_words(words, sweep)
-    for word in settings:
-        check_form(word, _top_keys(), sweep=sweep)
-    _check_given_once(words)
+        _check_choices(overrides)
+    settings = hydra_overrides(overrides, sweep)
+    for override in settings:
+        check_form(override, _top_keys(), sweep=sweep)
+    _check_given_once(overrides)
     for flag in ("--config-dir", "-cd"):
         if flag in flags and not Path(flags[flag]).is_dir():
             raise UserError(f"{flag} {shown(flags[flag])} is no folder.")
@@ -350,11 +350,11 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
 def runs_to_show(arguments: Sequence[str]) -> list[list[str]]:
     """Arguments of each run where the configurations of a sweep are only to be shown (``-m … --cfg job``), which Hydra shows one by one;
     else the arguments as they are. `arguments` are those of `check_overrides`."""
-    flags, words = split_flags(arguments)
+    flags, overrides = split_flags(arguments)
     if not {"-m", "--multirun"} & set(flags) or not {"--cfg", "-c"} & set(flags):
         return [list(arguments)]
-    given = [word for word in arguments if word not in words and word not in ("-m", "--multirun")]
-    return [[*given, *run] for run in runs_of(words)]
+    given = [argument for argument in arguments if argument not in overrides and argument not in ("-m", "--multirun")]
+    return [[*given, *run] for run in runs_of(overrides)]
 
 
 def _top_keys() -> list[str]:
@@ -377,7 +377,7 @@ def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
         return f"'{twice[1]}' is chosen twice. Give it one value."
     if there := re.search(r"An item is already at '([^']+)'", text):
         return f"'{there[1]}' is part of the configuration already: leave out the '+' before it."
-    culprit = next((word for word in overrides if not _composes(name, word)), None)
+    culprit = next((override for override in overrides if not _composes(name, override)), None)
     if culprit is None:
         return f"These settings do not go together: {' '.join(map(shlex.quote, overrides))}. See python -m embodied_rl.train --cfg job."
     if culprit.startswith("~"):
@@ -388,13 +388,13 @@ def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
     return f"{shown(culprit)} does not fit the configuration: it needs an existing key and a value of its kind; {hint}."
 
 
-def _composes(name: str, word: str) -> bool:
+def _composes(name: str, override: str) -> bool:
     from hydra import compose
     from omegaconf import OmegaConf
 
     try:
         with _hydra():
-            OmegaConf.to_container(compose(name, overrides=open_kwargs([word])), resolve=True)
+            OmegaConf.to_container(compose(name, overrides=open_kwargs([override])), resolve=True)
     except Exception:  # whatever it is: compose_config reports it
         return False
     return True
@@ -403,7 +403,7 @@ def _composes(name: str, word: str) -> bool:
 def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
     """Which part of a dotted key exists, and what lies there, by the files that the overrides choose."""
     # Only choices of existing files: a mistake in another override would be reported in place of the key.
-    chosen = [word for word in overrides if word.partition("=")[2] in group_names(word.partition("=")[0])]
+    chosen = [override for override in overrides if override.partition("=")[2] in group_names(override.partition("=")[0])]
     composed = compose_config(name, chosen)
     here: object = composed
     walked: list[str] = []

@@ -17,7 +17,7 @@ class Meaning:
     """Of one metric, or of all whose names begin so."""
 
     label: str
-    """On the console and above charts; empty: the metric's own name in words."""
+    """On the console and above charts; empty: the metric's own name."""
     text: str
     """One sentence; empty where we know none (a metric of the user's own)."""
     alias: str = ""
@@ -136,7 +136,7 @@ OFFLINE = {
     "bootstrap": "Where the value lies with the given confidence, by resampling episodes; of fitted values, by the spread over the fits.",
     "concentration": "An interval that is guaranteed for any weights, given that rewards lie in reward_range: wide.",
     "ESS": "Effective sample size of the importance weights: as many episodes of equal weight would be as good.",
-    "largest weight": "Of an episode's importance weights: a large one is an episode that decides the estimate alone.",
+    "largest weight": "Of an episode's importance weights: a large one is an episode that decides the estimate by itself.",
     "mean weight": "1 is expected; far below, the episodes that matter for the policy were not recorded.",
     "best in": "Share of the resamples of the episodes, the same for all policies, in which the policy is the best.",
     "behaviour": "The recorded policy itself: the mean of its returns.",

@@ -24,7 +24,7 @@ from embodied_rl.bounds import bounds_of
 from embodied_rl.commands.cli import Argument, Command, Written, run_command
 from embodied_rl.compose import compose_config
 from embodied_rl.config import TrainConfig, group_names
-from embodied_rl.config.compose import hydra_words
+from embodied_rl.config.compose import hydra_overrides
 from embodied_rl.errors import LONGEST_MESSAGE, UserError
 from tests.chaos.harness import Attack
 from tests.chaos.mistakes import DEEP, LONG, MALFORMED, TEXTS, UNICODE, leaves, misspelt, takes_text, wrong_value
@@ -188,7 +188,7 @@ def wrong_train(chance: random.Random) -> Wrong:
 
 def is_path(key: str) -> bool:
     """Whether the command line takes a key's value as it is typed: Hydra alone would not read this one."""
-    return hydra_words([f"{key}=a,b"]) != [f"{key}=a,b"]
+    return hydra_overrides([f"{key}=a,b"]) != [f"{key}=a,b"]
 
 
 def _base(chance: random.Random) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ class ProgramOptions:
 
     def __post_init__(self) -> None:
         self._check_mode()
-        if not self.command or not all(isinstance(word, str) and word for word in self.command):
+        if not self.command or not all(isinstance(argument, str) and argument for argument in self.command):
             raise UserError(f"sim.kwargs.command must be a list of words such as ['{{python}}', 'agent.py'], got {list(self.command)}.")
         require_known(self.reward, get_args(RewardSource), f"sim.kwargs.reward='{self.reward}' is not a choice.")
         require_known(self.network, ("proxy", "open"), f"sim.kwargs.network='{self.network}' is not a choice.")
@@ -166,7 +166,7 @@ class ProgramOptions:
         own = {} if self.stays else {"task": json.dumps(task), "seed": str(seed)}
         filled = {"python": sys.executable, **own, "model": model}
         try:
-            return [word.format_map(filled) for word in self.command]
+            return [argument.format_map(filled) for argument in self.command]
         except (KeyError, ValueError, IndexError) as error:
             raise UserError(
                 f"sim.kwargs.command={list(self.command)} cannot be filled in ({error!r}). Placeholders: "
@@ -179,10 +179,10 @@ class ProgramOptions:
         if self.function is not None:
             _check_function(self.function)
             return
-        words = self.words({}, 0, "model")
-        if shutil.which(words[0]) is None:
-            raise UserError(f"sim.kwargs.command: '{words[0]}' is no program that can be run here.")
-        script = next((word for word in words[1:] if word.endswith(".py")), None)
+        arguments = self.words({}, 0, "model")
+        if shutil.which(arguments[0]) is None:
+            raise UserError(f"sim.kwargs.command: '{arguments[0]}' is no program that can be run here.")
+        script = next((argument for argument in arguments[1:] if argument.endswith(".py")), None)
         if script is not None and not Path(script).is_file():
             raise UserError(
                 f"sim.kwargs.command: '{script}' is not there, seen from {Path.cwd()}. Give an absolute path, or start from its folder."
@@ -269,13 +269,13 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
 class RunningProgram:
     """One started program and all that it starts, in a sandbox."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], timeout_s: float, box: Box) -> None:
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], timeout_s: float, box: Box) -> None:
         """Start it; what it prints is kept for error messages. Raises OSError where it cannot be started."""
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (`end` closes it)
         try:
             self._started = Sandboxed(
                 box,
-                words=with_absolute_files(words),
+                words=with_absolute_files(arguments),
                 env=env,
                 cwd=os.getcwd(),
                 stdin=subprocess.DEVNULL,
@@ -382,13 +382,13 @@ def program_box(options: ProgramOptions, base_url: str) -> Box:
 def own_files(options: ProgramOptions) -> list[str]:
     """What a command needs to be read: the folder of each file that it names, or the file itself where that folder holds the user's home;
     a Python environment; the package of a function."""
-    words = with_absolute_files(options.words({}, 0, "model"))
+    arguments = with_absolute_files(options.words({}, 0, "model"))
     found: list[str] = [str(Path(embodied_rl.__file__).parent)]
-    program = shutil.which(words[0])
-    if program is not None and words[0] != sys.executable:
+    program = shutil.which(arguments[0])
+    if program is not None and arguments[0] != sys.executable:
         found += _of_program(os.path.abspath(program))
-    for word in words[1:]:
-        path = word.rpartition(":")[0] if word.rpartition(":")[0].endswith(".py") else word
+    for argument in arguments[1:]:
+        path = argument.rpartition(":")[0] if argument.rpartition(":")[0].endswith(".py") else argument
         if os.path.isabs(path) and os.path.exists(path):
             found += _folder_of(path)
     if options.function is not None and not options.function.rpartition(":")[0].endswith(".py"):

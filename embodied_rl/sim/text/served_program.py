@@ -64,12 +64,12 @@ class ServeLimits:
 class _Process:
     """A started program; for one episode at a time."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], box: Box) -> None:
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], box: Box) -> None:
         self._printed = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  (`kill` closes it; appending, so that it can be emptied)
         try:
             self._started = Sandboxed(
                 box,
-                words=with_absolute_files(words),
+                words=with_absolute_files(arguments),
                 env=env,
                 cwd=os.getcwd(),
                 stdin=subprocess.PIPE,
@@ -151,8 +151,8 @@ class _Process:
 class ProgramPool:
     """Processes of one program: as many as there are episodes at a time. For one thread."""
 
-    def __init__(self, words: Sequence[str], env: Mapping[str, str], limits: ServeLimits, box: Box) -> None:
-        self._words, self._env, self.limits, self._box = words, env, limits, box
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], limits: ServeLimits, box: Box) -> None:
+        self._words, self._env, self.limits, self._box = arguments, env, limits, box
         self._idle: list[_Process] = []
         self._failures = 0
         self._not_before_s = 0.0
@@ -312,11 +312,12 @@ class ServedEpisode:
         return ProgramEnding(None, self._process.tail(), None if reward is None else float(reward))
 
 
-def with_absolute_files(words: Sequence[str]) -> list[str]:
+def with_absolute_files(arguments: Sequence[str]) -> list[str]:
     """A command whose files are named from the root: a program may begin in another folder than ours."""
     found = []
-    for word in words:
-        path, colon, function = word.rpartition(":") if word.rpartition(":")[0].endswith(".py") else (word, "", "")
+    for argument in arguments:
+        path, colon, function = argument.rpartition(":") if argument.rpartition(":")[0].endswith(".py") else (argument, "", "")
         is_file = "/" in path or path.endswith(".py")
-        found.append(f"{os.path.abspath(path)}{colon}{function}" if is_file and not os.path.isabs(path) and os.path.exists(path) else word)
+        moved = is_file and not os.path.isabs(path) and os.path.exists(path)
+        found.append(f"{os.path.abspath(path)}{colon}{function}" if moved else argument)
     return found
