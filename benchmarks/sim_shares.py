@@ -43,7 +43,7 @@ CLASSES = {
 SHORTCUTS = {
     "embodied_rl.sim.robots.gymnasium_robotics": "know_indices",
     "embodied_rl.sim.robots.metaworld": "shorten_steps",
-    "embodied_rl.sim.robots.robosuite": "know_arms",
+    "embodied_rl.sim.robots.robosuite": "shorten_steps",
 }
 """{module: the function that takes look-ups out of an environment's steps}"""
 

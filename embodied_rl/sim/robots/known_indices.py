@@ -1,13 +1,11 @@
-"""Fetch arm, Shadow hand and robosuite's arms without a look-up by name for every quantity of a step.
+"""Fetch arm and Shadow hand without a look-up by name for every quantity of a step.
 
-gymnasium-robotics finds each joint, site and weld anew in every step, by name and one after the other; robosuite does so in each of the 25
-physics steps of a control step. Here the same functions know where things are, and read and write them at once. The numbers are the
-same bit for bit (tests/sim/robots/test_known_indices.py).
+gymnasium-robotics finds each joint, site and weld anew in every step, by name and one after the other. Here the same functions know where
+things are, and read and write them at once. The numbers are the same bit for bit (tests/sim/robots/test_known_indices.py).
 """
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -16,9 +14,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     from mujoco import MjData, MjModel
-    from robosuite.controllers.base_controller import Controller
-    from robosuite.environments.base import MujocoEnv
-    from robosuite.models.grippers.gripper_model import GripperModel
 
 
 def know_indices(env: gymnasium.Env) -> None:
@@ -119,90 +114,3 @@ class KnownIndices:
         jacobian = np.zeros((3, model.nv))
         self._mujoco.mj_jacSite(model, data, None, jacobian, self._sites[name])
         return jacobian @ data.qvel
-
-
-# ---- robosuite ------------------------------------------------------------------------------------------------------
-
-
-def know_arms(env: MujocoEnv) -> None:
-    """Have the robots of a robosuite environment, and their controllers, know the present model. A hard reset makes all of them anew."""
-    from robosuite.controllers.base_controller import Controller
-
-    for robot in env.robots:
-        robot.__class__ = _known_class(type(robot))
-        controllers = robot.controller.values() if isinstance(robot.controller, dict) else [robot.controller]
-        for controller in controllers:
-            if type(controller).update is Controller.update:
-                controller.update = KnownSite(controller).update
-
-
-class KnownSite:
-    """What a controller of robosuite reads of its arm: ``Controller.update`` for one model."""
-
-    def __init__(self, controller: Controller) -> None:
-        import mujoco
-
-        self._mujoco, self._controller = mujoco, controller
-        self._model = controller.sim.model._model
-        self._site = int(self._model.site(controller.eef_name).id)
-        self._qpos, self._qvel = np.asarray(controller.qpos_index, int), np.asarray(controller.qvel_index, int)
-
-    def update(self, force: bool = False) -> None:
-        """Place, velocity, Jacobian and inertia of the arm, after ``mj_forward``, as the controller keeps them.
-
-        Each Jacobian is computed once where robosuite computes it twice. Copies are made where robosuite makes them: the layout of an
-        array decides in which order the controller's products are summed.
-        """
-        own = self._controller
-        if not (own.new_update or force):
-            return
-        mujoco, model, data, velocities = self._mujoco, self._model, own.sim.data._data, self._qvel
-        mujoco.mj_forward(model, data)
-        own.ee_pos = np.array(data.site_xpos[self._site])
-        own.ee_ori_mat = np.array(data.site_xmat[self._site].reshape([3, 3]))
-        linear, angular = np.zeros((3, model.nv)), np.zeros((3, model.nv))
-        mujoco.mj_jacSite(model, data, linear, angular, self._site)
-        qvel = data.qvel
-        own.ee_pos_vel, own.ee_ori_vel = np.dot(linear, qvel), np.dot(angular, qvel)
-        own.joint_pos, own.joint_vel = data.qpos[self._qpos], qvel[velocities]
-        own.J_pos, own.J_ori = np.array(linear[:, velocities]), np.array(angular[:, velocities])
-        own.J_full = np.array(np.concatenate([own.J_pos, own.J_ori]))
-        inertia = np.empty((model.nv, model.nv))
-        mujoco.mj_fullM(model, inertia, data.qM)
-        own.mass_matrix = inertia[velocities, :][:, velocities]
-        own.new_update = False
-
-
-class _KnownRobot:
-    """Mixed into a class of ``robosuite.robots``: what a robot works out in each physics step, though its model does not change."""
-
-    @functools.cached_property
-    def action_dim(self) -> int:
-        """Of its controllers and grippers."""
-        return int(super().action_dim)  # type: ignore[misc]
-
-    @functools.cached_property
-    def _grips(self) -> dict[int, np.ndarray]:
-        """{id of a gripper: its actuators}"""
-        return {}
-
-    def grip_action(self, gripper: GripperModel, gripper_action: np.ndarray) -> None:
-        """Send a gripper's action [-1, 1] to its actuators, each in its own range."""
-        sim = self.sim  # type: ignore[attr-defined]
-        actuators = self._grips.get(id(gripper))
-        if actuators is None:
-            actuators = self._grips[id(gripper)] = np.array([sim.model.actuator_name2id(name) for name in gripper.actuators], dtype=int)
-        ranges = sim.model._model.actuator_ctrlrange[actuators]
-        lowest, highest = ranges[:, 0], ranges[:, 1]
-        sim.data._data.ctrl[actuators] = 0.5 * (highest + lowest) + 0.5 * (highest - lowest) * gripper.format_action(gripper_action)
-
-
-_KNOWN: dict[type, type] = {}
-"""{class of a robot: the same that knows its model}"""
-
-
-def _known_class(robot: type) -> type:
-    """The class of a robot that knows its model; itself where it does already."""
-    if issubclass(robot, _KnownRobot):
-        return robot
-    return _KNOWN.setdefault(robot, type(robot.__name__, (_KnownRobot, robot), {}))

@@ -20,8 +20,8 @@ from embodied_rl.errors import UserError, from_extra, require_known
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.rendering import has_display, mujoco_backend
-from embodied_rl.sim.robots.known_indices import know_arms
 from embodied_rl.sim.robots.mujoco_model import Drawing
+from embodied_rl.sim.robots.robosuite_steps import shorten_steps
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class RobosuiteSim(SimEnv):
         for random, function in zip(self._random, build, strict=True):
             with random.active(0):  # building draws from the process-wide generators
                 self.envs.append(function())
-        self._know_arms = know_arms
+        self._shorten_steps = shorten_steps
         self._elapsed = [0] * len(self.envs)
         self._sensed: list[Mapping[str, np.ndarray]] = [{} for _ in self.envs]
         """The last readings of robosuite's sensors; pictures are drawn separately, when they are observed."""
@@ -211,7 +211,7 @@ class RobosuiteSim(SimEnv):
         for i, seed in zip(env_ids, seeds, strict=True):
             with self._random[i].active(int(seed)):
                 self._sensed[i] = self._begin(i, int(seed))
-            self._know_arms(self.envs[i])
+            self._shorten_steps(self.envs[i])
             self._elapsed[i] = 0
             self._write(i, out)
 

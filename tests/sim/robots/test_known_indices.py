@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots import gymnasium_robotics, metaworld, robosuite
-from embodied_rl.sim.robots.known_indices import KnownSite
+from embodied_rl.sim.robots import gymnasium_robotics, metaworld, pusht, robosuite
+from embodied_rl.sim.robots.robosuite_steps import KnownSite
 from embodied_rl.types import StepBuffers
 
 TASKS = ("FetchReach-v4", "FetchPickAndPlaceDense-v4", "HandReachDense-v3")
@@ -108,30 +109,96 @@ def test_a_pressed_object_is_felt_as_metaworld_feels_it() -> None:
     ("task", "controller", "robots"),
     [
         ("Lift", "OSC_POSE", "Panda"),
+        pytest.param("Stack", "OSC_POSITION", "Panda", marks=pytest.mark.slow),
         pytest.param("Wipe", "JOINT_POSITION", "UR5e", marks=pytest.mark.slow),
         pytest.param("TwoArmLift", "OSC_POSE", "Baxter", marks=pytest.mark.slow),
+        pytest.param("PickPlaceCan", "JOINT_TORQUE", "IIWA", marks=pytest.mark.slow),
     ],
 )
-def test_robosuites_arms_are_its_own(task: str, controller: str, robots: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_robosuites_steps_are_its_own(task: str, controller: str, robots: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over two resets, each of which builds model, robots and controllers anew; the controllers feed on every bit that they read."""
     pytest.importorskip("robosuite")
 
     def play() -> tuple[list[Any], list[type]]:
         sim, random = robosuite.make(task, 1, robots=robots, controller=controller), np.random.default_rng(3)
-        out, found = StepBuffers.allocate(sim.spec, 1), []
+        out, found, towards = StepBuffers.allocate(sim.spec, 1), [], random.uniform(-1.0, 1.0, sim.spec.action.dim)
         for seed in (0, 5):
             sim.reset([0], [seed], out)
-            for _ in range(4):
-                sim.step([0], random.uniform(-1.0, 1.0, (1, sim.spec.action.dim)).astype(np.float32), out)
-                found.append([out.observation["state"].copy(), out.reward.copy()])
+            for _ in range(12):
+                action = 0.7 * towards + 0.3 * random.uniform(-1.0, 1.0, len(towards))
+                sim.step([0], action[None].astype(np.float32), out)
+                data = sim.envs[0].sim.data._data
+                own = [out.observation["state"], out.reward, out.success, data.qpos, data.qvel, data.qacc_warmstart, data.contact.geom]
+                found.append([part.copy() for part in own])
         held = [robot.controller for robot in sim.envs[0].robots]
         controllers = [one for each in held for one in (each.values() if isinstance(each, dict) else [each])]
         sim.close()
         return found, [type(getattr(one.update, "__self__", None)) for one in controllers]
 
     ours, known = play()
-    monkeypatch.setattr(robosuite, "know_arms", lambda env: None)
+    monkeypatch.setattr(robosuite, "shorten_steps", lambda env: None)
     plain, own = play()
     assert set(known) == {KnownSite}
     assert KnownSite not in own
     require_equal(ours, plain)
+
+
+def test_robosuites_physics_and_touch_are_mujocos() -> None:
+    """A state that changes between `forward` and `step` is worked out anew; NaN begins anew, as in `mj_step`; shapes touch as before."""
+    pytest.importorskip("robosuite")
+    import mujoco
+    from robosuite.environments.base import MujocoEnv
+
+    sim = robosuite.make("Lift", 1)
+    sim.reset([0], [0], StepBuffers.allocate(sim.spec, 1))
+    env: Any = sim.envs[0]
+    model, data = env.sim.model._model, env.sim.data._data
+    for change in (None, 0.01, None, np.nan, None):
+        plain = copy.copy(data)
+        env.sim.forward()
+        mujoco.mj_forward(model, plain)
+        for each in (data, plain):
+            each.ctrl[:] = 0.1
+            each.qpos[0] += change or 0.0
+        env.sim.step()
+        mujoco.mj_step(model, plain)
+        for name in ("qpos", "qvel", "qacc", "qacc_warmstart", "sensordata", "xpos", "cfrc_ext"):
+            np.testing.assert_array_equal(getattr(data, name), getattr(plain, name))
+    touching, cube, pads = set[bool](), env.cube, env.robots[0].gripper.important_geoms["left_fingerpad"]
+    for first, second in [(cube, None), (cube, pads), ("table_collision", cube), (pads, None), (cube, "table_collision"), (cube, cube)]:
+        found = env.check_contact(first, second)
+        assert found is MujocoEnv.check_contact(env, first, second)
+        touching.add(found)
+    sim.close()
+    assert touching == {True, False}
+
+
+@pytest.mark.parametrize("observation", ["state", "keypoints"])
+def test_pusht_steps_as_its_package_does(observation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package cuts the T's two boxes in the order of a set, which changes the last bit of the covered share from one environment to
+    the next; here both take them in order."""
+    pytest.importorskip("gym_pusht")
+    from gym_pusht.envs.pusht import PushTEnv, pymunk_to_shapely
+
+    def coverage(env: PushTEnv) -> float:
+        goal, block = (pymunk_to_shapely(body, env._block_shapes) for body in (env.get_goal_pose_body(env.goal_pose), env.block))
+        return float(goal.intersection(block).area / goal.area)
+
+    def play() -> list[Any]:
+        sim, random = pusht.make("PushT-v0", 1, observation=observation), np.random.default_rng(3)
+        out, found = StepBuffers.allocate(sim.spec, 1), []
+        for seed in SEEDS:
+            sim.reset([0], [seed], out)
+            for _ in range(100):
+                near = np.array(sim.envs[0].unwrapped.block.position) + random.uniform(-60.0, 60.0, 2)  # type: ignore[attr-defined]
+                sim.step([0], np.clip(near, 0.0, 512.0)[None].astype(np.float32), out)
+                info = {key: np.array(value) for key, value in sorted((out.info[0] or {}).items())}
+                found.append([*(part.copy() for part in out.observation.values()), out.reward.copy(), out.success.copy(), *info.values()])
+        sim.close()
+        return found
+
+    ours = play()
+    monkeypatch.setattr(pusht, "shorten_steps", lambda task: None)
+    monkeypatch.setattr(PushTEnv, "_get_coverage", coverage)
+    require_equal(ours, play())
+    assert {bool(each[-3] > 0) for each in ours} == {True, False}  # "n_contacts", before two more
