@@ -28,9 +28,9 @@ from torch import Tensor
 
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
-from embodied_rl.policies.openvla.generation import Accelerated, Generated, generate
 from embodied_rl.policies.openvla.model import OpenVLA, VisionLanguageModel
 from embodied_rl.policies.openvla.oft import OFTConfig, OpenVLAOFT
+from embodied_rl.policies.openvla.policy import Accelerated, Generated, generate
 from embodied_rl.policies.openvla.processor import PixelNormaliser
 
 PROMPT_TOKENS, NUM_TOKENS = 35, 7

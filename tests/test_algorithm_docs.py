@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from embodied_rl.algorithms import reward_shaping, rewards
+from embodied_rl.algorithms import rewards
 from embodied_rl.algorithms.advantage_table import ADVANTAGES, AdvantageInfo
 from embodied_rl.algorithms.aggregation import AGGREGATION_MODES
 from embodied_rl.algorithms.filters import FILTERS
@@ -121,12 +121,11 @@ def test_links_to_papers_lead_to_the_paper_they_name() -> None:
 
 
 def public_rewards() -> dict[str, Any]:
-    """{name: function or class} that the two modules of rewards define."""
+    """{name: function or class} that the module of rewards defines."""
     return {
         name: value
-        for module in (rewards, reward_shaping)
-        for name, value in vars(module).items()
-        if not name.startswith("_") and isinstance(value, types.FunctionType | type) and value.__module__ == module.__name__
+        for name, value in vars(rewards).items()
+        if not name.startswith("_") and isinstance(value, types.FunctionType | type) and value.__module__ == rewards.__name__
     }
 
 

@@ -22,9 +22,8 @@ from embodied_rl.config import SimConfig
 from embodied_rl.files import require_writable
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.media import episodes as filming_episodes
-from embodied_rl.media.episodes import MAX_STEPS_SHOWN, FilmedEpisode, Selection
+from embodied_rl.media.episodes import MAX_STEPS_SHOWN, FilmedEpisode, Selection, film
 from embodied_rl.media.overlays import Overlays, annotate, parse_overlays
-from embodied_rl.media.playing import film
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.sim.film import filmed
 from embodied_rl.sim.manager import EnvManager

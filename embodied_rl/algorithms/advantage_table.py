@@ -46,7 +46,7 @@ _DISCOUNT: dict[str, Any] = {"options": ("gamma",), "required_options": ("gamma"
 _MASK = ("mask",)
 _GROUPED = "embodied_rl.algorithms.grouped"
 _OVER_TIME = "embodied_rl.algorithms.advantages"
-_SEGMENTS = "embodied_rl.algorithms.segments"
+_SEGMENTS = "embodied_rl.algorithms.grouped"
 
 
 def _of_critic(name: str, function: str, summary: str, source: str, unit: Unit, **own: Any) -> AdvantageInfo:

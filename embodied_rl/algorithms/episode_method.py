@@ -15,8 +15,15 @@ from embodied_rl.algorithms.composition import Composition, compose, method_opti
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
 from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate
 from embodied_rl.algorithms.off_policy import correction_weights
-from embodied_rl.algorithms.reward_shaping import clip_reward, kl_in_reward, penalize_length, penalize_overlong
-from embodied_rl.algorithms.rewards import Moments, group_ids, normalize_reward
+from embodied_rl.algorithms.rewards import (
+    Moments,
+    clip_reward,
+    group_ids,
+    kl_in_reward,
+    normalize_reward,
+    penalize_length,
+    penalize_overlong,
+)
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import UserError
 

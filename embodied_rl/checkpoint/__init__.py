@@ -3,8 +3,6 @@
 from embodied_rl.checkpoint.card import CARD_FILE as CARD_FILE
 from embodied_rl.checkpoint.card import add_result_to_card as add_result_to_card
 from embodied_rl.checkpoint.card import resume_command as resume_command
-from embodied_rl.checkpoint.fitting import check_compatible as check_compatible
-from embodied_rl.checkpoint.fitting import check_tensors as check_tensors
 from embodied_rl.checkpoint.folder import CONFIG_FILE as CONFIG_FILE
 from embodied_rl.checkpoint.folder import FORMAT_VERSION as FORMAT_VERSION
 from embodied_rl.checkpoint.folder import LEARNER_FILE as LEARNER_FILE
@@ -14,6 +12,8 @@ from embodied_rl.checkpoint.folder import Checkpoint as Checkpoint
 from embodied_rl.checkpoint.folder import CheckpointWriter as CheckpointWriter
 from embodied_rl.checkpoint.folder import adopt_checkpoint as adopt_checkpoint
 from embodied_rl.checkpoint.folder import base_of as base_of
+from embodied_rl.checkpoint.folder import check_compatible as check_compatible
+from embodied_rl.checkpoint.folder import check_tensors as check_tensors
 from embodied_rl.checkpoint.folder import checkpoint_name as checkpoint_name
 from embodied_rl.checkpoint.folder import find_last as find_last
 from embodied_rl.checkpoint.folder import load_checkpoint as load_checkpoint

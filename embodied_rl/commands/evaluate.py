@@ -257,7 +257,7 @@ def load_to_play(
         logs: the checkpoint's own loggers will be used.
     """
     from embodied_rl.checkpoint import load_checkpoint
-    from embodied_rl.checkpoint.fitting import domain_part
+    from embodied_rl.checkpoint.folder import domain_part
 
     keys = [*overrides, *([] if logs else ["logger"])]
 

@@ -184,7 +184,7 @@ def _film_one(
     film: Film,
     selection: Selection,
 ) -> list[FilmedEpisode]:
-    from embodied_rl.media import playing
+    from embodied_rl.media.episodes import film as film_seeds
 
     with _progress(f"filming {manager.spec.task}", len(seeds), film) as advance:
         finished: list[EpisodeSummary] = []
@@ -194,7 +194,7 @@ def _film_one(
             rate = sum(one.success_once for one in finished) / len(finished)
             advance(1, f"success {rate:.0%}" if manager.spec.reports_success else "")
 
-        return playing.film(
+        return film_seeds(
             manager,
             generator,
             seeds,

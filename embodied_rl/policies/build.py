@@ -30,7 +30,7 @@ def build_policy(config: AnyPolicyConfig, spec: SimSpec) -> Policy:
 BUILDERS: dict[str, str] = {
     "actor_critic": "embodied_rl.policies.actor_critic:build_policy",
     "custom": "embodied_rl.policies.build:build_custom",
-    "flow": "embodied_rl.policies.flow.network:build_flow",
+    "flow": "embodied_rl.policies.flow.policy:build_flow",
     "openvla": "embodied_rl.policies.openvla.policy:build_openvla",
     "openvla_oft": "embodied_rl.policies.openvla.policy:build_openvla",
     "pi0": "embodied_rl.policies.flow.pi0:build_pi0",

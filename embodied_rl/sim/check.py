@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.checks import rows, seeds, snapshots
+from embodied_rl.sim.checks import rows, seeds
 from embodied_rl.sim.checks.episodes import Failed, Part, Player, Session, Skipped, Trajectory, random_actions
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory, adapt, called
@@ -49,9 +49,9 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Session], str]], ...] = (
     ("no_autoreset", (), seeds.never_resets_by_itself),
     ("render", (), rows.renders),
     ("unread", _EXACT, seeds.unread_observations_change_nothing),
-    ("snapshot", _ALONE, snapshots.snapshots_continue),
-    ("snapshot_new_process", (*_ALONE, "new_process", "snapshot"), snapshots.snapshots_travel),
-    ("replay", (*_ALONE, "new_process"), snapshots.replays),
+    ("snapshot", _ALONE, seeds.snapshots_continue),
+    ("snapshot_new_process", (*_ALONE, "new_process", "snapshot"), seeds.snapshots_travel),
+    ("replay", (*_ALONE, "new_process"), seeds.replays),
     ("close", (), rows.closes_twice),
 )
 """(name, names of checks that must not have failed, function), in the order in which they run."""
@@ -287,7 +287,7 @@ def _answer(folder: Path) -> None:
         if sim.spec.steps_together:
             player.reset({env_id: Part(0, random_actions(sim.spec, len(part.actions), 0))})
         data = (folder / "snapshot.bin").read_bytes()
-        episodes = snapshots.continued(player, env_id, data, part, request["position"], request["num_steps"], options)
+        episodes = seeds.continued(player, env_id, data, part, request["position"], request["num_steps"], options)
         played = dict(enumerate(episodes))
     for number, trajectory in played.items():
         trajectory.save(folder / f"{number}.npz")

@@ -2,26 +2,362 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import math
 import os
+import select
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from embodied_rl.errors import UserError
 from embodied_rl.sim.batches import Slots, ViewsOfSlots
 from embodied_rl.sim.episode_log import EpisodeLog, Snapshot
 from embodied_rl.sim.factory import SimFactory
-from embodied_rl.sim.faults import FaultPolicy, FaultRecord
-from embodied_rl.sim.process import Patience, WorkerProcess, close_all
+from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, SimFault, SlotFault
+from embodied_rl.sim.process import Patience, WorkerProcess, close_all, done
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
-from embodied_rl.sim.supervisor import Supervisor, read_drift
-from embodied_rl.sim.transport import IDLE, PENDING, READY
+from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
 from embodied_rl.sim.worker_pool import WorkerPool, WorkerPoolPlan
+from embodied_rl.stopping import waiting
 from embodied_rl.types import SimSpec, StepBatch
+
+# ---- Watches the workers of a `WorkerPool`, and replaces those that fail while the others go on -----------------------
+
+
+_MEMORY_EVERY_S = 1.0
+_SETTLE_NAP_S = 0.002
+_COMES_S = 5.0
+"""For an answer of which something can be read already."""
+_LOOK_S = 0.5
+_AT_ONCE = frozenset({FaultKind.RAISED, FaultKind.NON_FINITE, FaultKind.WRONG_SHAPE})
+"""Kinds that end the run when no step ever succeeded: a simulator that fails at once will fail again."""
+
+Message = tuple[dict[str, Any], bytes]
+Answer = TypeVar("Answer")
+
+
+class _Phase(enum.Enum):
+    LIVE = enum.auto()
+    PAUSED = enum.auto()
+    STARTING = enum.auto()
+    MAPPING = enum.auto()
+    RESUMING = enum.auto()
+
+
+@dataclass
+class _Watch:
+    """What is known about one worker."""
+
+    phase: _Phase = _Phase.LIVE
+    deadline: float = 0.0
+    """Of the phase: when a pause ends, or when the worker is too late."""
+    progress: int = 0
+    moved_at: float = 0.0
+    """When it was last seen to do, or not to have, work."""
+    failures: int = 0
+    """In a row, without a step in between."""
+    progress_at_failure: int = -1
+    aborts: int = 0
+    """Episodes given up since one finished."""
+    open_faults: list[FaultRecord] = field(default_factory=list)
+    noticed_at: float = 0.0
+    items: list[dict[str, Any]] = field(default_factory=list)
+    back_at: int = -1
+    """Its progress when it came back from a fault."""
+
+    def is_cautious(self, progress: int) -> bool:
+        """Whether it has not finished a step since it came back."""
+        return progress == self.back_at
+
+
+class Supervisor:
+    """Deadlines, deaths, restarts and records for one `WorkerPool`. `poll` never waits for a simulator."""
+
+    def __init__(self, pool: WorkerPool, policy: FaultPolicy, episode_log: EpisodeLog) -> None:
+        self.pool, self.policy, self.episode_log = pool, policy, episode_log
+        self.records: list[FaultRecord] = []
+        self.restarts = 0
+        self._watches = [_Watch(moved_at=time.perf_counter()) for _ in pool.workers]
+        self._to_abort: set[int] = set()
+        self._strikes: dict[int, tuple[int, int]] = {}
+        self._memory_at = time.perf_counter()
+
+    # ---- called by the manager --------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Look after every worker once. Raises SimFault when the policy says to stop, and UserError as the simulator does."""
+        now = time.perf_counter()
+        check_memory = self.policy.memory_limit_mb is not None and now - self._memory_at > _MEMORY_EVERY_S
+        if check_memory:
+            self._memory_at = now
+        for index, watch in enumerate(self._watches):
+            try:
+                if watch.phase is _Phase.LIVE:
+                    self._watch(index, watch, now, check_memory)
+                else:
+                    self._advance(index, watch, now)
+            except SimFault as fault:
+                self._on_fault(index, fault)
+
+    def catch_up(self) -> None:
+        """Take in what workers on their way back have said."""
+        if self.pool.workers and any(watch.phase is not _Phase.LIVE for watch in self._watches):
+            self.poll()
+
+    def settle(self) -> None:
+        """Wait until every worker is there. Raises as `poll`."""
+        while any(watch.phase is not _Phase.LIVE for watch in self._watches):
+            self.poll()
+            with waiting:
+                time.sleep(_SETTLE_NAP_S)
+
+    def command(
+        self, messages: Mapping[int, Message], patience: Patience, doing: str, read: Callable[[dict[str, Any], bytes], Answer]
+    ) -> dict[int, Answer]:
+        """Send a request to some workers and collect the answers; a worker that fails is replaced and asked again.
+
+        `read` makes an answer out; what it raises says that the answer is none, which is a failure too.
+
+        Raises SimFault when the policy says to stop, and UserError when a worker refuses (after all have answered).
+        """
+        unasked, refusal = dict(messages), None
+        answers: dict[int, Answer] = {}
+        while unasked:
+            self.settle()
+            asked: dict[int, float] = {}
+            for index in list(unasked):
+                try:
+                    self._request(index, *unasked[index])
+                    asked[index] = time.perf_counter()
+                except SimFault as fault:
+                    self._on_fault(index, fault)
+            while asked:
+                index, is_late = self._next_to_answer(asked, patience.limit_s())
+                begun = asked.pop(index)
+                try:
+                    if is_late:
+                        raise self.pool.workers[index].timed_out(patience.limit_s(), doing)
+                    answers[index] = self.pool.workers[index].receive(_COMES_S, doing, read)
+                    patience.took(time.perf_counter() - begun)
+                except UserError as error:
+                    refusal = refusal or error
+                except SimFault as fault:
+                    self._on_fault(index, fault)
+                    continue
+                del unasked[index]
+        if refusal is not None:
+            raise refusal
+        return answers
+
+    def _next_to_answer(self, asked: Mapping[int, float], limit_s: float) -> tuple[int, bool]:
+        """The next worker of {worker: when it was asked} with something to read, or the first that is too late, and whether it is."""
+        poll, of = select.poll(), {}
+        for index in asked:
+            of[self.pool.workers[index].channel.socket.fileno()] = index
+            poll.register(self.pool.workers[index].channel.socket, select.POLLIN)
+        while True:
+            first = min(asked, key=lambda index: asked[index])
+            left = asked[first] + limit_s - time.perf_counter()
+            with waiting:
+                ready = poll.poll(1000 * min(max(left, 0.0), _LOOK_S))
+            if ready:
+                return of[ready[0][0]], False
+            if left <= 0:
+                return first, True
+
+    def forget_aborts(self) -> None:
+        """All slots begin new episodes: what was to be given up is."""
+        self._to_abort.clear()
+        self._strikes.clear()
+
+    def episode_finished(self, slot: int) -> None:
+        self._watches[int(self.pool.worker_of[slot])].aborts = 0
+        self._strikes.pop(slot, None)
+
+    def episode_aborted(self, slot: int) -> None:
+        self._to_abort.discard(slot)
+        self._strikes.pop(slot, None)
+
+    def revive_all(self) -> None:
+        """After the workers' processes were ended on purpose: start them, and take every slot's episode up again."""
+        for watch in self._watches:
+            watch.phase, watch.open_faults, watch.noticed_at = _Phase.STARTING, [], time.perf_counter()
+            watch.deadline = time.perf_counter() + self.pool.plan.start_timeout_s
+        self.settle()
+
+    # ---- watching ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, index: int, watch: _Watch, now: float, check_memory: bool) -> None:
+        worker, arrays = self.pool.workers[index], self._arrays()
+        worker.check(bool(arrays["failed"][index, 0]))
+        state = self.pool.state
+        progress = self._progress(index)
+        if progress != watch.progress or all(state[slot] != PENDING for slot in self.pool.slots_of[index]):
+            watch.progress, watch.moved_at = progress, now
+        elif now - watch.moved_at > self.pool.plan.step_timeout_s:
+            raise worker.timed_out(self.pool.plan.step_timeout_s, "step")
+        limit = self.policy.memory_limit_mb
+        if check_memory and limit is not None and (used := worker.resident_mb()) > limit:
+            raise SimFault(FaultKind.OUT_OF_MEMORY, index, f"{used:.0f} MB resident; the limit is {limit:.0f} MB.")
+
+    def _advance(self, index: int, watch: _Watch, now: float) -> None:
+        """The next stage of a worker on its way back, if it is due."""
+        worker = self.pool.workers[index]
+        timeout = self.pool.plan.start_timeout_s
+        if watch.phase is _Phase.PAUSED:
+            if now >= watch.deadline:
+                self.pool.replace(index)
+                watch.phase, watch.deadline = _Phase.STARTING, now + timeout
+            return
+        if not worker.channel.has_message():
+            if not worker.alive():
+                worker.check(failed=False)
+            if now > watch.deadline:
+                raise worker.timed_out(timeout, "come back")
+            return
+        if watch.phase is _Phase.STARTING:
+            spec = self.pool.receive_spec(index)
+            if spec != self.pool.spec:
+                raise UserError(f"Worker {index} came back with another simulator: {spec.to_dict()} instead of {self.pool.spec.to_dict()}.")
+            self.pool.share(index, awaits_resume=True)
+            watch.phase, watch.deadline = _Phase.MAPPING, now + timeout
+        elif watch.phase is _Phase.MAPPING:
+            worker.receive(timeout, "map the shared memory", done)
+            watch.items = self._resume_items(index)
+            self._request(index, {"operation": "resume"}, encode_state(watch.items))
+            watch.phase, watch.deadline = _Phase.RESUMING, now + timeout
+        else:
+            self._is_back(index, watch, worker.receive(timeout, "take up its episodes", read_drift), now)
+
+    def _is_back(self, index: int, watch: _Watch, drift: Mapping[int, float | None], now: float) -> None:
+        watch.phase, watch.moved_at = _Phase.LIVE, now
+        watch.progress = self._progress(index)
+        watch.back_at = watch.progress if watch.open_faults else -1
+        slots = tuple(
+            SlotFault(
+                slot=item["slot"],
+                episode=item["index"],
+                seed=self.episode_log.streams[item["slot"]].seed(item["index"]),
+                step=len(item["actions"]),
+                outcome="aborted" if item["abort"] else "restored",
+                drift=drift.get(item["slot"]),
+            )
+            for item in watch.items
+        )
+        for record in watch.open_faults:
+            self.records.append(dataclasses.replace(record, slots=slots, recovery_s=now - watch.noticed_at))
+        watch.open_faults, watch.items = [], []
+        self.pool.doorbells[index].ring()  # its slots may have been sent actions while it was away
+        self.pool.refill_spares()
+
+    # ---- faults -----------------------------------------------------------------------------------------------------
+
+    def _on_fault(self, index: int, fault: SimFault) -> None:
+        """Record it, decide what it means for the slots, and send the worker on its way back. Raises `fault` when the run is to end."""
+        watch, worker = self._watches[index], self.pool.workers[index]
+        if fault.kind in self.policy.stop_on:
+            raise fault
+        arrays = self._arrays()
+        progress = self._progress(index)
+        if not arrays["progress"][:, 0].any() and fault.kind in _AT_ONCE:
+            raise fault
+        watch.failures = 1 if progress != watch.progress_at_failure else watch.failures + 1
+        watch.progress_at_failure = progress
+        if watch.failures > self.policy.max_restarts:
+            note = f"It failed {watch.failures} times in a row; the run ends here (max_restarts={self.policy.max_restarts})."
+            fault.detail = f"{note}\n{fault.detail}"
+            raise fault
+        culprits = self._culprits(index, fault)
+        self._judge(index, culprits)
+        if watch.aborts > self.policy.max_restarts:
+            fault.detail = f"It gave up {watch.aborts} episodes and finished none; the run ends here.\n{fault.detail}"
+            raise fault
+        record = FaultRecord(fault.kind, index, worker.pid, fault.detail, tuple(culprits), (), watch.failures, 0.0)
+        if not watch.open_faults:
+            watch.noticed_at = time.perf_counter()
+        watch.open_faults.append(record)
+        self.pool.remove(index)
+        self.restarts += 1
+        watch.phase, watch.deadline = _Phase.PAUSED, time.perf_counter() + self.policy.pause_s(watch.failures)
+
+    def _culprits(self, index: int, fault: SimFault) -> list[int]:
+        """Slots that the worker was stepping: as it left word, or as it says, or all that were pending.
+
+        A worker on its way back, or in its first step after that, leaves word of every slot that it touches: one that is killed there
+        without having done so was stepping none, and no episode is to blame.
+        """
+        slots, watch = self.pool.slots_of[index], self._watches[index]
+        single = int(self._arrays()["stepping"][index, 0])
+        if single >= 0:
+            return [single]
+        if told := [slot for slot in fault.slots if slot in slots]:
+            return told
+        waits = watch.phase is not _Phase.LIVE
+        if waits or (watch.is_cautious(self._progress(index)) and not self.pool.spec.steps_together):
+            return []
+        return [slot for slot in slots if self.pool.state[slot] == PENDING]
+
+    def _judge(self, index: int, culprits: list[int]) -> None:
+        """Decide which episodes are given up: those that failed at the same point before, and all that cannot be restored."""
+        watch, together = self._watches[index], self.pool.spec.steps_together
+        doomed = set()
+        for slot in culprits:
+            point = self.episode_log.point(slot)
+            if len(culprits) == 1 and self._strikes.get(slot) == point:
+                doomed.add(slot)
+            self._strikes[slot] = point
+        for slot in self.pool.slots_of[index]:
+            over = self.pool.state[slot] in (ENDED, ABORTED)
+            begun = self.pool.state[slot] == READY or self.episode_log.point(slot)[1] > (self.pool.state[slot] == PENDING)
+            if not over and (self.episode_log.is_lost(slot) or together or (self.policy.recovery == "restart" and begun)):
+                doomed.add(slot)
+        watch.aborts += bool(doomed & set(culprits))
+        self._to_abort |= doomed
+        self._arrays()["stepping"][index, 0] = -1
+
+    def _resume_items(self, index: int) -> list[dict[str, Any]]:
+        faulty = bool(self._watches[index].open_faults)
+        begin, items = self._arrays()["begin"], []
+        for slot in self.pool.slots_of[index]:
+            mark = self.pool.state[slot]
+            assert mark in (IDLE, PENDING, READY, ENDED, ABORTED)
+            num_actions = self.episode_log.point(slot)[1]
+            abort = slot in self._to_abort and mark not in (ENDED, ABORTED)
+            if mark == PENDING and (abort or not self.episode_log.is_lost(slot)):
+                # What was asked for without an action is a beginning; who ended in the middle of it may have taken the word away already.
+                begin[slot] = not (abort or num_actions)
+            # Without autoreset a slot that waits for its next episode shows the end of the last one.
+            waits = not self.pool.plan.autoreset and (mark == ENDED or not num_actions)
+            seen = None if mark == PENDING or waits else self.pool.observation(slot)
+            items.append(self.episode_log.resume_item(slot, mark, seen, abort=abort, cautious=faulty))
+        return items
+
+    def _request(self, index: int, message: dict[str, Any], payload: bytes = b"") -> None:
+        # Before the message: one that the socket cannot hold as a whole is not sent until the worker reads.
+        self._arrays()["control_pending"][index, 0] = 1
+        self.pool.doorbells[index].ring()
+        self.pool.workers[index].request(message, payload)
+
+    def _progress(self, index: int) -> int:
+        """Batches of slots that the worker of this number has stepped; who takes its place goes on counting."""
+        return int(self._arrays()["progress"][index, 0])
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        assert self.pool.slab is not None, "the manager is closed"
+        return self.pool.slab.arrays
+
+
+def read_drift(message: Mapping[str, Any], payload: bytes) -> dict[int, float | None]:
+    """{slot: how far its observation was from the one seen before} of the answer to "resume"."""
+    return {int(slot): None if drift is None else float(drift) for slot, drift in message["drift"].items()}
 
 
 class WorkerSimulators(Simulators):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.anchors import anchor_groups, anchor_key, gigpo, step_returns
-from embodied_rl.algorithms.segments import chunk_returns
+from embodied_rl.algorithms.grouped import chunk_returns
 from embodied_rl.errors import NonFiniteError
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate
-from embodied_rl.algorithms.reward_shaping import (
+from embodied_rl.algorithms.rewards import (
     clip_reward,
     kl_in_reward,
     penalize_length,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.advantages import token_returns
-from embodied_rl.algorithms.segments import chunk_ranks, chunk_returns, segment_returns
+from embodied_rl.algorithms.grouped import chunk_ranks, chunk_returns, segment_returns
 from embodied_rl.errors import NonFiniteError
 
 # Three turns of 2, 1 and 2 tokens with a tool's output between them.

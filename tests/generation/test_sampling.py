@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.generation.sampling import SampledTokens, SamplingSettings, sample_tokens
+from embodied_rl.generation.torch_tokens import SampledTokens, SamplingSettings, sample_tokens
 
 
 def sample(logits: torch.Tensor, uniform: list[float], temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SampledTokens:

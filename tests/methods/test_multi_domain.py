@@ -19,7 +19,7 @@ import torch
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.algorithms.episodes import Credit
 from embodied_rl.checkpoint import load_checkpoint
-from embodied_rl.checkpoint.fitting import domain_part
+from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint

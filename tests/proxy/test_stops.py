@@ -18,8 +18,8 @@ from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.packing import TokenSequence
+from embodied_rl.serving.agents.chat import StopTexts
 from embodied_rl.serving.agents.sessions import CapturedTurn
-from embodied_rl.serving.agents.structures import StopTexts
 from tests.proxy.test_proxy import END, ask, chat, says, serving, user
 from tests.proxy.test_proxy import folder as folder
 from tests.proxy.test_proxy import tokenizer as tokenizer

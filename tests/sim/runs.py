@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from embodied_rl.sim import process, supervisor
+from embodied_rl.sim import process, worker_simulators
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.transport import PENDING
 from embodied_rl.types import StepBatch
@@ -90,7 +90,7 @@ class PassingTime:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ahead_s, self._hung, self._looks = 0.0, lambda: False, 0
-        monkeypatch.setattr(supervisor, "time", SimpleNamespace(perf_counter=self._now, sleep=time.sleep))
+        monkeypatch.setattr(worker_simulators, "time", SimpleNamespace(perf_counter=self._now, sleep=time.sleep))
         monkeypatch.setattr(process, "_STACK_S", 120.0)  # for a worker to say where it hangs, whenever the machine lets it
 
     def pass_hours(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.sim.supervisor import _Phase, _Watch
+from embodied_rl.sim.worker_simulators import _Phase, _Watch
 from tests.sim.runs import Trace, assert_same, play_asynchronously
 
 SLOTS, WORKERS, LENGTH = 6, 3, 23

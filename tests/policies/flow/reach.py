@@ -17,8 +17,7 @@ from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.losses import ppo_clip_loss, value_loss
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.config.policy import FlowOptions, Method
-from embodied_rl.policies.flow.network import FlowNetworkConfig, build_flow_policy
-from embodied_rl.policies.flow.policy import FlowPolicy, sample_times
+from embodied_rl.policies.flow.policy import FlowNetworkConfig, FlowPolicy, build_flow_policy, sample_times
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.learning.samples import rollout_learner, update
 

@@ -11,8 +11,7 @@ from torch.distributions import Normal
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_backend import TorchGenerator
-from embodied_rl.policies.flow.network import FlowNetworkConfig, build_flow_policy
-from embodied_rl.policies.flow.policy import FlowOptions, FlowPolicy, Record, RecordLayout
+from embodied_rl.policies.flow.policy import FlowNetworkConfig, FlowOptions, FlowPolicy, Record, RecordLayout, build_flow_policy
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 METHODS = ("flow_sde", "flow_noise", "dppo")

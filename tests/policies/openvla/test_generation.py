@@ -14,8 +14,8 @@ from transformers import LogitsProcessor
 
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig
-from embodied_rl.policies.openvla.generation import Accelerated, Generated, generate
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA
+from embodied_rl.policies.openvla.policy import Accelerated, Generated, generate
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from tests.policies.openvla.conftest import VISION
 

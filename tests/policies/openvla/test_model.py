@@ -12,8 +12,8 @@ from torch import Tensor
 
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig
-from embodied_rl.policies.openvla.generation import generate
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, attention_mask
+from embodied_rl.policies.openvla.policy import generate
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor, range_of
 from tests.policies.openvla.conftest import FIXTURES
 

@@ -22,7 +22,7 @@ from embodied_rl.sim.check import check_sim
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.sim.robots import libero, robosuite
-from embodied_rl.sim.robots.libero_states import chosen_states, read_init_states
+from embodied_rl.sim.robots.libero import chosen_states, read_init_states
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.train import train
 from embodied_rl.types import StepBuffers
