@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,14 +109,23 @@ def task_figures(episodes: Sequence[EpisodeSummary], reports_success: bool) -> d
 
 
 def warm_start_figures(
-    figures: dict[str, Any], before: Sequence[EpisodeSummary], after: Sequence[EpisodeSummary], reports_success: bool
+    figures: Mapping[str, Mapping[str, Any]], before: Sequence[EpisodeSummary], after: Sequence[EpisodeSummary], reports_success: bool
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """(for results.json, for the log) what a warm start came to, from its own figures and the held-out episodes before and after it."""
-    told, logged = dict(figures), {}
-    for name, episodes in (("before", before), ("after", after)):
-        told[name] = {**summarise(episodes, reports_success).to_dict(), **task_figures(episodes, reports_success)}
-        logged[f"warm_start/success_{name}"] = float(np.mean([episode.success_once for episode in episodes]))
-    return told, {**logged, **{f"warm_start/{key}": float(figures[key]) for key in ("loss", "episodes", "steps")}}
+    """(for results.json, for the log) what warm starts came to, from the figures of each domain's and held-out episodes before and after.
+
+    The only domain of a run has no name; each of several has its figures below its name.
+    """
+    told: dict[str, Any] = {}
+    logged: dict[str, float] = {}
+    for domain, own in figures.items():
+        place = f"warm_start/{domain}/" if domain else "warm_start/"
+        told[domain] = dict(own)
+        for name, played in (("before", before), ("after", after)):
+            episodes = [episode for episode in played if not domain or episode.final_info["task"] == domain]
+            told[domain][name] = {**summarise(episodes, reports_success).to_dict(), **task_figures(episodes, reports_success)}
+            logged[f"{place}success_{name}"] = float(np.mean([episode.success_once for episode in episodes]))
+        logged |= {f"{place}{key}": float(own[key]) for key in ("loss", "episodes", "steps")}
+    return told.get("", told), logged
 
 
 @dataclass(frozen=True)

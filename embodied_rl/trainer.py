@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from embodied_rl.hybrid.assembly import make_engine
 from embodied_rl.loggers import Logger, check_loggers, make_loggers
 from embodied_rl.methods import Experience
 from embodied_rl.methods.expert_warm_start import clone_expert
+from embodied_rl.methods.streams import domains_of
 from embodied_rl.methods.training_records import start_recorders
-from embodied_rl.policies.base import Policy
 from embodied_rl.progress import Advance, progress_bar
 from embodied_rl.reporting import RunSummary, parts_text, require_time, shows_progress, warm_start_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states
@@ -74,6 +74,7 @@ class Trainer:
         """
         config = resolve(config)
         self.config, self.run_dir, self.command = config, run_dir, command
+        self._tasks = {name: config.for_domain(name) for name in domains_of(config)}
         self._started = time.time() if started is None else started
         self.iteration = self.steps = 0
         self.best = -np.inf
@@ -155,7 +156,7 @@ class Trainer:
         if self.iteration == 0 and not (self.warm_start or self.interrupted):
             require_time(self.config, self.wall_clock_s(), "when the first iteration was to begin")
         self.start_s = self.wall_clock_s()
-        if self.config.algorithm.warm_start is not None and self.iteration == 0:
+        if self.iteration == 0 and any(own.algorithm.warm_start is not None for own in self._tasks.values()):
             self.save()  # what was cloned is not to be cloned again
         with self._dump_on_non_finite(), self._profiled(), self._stopper.ending_in_order(), self._progress("training") as tell:
             while not self._finished():
@@ -166,7 +167,7 @@ class Trainer:
                 with self.engine.training(), span("training", "update", iteration=self.iteration):
                     prepared = self.method.prepare(experience)
                     stats = self.method.update(prepared, iteration=self.iteration, steps=self.steps)
-                    if self.config.algorithm.moves_statistics:
+                    if experience.observation:
                         self.policy.update_statistics(experience.observation)
                 self.iteration += 1
                 with span("training", "publish", version=self.iteration):
@@ -186,18 +187,25 @@ class Trainer:
         return self._stopper.asked
 
     def _clone_first(self) -> None:
-        """The warm start of a robot's `Policy`, once in a run; success on the final evaluation's seeds is measured before and after."""
-        config, options = self.config, self.config.algorithm.warm_start
-        if options is None or config.policy.name == "language" or self.warm_start:
+        """The warm starts of robots' policies, once in a run; success on the final evaluation's seeds is measured before and after."""
+        robots = {name: own for name, own in self._tasks.items() if own.policy.name != "language"}
+        starts = {name: own for name, own in robots.items() if own.algorithm.warm_start is not None}
+        if not starts or self.warm_start:
             return
-        before = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed, title="success before cloning")
+        seed, options = self.config.evaluation.seed, [own.algorithm.warm_start for own in starts.values()]
+        measured = max(start.measured_episodes for start in options if start is not None)
+        before = self.evaluate(measured, first_seed=seed, title="success before cloning")
+        figures: dict[str, dict[str, Any]] = {}
         with self.engine.training():
-            figures: dict[str, Any] = clone_expert(config, cast(Policy, self.policy), self.run_dir, self._time_is_over, shown=self._shown)
+            for name, own in starts.items():
+                policy = self.policy.acting_in(name)
+                figures[name] = dict(clone_expert(own, policy, self.run_dir, self._time_is_over, shown=self._shown, domain=name))
             if (sharded := self.method.sharded) is not None:
                 sharded.take_weights()
         self.engine.publish(version=self.iteration)
-        after = self.evaluate(options.measured_episodes, first_seed=config.evaluation.seed, title="success after cloning")
-        figures |= {"wall_clock_s": round(self.wall_clock_s(), 2)}
+        after = self.evaluate(measured, first_seed=seed, title="success after cloning")
+        for told in figures.values():
+            told |= {"wall_clock_s": round(self.wall_clock_s(), 2)}
         self.warm_start, self.metrics = warm_start_figures(figures, before, after, self.spec.reports_success)
         self.loggers.log(self.steps, self.metrics)
 
@@ -422,7 +430,7 @@ class Trainer:
         """The finished run, for its report; `episodes` are those of the final evaluation."""
         # A language agent's warm start is its method's, which reports it as figures.
         told = {key.removeprefix("warm_start/"): value for key, value in self.method.metrics().items() if key.startswith("warm_start/")}
-        warm_start = self.warm_start or told
+        warm_start = {**told, **self.warm_start}
         return RunSummary(
             run_dir=self.run_dir,
             config=self.config,

@@ -17,7 +17,7 @@ TEXTS = "sim=frozenlake policy=language algorithm=grpo generation=tokens_torch h
 PROGRAM = TEXTS.replace("frozenlake", "agent_program")
 LAKE = "domains.lake={sim:{name:lake,target:a:b}}"
 POLE = "domains.pole={sim:{name:pole,target:a:b},policy:{name:actor_critic}}"
-DOMAINS = f"{TEXTS} video.enabled=no {LAKE} {POLE}"
+DOMAINS = f"{TEXTS} {LAKE} {POLE}"
 MIX = "generation.mix={guest:{share:0.5,backend:random}}"
 APART = "hybrid=disaggregated"
 SCORED = "hybrid.reward_worker={target:a.b:c}"
@@ -95,20 +95,18 @@ EXAMPLES = (
     ("chunks_of_one", f"{VLA} policy.chunk=1 algorithm.advantage=gae_chunk", "'tiny_vla' acts step by step: take gae"),
     # several domains
     ("domains_without_groups", f"{DOMAINS} algorithm=ppo", "all domains fill one queue of groups, and algorithm=ppo has none"),
-    ("domains_warm_start", f"{DOMAINS} algorithm.warm_start={{player:x}}", "set domains.NAME.algorithm.warm_start"),
-    ("domains_recording", f"{DOMAINS} recording=[x]", "recording is not offered in a run with several domains"),
-    ("domains_film", f"{DOMAINS} video.enabled=auto", "set video.enabled=no"),
+    ("domains_recording", f"{DOMAINS} recording=[x]", "recording=x holds episodes of one task, and a run with several domains has many"),
+    ("robot_player", f"{DOMAINS} domains.pole.algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
     ("domain_name", f"{DOMAINS} domains.language={{sim:{{name:x,target:y}}}}", "not be 'language'"),
     (
         "domain_without_policy",
-        f"{GROUPS} video.enabled=no {LAKE} {POLE}",
+        f"{GROUPS} {LAKE} {POLE}",
         "domains.lake has no policy, and the run's, policy.name='actor_critic', is no language policy",
     ),
     ("two_language_policies", f"{DOMAINS} {LAKE[:-1]},policy:{{name:language}}}}", "domains.lake.policy: a run has one language policy"),
-    ("domain_warm_start", f"{DOMAINS} domains.pole.algorithm.warm_start={{player:x}}", "domains.pole.algorithm.warm_start is offered for"),
     ("domain_backend", f"{DOMAINS} domains.pole.backend=vllm", "domains.pole.backend samples tokens"),
     ("mix_in_no_text", f"{DOMAINS} {MIX[:-2]},domains:[pole]}}}}", "generation.mix.guest.domains: 'pole' is no domain of text"),
-    ("mix_without_text", f"{GROUPS} video.enabled=no {POLE} {MIX}", "generation.mix.guest: there is no domain of text to play"),
+    ("mix_without_text", f"{GROUPS} {POLE} {MIX}", "generation.mix.guest: there is no domain of text to play"),
     # evaluation and checkpoints
     ("return_never_measured", f"{CARTPOLE} stop_at_return=1 evaluation.every_steps=null", "must be set where stop_at_return is, got null"),
     ("nothing_drawn", f"{CARTPOLE} evaluation.temperature=0.5", "must be null for policy.name=actor_critic: it is of action tokens"),
@@ -238,7 +236,6 @@ def test_a_run_with_players_has_its_simulator_for_its_only_domain() -> None:
     assert list(config.domains) == ["frozenlake"]
     assert config.domains["frozenlake"].sim == config.sim
     assert config.for_domain("frozenlake").algorithm.warm_start is not None
-    assert config.algorithm.warm_start is None
 
 
 def test_what_has_no_effect_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,13 +229,6 @@ class Run:
         return self.first(lambda domain: domain.policy is not None and domain.policy.name == "language")
 
     @property
-    def warm_domain(self) -> str | None:
-        return next((name for name in self.config.domains if name not in self.texts and self._of(name).warm_start is not None), None)
-
-    def _of(self, domain: str) -> AlgorithmConfig:
-        return self.config.for_domain(domain).algorithm
-
-    @property
     def sampling_domain(self) -> str | None:
         return self.first(lambda domain: domain.backend is not None)
 

@@ -63,10 +63,6 @@ def _no_groups(run: Run) -> bool:
     return run.groups is None
 
 
-def _has_domains(run: Run) -> bool:
-    return bool(run.config.domains)
-
-
 def _is_apart(run: Run) -> bool:
     return run.hybrid.plays_apart
 
@@ -380,22 +376,9 @@ _DOMAINS = (
         "(algorithm=grpo, gigpo, …).",
     ),
     Rule(
-        "domains_warm_start",
-        lambda run: run.config.domains and run.algorithm.warm_start is not None,
-        "domains: players are cloned by domain: set domains.NAME.algorithm.warm_start, and algorithm.warm_start=null.",
-    ),
-    *(
-        Rule(
-            f"domains_{key.rpartition('.')[2]}",
-            _every(_has_domains, given),
-            f"{key} is not offered in a run with several domains or players: leave it out.",
-        )
-        for key, given in (("recording", lambda run: run.config.recording),)
-    ),
-    Rule(
-        "domains_film",
-        lambda run: run.config.domains and run.config.video.enabled != "no",
-        "A run with several domains or players makes no film at its end: set video.enabled=no.",
+        "domains_recording",
+        lambda run: run.config.domains and run.config.recording,
+        "recording={config.recording[0]} holds episodes of one task, and a run with several domains has many: set domains.NAME.recording.",
     ),
     Rule(
         "domain_name",
@@ -413,11 +396,6 @@ _DOMAINS = (
         lambda run: run.second_speaker is not None,
         "domains.{run.second_speaker}.policy: a run has one language policy, its own (policy=language); leave "
         "domains.{run.second_speaker}.policy out.",
-    ),
-    Rule(
-        "domain_warm_start",
-        lambda run: run.warm_domain is not None,
-        "domains.{run.warm_domain}.algorithm.warm_start is offered for domains of text: set it null.",
     ),
     Rule(
         "domain_backend",
@@ -565,7 +543,10 @@ _APART = (
             ("algorithm.initialized.share", lambda run: run.algorithm.initialized.share > 0),
             ("record.share", lambda run: run.config.record.share > 0),
             ("hybrid.offload", lambda run: {"simulators", "kv_cache"} & set(run.hybrid.offload)),
-            ("algorithm.warm_start", lambda run: run.on_ray and run.algorithm.warm_start is not None and not run.speaks),
+            (
+                "algorithm.warm_start",
+                lambda run: run.on_ray and any(task.algorithm.warm_start is not None and not task.speaks for task in run.tasks),
+            ),
         )
     ),
 )
@@ -694,10 +675,7 @@ def _with_domains(config: TrainConfig) -> TrainConfig:
     """A run that has players but no domains has `sim` for its only domain."""
     if config.domains or not config.generation.mix:
         return config
-    start = config.algorithm.warm_start
-    own = {} if start is None else {"warm_start": dataclasses.asdict(start)}
-    algorithm = dataclasses.replace(config.algorithm, warm_start=None)
-    return dataclasses.replace(config, algorithm=algorithm, domains={config.sim.name: DomainConfig(config.sim, algorithm=own)})
+    return dataclasses.replace(config, domains={config.sim.name: DomainConfig(config.sim)})
 
 
 def _with_host_threads(config: TrainConfig) -> TrainConfig:

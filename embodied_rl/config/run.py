@@ -123,6 +123,8 @@ class DomainConfig(Config, place="domains.…"):
     reward and warm_start. Groups are the run's."""
     backend: Literal["tokens_torch", "vllm"] | None = None
     """Where its tokens are sampled; null: the run's generation.backend."""
+    recording: tuple[str, ...] = ()
+    """Folders of recorded episodes that a warm start of its policy clones; empty: its expert's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -354,7 +356,16 @@ class TrainConfig(Config):
         if domain.policy is not None and policy.name != "language":
             backend = "torch"
         generation = dataclasses.replace(self.generation, backend=backend, mix={})
-        return dataclasses.replace(self, sim=domain.sim, policy=policy, agent=agent, algorithm=algorithm, generation=generation, domains={})
+        return dataclasses.replace(
+            self,
+            sim=domain.sim,
+            policy=policy,
+            agent=agent,
+            algorithm=algorithm,
+            generation=generation,
+            recording=domain.recording,
+            domains={},
+        )
 
     @property
     def language(self) -> LanguageConfig:

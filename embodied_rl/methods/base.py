@@ -28,7 +28,7 @@ class Experience(Generic[Played]):
     finished: list[tuple[bool, float, int]]
     """(success, return, length) of the episodes that ended."""
     observation: TensorObservation
-    """{key: [M, ...]} everything the policy saw, for its statistics."""
+    """{key: [M, ...]} everything the policy saw, for its statistics; empty: these stay as they are."""
     data: Played
 
 

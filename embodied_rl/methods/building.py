@@ -25,7 +25,7 @@ from embodied_rl.methods.groups import EpisodeLearner, GroupLearner, GroupMethod
 from embodied_rl.methods.language_player import Speaking, make_agent, make_backend, make_language_policy
 from embodied_rl.methods.streams import LANGUAGE, Stream, StreamGenerators, make_queue, make_starts
 from embodied_rl.methods.warm_start import WarmStart
-from embodied_rl.policies.base import TrainedModule
+from embodied_rl.policies.base import Policy, TrainedModule
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.rollout.agent_collector import AgentCollector
@@ -52,6 +52,9 @@ class RunPolicies(TrainedModule):
         self.roles = nn.ModuleDict(dict(policies))  # as their tensors are named in checkpoints
         self._named = dict(policies)
         self._language = (language,)  # no submodule twice
+
+    def acting_in(self, domain: str) -> Policy:
+        return self._named[domain].acting_in("")
 
     def update_statistics(self, observation: Mapping[str, Tensor]) -> None:
         """See `Policy.update_statistics`; keys are ``policy/key``."""

@@ -61,17 +61,19 @@ class Demonstrations:
         policy: Policy,
         run_dir: Path,
         *,
+        domain: str = "",
         is_over: Callable[[], bool] = lambda: False,
         shown: bool = True,
     ) -> None:
         """Given recordings are opened and checked here. Raises UserError.
 
-        `is_over`: whether the run's time is over, asked while the expert plays. `shown`: whether progress is shown.
+        `domain`: whose expert plays, of a run with several. `is_over`: whether the run's time is over, asked while the expert plays.
+        `shown`: whether progress is shown.
         """
         self._is_over, self._shown = is_over, shown
         self.config, self.manager, self.policy = config, manager, policy
         self.spec = plain_spec(manager.spec)
-        self._folder = run_dir / FOLDER
+        self._folder = run_dir / FOLDER / domain
         self._recordings: list[Recording] = []
         for path in config.recording:
             recording = open_recording(path, verify=config.algorithm.recorded.verify)

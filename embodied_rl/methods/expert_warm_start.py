@@ -20,12 +20,16 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 
 
-def clone_expert(config: TrainConfig, policy: Policy, run_dir: Path, is_over: Callable[[], bool], *, shown: bool) -> dict[str, float]:
+def clone_expert(
+    config: TrainConfig, policy: Policy, run_dir: Path, is_over: Callable[[], bool], *, shown: bool, domain: str = ""
+) -> dict[str, float]:
     """Clone `algorithm.warm_start.episodes` successful episodes: those of `recording`, or of the expert, recorded into ``run_dir`` first.
 
     The expert plays in separate simulators, which end with it: the run's own are left as they are.
 
     Args:
+        config: of the domain.
+        domain: its name; empty: the run's only one.
         is_over: asked between the expert's rounds, which then is an error, and between epochs, of which the first is always made.
 
     Returns:
@@ -40,7 +44,7 @@ def clone_expert(config: TrainConfig, policy: Policy, run_dir: Path, is_over: Ca
     cloning = _cloning_of(config, options)
     sim = config.sim if config.recording else instrumented(config.sim, expert=expert_of(config), reconfigure=False)
     with EnvManager.from_config(sim, EpisodeSeeds.given(0), autoreset=False) as manager:
-        demonstrations = Demonstrations(cloning, manager, policy, run_dir, is_over=is_over, shown=shown)
+        demonstrations = Demonstrations(cloning, manager, policy, run_dir, domain=domain, is_over=is_over, shown=shown)
         episodes = demonstrations.load()
     # Nothing is left out: the success on held-out seeds says how well it went.
     data = EpisodeDataset(episodes, demonstrations.spec, demonstrations.options(), seed=config.seed)

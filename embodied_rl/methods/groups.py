@@ -106,14 +106,17 @@ class EpisodeLearner(GroupLearner):
         self.algorithm = EpisodeMethod(config.algorithm)
         self._objective = EpisodeObjective(policy, config.algorithm, config.hybrid.precision)
         self.learner = make_learner(self._objective, policy, config.algorithm, config.hybrid, ranks=ranks)
-        self.learner.keep_reference()
         self._policy = policy
 
     def gather(self, groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
         return EpisodeBatch.of(list(groups), lambda seen: prepare_observation(self._policy, seen))
 
     def observation(self, gathered: EpisodeBatch) -> TensorObservation:
-        return gathered.observation
+        return gathered.observation if self.config.algorithm.moves_statistics else {}
+
+    def begin(self, version: int) -> None:
+        """See `GroupLearner.begin`: what was cloned, if anything was, is what a KL term compares with."""
+        self.learner.keep_reference()
 
     def prepare(self, gathered: EpisodeBatch) -> PreparedEpisodes:
         return prepare_episodes(self.algorithm, self.learner, self._objective, gathered)

@@ -64,7 +64,7 @@ class RolloutMethod(Method[Rollout, Batch]):
         # What came through Ray is read-only, of which torch warns.
         parts = {key: part if part.flags.writeable else part.copy() for key, part in rollout.observation.items() if part.dtype != object}
         seen = {key: torch.from_numpy(part).flatten(0, 1) for key, part in parts.items()}
-        return Experience(rollout.num_steps, finished, seen, rollout)
+        return Experience(rollout.num_steps, finished, seen if self.config.algorithm.moves_statistics else {}, rollout)
 
     def prepare(self, experience: Experience[Rollout]) -> Batch:
         rollout = experience.data

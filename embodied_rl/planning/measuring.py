@@ -86,7 +86,8 @@ def _iterations(trainer: Trainer, count: int) -> tuple[Experience, float, float]
         middle = time.perf_counter()
         with trainer.engine.training():
             method.update(method.prepare(experience), iteration=iteration, steps=experience.num_steps * iteration)
-            trainer.policy.update_statistics(experience.observation)
+            if experience.observation:
+                trainer.policy.update_statistics(experience.observation)
         trained = time.perf_counter()
         trainer.engine.publish(version=iteration + 1)
         method.published(iteration + 1)

@@ -85,6 +85,10 @@ class TrainedModule(nn.Module):
         """{tensor of the state: (file of the folder ``model``, name in it)}: what other tools read there. All else is our own file's."""
         return {}
 
+    def acting_in(self, domain: str) -> Policy:
+        """The robot's policy that acts in a domain; the only one, whatever its domain is called."""
+        raise AssertionError(f"{type(self).__name__} speaks")
+
     # ---- for the learner --------------------------------------------------------------------------------------------
 
     def value(self, observation: TensorObservation) -> Tensor:
@@ -147,6 +151,9 @@ class Policy(TrainedModule):
     """Of the noise that `act` takes, where it `translates`."""
     temperature: float | None = None
     """Of tokens, where it samples and scores such; an evaluation at another one sets it for as long."""
+
+    def acting_in(self, domain: str) -> Policy:
+        return self
 
     @property
     def observation_keys(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 from embodied_rl import __version__
 from embodied_rl.checkpoint import add_result_to_card, load_checkpoint, resume_command
 from embodied_rl.checkpoint.card import python_of
+from embodied_rl.checkpoint.fitting import domain_part
 from embodied_rl.errors import UserError
 from embodied_rl.files import write_atomic
 from embodied_rl.paths import assets_dir
@@ -272,12 +273,19 @@ def _videos(summary: RunSummary, film: Callable[..., list[Path]]) -> tuple[list[
         return [], f"max_minutes={summary.config.max_minutes:g} was over", None
     try:
         checkpoint = load_checkpoint(summary.checkpoint, with_learner=False, trust=code_names(summary.config.to_dict()))
-        folder = summary.run_dir / "videos"
-        seed = summary.config.evaluation.seed
-        with progress_bar("filming", shown=shows_progress(summary.config)):
-            return film(checkpoint, folder, num_episodes=config.num_episodes, fps=config.fps, size=config.size, seed=seed), "", None
     except UserError as error:
         return [], str(error), error if config.enabled == "yes" else None
+    videos: list[Path] = []
+    failures: dict[str, UserError] = {}
+    filmed = {"num_episodes": config.num_episodes, "fps": config.fps, "size": config.size, "seed": summary.config.evaluation.seed}
+    with progress_bar("filming", shown=shows_progress(summary.config)):
+        for domain in summary.config.domains or (None,):
+            try:
+                videos += film(domain_part(checkpoint, domain), summary.run_dir / "videos" / (domain or ""), **filmed)
+            except UserError as error:
+                failures[f"{domain}: {error}" if domain else str(error)] = error
+    failure = next(iter(failures.values()), None) if config.enabled == "yes" else None
+    return videos, "; ".join(failures), failure
 
 
 def _can_be_filmed(summary: RunSummary) -> bool:

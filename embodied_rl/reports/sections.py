@@ -465,7 +465,8 @@ def video_section(runs: Sequence[RunData], folder: Path) -> str:
     for run in runs:
         for index, path in enumerate(run.videos if len(runs) == 1 else run.videos[:1]):
             size = path.stat().st_size
-            caption = path.name if len(runs) == 1 else f"{run.name}: {path.name}"
+            name = "/".join(path.relative_to(run.path / "videos").parts)  # of several domains each has its folder
+            caption = name if len(runs) == 1 else f"{run.name}: {name}"
             if size > min(MAX_EMBEDDED_BYTES, left):
                 content = f'<p><a href="{text(_address(path, folder))}">{text(path.name)}</a> ({size / 1e6:.1f} MB)</p>'
             else:
@@ -481,7 +482,7 @@ def dialogue_section(runs: Sequence[RunData], folder: Path) -> str:
     links = []
     for run in runs:
         for path in run.dialogues:
-            what = "episodes of the film" if path.parent.name == "videos" else "the last training episodes"
+            what = "episodes of the film" if "videos" in path.relative_to(run.path).parts else "the last training episodes"
             name = text(path.name) if len(runs) == 1 else f"{text(run.name)}: {text(path.name)}"
             links.append(f'<li><a href="{text(_address(path, folder))}">{name}</a>: {what}, failures first</li>')
     return card(f"<ul>{''.join(links)}</ul>") if links else ""

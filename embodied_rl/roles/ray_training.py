@@ -96,7 +96,8 @@ class TrainWorker:
             self.policy.train()
             prepared = self.method.prepare(experience)
             stats = self.method.update(prepared, iteration=iteration, steps=steps)
-            self.policy.update_statistics(experience.observation)
+            if experience.observation:
+                self.policy.update_statistics(experience.observation)
             return stats
 
         return outcome_of(learn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.methods.test_multi_domain import COMMON, DOMAINS
 from tests.roles.runs import TWO_POLES, assert_same_run, configured, curve, trained
+
+PLAYERS = (("lake", "frozenlake"), ("sums", "questions"))
 
 
 def test_everything_of_several_domains_is_moved_out_and_back(tmp_path: Path) -> None:
@@ -48,3 +51,57 @@ def test_each_domain_has_its_own_starts_inside_episodes_and_resumes_to_the_bit(t
     shutil.copytree(middle, part / "checkpoints" / middle.name)
     shutil.copy(whole / "metrics.jsonl", part)
     assert_same_run(whole, train(configured(part, *task, "resume=auto")))
+
+
+DOOR = "{name: key_door, target: 'embodied_rl.sim.robots.key_door:KeyDoor', task: KeyDoor, num_slots: 4, num_workers: 1}"
+CLONED = "{episodes: 2, num_epochs: 2, minibatch_rows: 64, measured_episodes: 2}"
+
+
+def test_a_robot_clones_its_expert_beside_texts_that_clone_their_players(tmp_path: Path) -> None:
+    """One warm start for the whole run, with which the domains of text differ in the player; each is measured before and after."""
+    starts = [f"domains.{name}.algorithm.warm_start.player='embodied_rl.sim.text.{module}:player'" for name, module in PLAYERS]
+    door = f"domains.door={{weight: 2, sim: {DOOR}, policy: {{hidden_sizes: [16], normalize_observation: true}}}}"
+    task = [*COMMON, *DOMAINS[:2], door, f"algorithm.warm_start={CLONED}", *starts, "algorithm.kl.coef=0.1", "total_steps=1000"]
+    whole = trained(tmp_path / "whole", *task, "checkpoint.every_steps=300", "checkpoint.keep_last=9")
+    rows = curve(whole)
+    assert rows[0]["warm_start/door/episodes"] == 2.0
+    assert {f"warm_start/{name}/success_{when}" for name in ("lake", "sums") for when in ("before", "after")} <= rows[1].keys()
+    told = json.loads((whole / "results.json").read_text(encoding="utf-8"))["warm_start"]
+    assert told["door"]["before"]["num_episodes"] == told["door"]["after"]["num_episodes"] == 2
+    assert told["lake/episodes"] == told["sums/episodes"] == 2.0
+    first, middle, *_ = sorted((whole / "checkpoints").glob("step_*"))
+    assert first.name == "step_000000000", "what was cloned is not to be cloned again"
+    cloned, later = load_checkpoint(first), load_checkpoint(middle)
+    kept = {name.removeprefix("door/reference."): tensor for name, tensor in later.learner.items() if name.startswith("door/reference.")}
+    assert kept
+    for name, tensor in kept.items():
+        assert (tensor == cloned.policy[f"roles.door.{name}"]).all(), "the KL term compares with what was cloned"
+    moved = [name for name in cloned.policy if name.startswith("roles.door.normalizer")]
+    assert moved
+    assert all((cloned.policy[name] == later.policy[name]).all() for name in moved), "statistics stay those of the cloned episodes"
+    part = tmp_path / "part"
+    shutil.copytree(first, part / "checkpoints" / first.name)
+    (part / "metrics.jsonl").write_text("".join((whole / "metrics.jsonl").read_text().splitlines(keepends=True)[:1]), encoding="utf-8")
+    assert_same_run(whole, train(configured(part, *task, "checkpoint.every_steps=300", "checkpoint.keep_last=9", "resume=auto")))
+
+
+def test_a_domain_of_a_robot_clones_recordings(tmp_path: Path) -> None:
+    """Recorded by the expert in the first run, in a folder of the domain; the second clones the same episodes to the same weights."""
+    door = f"domains.door={{sim: {DOOR}, policy: {{hidden_sizes: [16]}}, algorithm: {{warm_start: {CLONED}}}}}"
+    task = [*TWO_POLES, door, "total_steps=60", "algorithm.groups.groups_per_step=3"]
+    first = trained(tmp_path / "first", *task)
+    second = trained(tmp_path / "second", *task, f"domains.door.recording=[{tmp_path}/first/demonstrations/door]")
+    assert not (second / "demonstrations").exists()
+    assert_same_run(first, second)
+
+
+def test_each_domain_is_filmed_at_the_end_in_its_own_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them cannot be drawn: the others' films are there, and the reason is told."""
+    points = "{name: toy, target: 'tests.sim.toy:UnseenSim', num_slots: 2, num_workers: 1}"
+    task = [*COMMON, *DOMAINS[:1], DOMAINS[2], f"domains.toy={{sim: {points}, policy: {{hidden_sizes: [8]}}}}", "total_steps=40"]
+    run = trained(tmp_path / "run", *[word for word in task if not word.startswith("video")], "video.num_episodes=1", "video.size=64")
+    assert {path.parent.name for path in (run / "videos").glob("*/*.mp4")} == {"lake", "pole"}
+    assert "toy" in capsys.readouterr().out
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "lake/" in page
+    assert "pole/" in page

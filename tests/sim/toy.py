@@ -112,6 +112,14 @@ class CountingSim(SimEnv):
             time.sleep(0.01)
 
 
+class UnseenSim(CountingSim):
+    """Cannot be drawn."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs)
+        self.spec = dataclasses.replace(self.spec, can_render=False)
+
+
 class SplitCountingSim(CountingSim):
     """The same, writing observations where it is asked to; its info counts those of the running episode (`together`: all step at once)."""
 
