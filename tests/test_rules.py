@@ -35,7 +35,6 @@ EXAMPLES = (
     ("rollout_loss", f"{CARTPOLE} algorithm.loss=gspo", "algorithm.loss='gspo' is offered on whole episodes ("),
     ("old_without_ratio", f"{CARTPOLE} algorithm.loss=policy_gradient", "has no ratio and takes old decisions for new ones"),
     ("weighed_normalisation", f"{OWN_LOSS} algorithm.normalize_advantage=minibatch", "set normalize_advantage=batch"),
-    ("rollout_kl", f"{CARTPOLE} algorithm.kl.coef=0.1", "algorithm.kl is offered on whole episodes"),
     ("rollout_reward", f"{CARTPOLE} algorithm.reward.std=batch", "use algorithm.normalize_reward instead"),
     ("initialized_rollouts", f"{CARTPOLE} algorithm.initialized.share=0.5", "choose a method with groups"),
     (
@@ -62,6 +61,8 @@ EXAMPLES = (
     ),
     ("aggregation_horizon", f"{GROUPS} algorithm.horizon=9", "got aggregation=None and horizon=9"),
     ("adapted_from_zero", f"{GROUPS} algorithm.kl.target=0.1", "algorithm.kl.coef=0: give one above 0"),
+    # divergence
+    ("kl_of_recordings", f"{CARTPOLE} algorithm=iql algorithm.kl.coef=0.1", "its objective keeps it near already"),
     # recordings
     ("unbounded_sac", f"{CARTPOLE} algorithm=sac", "set policy.distribution=squashed"),
     ("fixed_noise_sac", "sim=pendulum policy=flow policy.method=flow_sde algorithm=sac hybrid.device=cpu", "set policy.method=flow_noise"),

@@ -125,6 +125,8 @@ class Batch(TensorRows):
     """[B, L] bool: action units whose step of the chunk was executed; None: all."""
     value_mask: Tensor | None = None
     """[B, K] bool, where advantage, returns and value are [B, K], a number for each step of a chunk: those that were executed."""
+    reference_log_prob: Tensor | None = None
+    """[B, L] under the policy that the run started with; None: the loss does not compare with it."""
 
     @property
     def num_rows(self) -> int:

@@ -13,17 +13,9 @@ from embodied_rl.algorithms.advantages import whiten
 from embodied_rl.algorithms.anchors import anchor_groups, step_returns
 from embodied_rl.algorithms.composition import Composition, compose, method_options
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
-from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate
+from embodied_rl.algorithms.kl import KlTerm
 from embodied_rl.algorithms.off_policy import correction_weights
-from embodied_rl.algorithms.rewards import (
-    Moments,
-    clip_reward,
-    group_ids,
-    kl_in_reward,
-    normalize_reward,
-    penalize_length,
-    penalize_overlong,
-)
+from embodied_rl.algorithms.rewards import Moments, clip_reward, group_ids, normalize_reward, penalize_length, penalize_overlong
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import UserError
 
@@ -38,15 +30,7 @@ class EpisodeMethod:
         self.config = config
         self.composition: Composition = compose(config)
         self.moments = Moments()
-        self.kl_coefficient = KlCoefficient(config.kl.coef, target=config.kl.target, horizon=config.kl.horizon)
-
-    def divergence(self, log_prob: Tensor | None, reference: Tensor | None) -> Tensor | None:
-        """The estimate of KL(present || first policy), entry by entry; None where the reward has no KL term."""
-        if self.config.kl.coef == 0 or self.config.kl.place != "reward":
-            return None
-        assert log_prob is not None, "the learner computes both"
-        assert reference is not None, "the learner computes both"
-        return kl_estimate(log_prob=log_prob, reference_log_prob=reference, kind=self.config.kl.kind)
+        self.kl = KlTerm(config.kl)
 
     def corrected(
         self, advantage: Tensor, log_prob: Tensor | None, *, behaviour_log_prob: Tensor, mask: Tensor, chunk_id: Tensor
@@ -67,7 +51,7 @@ class EpisodeMethod:
 
         Args:
             values: of the critic, where `composition.needs_critic`.
-            kl: [B, L] what `divergence` gives, for a step of several tokens their sum; needed for a KL term in the reward.
+            kl: [B, L] what `kl.divergence` gives, summed over the units or tokens of a step; needed for a KL term in the reward.
         """
         reward, metrics = self._reward(batch, kl)
         counted = self._counted(batch)
@@ -108,7 +92,6 @@ class EpisodeMethod:
     def _reward(self, batch: EpisodeBatch, kl: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """[B, L] as it is learned from, and what is worth telling about it."""
         config, reward = self.config.reward, batch.reward
-        metrics: dict[str, float] = {}
         if config.clip is not None:
             reward = clip_reward(reward=reward, low=-config.clip, high=config.clip, mask=batch.mask)
         reward = reward * config.scale
@@ -124,11 +107,7 @@ class EpisodeMethod:
                 penalty=config.overlong_penalty,
                 mask=batch.mask,
             )
-        if self.config.kl.coef > 0 and self.config.kl.place == "reward":
-            assert kl is not None, "`divergence` gives it"
-            reward, told = kl_in_reward(reward=reward, kl=kl, coefficient=self.kl_coefficient.value, mask=batch.mask)
-            metrics = {name: float(value) for name, value in told.items()}
-            self.adapt(metrics["kl"], int(batch.mask.sum()))
+        reward, metrics = self.kl.penalized(reward, kl, batch.mask)
         if config.length_penalty:
             lengths = batch.mask.sum(1).to(reward.dtype)
             whole = reward.sum(1)
@@ -159,10 +138,6 @@ class EpisodeMethod:
         )
         lengths = batch.mask.sum(1).to(reward.dtype)
         return reward + batch.mask * ((normalized - whole) / lengths)[:, None]
-
-    def adapt(self, kl: float, num_samples: int) -> None:
-        """Update the KL coefficient with the measured divergence."""
-        self.kl_coefficient.update(kl, num_samples)
 
     # ---- credit -----------------------------------------------------------------------------------------------------
 
@@ -233,11 +208,11 @@ class EpisodeMethod:
 
     def state_dict(self) -> dict[str, Any]:
         """What resuming needs, JSON-able."""
-        return {"moments": self.moments.to_dict(), "kl_coefficient": self.kl_coefficient.state_dict()}
+        return {"moments": self.moments.to_dict(), "kl_coefficient": self.kl.coefficient.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.moments = Moments.from_dict(state["moments"])
-        self.kl_coefficient.load_state_dict(state["kl_coefficient"])
+        self.kl.coefficient.load_state_dict(state["kl_coefficient"])
 
     def restart_episodes(self) -> None:
         """Nothing is carried from one batch's episodes to the next."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from embodied_rl.algorithms.advantage_table import advantage_info
 from embodied_rl.algorithms.advantages import action_gae, gae, sum_chunks, whiten
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.composition import method_options
+from embodied_rl.algorithms.kl import KlTerm
 from embodied_rl.algorithms.off_policy import correction_weights
 from embodied_rl.algorithms.rewards import ReturnNormalizer
 from embodied_rl.algorithms.units import Level, at_level, mask_at_level, spread, unit_steps
@@ -38,6 +40,7 @@ class PPO:
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
         self._advantage = advantage_info(config.advantage)
+        self.kl = KlTerm(config.kl)
         self.reward_normalizer = ReturnNormalizer(config.gamma, config.reward_clip) if config.normalize_reward else None
 
     def prepare(
@@ -51,7 +54,7 @@ class PPO:
         """
         estimate = self._estimate_actions if self.config.advantage == "gae_action" else self._estimate
         advantage, returns = estimate(rollout, values)
-        executed = None if rollout.executed is None else _rows(rollout.executed)
+        executed = None if rollout.executed is None else flat_rows(rollout.executed)
         of_actions = advantage.ndim == 3
         if self.config.normalize_advantage == "batch":
             advantage = whiten(advantage, rollout.executed if of_actions else None)
@@ -62,17 +65,32 @@ class PPO:
             unit_mask = executed[:, unit_steps(rollout.log_prob.shape[-1], executed.shape[1], action_dim)]
         if observation is None:
             # Text and the like stay behind: an actor-critic reads numbers.
-            observation = {key: _rows(array) for key, array in rollout.observation.items() if array.dtype != object}
+            observation = {key: flat_rows(array) for key, array in rollout.observation.items() if array.dtype != object}
         return Batch(
             observation=observation,
-            action=_rows(rollout.action),
-            log_prob=_rows(rollout.log_prob),
-            advantage=_rows(advantage),
-            returns=_rows(returns),
-            value=_rows(values.value),
+            action=flat_rows(rollout.action),
+            log_prob=flat_rows(rollout.log_prob),
+            advantage=flat_rows(advantage),
+            returns=flat_rows(returns),
+            value=flat_rows(values.value),
             unit_mask=unit_mask,
             value_mask=executed if of_actions else None,
         )
+
+    def penalized(self, rollout: Rollout, kl: torch.Tensor | None) -> tuple[Rollout, dict[str, float]]:
+        """The rollout whose rewards have the KL term of the configuration, and its figures.
+
+        `kl`: [B, K] of each step of a chunk (K = 1 of single steps), of `KlTerm.divergence`; None: the reward has no KL term.
+        """
+        if kl is None:
+            return rollout, {}
+        if rollout.chunk_reward is None or rollout.executed is None:
+            reward, figures = self.kl.penalized(torch.from_numpy(rollout.reward), kl.view(rollout.reward.shape), None)
+            return dataclasses.replace(rollout, reward=reward.numpy()), figures
+        each, executed = torch.from_numpy(rollout.chunk_reward), torch.from_numpy(rollout.executed)
+        each, figures = self.kl.penalized(each.flatten(0, 1), kl, executed.flatten(0, 1))
+        steps = each.view(rollout.chunk_reward.shape).numpy()
+        return dataclasses.replace(rollout, chunk_reward=steps, reward=steps.sum(axis=2)), figures
 
     def _estimate(self, rollout: Rollout, values: RolloutValues) -> tuple[np.ndarray, np.ndarray]:
         """[T, N] of decisions. Chunks are single steps to ``gae``; ``gae_chunk`` discounts by the steps that each took (`chunk_gae`)."""
@@ -126,7 +144,8 @@ class PPO:
 
     def state_dict(self) -> dict[str, Any]:
         """What resuming needs, JSON-able."""
-        return {"reward_normalizer": None if self.reward_normalizer is None else self.reward_normalizer.state_dict()}
+        normalizer = None if self.reward_normalizer is None else self.reward_normalizer.state_dict()
+        return {"reward_normalizer": normalizer, "kl_coefficient": self.kl.coefficient.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises IncompatibleCheckpointError when the state was made with the other setting of ``normalize_reward``."""
@@ -138,6 +157,8 @@ class PPO:
             )
         if self.reward_normalizer is not None:
             self.reward_normalizer.load_state_dict(saved)
+        if "kl_coefficient" in state:  # before November 2026 rollouts had none
+            self.kl.coefficient.load_state_dict(state["kl_coefficient"])
 
     def restart_episodes(self) -> None:
         """All slots begin new episodes, outside a rollout: returns that were being summed are over."""
@@ -173,6 +194,6 @@ def corrected(
     return batch.replaced(log_prob=present, advantage=advantage * weight.to(advantage.dtype)), metrics
 
 
-def _rows(array: np.ndarray) -> torch.Tensor:
+def flat_rows(array: np.ndarray) -> torch.Tensor:
     """[T, N, ...] → [T·N, ...] without a copy where the memory is contiguous."""
     return torch.from_numpy(np.ascontiguousarray(array)).flatten(0, 1)

@@ -219,7 +219,7 @@ class CorrectionConfig(Config, place="algorithm.correction"):
 
 @dataclass(frozen=True)
 class KlConfig(Config, place="algorithm.kl"):
-    """Divergence from the policy that the run started with (whole episodes only)."""
+    """Divergence from the policy that the run, or its learning after a warm start, began with."""
 
     coef: Coefficient = 0.0
     """0: none, and no reference is kept."""

@@ -118,11 +118,6 @@ _FIXED_ROLLOUTS = (
         "again: set normalize_advantage=batch.",
     ),
     Rule(
-        "rollout_kl",
-        _without_groups(lambda run: run.algorithm.kl.coef > 0),
-        "algorithm.kl is offered on whole episodes: set algorithm.groups, or algorithm.kl.coef=0.",
-    ),
-    Rule(
         "rollout_reward",
         _without_groups(lambda run: run.algorithm.reward != RewardConfig()),
         "algorithm.reward is about whole episodes, and algorithm.groups is null: use algorithm.normalize_reward instead.",
@@ -189,13 +184,6 @@ _WHOLE_EPISODES = (
         "algorithm.loss='ipa' reads success from the sign of IPA's returns: set advantage=ipa, not '{algorithm.advantage}'.",
     ),
     Rule(
-        "kl_without_gradient",
-        _with_groups(
-            lambda run, groups: (kl := run.algorithm.kl).coef > 0 and kl.place == "loss" and kl.kind == "k1" and not kl.straight_through
-        ),
-        "algorithm.kl.kind='k1' as a loss has the gradient 0: take k2 or k3, or kl.place=reward.",
-    ),
-    Rule(
         "anchor_similarity",
         _with_groups(lambda run, groups: run.algorithm.anchor_similarity is not None and "anchors" not in run.advantage.needs),
         "algorithm.anchor_similarity is about equal observations, which advantage='{algorithm.advantage}' does not compare.",
@@ -212,9 +200,23 @@ _WHOLE_EPISODES = (
         "algorithm.aggregation=seq-mean-token-sum-norm divides by algorithm.horizon, the most steps that an episode may have, and "
         "no other aggregation does: got aggregation={algorithm.aggregation} and horizon={algorithm.horizon}.",
     ),
+)
+
+_DIVERGENCE = (
+    Rule(
+        "kl_of_recordings",
+        lambda run: run.algorithm.kl.coef > 0 and not run.algorithm.on_policy,
+        "algorithm.kl keeps a policy near the one that it played with at first, by the probabilities of what it drew; algorithm="
+        "{algorithm.name} learns from actions that others drew, which its objective keeps it near already: set algorithm.kl.coef=0.",
+    ),
+    Rule(
+        "kl_without_gradient",
+        lambda run: (kl := run.algorithm.kl).coef > 0 and kl.place == "loss" and kl.kind == "k1" and not kl.straight_through,
+        "algorithm.kl.kind='k1' as a loss has the gradient 0: take k2 or k3, or kl.place=reward.",
+    ),
     Rule(
         "adapted_from_zero",
-        _with_groups(lambda run, groups: run.algorithm.kl.target is not None and run.algorithm.kl.coef == 0),
+        lambda run: run.algorithm.kl.target is not None and run.algorithm.kl.coef == 0,
         "algorithm.kl.target adapts a coefficient that starts at algorithm.kl.coef=0: give one above 0.",
     ),
 )
@@ -363,7 +365,7 @@ _ROBOTS = (
     ),
 )
 
-OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_OFF_POLICY, *_PROGRAMS, *_LANGUAGE_AGENTS, *_ROBOTS)
+OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_DIVERGENCE, *_OFF_POLICY, *_PROGRAMS, *_LANGUAGE_AGENTS, *_ROBOTS)
 """Held against each domain's own configuration; of a run without domains, against the run's."""
 
 # ---- of the run as a whole ---------------------------------------------------------------------------------------------

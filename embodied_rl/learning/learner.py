@@ -310,7 +310,7 @@ def _fused(
     objective: RolloutObjective, policy: TrainedModule, config: AlgorithmConfig, device: torch.device, num_threads: int
 ) -> Executor | None:
     """The executor with hand-derived gradients, for what it has; None: something is asked for that it has not."""
-    if config.loss != "ppo_clip":
+    if config.loss != "ppo_clip" or (config.kl.coef > 0 and config.kl.place == "loss"):
         return None
     rates = config.value_learning_rate is not None or config.head_learning_rate is not None
     if rates or config.micro_batch_size is not None or config.ratio != "chunk" or objective.precision != "float32":

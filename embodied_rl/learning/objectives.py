@@ -255,6 +255,8 @@ class RolloutObjective(ActingObjective[Batch]):
             "returns": rows.returns,
             "value": rows.value,
         }
+        if rows.reference_log_prob is not None:
+            inputs["reference_log_prob"] = at_level(rows.reference_log_prob, level, units, steps)
         terms = Terms(
             log_prob=at_level(found.log_prob, level, units, steps),
             mask=mask_at_level(units, level, steps),
@@ -278,7 +280,7 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
     name, unit, rows = "episodes", "episodes", EpisodeRows
 
     def of_decisions(self, batch: EpisodeBatch, log_prob: Tensor | None) -> Tensor | None:
-        """Log-probabilities of action units [M, L] → [B, T] of whole decisions."""
+        """What is known of action units, such as log-probabilities [M, L] → [B, T], its sum over whole decisions."""
         return None if log_prob is None else batch.scatter(at_level(log_prob, "chunk", batch.unit_mask, self.steps(_HOST)))
 
     def rows_of(self, batch: EpisodeBatch, credit: Credit, present: Tensor | None, reference: Tensor | None) -> EpisodeRows:

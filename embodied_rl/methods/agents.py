@@ -16,13 +16,14 @@ from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode, TokenRow, rows_of
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
+from embodied_rl.algorithms.kl import KlTerm
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import TokenObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import TokenBatch
-from embodied_rl.methods.groups import GroupLearner, adapted
+from embodied_rl.methods.groups import GroupLearner
 from embodied_rl.methods.streams import Stream, prefixed
 from embodied_rl.methods.warm_start import NO_START, WarmStart
 from embodied_rl.policies.language import LanguagePolicy
@@ -85,9 +86,9 @@ class TokenLearner(GroupLearner):
             minibatch_rows=round(self.config.algorithm.minibatch_size * prepared.tokens.num_rows / num_turns),
             progress=min(steps / self.config.total_steps, 1.0),
             seed=[self.config.seed, iteration],
-            kl_coef=self._kl.kl_coefficient.value,
+            kl_coef=self._kl.coefficient.value,
         )
-        return {**stats, **adapted(self._kl, self.config, stats, num_turns), **prepared.metrics}
+        return {**stats, **self._kl.measured(stats, num_turns), **prepared.metrics}
 
     @property
     def wants_start(self) -> bool:
@@ -142,9 +143,9 @@ class TokenLearner(GroupLearner):
             start.load_state_dict(state["warm_starts"][name] if name else state["warm_start"])
 
     @property
-    def _kl(self) -> EpisodeMethod:
-        """Whose KL coefficient is the run's: a divergence is of the policy, and not of a domain."""
-        return next(iter(self._methods.values()))
+    def _kl(self) -> KlTerm:
+        """The run's: a divergence is of the policy, and not of a domain."""
+        return next(iter(self._methods.values())).kl
 
 
 def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[EpisodeGroup], *, trust_sampled: bool) -> PreparedTurns:
@@ -164,7 +165,7 @@ def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[E
     if learner.needs_present:
         present = tokens.behaviour_log_prob if trust_sampled else learner.token_log_probs(tokens.sequences)
     values = EpisodeValues(torch.zeros(turns.shape), torch.zeros(turns.shape[0]))
-    kl = of_turns(algorithm.divergence(present, reference), rows, owner, turns.shape)
+    kl = of_turns(algorithm.kl.divergence(present, reference), rows, owner, turns.shape)
     credit = algorithm.prepare(turns, values, kl)
     learned = token_batch(rows, owner, credit)
     sampled = {"behaviour_log_prob": learned.behaviour_log_prob, "mask": learned.mask, "chunk_id": learned.chunk_id}

@@ -108,6 +108,10 @@ class EpisodeLearner(GroupLearner):
         self.learner = make_learner(self._objective, policy, config.algorithm, config.hybrid, ranks=ranks)
         self._policy = policy
 
+    def begin(self, version: int) -> None:
+        """See `GroupLearner.begin`: what a KL term compares with is the policy after a warm start."""
+        self.learner.keep_reference()
+
     def gather(self, groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
         return EpisodeBatch.of(list(groups), lambda seen: prepare_observation(self._policy, seen))
 
@@ -127,9 +131,9 @@ class EpisodeLearner(GroupLearner):
             minibatch_rows=prepared.minibatch_rows(self.config.algorithm.minibatch_size),
             progress=min(steps / self.config.total_steps, 1.0),
             seed=[self.config.seed, iteration],
-            kl_coef=self.algorithm.kl_coefficient.value,
+            kl_coef=self.algorithm.kl.coefficient.value,
         )
-        return {**stats, **prepared.credit.metrics, **adapted(self.algorithm, self.config, stats, int(prepared.credit.mask.sum()))}
+        return {**stats, **prepared.credit.metrics, **self.algorithm.kl.measured(stats, int(prepared.credit.mask.sum()))}
 
     def state_dict(self) -> dict[str, Any]:
         return {"episodes": self.algorithm.state_dict()}
@@ -341,14 +345,6 @@ def _figures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     }
 
 
-def adapted(algorithm: EpisodeMethod, config: TrainConfig, stats: Mapping[str, float], num_samples: int) -> dict[str, float]:
-    """The KL coefficient after the divergence that an update measured; nothing where none was measured."""
-    if "kl" not in stats or config.algorithm.kl.place != "loss":
-        return {}
-    algorithm.adapt(stats["kl"], num_samples)
-    return {"kl_coef": algorithm.kl_coefficient.value}
-
-
 def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: EpisodeObjective, batch: EpisodeBatch) -> PreparedEpisodes:
     """Credit of every step, by what the learner's policy says of a batch before its update; `objective`: the learner's."""
     ready, action = batch.observation, batch.action
@@ -358,8 +354,7 @@ def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: Epis
     if algorithm.composition.needs_critic:
         flat, final = learner.values(ready), learner.values(batch.final_observation)
         values = EpisodeValues(batch.scatter(torch.from_numpy(flat)), torch.from_numpy(final))
-    whole, first = (objective.of_decisions(batch, log_prob) for log_prob in (present, reference))
-    credit = algorithm.prepare(batch, values, algorithm.divergence(whole, first))
+    credit = algorithm.prepare(batch, values, objective.of_decisions(batch, algorithm.kl.divergence(present, reference)))
     rows = objective.rows_of(batch, credit, present, reference)
     if algorithm.config.correction.enabled:
         sampled = {name: rows.inputs[name] for name in ("behaviour_log_prob", "mask", "chunk_id")}

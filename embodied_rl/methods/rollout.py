@@ -11,7 +11,8 @@ from torch import Tensor
 
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.composition import compose
-from embodied_rl.algorithms.ppo import PPO, RolloutValues, corrected
+from embodied_rl.algorithms.ppo import PPO, RolloutValues, corrected, flat_rows
+from embodied_rl.algorithms.units import at_level
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
@@ -43,8 +44,8 @@ class RolloutMethod(Method[Rollout, Batch]):
         self._policy, self._algorithm = policy, PPO(config.algorithm)
         self._ages: dict[str, float] = {}
         """Of the last rollout."""
-        self._weights: dict[str, float] = {}
-        """Figures of the weights of what was prepared last."""
+        self._figures: dict[str, float] = {}
+        """Of what was prepared last: its weights, and the KL term of its rewards."""
         self.collector = make_rollout_collector(config, manager, generator, policy.action_layout)
         if config.algorithm.max_staleness:
             if generator.shares_weights:
@@ -67,21 +68,28 @@ class RolloutMethod(Method[Rollout, Batch]):
         return Experience(rollout.num_steps, finished, seen if self.config.algorithm.moves_statistics else {}, rollout)
 
     def prepare(self, experience: Experience[Rollout]) -> Batch:
-        rollout = experience.data
-        values = rollout_values(self.learner, self._policy, rollout)
-        batch = self._batch(rollout, values)
-        algorithm = self.config.algorithm
+        rollout, algorithm, learner = experience.data, self.config.algorithm, self.learner
+        values = rollout_values(learner, self._policy, rollout)
+        seen = {key: rollout.observation[key].reshape(-1, *rollout.observation[key].shape[2:]) for key in self._policy.observation_keys}
+        ready, action = prepare_observation(self._policy, seen), flat_rows(rollout.action)
+        kl, steps, present, reference = self._algorithm.kl, self._objective.steps(action.device), None, None
+        if algorithm.correction.enabled or kl.in_reward:
+            present = learner.log_probs(ready, action)
+        if learner.has_reference:
+            reference = learner.log_probs(ready, action, of_reference=True)
+        action_dim = max(self._policy.spec.action.dim, 1)
+        of_units = kl.divergence(present, reference)
+        of_steps = None if of_units is None else at_level(of_units, "action", None, steps)
+        rollout, self._figures = self._algorithm.penalized(rollout, of_steps)
+        batch = self._algorithm.prepare(rollout, values, ready, action_dim=action_dim)
+        if kl.in_loss:
+            batch = batch.replaced(reference_log_prob=reference)
         if not algorithm.correction.enabled:
             return batch
-        present = self.learner.log_probs(batch.observation, batch.action)
-        steps = self._objective.steps(present.device)
-        weighed, self._weights = corrected(batch, present, algorithm.correction, level=algorithm.ratio, steps=steps)
+        assert present is not None, "it was computed"
+        weighed, figures = corrected(batch, present, algorithm.correction, level=algorithm.ratio, steps=steps)
+        self._figures |= figures
         return weighed
-
-    def _batch(self, rollout: Rollout, values: RolloutValues) -> Batch:
-        seen = {key: rollout.observation[key].reshape(-1, *rollout.observation[key].shape[2:]) for key in self._policy.observation_keys}
-        ready = prepare_observation(self._policy, seen)
-        return self._algorithm.prepare(rollout, values, ready, action_dim=max(self._policy.spec.action.dim, 1))
 
     def update(self, prepared: Batch, *, iteration: int, steps: int) -> dict[str, float]:
         if iteration < self.config.algorithm.critic_warmup:
@@ -92,8 +100,9 @@ class RolloutMethod(Method[Rollout, Batch]):
             minibatch_rows=self.config.algorithm.minibatch_size,
             progress=iteration / self.config.num_iterations,
             seed=[self.config.seed, iteration],
+            kl_coef=self._algorithm.kl.coefficient.value,
         )
-        return {**stats, **self._weights}
+        return {**stats, **self._figures, **self._algorithm.kl.measured(stats, prepared.num_rows)}
 
     def play_ahead(self, patience_s: float = PATIENCE_S) -> None:
         with compute_threads(1):
@@ -101,6 +110,7 @@ class RolloutMethod(Method[Rollout, Batch]):
                 pass
 
     def restart(self, iteration: int) -> None:
+        self.learner.keep_reference()
         self._algorithm.restart_episodes()
         self.collector.restart(seed_round=iteration)
 

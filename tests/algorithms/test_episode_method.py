@@ -126,12 +126,12 @@ def test_rewards_are_clipped_penalised_and_normalised_in_this_order() -> None:
 def test_running_moments_and_the_coefficient_survive_a_resume() -> None:
     config = replace(CONFIG, advantage="reinforce", reward=RewardConfig(std="running"), kl=KlConfig(coef=0.1, target=0.01))
     _, _, method = credit(config, *GROUPS)
-    method.adapt(1.0, 100)
+    method.kl.coefficient.update(1.0, 100)
     other = EpisodeMethod(config)
     other.load_state_dict(method.state_dict())
     # Returns 6, 4, 5, 7: mean 5.5, biased variance 1.25. Coefficient: 0.1 · (1 + 0.2 · 100 / 10000).
     assert (other.moments.mean, other.moments.var, other.moments.count) == (5.5, 1.25, 4)
-    assert other.kl_coefficient.value == pytest.approx(0.1002)
+    assert other.kl.coefficient.value == pytest.approx(0.1002)
 
 
 def test_a_divergence_in_the_reward_is_taken_from_each_step() -> None:
@@ -140,7 +140,7 @@ def test_a_divergence_in_the_reward_is_taken_from_each_step() -> None:
     values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(4))
     present, reference = torch.zeros(batch.shape), torch.full(batch.shape, -2.0)
     method = EpisodeMethod(config)
-    found = method.prepare(batch, values, method.divergence(present, reference))
+    found = method.prepare(batch, values, method.kl.divergence(present, reference))
     # d = 0 - (-2) = 2, half of it a step: rewards 0, 1, 2.
     np.testing.assert_allclose(found.advantage[0], [3, 3, 2], atol=1e-6)
     assert found.metrics["kl"] == pytest.approx(2.0)
