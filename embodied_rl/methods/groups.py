@@ -108,10 +108,6 @@ class EpisodeLearner(GroupLearner):
         self.learner = make_learner(self._objective, policy, config.algorithm, config.hybrid, ranks=ranks)
         self._policy = policy
 
-    def begin(self, version: int) -> None:
-        """See `GroupLearner.begin`: what a KL term compares with is the policy after a warm start."""
-        self.learner.keep_reference()
-
     def gather(self, groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
         return EpisodeBatch.of(list(groups), lambda seen: prepare_observation(self._policy, seen))
 
