@@ -25,11 +25,11 @@ from email.errors import FirstHeaderLineIsContinuationDefect, MisplacedEnvelopeH
 from email.message import Message
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from embodied_rl import __version__
-from embodied_rl.errors import UserError, in_short
+from embodied_rl.errors import UserError, did_you_mean, in_short
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -588,11 +588,8 @@ class _Requests(BaseHTTPRequestHandler):
 
 
 TEXT, OBJECT, FLAG, NUMBER = {"type": "string"}, {"type": "object"}, {"type": "boolean"}, {"type": "number"}
-TEXTS = {"type": "array", "items": TEXT}
+TEXTS, LIST = {"type": "array", "items": TEXT}, {"type": "array", "items": OBJECT}
 COUNT = {"type": "integer", "minimum": 0}
-
-Paths = dict[str, dict[str, Any]]
-"""{path: {method: what it takes and gives}}"""
 
 
 def json_content(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -627,20 +624,57 @@ def route(
     return made
 
 
-def document(title: str, paths: Paths, problem: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole description. `problem`: the schema of a refusal's body."""
-    refused = {"description": "What is wrong and the choices.", "content": json_content({"$ref": "#/components/schemas/Problem"})}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": title, "version": __version__},
-        "paths": paths,
-        "components": {
-            "schemas": {"Problem": dict(problem)},
-            "responses": {"Problem": refused},
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-        },
-        "security": [{"token": []}, {}],
-    }
+Route: TypeAlias = tuple[Callable[..., Reply | EventStream], dict[str, Any]]
+"""(what answers, from the request and what stands in the path's braces; its description by `route`)"""
+
+
+class Routes:
+    """What a server answers, and what it says of itself at /openapi.json and /docs: one table for both.
+
+    Args:
+        table: {"METHOD /path/{part}": route}; a part `{name:path}` may hold slashes.
+        problem: the schema of a refusal's body.
+    """
+
+    def __init__(self, title: str, table: Mapping[str, Route], problem: Mapping[str, Any]) -> None:
+        refused = {"description": "What is wrong and the choices.", "content": json_content({"$ref": "#/components/schemas/Problem"})}
+        self.document: dict[str, Any] = {
+            "openapi": "3.1.0",
+            "info": {"title": title, "version": __version__},
+            "paths": {},
+            "components": {
+                "schemas": {"Problem": dict(problem)},
+                "responses": {"Problem": refused},
+                "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{"token": []}, {}],
+        }
+        self._handlers: dict[str, dict[str, Callable[..., Reply | EventStream]]] = {
+            "/openapi.json": {"GET": lambda request: Reply(self.document)},
+            "/docs": {"GET": lambda request: page(self.document)},
+        }
+        for place, (handler, described) in table.items():
+            method, _, path = place.partition(" ")
+            self._handlers.setdefault(path, {})[method] = handler
+            parts = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in re.findall(r"\{(\w+)", path)]
+            item = self.document["paths"].setdefault(path.replace(":path", ""), {"parameters": parts} if parts else {})
+            item[method.lower()] = described
+        self._patterns = {path: re.compile(_pattern(path)) for path in self._handlers}
+
+    def answer(self, request: HttpRequest) -> Reply | EventStream:
+        """Raises HttpProblem: there is no such path, or it has no such method."""
+        for path, handlers in self._handlers.items():
+            if (match := self._patterns[path].fullmatch(request.path)) is not None:
+                if request.method not in handlers:
+                    raise wrong_method(request, handlers)
+                return handlers[request.method](request, *match.groups())
+        paths = sorted(path.replace(":path", "") for path in self._handlers)
+        near = did_you_mean(request.path, paths)
+        raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.{near}", choices=paths)
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"\{\w+\}", "([^/]+)", re.sub(r"\{\w+:path\}", "(.+)", path))
 
 
 def page(described: Mapping[str, Any]) -> Reply:

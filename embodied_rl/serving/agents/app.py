@@ -36,7 +36,7 @@ from embodied_rl.serving.agents.responses import Responses
 from embodied_rl.serving.agents.sessions import CapturedSession, Prompt, Session, SessionBook, SessionLimits, SessionSampling
 from embodied_rl.serving.http_server import (
     COUNT,
-    FLAG,
+    LIST,
     NUMBER,
     OBJECT,
     TEXT,
@@ -45,69 +45,17 @@ from embodied_rl.serving.http_server import (
     HttpProblem,
     HttpRequest,
     HttpServer,
-    Paths,
     Reply,
+    Route,
+    Routes,
     ServerLimits,
-    document,
     is_loopback,
-    page,
     require_token,
     require_token_off_loopback,
     route,
     same_token,
-    wrong_method,
 )
 
-_LIST = {"type": "array", "items": OBJECT}
-_SOME = {"type": "integer", "minimum": 1}
-_SAMPLING = {"temperature": {**NUMBER, "minimum": 0}, "top_p": {**NUMBER, "maximum": 1}}
-_CHAT = {
-    "model": TEXT,
-    "messages": {**_LIST, "description": "Texts, tool calls and their results."},
-    "tools": _LIST,
-    "tool_choice": {"description": "auto, none, required, or one function."},
-    "parallel_tool_calls": FLAG,
-    "response_format": {**OBJECT, "description": "text, json_object, or json_schema with its schema."},
-    "max_tokens": _SOME,
-    "max_completion_tokens": _SOME,
-    **_SAMPLING,
-    "top_k": {"type": "integer"},
-    "seed": COUNT,
-    "stop": {"description": "A text or several; the answer ends before the first."},
-    "n": _SOME,
-    "logprobs": FLAG,
-    "top_logprobs": {**COUNT, "maximum": 20},
-    "stream": FLAG,
-    "stream_options": OBJECT,
-}
-_RESPONSES = {
-    "model": TEXT,
-    "input": {"description": "A text, or items: messages, function calls and their outputs."},
-    "instructions": TEXT,
-    "previous_response_id": TEXT,
-    "tools": _LIST,
-    "tool_choice": _CHAT["tool_choice"],
-    "parallel_tool_calls": FLAG,
-    "text": {**OBJECT, "description": "format: text, json_object, or json_schema with its schema."},
-    "include": TEXTS,
-    "max_output_tokens": _SOME,
-    **_SAMPLING,
-    "top_logprobs": _CHAT["top_logprobs"],
-    "stream": FLAG,
-}
-_MESSAGES = {
-    "model": TEXT,
-    "messages": {**_LIST, "description": "Texts, uses of tools and their results."},
-    "system": {"description": "A text, or blocks of text."},
-    "max_tokens": _SOME,
-    "stop_sequences": TEXTS,
-    **_SAMPLING,
-    "top_k": COUNT,
-    "tools": _LIST,
-    "tool_choice": {**OBJECT, "description": "auto, any, tool with its name, or none."},
-    "output_config": {**OBJECT, "description": "format: json_schema with its schema."},
-    "stream": FLAG,
-}
 _REWARD = {
     "reward": NUMBER,
     "turn": {**TEXT, "description": "The id of the answer that it is for; without it, the session."},
@@ -116,53 +64,18 @@ _REWARD = {
 _SESSION_SCHEMA = {"id": TEXT, "turns": COUNT, "reward": NUMBER}
 
 
-def described() -> dict[str, Any]:
-    """The whole document."""
-    model = [{"name": "model", "in": "path", "required": True, "schema": TEXT}]
-    one = [{"name": "id", "in": "path", "required": True, "schema": TEXT}]
-    answer = "The answer; what was sampled is kept."
-    paths: Paths = {
-        "/v1/chat/completions": {
-            "post": route("OpenAI's chat completions.", answer, body=(_CHAT, ["messages"]), streams=True),
-        },
-        "/v1/responses": {"post": route("OpenAI's responses.", answer, body=(_RESPONSES, ["input"]), streams=True)},
-        "/v1/messages": {"post": route("Anthropic's messages.", answer, body=(_MESSAGES, ["messages", "max_tokens"]), streams=True)},
-        "/v1/messages/count_tokens": {
-            "post": route("How long a prompt is.", "Its tokens.", {"input_tokens": COUNT}, body=(_MESSAGES, ["messages"]))
-        },
-        "/v1/models": {"get": route("Which model is served.", "The one model.", {"data": _LIST})},
-        "/v1/models/{model}": {"parameters": model, "get": route("The model, by its name.", "The model.", {"id": TEXT})},
-        "/v1/sessions": {
-            "get": route("Which sessions are open.", "Each of them.", {"sessions": _LIST}),
-            "post": route(
-                "Open a session.",
-                "Its name and its key.",
-                {"id": TEXT, "api_key": TEXT},
-                body=({"id": TEXT, "metadata": OBJECT}, []),
-                status="201",
-            ),
-        },
-        "/v1/sessions/{id}": {"parameters": one, "get": route("What a session has captured so far.", "Its turns.")},
-        "/v1/sessions/{id}/reward": {
-            "parameters": one,
-            "post": route("Reward a session, or one of its answers.", "All rewards so far.", _SESSION_SCHEMA, body=(_REWARD, ["reward"])),
-        },
-        "/v1/sessions/{id}/end": {"parameters": one, "post": route("End a session.", "All rewards.", _SESSION_SCHEMA, body=(_REWARD, []))},
-    }
-    error = {
-        "type": "object",
-        "properties": {"message": TEXT, "type": TEXT, "code": TEXT, "choices": TEXTS},
-        "required": ["message", "type"],
-    }
-    return document("embodied_rl agent proxy", paths, {"type": "object", "properties": {"error": error}, "required": ["error"]})
+_ERROR = {
+    "type": "object",
+    "properties": {"message": TEXT, "type": TEXT, "code": TEXT, "choices": TEXTS},
+    "required": ["message", "type"],
+}
+_PROBLEM = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
 
 
 TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
 """Environment variable with the token that opens, rewards and ends sessions."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_MODEL = "/v1/models/"
-_SESSION = re.compile(r"/v1/sessions/([^/]+)(?:/(reward|end))?")
 _FAILED = {"prompt_too_long": (400, "context_length_exceeded"), "rejected": (400, "invalid_request"), "rate_limited": (429, "rate_limited")}
 
 
@@ -220,20 +133,10 @@ class AgentProxy:
         self._pump, self._can_constrain = BackendPump(backend), backend.can_constrain
         self.shared_backend = SharedBackend(self._pump, backend)
         """The backend for others than the proxy, as long as it is open."""
-        self._routes: dict[tuple[str, str], Callable[[HttpRequest], Reply | EventStream]] = {
-            ("GET", "/openapi.json"): lambda request: Reply(described()),
-            ("GET", "/docs"): lambda request: page(described()),
-            ("GET", "/v1/models"): self._models,
-            ("POST", "/v1/chat/completions"): functools.partial(self._chat, ChatCompletions()),
-            ("POST", "/v1/responses"): functools.partial(self._chat, Responses()),
-            ("POST", "/v1/messages"): functools.partial(self._chat, Messages()),
-            ("POST", "/v1/messages/count_tokens"): self._count_tokens,
-            ("POST", "/v1/sessions"): self._open,
-            ("GET", "/v1/sessions"): self._list,
-        }
+        self._routes = Routes("embodied_rl agent proxy", self._table(), _PROBLEM)
         try:
             self._server = HttpServer(
-                self._answer,
+                self._routes.answer,
                 host=host,
                 port=port,
                 limits=http or ServerLimits(max_body_mb=4.0),
@@ -292,27 +195,45 @@ class AgentProxy:
 
     # ---- routes -----------------------------------------------------------------------------------------------------
 
-    def _answer(self, request: HttpRequest) -> Reply | EventStream:
-        if (route := self._routes.get((request.method, request.path))) is not None:
-            return route(request)
-        if (match := _SESSION.fullmatch(request.path)) is not None:
-            return self._of_session(request, match[1], match[2])
-        if request.path.startswith(_MODEL):
-            return self._model(request)
-        paths = sorted({path for _, path in self._routes})
-        if request.path in paths:
-            raise wrong_method(request, [method for method, path in self._routes if path == request.path])
-        raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.", choices=paths)
+    def _table(self) -> dict[str, Route]:
+        chat, responses, messages, kept = ChatCompletions(), Responses(), Messages(), "The answer; what was sampled is kept."
+
+        def asked(interface: Interface, about: str, *needed: str) -> Route:
+            return functools.partial(self._chat, interface), route(about, kept, body=(interface.fields, needed), streams=True)
+
+        def of_session(action: str, about: str, answer: str, *needed: str) -> Route:
+            return functools.partial(self._rewarded, action), route(about, answer, _SESSION_SCHEMA, body=(_REWARD, needed))
+
+        opened = {"id": TEXT, "api_key": TEXT}
+        return {
+            "POST /v1/chat/completions": asked(chat, "OpenAI's chat completions.", "messages"),
+            "POST /v1/responses": asked(responses, "OpenAI's responses.", "input"),
+            "POST /v1/messages": asked(messages, "Anthropic's messages.", "messages", "max_tokens"),
+            "POST /v1/messages/count_tokens": (
+                self._count_tokens,
+                route("How long a prompt is.", "Its tokens.", {"input_tokens": COUNT}, body=(messages.fields, ["messages"])),
+            ),
+            "GET /v1/models": (self._models, route("Which model is served.", "The one model.", {"data": LIST})),
+            "GET /v1/models/{model:path}": (self._model, route("The model, by its name.", "The model.", {"id": TEXT})),
+            "GET /v1/sessions": (self._list, route("Which sessions are open.", "Each of them.", {"sessions": LIST})),
+            "POST /v1/sessions": (
+                self._open,
+                route("Open a session.", "Its name and its key.", opened, body=({"id": TEXT, "metadata": OBJECT}, []), status="201"),
+            ),
+            "GET /v1/sessions/{id}": (self._captured, route("What a session has captured so far.", "Its turns.")),
+            "POST /v1/sessions/{id}/reward": of_session(
+                "reward", "Reward a session, or one of its answers.", "All rewards so far.", "reward"
+            ),
+            "POST /v1/sessions/{id}/end": of_session("end", "End a session.", "All rewards."),
+        }
 
     def _models(self, request: HttpRequest) -> Reply:
         self._require_key(request)
         return Reply({"object": "list", "data": [self._told_model()]})
 
-    def _model(self, request: HttpRequest) -> Reply:
-        if request.method != "GET":
-            raise wrong_method(request, ["GET"])
+    def _model(self, request: HttpRequest, name: str) -> Reply:
         self._require_key(request)
-        self._require_model(unquote(request.path.removeprefix(_MODEL)))
+        self._require_model(unquote(name))
         return Reply(self._told_model())
 
     def _require_key(self, request: HttpRequest) -> None:
@@ -437,14 +358,16 @@ class AgentProxy:
         sessions = [{"id": s.name, "turns": s.num_turns, "in_flight": s.in_flight} for s in list(self._book.sessions.values())]
         return Reply({"sessions": sessions})
 
-    def _of_session(self, request: HttpRequest, name: str, action: str | None) -> Reply:
+    def _session(self, request: HttpRequest, name: str) -> Session:
         if request.bearer is None or self._book.keys.get(request.bearer) != name:  # a session's own key does as well
             require_token(request, self._token)
-        session = self._book.by_name(name)
-        if (request.method, action) == ("GET", None):
-            return Reply(session.captured().to_dict())
-        if request.method != "POST" or action is None:
-            raise wrong_method(request, ["GET"] if action is None else ["POST"])
+        return self._book.by_name(name)
+
+    def _captured(self, request: HttpRequest, name: str) -> Reply:
+        return Reply(self._session(request, name).captured().to_dict())
+
+    def _rewarded(self, action: str, request: HttpRequest, name: str) -> Reply:
+        session = self._session(request, name)
         body = request.body
         _only(body, "reward", "turn", "reward_id")
         reward = body.get("reward")

@@ -13,7 +13,7 @@ from typing import Any
 
 from embodied_rl.errors import did_you_mean
 from embodied_rl.generation.tokens import Completion
-from embodied_rl.serving.http_server import HttpProblem
+from embodied_rl.serving.http_server import COUNT, FLAG, LIST, NUMBER, OBJECT, TEXT, HttpProblem
 
 # ---- What an answer must keep to in xgrammar's structural tags, tool calls in its text, and stop texts across the borders of tokens ----
 
@@ -164,26 +164,29 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
 }
 """What is accepted only where it asks for nothing."""
-_KNOWN = (
-    "model",
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "response_format",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "top_logprobs",
-    "n",
-)
+SOME = {"type": "integer", "minimum": 1}
+SAMPLING = {"temperature": {**NUMBER, "minimum": 0}, "top_p": {**NUMBER, "maximum": 1}}
+TOOL_CHOICE = {"description": "auto, none, required, or one function."}
+TOP_LOGPROBS = {**COUNT, "maximum": 20}
+_FIELDS = {
+    "model": TEXT,
+    "messages": {**LIST, "description": "Texts, tool calls and their results."},
+    "tools": LIST,
+    "tool_choice": TOOL_CHOICE,
+    "parallel_tool_calls": FLAG,
+    "response_format": {**OBJECT, "description": "text, json_object, or json_schema with its schema."},
+    "max_tokens": SOME,
+    "max_completion_tokens": SOME,
+    **SAMPLING,
+    "top_k": {"type": "integer"},
+    "seed": COUNT,
+    "stop": {"description": "A text or several; the answer ends before the first."},
+    "n": SOME,
+    "logprobs": FLAG,
+    "top_logprobs": TOP_LOGPROBS,
+    "stream": FLAG,
+    "stream_options": OBJECT,
+}
 _MAX_CHOICES = 128
 _MAX_TOP_LOGPROBS = 20
 
@@ -223,25 +226,8 @@ class ChatRequest:
     """Messages from this place on are what `Recall` gives for its answer; None: nothing is kept for it."""
 
 
-def check_known(body: Mapping[str, Any], known: Sequence[str], harmless: frozenset[str], neutral: Mapping[str, tuple[object, ...]]) -> None:
-    """Refuse what is not known, and what asks for something that this server cannot do; nothing is ignored silently.
-    Raises HttpProblem: 400, with the choices."""
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise bad("The request holds half of a surrogate pair, which no tokenizer takes.") from None
-    for key, value in body.items():
-        if key in known or key in harmless or value is None:
-            continue
-        if key not in neutral:
-            raise HttpProblem(400, "unknown_parameter", f"'{key}' is not known.{did_you_mean(key, known)}", choices=known)
-        if value not in neutral[key]:
-            raise HttpProblem(400, "unsupported_parameter", f"'{key}' can only be {neutral[key][0]!r} here, got {value!r:.80}.")
-
-
 def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     """A request of ``/v1/chat/completions``. Raises HttpProblem 400 for what is missing, malformed, or cannot be done here."""
-    check_known(body, _KNOWN, _HARMLESS, _NEUTRAL)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise bad("'messages' must be a list of at least one message.")
@@ -500,10 +486,32 @@ class Interface(ABC):
     stream: type[AnswerStream]
     """Writes a choice of a streamed answer."""
     id_prefix: str
+    fields: Mapping[str, Any]
+    """{name: schema} of a request's body."""
+    harmless: frozenset[str] = frozenset()
+    """Further names whose values change nothing."""
+    neutral: Mapping[str, tuple[object, ...]] = {}
+    """{further name: its values that change nothing}"""
 
     @abstractmethod
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
         """A request from its body. Raises HttpProblem 400."""
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Refuse what is not known, and what asks for something that this server cannot do; nothing is ignored silently.
+        Raises HttpProblem: 400, with the choices."""
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise bad("The request holds half of a surrogate pair, which no tokenizer takes.") from None
+        for key, value in body.items():
+            if key in self.fields or key in self.harmless or value is None:
+                continue
+            if key not in self.neutral:
+                near = did_you_mean(key, self.fields)
+                raise HttpProblem(400, "unknown_parameter", f"'{key}' is not known.{near}", choices=tuple(self.fields))
+            if value not in self.neutral[key]:
+                raise HttpProblem(400, "unsupported_parameter", f"'{key}' can only be {self.neutral[key][0]!r} here, got {value!r:.80}.")
 
     def new_id(self) -> str:
         """Of an answer; rewards name it."""
@@ -557,8 +565,10 @@ class ChatCompletions(Interface):
 
     stream = _ChatStream
     id_prefix = "chatcmpl-"
+    fields, harmless, neutral = _FIELDS, _HARMLESS, _NEUTRAL
 
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
+        self.check(body)
         return read_chat(body)
 
     def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from embodied_rl.serving.agents.chat import (
+    SAMPLING,
+    SOME,
     AnswerStream,
     ChatAnswer,
     ChatRequest,
     Interface,
     Recall,
     bad,
-    check_known,
     constraints,
     plain_call,
     plain_text,
@@ -22,22 +23,21 @@ from embodied_rl.serving.agents.chat import (
     stop_texts,
     whole_number,
 )
-from embodied_rl.serving.http_server import HttpProblem
+from embodied_rl.serving.http_server import COUNT, FLAG, LIST, OBJECT, TEXT, TEXTS, HttpProblem
 
-_KNOWN = (
-    "model",
-    "messages",
-    "system",
-    "max_tokens",
-    "stop_sequences",
-    "temperature",
-    "top_p",
-    "top_k",
-    "tools",
-    "tool_choice",
-    "output_config",
-    "stream",
-)
+_FIELDS = {
+    "model": TEXT,
+    "messages": {**LIST, "description": "Texts, uses of tools and their results."},
+    "system": {"description": "A text, or blocks of text."},
+    "max_tokens": SOME,
+    "stop_sequences": TEXTS,
+    **SAMPLING,
+    "top_k": COUNT,
+    "tools": LIST,
+    "tool_choice": {**OBJECT, "description": "auto, any, tool with its name, or none."},
+    "output_config": {**OBJECT, "description": "format: json_schema with its schema."},
+    "stream": FLAG,
+}
 _HARMLESS = frozenset({"metadata", "service_tier", "cache_control"})
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {"thinking": ({"type": "disabled"},)}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -87,6 +87,7 @@ class Messages(Interface):
 
     stream = _MessageStream
     id_prefix = "msg_"
+    fields, harmless, neutral = _FIELDS, _HARMLESS, _NEUTRAL
 
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
         if body.get("max_tokens") is None:
@@ -95,7 +96,7 @@ class Messages(Interface):
 
     def read_prompt(self, body: Mapping[str, Any]) -> ChatRequest:
         """As `read`, where nothing will be sampled: ``max_tokens`` may be missing. Raises HttpProblem 400."""
-        check_known(body, _KNOWN, _HARMLESS, _NEUTRAL)
+        self.check(body)
         choice = body.get("tool_choice") or {"type": "auto"}
         kind = choice.get("type") if isinstance(choice, dict) else None
         if kind not in (*_CHOICES, "tool"):

@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from embodied_rl.serving.agents.chat import (
+    SAMPLING,
+    SOME,
+    TOOL_CHOICE,
+    TOP_LOGPROBS,
     AnswerStream,
     ChatAnswer,
     ChatRequest,
     Interface,
     Recall,
     bad,
-    check_known,
     constraints,
     parallel,
     plain_call,
@@ -23,24 +26,23 @@ from embodied_rl.serving.agents.chat import (
     sse,
     whole_number,
 )
-from embodied_rl.serving.http_server import HttpProblem
+from embodied_rl.serving.http_server import FLAG, LIST, OBJECT, TEXT, TEXTS, HttpProblem
 
-_KNOWN = (
-    "model",
-    "input",
-    "instructions",
-    "previous_response_id",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "text",
-    "include",
-    "max_output_tokens",
-    "temperature",
-    "top_p",
-    "top_logprobs",
-    "stream",
-)
+_FIELDS = {
+    "model": TEXT,
+    "input": {"description": "A text, or items: messages, function calls and their outputs."},
+    "instructions": TEXT,
+    "previous_response_id": TEXT,
+    "tools": LIST,
+    "tool_choice": TOOL_CHOICE,
+    "parallel_tool_calls": FLAG,
+    "text": {**OBJECT, "description": "format: text, json_object, or json_schema with its schema."},
+    "include": TEXTS,
+    "max_output_tokens": SOME,
+    **SAMPLING,
+    "top_logprobs": TOP_LOGPROBS,
+    "stream": FLAG,
+}
 _HARMLESS = frozenset(
     {
         "metadata",
@@ -120,9 +122,10 @@ class Responses(Interface):
 
     stream = _ResponseStream
     id_prefix = "resp_"
+    fields, harmless, neutral = _FIELDS, _HARMLESS, _NEUTRAL
 
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        check_known(body, _KNOWN, _HARMLESS, _NEUTRAL)
+        self.check(body)
         choice, tools = body.get("tool_choice"), None
         if choice != "none":
             tools = _tools(body.get("tools"))

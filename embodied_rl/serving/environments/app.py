@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from embodied_rl import __version__
@@ -13,22 +13,22 @@ from embodied_rl.serving.environments.hub import OPERATIONS, EnvRequest, Hub, Se
 from embodied_rl.serving.http_server import (
     COUNT,
     FLAG,
+    LIST,
     NUMBER,
     OBJECT,
     TEXT,
     TEXTS,
+    EventStream,
     HttpProblem,
     HttpRequest,
     HttpServer,
-    Paths,
     Reply,
+    Route,
+    Routes,
     ServerLimits,
-    document,
-    page,
     require_token,
     route,
     token_to_ask_for,
-    wrong_method,
 )
 from embodied_rl.sim.wire import ENCODINGS
 
@@ -50,46 +50,11 @@ CALLS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
 """{operation: (what it does, what its request says beside its number, which of that must be there)}"""
 
 
-def described(limits: ServiceLimits) -> dict[str, Any]:
-    """The whole document."""
-    one = [{"name": "id", "in": "path", "required": True, "schema": TEXT}]
-    make = {"sim": TEXT, "task": TEXT, "kwargs": OBJECT, "encoding": {**TEXT, "enum": list(ENCODINGS)}, "request": TEXT}
-    make["count"] = {"type": "integer", "minimum": 1, "maximum": limits.max_batch, "default": 1}
-    request = {"type": "object", "properties": {"id": TEXT, "operation": {**TEXT, "enum": list(CALLS)}}, "required": ["id", "operation"]}
-    batch = {"requests": {"type": "array", "minItems": 1, "maxItems": limits.max_batch, "items": request}}
-    paths: Paths = {
-        "/v1/health": {"get": route("Whether the service runs, and its limits.", "Its state.")},
-        "/v1/simulators": {"get": route("Which simulators are offered.", "Their names.", {"simulators": TEXTS})},
-        "/v1/environments": {
-            "get": route("Which environments there are.", "Each of them.", {"environments": {"type": "array", "items": OBJECT}}),
-            "post": route(
-                "Make environments, each in its own process.",
-                "Their ids and their spec.",
-                {"environments": TEXTS, "spec": OBJECT},
-                body=(make, ["sim"]),
-                status="201",
-            ),
-        },
-        "/v1/batch": {"post": route("Requests to many environments at once.", "One result each, in order.", body=(batch, ["requests"]))},
-        "/v1/environments/{id}": {
-            "parameters": one,
-            "get": route("Where an environment stands.", "Its state."),
-            "delete": route("Close an environment.", "Its id.", {"closed": TEXT}),
-        },
-        "/v1/environments/{id}/close": {"parameters": one, "post": route("Close an environment.", "Its id.", {"closed": TEXT})},
-    }
-    for name, (about, fields, needed) in CALLS.items():
-        answer = _STATE if name in ("reset", "step") else None
-        call = route(about, "What came of it.", answer, body=({"number": _ASCENDING, **fields}, list(needed)))
-        paths[f"/v1/environments/{{id}}/{name}"] = {"parameters": one, "post": call}
-    problem = {"type": "object", "properties": {"error": TEXT, "kind": TEXT, "choices": TEXTS}, "required": ["error", "kind"]}
-    return document("embodied_rl environment service", paths, problem)
+_PROBLEM = {"type": "object", "properties": {"error": TEXT, "kind": TEXT, "choices": TEXTS}, "required": ["error", "kind"]}
 
 
 TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
 """Environment variable that holds the service's token, for the server and its clients."""
-
-_ONE = re.compile(r"/v1/environments/([^/]+)(?:/([^/]+))?")
 
 
 class EnvironmentService:
@@ -116,6 +81,7 @@ class EnvironmentService:
         self.token, self.token_is_new = token_to_ask_for(TOKEN_VARIABLE, token, host)
         """What clients must send, and whether it was made here and must be shown to the user."""
         self.hub = Hub(simulators, limits or ServiceLimits())
+        self._routes = Routes("embodied_rl environment service", self._table(), _PROBLEM)
         try:
             self._server = HttpServer(self._answer, host=host, port=port, limits=http, any_host_header=self.token is not None)
         except BaseException:
@@ -134,43 +100,56 @@ class EnvironmentService:
 
     # ---- routes -----------------------------------------------------------------------------------------------------
 
-    def _answer(self, request: HttpRequest) -> Reply:
+    def _answer(self, request: HttpRequest) -> Reply | EventStream:
         if request.path not in ("/openapi.json", "/docs"):  # they say nothing of what runs here
             require_token(request, self.token)
-        routes: dict[tuple[str, str], Callable[[HttpRequest], Reply]] = {
-            ("GET", "/openapi.json"): lambda request: Reply(described(self.hub.limits)),
-            ("GET", "/docs"): lambda request: page(described(self.hub.limits)),
-            ("GET", "/v1/health"): self._health,
-            ("GET", "/v1/simulators"): lambda request: Reply({"simulators": self.hub.names}),
-            ("GET", "/v1/environments"): lambda request: Reply({"environments": self.hub.describe()}),
-            ("POST", "/v1/environments"): self._make,
-            ("POST", "/v1/batch"): self._batch,
-        }
-        if (request.method, request.path) in routes:
-            return routes[request.method, request.path](request)
-        match = _ONE.fullmatch(request.path)
-        if match is not None:
-            return self._of_one(request, match[1], match[2])
-        paths = {path for _, path in routes}
-        if request.path in paths:
-            raise wrong_method(request, [method for method, path in routes if path == request.path])
-        raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.", choices=paths)
+        return self._routes.answer(request)
 
-    def _of_one(self, request: HttpRequest, env_id: str, operation: str | None) -> Reply:
-        if (request.method, operation) == ("GET", None):
-            return Reply(self.hub.get(env_id).describe())
-        if (request.method, operation) in (("DELETE", None), ("POST", "close")):
-            self.hub.close_environment(env_id)
-            return Reply({"closed": env_id})
-        if operation is None:
-            raise wrong_method(request, ["GET", "DELETE"])
-        choices = [*OPERATIONS, "close"]
-        if operation not in choices:
-            raise HttpProblem(
-                404, "unknown_route", f"An environment cannot '{operation}'.{did_you_mean(operation, choices)}", choices=choices
-            )
-        if request.method != "POST":
-            raise wrong_method(request, ["POST"])
+    def _table(self) -> dict[str, Route]:
+        most = self.hub.limits.max_batch
+        make = {"sim": TEXT, "task": TEXT, "kwargs": OBJECT, "encoding": {**TEXT, "enum": list(ENCODINGS)}, "request": TEXT}
+        make["count"] = {"type": "integer", "minimum": 1, "maximum": most, "default": 1}
+        asked = {"id": TEXT, "operation": {**TEXT, "enum": list(CALLS)}}
+        request = {"type": "object", "properties": asked, "required": list(asked)}
+        batch = {"requests": {"type": "array", "minItems": 1, "maxItems": most, "items": request}}
+        close = self._close, route("Close an environment.", "Its id.", {"closed": TEXT})
+        made = {"environments": TEXTS, "spec": OBJECT}
+        table: dict[str, Route] = {
+            "GET /v1/health": (self._health, route("Whether the service runs, and its limits.", "Its state.")),
+            "GET /v1/simulators": (
+                lambda request: Reply({"simulators": self.hub.names}),
+                route("Which simulators are offered.", "Their names.", {"simulators": TEXTS}),
+            ),
+            "GET /v1/environments": (
+                lambda request: Reply({"environments": self.hub.describe()}),
+                route("Which environments there are.", "Each of them.", {"environments": LIST}),
+            ),
+            "POST /v1/environments": (
+                self._make,
+                route("Make environments, each in its own process.", "Their ids and their spec.", made, body=(make, ["sim"]), status="201"),
+            ),
+            "POST /v1/batch": (
+                self._batch,
+                route("Requests to many environments at once.", "One result each, in order.", body=(batch, ["requests"])),
+            ),
+            "GET /v1/environments/{id}": (
+                lambda request, env_id: Reply(self.hub.get(env_id).describe()),
+                route("Where an environment stands.", "Its state."),
+            ),
+            "DELETE /v1/environments/{id}": close,
+            "POST /v1/environments/{id}/close": close,
+        }
+        for name, (about, fields, needed) in CALLS.items():
+            answer = _STATE if name in ("reset", "step") else None
+            call = route(about, "What came of it.", answer, body=({"number": _ASCENDING, **fields}, list(needed)))
+            table[f"POST /v1/environments/{{id}}/{name}"] = functools.partial(self._call, name), call
+        return table
+
+    def _close(self, request: HttpRequest, env_id: str) -> Reply:
+        self.hub.close_environment(env_id)
+        return Reply({"closed": env_id})
+
+    def _call(self, operation: str, request: HttpRequest, env_id: str) -> Reply:
         (outcome,) = self.hub.run([_env_request(env_id, operation, request.body)])
         return Reply(outcome.body, outcome.status)
 
