@@ -16,7 +16,7 @@ from typing import Any
 from embodied_rl import __version__
 from embodied_rl.checkpoint import add_result_to_card, load_checkpoint, resume_command
 from embodied_rl.checkpoint.card import python_of
-from embodied_rl.checkpoint.fitting import domain_part
+from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.errors import UserError
 from embodied_rl.files import write_atomic
 from embodied_rl.paths import assets_dir
