@@ -1,8 +1,10 @@
-"""Which share of a simulator's step is physics, which is drawing, and which is Python around them, of the processor time of all threads.
+"""Which share of a simulator's step is physics, which is drawing, which is other compiled sums of the package's, and which is Python
+around them, of the processor time of all threads.
 
 ``python benchmarks/sim_shares.py [NAME …]``: simulators of ``configs/sim``, each in a process of its own; without names all robots' that
-are installed here. Every native call of MuJoCo, PhysX (sapien), Chipmunk (pymunk) and their renderers is timed where it is called; the
-rest of a step is Python. Actions are random and drawn beforehand; episodes that end begin anew outside of what is timed.
+are installed here. Every native call of MuJoCo, PhysX (sapien), Chipmunk (pymunk) and their renderers is timed where it is called; "other
+sums" are robosuite's operational space (numba: inverses by singular values) and the polygons that PushT's reward cuts (GEOS). The rest of
+a step is Python. Actions are random and drawn beforehand; episodes that end begin anew outside of what is timed.
 """
 
 from __future__ import annotations
@@ -38,11 +40,18 @@ CLASSES = {
     "sapien.render": (("RenderCameraComponent", "take_picture", "drawing"), ("RenderCameraComponent", "get_picture", "drawing")),
     "pymunk": (("Space", "step", "physics"),),
     "gym_pusht.envs.pusht": (("PushTEnv", "_render", "drawing"),),
+    "shapely": (("MultiPolygon", "intersection", "sums"),),
 }
 """{module: (class, method, what it does)}"""
+COMPILED = {
+    "robosuite.utils.control_utils": ("opspace_matrices", "nullspace_torques", "orientation_error"),
+    "robosuite.controllers.osc": ("opspace_matrices", "nullspace_torques", "orientation_error"),
+}
+"""{module: functions that numba compiles}"""
 SHORTCUTS = {
     "embodied_rl.sim.robots.gymnasium_robotics": "know_indices",
     "embodied_rl.sim.robots.metaworld": "shorten_steps",
+    "embodied_rl.sim.robots.pusht": "shorten_steps",
     "embodied_rl.sim.robots.robosuite": "shorten_steps",
 }
 """{module: the function that takes look-ups out of an environment's steps}"""
@@ -52,7 +61,7 @@ class Clock:
     """Processor seconds of steps, and of native calls within them, by kind. A call from within another counts for the outer one."""
 
     def __init__(self) -> None:
-        self.seconds = {"step": 0.0, "physics": 0.0, "drawing": 0.0}
+        self.seconds = {"step": 0.0, "physics": 0.0, "drawing": 0.0, "sums": 0.0}
         self._inside = True
 
     def step(self, sim: SimEnv, action: np.ndarray, out: StepBuffers) -> None:
@@ -90,6 +99,12 @@ class Clock:
                     kept = vars(module)[owner]
                     setattr(kept, method, self.timed(getattr(kept, method), kind))
 
+    def watch_compiled(self) -> None:
+        """The same for what numba compiled, once a simulator has been made."""
+        for name, functions in COMPILED.items():
+            if name in sys.modules:
+                vars(sys.modules[name]).update({each: self.timed(vars(sys.modules[name])[each], "sums") for each in functions})
+
 
 def imported(*names: str) -> Iterable[Any]:
     """Those modules that are installed."""
@@ -101,8 +116,11 @@ def imported(*names: str) -> Iterable[Any]:
 
 
 def measure(name: str, num_steps: int, rounds: int) -> list[dict[str, float]]:
-    """Microseconds of one environment's step, {"step", "physics", "drawing"}: medians of the rounds, after one that warms up. Second,
-    the same of the simulator without the shortcuts that we take in it, in the same rounds; nothing where we take none."""
+    """Microseconds of one environment's step, {"step", "physics", "drawing", "sums"}: medians of the rounds, after one that warms up.
+
+    Second, the same of the simulator without the shortcuts that we take in it, in the same rounds; nothing where we take none. (The
+    tolerances of Meta-World stay quick: they are the whole process's.)
+    """
     config, clocks = simulator(name), [Clock()]
     clocks[0].watch()
     sims = [SimFactory(config.target, config.task, config.kwargs, config.extra).make(NUM_ENVS)]
@@ -112,6 +130,8 @@ def measure(name: str, num_steps: int, rounds: int) -> list[dict[str, float]]:
         clocks.append(Clock())
         clocks[1].watch()
         sims.append(SimFactory(config.target, config.task, config.kwargs, config.extra).make(NUM_ENVS))
+    for clock in clocks:
+        clock.watch_compiled()
     players = [Player(sim, clock) for sim, clock in zip(sims, clocks, strict=True)]
     for number in range(rounds + 1):
         for player in players[:: 1 if number % 2 else -1]:
@@ -162,10 +182,10 @@ def row(name: str, num_steps: int, rounds: int) -> list[str]:
     command = [sys.executable, __file__, "--only", name, "--steps", str(num_steps), "--rounds", str(rounds)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        return [name, *["-"] * 5, (done.stderr.strip().splitlines() or ["?"])[-1][:80]]
+        return [name, *["-"] * 6, (done.stderr.strip().splitlines() or ["?"])[-1][:80]]
     us, *plain = json.loads(done.stdout.splitlines()[-1])
-    python = us["step"] - us["physics"] - us["drawing"]
-    shares = [f"{part / us['step']:.0%}" for part in (us["physics"], us["drawing"], python)]
+    python = us["step"] - us["physics"] - us["drawing"] - us["sums"]
+    shares = [f"{part / us['step']:.0%}" for part in (us["physics"], us["drawing"], us["sums"], python)]
     before = [f"{plain[0]['step']:.0f}", f"{plain[0]['step'] / us['step']:.2f}x"] if plain else ["", ""]
     return [name, f"{us['step']:.0f}", *shares, *before]
 
@@ -187,9 +207,9 @@ def main() -> None:
         print("\t".join(rows[-1]), file=sys.stderr, flush=True)
     print(provenance("mujoco"))
     print(f"{NUM_ENVS} environments in one process, {options.rounds} rounds of {options.steps} steps, medians")
-    print(text_table(["simulator", "processor us a step", "physics", "drawing", "Python", "before", "before / us"], rows))
-    measured = [each for each in rows if each[4].endswith("%")]
-    below = [each[0] for each in measured if float(each[4].rstrip("%")) > 50.0]
+    print(text_table(["simulator", "processor us a step", "physics", "drawing", "other sums", "Python", "before", "before / us"], rows))
+    measured = [each for each in rows if each[5].endswith("%")]
+    below = [each[0] for each in measured if float(each[5].rstrip("%")) > 50.0]
     print(f"\nfigure: Python is more than half of a step in {len(below)} of {len(measured)} simulators: {', '.join(below) or 'none'}")
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -246,6 +247,9 @@ def shorten_steps(env: SawyerXYZEnv) -> None:
     touch_quickly(env)
     turn_quickly(env)
     observe_quickly(env)
+    reward_utils = importlib.import_module("metaworld.utils.reward_utils")
+    if "__wrapped__" not in vars(reward_utils.tolerance):
+        vars(reward_utils)["tolerance"] = quick_tolerance(reward_utils.tolerance)
 
 
 def turn_quickly(env: SawyerXYZEnv) -> None:
@@ -293,6 +297,49 @@ def observe_quickly(env: SawyerXYZEnv) -> None:
     if type(env)._get_curr_obs_combined_no_goal is SawyerXYZEnv._get_curr_obs_combined_no_goal:
         bodies = [env.model.body(name).id for name in ("hand", "rightclaw", "leftclaw")]
         vars(env)["_get_curr_obs_combined_no_goal"] = functools.partial(_observation, env, *bodies)
+    if type(env)._get_obs is SawyerXYZEnv._get_obs:
+        vars(env)["_get_obs"] = functools.partial(_stacked, env)
+    if type(env)._set_pos_site is SawyerXYZEnv._set_pos_site:
+        sites = {env.model.site(index).name: index for index in range(env.model.nsite)}
+        vars(env)["_set_pos_site"] = functools.partial(_place_site, env, sites)
+
+
+def _stacked(env: SawyerXYZEnv) -> np.ndarray:
+    """[39]: what is seen, what was seen before, and the goal."""
+    goal = env._get_pos_goal()
+    seen = env._get_curr_obs_combined_no_goal()
+    both = np.concatenate((seen, env._prev_obs, np.zeros_like(goal) if env._partially_observable else goal))
+    env._prev_obs = seen
+    return both
+
+
+def _place_site(env: SawyerXYZEnv, sites: Mapping[str, int], name: str, pos: np.ndarray) -> None:
+    env.data.site_xpos[sites[name]] = pos[:3]
+
+
+def quick_tolerance(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of which Meta-World's rewards are made, in plain numbers for a number and the sigmoid that nearly all of them take. It
+    takes the package's place in the whole process, with the same numbers bit for bit."""
+    scales = {0.1: math.sqrt(1 / 0.1 - 1)}
+
+    @functools.wraps(own)
+    def tolerance(
+        x: Any,
+        bounds: tuple[float, float] = (0.0, 0.0),
+        margin: float = 0.0,
+        sigmoid: str = "gaussian",
+        value_at_margin: float = 0.1,
+    ) -> Any:
+        lower, upper = bounds
+        plain = sigmoid == "long_tail" and value_at_margin in scales and isinstance(x, float)
+        if not (plain and isinstance(margin, float) and margin > 0 and lower <= upper):
+            return own(x, bounds, margin, sigmoid, value_at_margin)
+        if lower <= x <= upper:
+            return 1.0
+        beyond = float((lower - x if x < lower else x - upper) / margin)
+        return 1 / ((beyond * scales[value_at_margin]) ** 2 + 1)
+
+    return tolerance
 
 
 def _observation(env: SawyerXYZEnv, hand: int, right: int, left: int) -> np.ndarray:
@@ -300,7 +347,8 @@ def _observation(env: SawyerXYZEnv, hand: int, right: int, left: int) -> np.ndar
     places = env.data.xpos
     seen = np.zeros(4 + env._obs_obj_max_len)
     seen[:3] = places[hand]
-    seen[3] = min(max(float(np.linalg.norm(places[right] - places[left])) / 0.1, 0.0), 1.0)
+    apart = places[right] - places[left]
+    seen[3] = min(max(math.sqrt(apart.dot(apart)) / 0.1, 0.0), 1.0)
     positions, turns = env._get_pos_objects(), env._get_quat_objects()
     for number in range(len(positions) // 3):
         first = 4 + 7 * number
@@ -314,6 +362,9 @@ def touch_quickly(env: SawyerXYZEnv) -> None:
     finds is the same bit for bit; a task that overrides `touching_object` keeps its own."""
     from metaworld.sawyer_xyz_env import SawyerXYZEnv
 
+    shapes = [env.model.geom(index).name for index in range(env.model.ngeom)]
+    if type(env)._get_id_main_object is SawyerXYZEnv._get_id_main_object and "objGeom" in shapes:
+        vars(env)["_get_id_main_object"] = functools.partial(int, shapes.index("objGeom"))
     if type(env).touching_object is SawyerXYZEnv.touching_object:
         pads = env.model.geom("leftpad_geom").id, env.model.geom("rightpad_geom").id
         vars(env)["touching_object"] = functools.partial(_touching, env.data, pads)

@@ -91,13 +91,13 @@ class MjcfSim(MujocoSim):
         self._randomise = _function(randomise)
         self._keyframe = self._keyframe_index(keyframe, task)
         self._frame_skip, self._limit, self._noise = int(frame_skip), int(max_episode_steps), float(reset_noise)
-        self._state_of = self._state_reader(observe)
+        self._parts = [_state_parts(each, observe) for each in data]
         self._camera = camera
         for name in (camera, render_camera):
             if isinstance(name, str):
                 self._drawing.check_camera(name)
         self._signature = _signature(self._mujoco, self.model)
-        parts = {"state": TensorSpec((self._state_of(self.data[0]).size,))} if observe else {}
+        parts = {"state": TensorSpec((sum(part.size for part in self._parts[0]),))} if observe else {}
         if camera is not None:
             parts["rgb"] = TensorSpec((image_size, image_size, 3), "uint8")
         self.spec = SimSpec(
@@ -154,20 +154,10 @@ class MjcfSim(MujocoSim):
 
     def _observe(self, i: int, out: StepBuffers) -> None:
         if "state" in out.observation:
-            out.observation["state"][i] = self._state_of(self.data[i])
+            np.concatenate(self._parts[i], out=out.observation["state"][i], casting="same_kind")
         if self._camera is not None:
             frame = out.observation["rgb"][i]
             self._drawing.frame(self.data[i], self._camera, frame.shape[0], frame.shape[1], out=frame)
-
-    def _state_reader(self, observe: Sequence[str]) -> Callable[[MjData], np.ndarray]:
-        for name in observe:
-            require_known(name, STATE_PARTS, f"'{name}' cannot be observed of an MJCF model.")
-
-        def parts(data: MjData) -> dict[str, np.ndarray]:
-            mocap = np.concatenate([data.mocap_pos.ravel(), data.mocap_quat.ravel()])
-            return {"qpos": data.qpos, "qvel": data.qvel, "sensors": data.sensordata, "act": data.act, "mocap": mocap}
-
-        return lambda data: np.concatenate([parts(data)[name] for name in observe])
 
     def _keyframe_index(self, keyframe: str | int | None, task: str) -> int | None:
         names = [self.model.key(index).name or str(index) for index in range(self.model.nkey)]
@@ -175,6 +165,15 @@ class MjcfSim(MujocoSim):
             return keyframe
         require_known(str(keyframe), names, f"Model '{task}' has no keyframe '{keyframe}'.")
         return names.index(str(keyframe))
+
+
+def _state_parts(data: MjData, observe: Sequence[str]) -> list[np.ndarray]:
+    """What ``state`` is made of, where MuJoCo keeps it."""
+    for name in observe:
+        require_known(name, STATE_PARTS, f"'{name}' cannot be observed of an MJCF model.")
+    parts = {"qpos": [data.qpos], "qvel": [data.qvel], "sensors": [data.sensordata], "act": [data.act]}
+    parts["mocap"] = [data.mocap_pos.reshape(-1), data.mocap_quat.reshape(-1)]
+    return [part for name in observe for part in parts[name]]
 
 
 make = MjcfSim

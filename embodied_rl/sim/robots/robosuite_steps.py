@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from robosuite.controllers.base_controller import Controller
     from robosuite.controllers.osc import OperationalSpaceController
     from robosuite.environments.base import MujocoEnv
+    from robosuite.environments.manipulation.wipe import Wipe
     from robosuite.models.base import MujocoModel
     from robosuite.models.grippers.gripper_model import GripperModel
     from robosuite.utils.binding_utils import MjSim
@@ -25,6 +26,7 @@ def shorten_steps(env: MujocoEnv) -> None:
     from robosuite.controllers.base_controller import Controller
     from robosuite.controllers.osc import OperationalSpaceController
     from robosuite.environments.base import MujocoEnv
+    from robosuite.environments.manipulation.wipe import Wipe
     from robosuite.utils import control_utils
 
     physics = Physics(env.sim)
@@ -38,6 +40,9 @@ def shorten_steps(env: MujocoEnv) -> None:
                 controller.update = KnownSite(controller, physics).update
             if type(controller) is OperationalSpaceController and controller.interpolator_pos is controller.interpolator_ori is None:
                 controller.run_controller = functools.partial(_operational_space, controller, control_utils)
+    if isinstance(env, Wipe):
+        bodies = np.array([env.sim.model.body_name2id(each.root_body) for each in env.model.mujoco_arena.markers], int)
+        env._get_wipe_information = functools.partial(_left_to_wipe, env, env.sim, bodies)
     if type(env).check_contact is MujocoEnv.check_contact:
         env.check_contact = Contacts(env).between
     if type(env)._update_observables is MujocoEnv._update_observables:
@@ -181,9 +186,7 @@ _KNOWN: dict[type, type] = {}
 
 def _known_class(robot: type) -> type:
     """The class of a robot that knows its model; itself where it does already."""
-    if issubclass(robot, _KnownRobot):
-        return robot
-    return _KNOWN.setdefault(robot, type(robot.__name__, (_KnownRobot, robot), {}))
+    return robot if issubclass(robot, _KnownRobot) else _KNOWN.setdefault(robot, type(robot.__name__, (_KnownRobot, robot), {}))
 
 
 class Contacts:
@@ -222,3 +225,20 @@ def _update_observables(env: MujocoEnv, force: bool = False) -> None:
             each._time_since_last_sample = since
         else:
             each.update(timestep=passed, obs_cache=env._obs_cache, force=force)
+
+
+def _left_to_wipe(env: Wipe, sim: MjSim, bodies: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    """How far the marks that are left lie from their middle, the middle, and the way there from the hand.
+
+    Args:
+        bodies: of all marks.
+    """
+    if env.sim is not sim:  # in the midst of a reset
+        return type(env)._get_wipe_information(env)
+    wiped = {id(marker) for marker in env.wiped_markers}
+    left = np.array([id(marker) not in wiped for marker in env.model.mujoco_arena.markers], bool)
+    if len(wiped) >= env.num_markers or not left.any():
+        return 0, np.zeros(3), np.zeros(3)
+    places = sim.data._data.xpos[bodies[left]]
+    middle = np.add.reduce(places, axis=0, initial=0.0) / len(places)
+    return np.max(np.linalg.norm(places - middle, axis=1)), middle, middle - env._eef_xpos

@@ -16,6 +16,7 @@ from embodied_rl.sim.robots.robosuite_steps import KnownSite
 from embodied_rl.types import StepBuffers
 
 TASKS = ("FetchReach-v4", "FetchPickAndPlaceDense-v4", "HandReachDense-v3")
+MAZES = ("PointMaze_UMazeDense-v3", "PointMaze_Open-v3")
 SEEDS = (0, 7, 23)
 
 
@@ -57,17 +58,61 @@ def test_fetch_and_hand_equal_the_packages_own_steps(task: str, monkeypatch: pyt
     require_equal(ours, played(plain, SEEDS))
 
 
+@pytest.mark.parametrize("task", MAZES)
+@pytest.mark.parametrize("continuing", [True, False])
+def test_point_mazes_step_as_their_package_does(task: str, continuing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushed towards the goal, which is reached, and begun anew or moved on to the next."""
+    pytest.importorskip("gymnasium_robotics")
+
+    def play() -> list[Any]:
+        sim = gymnasium_robotics.make(task, 1, continuing_task=continuing, reset_target=True)
+        out, found = StepBuffers.allocate(sim.spec, 1), []
+        for seed in SEEDS:
+            sim.reset([0], [seed], out)
+            for _ in range(120):
+                x, y, vx, vy, goal_x, goal_y = out.observation["state"][0]
+                push = 4.0 * np.array([[goal_x - x, goal_y - y]]) - np.array([[vx, vy]])
+                sim.step([0], push.astype(np.float32), out)
+                found.append([out.observation["state"].copy(), out.reward.copy(), out.terminated.copy(), out.success.copy()])
+        sim.close()
+        return found
+
+    ours = play()
+    monkeypatch.setattr(gymnasium_robotics, "know_indices", lambda env: None)
+    require_equal(ours, play())
+    assert {bool(success) for *_, success in ours} == {True, False}
+
+
 METAWORLD = ("push-v3", "drawer-open-v3", "stick-pull-v3", "door-open-v3")  # one object, a quaternion of MuJoCo's, two objects, a handle
 
 
 @pytest.mark.parametrize("task", [*METAWORLD, pytest.param("all", marks=pytest.mark.slow)])
 def test_metaworlds_steps_are_its_own(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("metaworld")
+    from metaworld.utils import reward_utils
+
     for name in metaworld.tasks() if task == "all" else [task]:
         ours = played(metaworld.make(name, 1), SEEDS)
         with monkeypatch.context() as patched:
             patched.setattr(metaworld, "shorten_steps", lambda env: None)
+            patched.setattr(reward_utils, "tolerance", reward_utils.tolerance.__wrapped__)
             require_equal(ours, played(metaworld.make(name, 1), SEEDS))
+
+
+def test_metaworlds_tolerances_are_its_own() -> None:
+    """Of numbers within bounds, beyond them and on them, of numpy's type and of Python's; and what is no such number is its own."""
+    utils = pytest.importorskip("metaworld.utils.reward_utils")
+    rng, own = np.random.default_rng(0), vars(utils.tolerance).get("__wrapped__", utils.tolerance)
+    quick = metaworld.quick_tolerance(own)
+    for number in range(3000):
+        x, lower, width = rng.normal(0.0, 0.2, 3)
+        bounds = (float(lower), float(lower + abs(width)) if number % 5 else np.inf)
+        given = [np.float64(x), float(x), bounds[0], bounds[1]][number % 4]
+        more = {"margin": abs(rng.normal()) * (number % 7 != 0), "sigmoid": "long_tail" if number % 11 else "gaussian"}
+        expected, found = own(given, bounds=bounds, **more), quick(given, bounds=bounds, **more)
+        assert np.float64(found).tobytes() == np.float64(expected).tobytes()
+    with pytest.raises(ValueError, match="Lower bound"):
+        quick(0.0, (1.0, 0.0), 0.1, sigmoid="long_tail")
 
 
 def test_quaternions_are_scipys() -> None:
@@ -171,6 +216,22 @@ def test_robosuites_physics_and_touch_are_mujocos() -> None:
         touching.add(found)
     sim.close()
     assert touching == {True, False}
+
+
+@pytest.mark.slow
+def test_robosuites_marks_are_left_as_it_says() -> None:
+    pytest.importorskip("robosuite")
+    from robosuite.environments.manipulation.wipe import Wipe
+
+    sim, random = robosuite.make("Wipe", 1), np.random.default_rng(0)
+    sim.reset([0], [0], StepBuffers.allocate(sim.spec, 1))
+    env: Any = sim.envs[0]
+    marks = random.permutation(env.model.mujoco_arena.markers).tolist()
+    for number in (0, 1, 37, 99, 100):
+        env.wiped_markers = marks[:number]
+        for found, expected in zip(env._get_wipe_information(), Wipe._get_wipe_information(env), strict=True):
+            assert np.asarray(found, np.float64).tobytes() == np.asarray(expected, np.float64).tobytes()
+    sim.close()
 
 
 @pytest.mark.parametrize("observation", ["state", "keypoints"])
