@@ -142,7 +142,6 @@ EXAMPLES = (
         f"{CARTPOLE} hybrid.placement={{kind:hybrid,num_pipeline_stages:4}}",
         "is what sim.pipeline_groups says (now auto): set sim.pipeline_groups=4",
     ),
-    ("multiplexed_domains", f"{DOMAINS} hybrid=multiplexed", "moves episodes of one task, and a run with several domains has many"),
     ("multiplexed_ray", f"{GROUPS} hybrid=multiplexed hybrid.cluster=ray", "The nearest possible: hybrid.cluster=local"),
     (
         "divided_gpus",

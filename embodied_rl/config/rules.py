@@ -486,13 +486,8 @@ _HERE = (
         "{sim.pipeline_groups}): set sim.pipeline_groups={hybrid.placement.num_pipeline_stages}.",
     ),
     Rule(
-        "multiplexed_domains",
-        lambda run: not run.on_ray and run.kind == "multiplexed" and run.config.domains,
-        f"hybrid.placement=multiplexed moves episodes of one task, and a run with several domains has many. {_ELSEWHERE}",
-    ),
-    Rule(
         "multiplexed_robots",
-        lambda run: not run.on_ray and run.kind == "multiplexed" and not run.speaks and run.machine.gpus,
+        lambda run: not run.on_ray and run.kind == "multiplexed" and run.machine.gpus and any(not task.speaks for task in run.tasks),
         "hybrid.placement=multiplexed moves unfinished answers between GPUs, and a robot's policy answers in one pass: on GPUs it is "
         f"for policy=language. {_ELSEWHERE}",
     ),

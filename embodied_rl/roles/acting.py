@@ -21,7 +21,6 @@ from embodied_rl.methods.streams import Stream
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.roles.device_lease import DeviceLease
-from embodied_rl.roles.hosts import plan_here
 from embodied_rl.roles.multiplexed_tokens import start_token_hosts
 from embodied_rl.types import ActionLayout, SimSpec
 
@@ -98,9 +97,8 @@ class LoadedActing(WorkerActing):
     def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
         """See `Acting.tokens`. Raises UserError as `blank_backend` does."""
         backend: TokenBackend
-        if config.hybrid.placement.kind == "multiplexed":
-            hosts = start_token_hosts(config, self.files, plan_here(config))
-            self.lease, backend = hosts.lease, hosts
+        if self.lease is not None:
+            backend = start_token_hosts(config, self.files, self.lease)
         else:
             backend = blank_backend(config, self.folder, resolve_device(config.hybrid.device))
         if config.hybrid.publish == "adapter":

@@ -18,9 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.roles.device_lease import DeviceLease
-from embodied_rl.roles.hosts import HostPlan
 from embodied_rl.rollout.migration import SimHost
 from embodied_rl.sim.batches import Slots
 from embodied_rl.sim.episode_log import Snapshot
@@ -40,25 +38,25 @@ _NAP_S = 0.002
 class MultiplexedSimulators(Simulators):
     """The slots of an `EnvManager`, whose episodes move between hosts."""
 
-    def __init__(self, manager: Simulators, plan: HostPlan, *, keep_spans: bool = False) -> None:
-        """`manager`: with workers that each belong to one host.
+    def __init__(self, manager: Simulators, lease: DeviceLease) -> None:
+        """`manager`: with workers that each belong to one host; `lease`: of the run's hosts.
         Raises UserError: the simulator's episodes cannot be moved, or there are not enough slots or workers."""
         if manager.spec.steps_together:
             raise UserError(
                 f"hybrid.placement=multiplexed moves single episodes, and those of task '{manager.spec.task}' step together. The nearest "
                 "possible: hybrid.placement=disaggregated."
             )
-        if min(manager.num_slots, manager.num_workers) < plan.num_hosts:
+        if min(manager.num_slots, manager.num_workers) < lease.plan.num_hosts:
             raise UserError(
-                f"hybrid.placement=multiplexed has {plan.num_hosts} hosts, each with its own simulators, and there are "
-                f"{manager.num_workers} workers with {manager.num_slots} slots. The nearest possible: sim.num_workers={plan.num_hosts}."
+                f"hybrid.placement=multiplexed has {lease.plan.num_hosts} hosts, each with its own simulators, and there are "
+                f"{manager.num_workers} workers with {manager.num_slots} slots. The nearest possible: "
+                f"sim.num_workers={lease.plan.num_hosts}."
             )
-        self.manager = manager
-        parts = [[slot for worker in workers for slot in worker] for workers in _dealt(manager, plan.num_hosts)]
+        self.manager, self.lease = manager, lease
+        parts = [[slot for worker in workers for slot in worker] for workers in _dealt(manager, lease.plan.num_hosts)]
         self._hosts = [SimHost(manager, part) for part in parts]
         self._host_of = {slot: number for number, part in enumerate(parts) for slot in part}
-        self._multiplexer = Multiplexer(self._hosts, plan.train_on)
-        self.lease = DeviceLease(self._multiplexer, keep_spans=keep_spans)
+        self._multiplexer = lease.share(self._hosts)
         self.spec, self.num_slots, self.chunk_size, self.autoreset = manager.spec, manager.num_slots, manager.chunk_size, manager.autoreset
         self._episodes: dict[int, Key] = {}
         """What each slot plays; of a manager with ``autoreset``, all of its episodes until the next `reset`."""

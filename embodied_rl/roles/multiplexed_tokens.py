@@ -11,11 +11,9 @@ from typing import Any
 
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, check_new_ids, refuse_structures
-from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher
 from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.roles.device_lease import DeviceLease
-from embodied_rl.roles.hosts import HostPlan
 from embodied_rl.roles.token_process import TokenProcess
 from embodied_rl.rollout.migration import PartialAnswer, TokenHost
 
@@ -33,28 +31,26 @@ class MultiplexedTokens(TokenBackend):
     def __init__(
         self,
         backends: Sequence[TokenBackend],
-        train_on: Sequence[int],
+        lease: DeviceLease,
         capacity: int,
         load_all: LoadAll,
         *,
-        keep_spans: bool = False,
         at_close: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             backends: of the hosts. Those with a ``fileno()`` are waited for; others work inside `poll`.
-            train_on: numbers of those that are lent.
+            lease: of the run's hosts.
             capacity: requests of one host at a time.
             load_all: `load_weights` of all of them.
-            keep_spans: for a timeline.
             at_close: called when they have ended.
 
         Raises UserError as `Multiplexer` does.
         """
         self.backends = list(backends)
         self._hosts = [TokenHost(backend, capacity) for backend in backends]
-        self._multiplexer = Multiplexer(self._hosts, train_on)
-        self.lease = DeviceLease(self._multiplexer, keep_spans=keep_spans, on_lent=self._release, on_back=self._restore)
+        self.lease = lease
+        self._multiplexer = lease.share(self._hosts, self._release, self._restore)
         self._load_all, self._at_close = load_all, at_close
         self.can_constrain = all(backend.can_constrain for backend in self.backends)
         self._waiting: deque[GenerationRequest] = deque()
@@ -159,8 +155,9 @@ class MultiplexedTokens(TokenBackend):
             self.backends[number].restore_memory()
 
 
-def start_token_hosts(config: TrainConfig, files: ModelFiles, plan: HostPlan) -> MultiplexedTokens:
-    """A process for each host. Raises UserError as `blank_backend` does, and RoleLost."""
+def start_token_hosts(config: TrainConfig, files: ModelFiles, lease: DeviceLease) -> MultiplexedTokens:
+    """A process for each host of `lease`. Raises UserError as `blank_backend` does, and RoleLost."""
+    plan = lease.plan
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     processes: list[TokenProcess] = []
     publishers: list[SharedWeightsPublisher] = []  # one, from the first publication on
@@ -188,7 +185,7 @@ def start_token_hosts(config: TrainConfig, files: ModelFiles, plan: HostPlan) ->
             process.started()
         # Those that stay have room for all that play.
         capacity = -(-config.sim.num_slots // (plan.num_hosts - plan.num_lent))
-        return MultiplexedTokens(processes, plan.train_on, capacity, load_all, keep_spans=config.profile, at_close=at_close)
+        return MultiplexedTokens(processes, lease, capacity, load_all, at_close=at_close)
     except BaseException:
         for process in processes:
             process.close()

@@ -101,8 +101,9 @@ class RolloutWorker:
         self.queue: GroupQueue | None = None
         """None: fixed rollouts."""
         self.scorer: Scorer | None = None
-        self.lease: DeviceLease | None = None
+        self.lease = DeviceLease(plan_here(config), keep_spans=config.profile) if config.hybrid.placement.kind == "multiplexed" else None
         """Hosts that are lent to training, where it takes some over (placement multiplexed)."""
+        self.acting.lease = self.lease
         self._collector: Collector | None = None
         self._playing: Playing | None = None
         self._faults_told = 0
@@ -156,7 +157,6 @@ class RolloutWorker:
                 return
             self.queue = make_queue(config, self.streams, self._share)
             self._playing = let_play(self.streams, self.acting, self.queue, Path(config.run_dir), self._simulators)
-        self.lease = self.lease or self.acting.lease
         self._collector = make_collector(config, self.streams, self.queue)
         self.scorer = self._make_scoring(config)
         self._collector.score_with(self.scorer)
@@ -258,11 +258,7 @@ class RolloutWorker:
 
     def _simulators(self, stream: Stream) -> Simulators:
         """What a robot's collector plays in: the stream's own, or their slots as hosts of which some are lent to training."""
-        if self.config.hybrid.placement.kind != "multiplexed":
-            return stream.manager
-        simulators = MultiplexedSimulators(stream.manager, plan_here(self.config), keep_spans=self.config.profile)
-        self.lease = simulators.lease
-        return simulators
+        return stream.manager if self.lease is None else MultiplexedSimulators(stream.manager, self.lease)
 
     def _lend(self) -> None:
         """Have the hosts vacated that training takes over. In lockstep nothing can be played meanwhile, and nothing has to move."""

@@ -22,6 +22,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.methods.language_apart import model_files
 from embodied_rl.methods.language_player import make_language_policy
 from embodied_rl.policies.packing import TokenSequence
+from embodied_rl.roles.device_lease import DeviceLease
 from embodied_rl.roles.hosts import HostPlan, plan_hosts
 from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
 from embodied_rl.roles.worker import RolloutWorker
@@ -30,7 +31,7 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.timeline import read_events
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import Episode, Rollout
-from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, Naps, configured, curve, trained
+from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, TWO_POLES, Naps, configured, curve, trained
 
 SHARED = "hybrid.placement=multiplexed"
 ONE_BEHIND = "algorithm.groups.max_staleness=1"
@@ -41,7 +42,8 @@ ONE_BEHIND = "algorithm.groups.max_staleness=1"
 
 def weights_of(player: RolloutWorker) -> list[tuple[str, Any]]:
     acting: Any = player.acting
-    return [(name, tensor.clone()) for name, tensor in acting.policies[""].policy.state_dict().items()]
+    policies = {f"{name}/" if name else "": own.policy for name, own in acting.policies.items()}
+    return [(f"{place}{name}", tensor.clone()) for place, policy in policies.items() for name, tensor in policy.state_dict().items()]
 
 
 def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tuple[int, int], Episode], RolloutWorker]:
@@ -66,40 +68,41 @@ def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tu
                 player.pump()
                 check_lent(player)
             player.load(version + 1, iter(weights))
-            assert player.lease is None or player.lease.multiplexer.active == [0, 1]
+            assert player.lease is None or all(hosts.active == [0, 1] for hosts in player.lease.multiplexers)
     finally:
         player.close()
     return found, player
 
 
 def check_lent(player: RolloutWorker) -> None:
-    """What is lent stands empty, and the multiplexer counts what the queue counts."""
+    """What is lent stands empty, and the multiplexers of all domains count what the queue counts."""
     if player.lease is None:
         return
-    hosts, simulators = player.lease.multiplexer, player.collector.manager  # type: ignore[union-attr]
-    assert isinstance(simulators, MultiplexedSimulators)
+    managers = [stream.pump.manager for stream in player.streams]  # type: ignore[attr-defined]
+    assert all(isinstance(simulators, MultiplexedSimulators) for simulators in managers)
     assert player.lease.is_lent
-    assert hosts.vacated
-    assert not list(hosts.hosts[0].running), "host 0 is lent"
+    assert player.lease.vacated
+    assert not any(list(multiplexer.hosts[0].running) for multiplexer in player.lease.multiplexers), "host 0 is lent"
     assert player.queue is not None
-    counts, episodes = hosts.counts(), player.queue.episode_counts()
-    assert counts.add_up
-    waiting = len(simulators._waiting)
-    assert counts.started + waiting == episodes.started
-    assert counts.running + counts.parked + waiting == episodes.running
-    assert counts.finished == episodes.accepted + episodes.failed + episodes.timed_out + episodes.abandoned
+    counts, episodes = [multiplexer.counts() for multiplexer in player.lease.multiplexers], player.queue.episode_counts()
+    assert all(one.add_up for one in counts)
+    waiting = sum(len(simulators._waiting) for simulators in managers)
+    assert sum(one.started for one in counts) + waiting == episodes.started
+    assert sum(one.running + one.parked for one in counts) + waiting == episodes.running
+    assert sum(one.finished for one in counts) == episodes.accepted + episodes.failed + episodes.timed_out + episodes.abandoned
 
 
-def test_episodes_that_move_are_those_that_stay(tmp_path: Path) -> None:
-    """Group by group what one host plays without a pause: an episode is what its seeds and the weights make it."""
-    task = [*GROUPS, "sim.max_episode_steps=40"]
+@pytest.mark.parametrize("domains", [False, True])
+def test_episodes_that_move_are_those_that_stay(tmp_path: Path, domains: bool) -> None:
+    """Group by group what one host plays without a pause: an episode is what its seeds and the weights make it, in each domain."""
+    steps = [f"domains.{name}.sim.{key}" for name in ("near", "far") for key in ("max_episode_steps=40", "num_workers=2")]
+    task = [*TWO_POLES, *steps] if domains else [*GROUPS, "sim.max_episode_steps=40"]
     alone, _ = played(configured(tmp_path / "alone", *task), num_batches=8, between=0)
     moved, player = played(configured(tmp_path / "shared", *task, SHARED, ONE_BEHIND), num_batches=8, between=7)
     assert player.lease is not None
-    counts = player.lease.multiplexer.counts()
     assert player.lease.num_shrinks == 8
     # One or two a batch as a rule: how many wait for an action just then is a matter of time.
-    assert counts.moves > 0, "nothing moved"
+    assert all(hosts.counts().moves > 0 for hosts in player.lease.multiplexers), "nothing moved"
     both = {number for number, _ in alone} & {number for number, _ in moved}
     assert len(both) >= 12
     for number in both:
@@ -165,13 +168,13 @@ def test_what_the_hosts_do_not_have_room_for_waits(tmp_path: Path) -> None:
             check_lent(player)
             for _ in range(5):
                 player.pump()
-            parked.append(player.lease.multiplexer.counts().parked)
+            parked.append(player.lease.multiplexers[0].counts().parked)
             check_lent(player)
             player.load(version + 1, iter(weights))
-            assert player.lease.multiplexer.counts().parked == 0
+            assert player.lease.multiplexers[0].counts().parked == 0
         assert max(parked) >= 1
         player.evaluate(4, 0)  # gives up what is being played
-        counts = player.lease.multiplexer.counts()
+        counts = player.lease.multiplexers[0].counts()
         assert (counts.running, counts.parked) == (0, 0)
         assert counts.started == counts.finished
     finally:
@@ -182,7 +185,7 @@ def test_an_action_that_was_held_is_played_when_the_host_is_back() -> None:
     """Also where nothing else is in flight that would come back first."""
     factory = SimFactory("tests.sim.toy:CountingSim", kwargs={"length": 9})
     with EnvManager(factory, 2, num_workers=2, autoreset=False) as manager:
-        simulators = MultiplexedSimulators(manager, HostPlan(2, 1, 2, on_gpus=False))
+        simulators = MultiplexedSimulators(manager, DeviceLease(HostPlan(2, 1, 2, on_gpus=False)))
         simulators.begin([0, 1], [5, 6])
         seen: dict[int, list[float]] = {}
         while len(seen) < 2:
@@ -191,9 +194,9 @@ def test_an_action_that_was_held_is_played_when_the_host_is_back() -> None:
         assert seen == {0: [5.0, 0.0, 0.0], 1: [6.0, 0.0, 0.0]}
         lease = simulators.lease
         lease.shrink()
-        assert (lease.vacated, lease.multiplexer.counts().parked) == (True, 1), "host 1 is full"
+        assert (lease.vacated, lease.multiplexers[0].counts().parked) == (True, 1), "host 1 is full"
         lease.lend()
-        parked = next(slot for slot, _ in lease.multiplexer.parked)
+        parked = next(slot for slot, _ in lease.multiplexers[0].parked)
         simulators.send([parked], np.full((1, 1), 2.0))
         assert simulators.recv(min_ready=1, timeout_s=0.01).slots.tolist() == []
         lease.take_back()
@@ -203,7 +206,7 @@ def test_an_action_that_was_held_is_played_when_the_host_is_back() -> None:
         assert batch.slots.tolist() == [parked]
         assert batch.observation["state"].tolist() == [[5.0 + parked, 1.0, 2.0]]
         simulators.discard()
-        counts = lease.multiplexer.counts()
+        counts = lease.multiplexers[0].counts()
         assert (counts.started, counts.finished, counts.running) == (2, 2, 0)
 
 
@@ -226,7 +229,7 @@ def rollouts_of(config: TrainConfig, num_rollouts: int, between: int) -> tuple[l
             for _ in range(between):
                 worker.pump()
             if worker.lease is not None:
-                hosts = worker.lease.multiplexer
+                hosts = worker.lease.multiplexers[0]
                 assert hosts.vacated == (between > 0)
                 parked.append(hosts.counts().parked)
             worker.load(version + 1, iter(weights))
@@ -362,7 +365,7 @@ def test_answers_that_move_keep_every_token(tmp_path: Path) -> None:
         player.take_model(model_files(policy))
         player.load(0, weights.items())
         player.restart(0, player.queue.state_dict())
-        hosts, turns = player.lease.multiplexer, []
+        hosts, turns = player.lease.multiplexers[0], []
         for version in range(60):
             if version >= 6 and hosts.counts().moves:  # whether there is an answer to move just then is a matter of time
                 break
@@ -434,14 +437,43 @@ def test_vllm_engines_as_hosts(tmp_path: Path) -> None:
     assert rows[-1]["multiplex/shrinks"] == trainer.iteration
 
 
+def test_robots_and_texts_share_the_hosts(tmp_path: Path) -> None:
+    """Each has its part of every host, and all parts of a lent one stand empty while training."""
+    from tests.methods.test_multi_domain import COMMON, DOMAINS
+
+    pole = "domains.pole.sim.num_workers=2"
+    config = configured(tmp_path, *COMMON, *DOMAINS, pole, SHARED, ONE_BEHIND, "total_steps=300", "algorithm.groups.redundancy=1")
+    ages: set[tuple[str, int]] = set()
+    naps = Naps(0.3)
+    with Trainer(config, tmp_path, command="test") as trainer:
+        method: Any = trainer.method
+        prepare = method.prepare
+
+        def note(experience: Any) -> Any:
+            ages.update((group.domain, group.age(trainer.iteration)) for group in experience.data.groups)
+            naps.take({age for _, age in ages} == {0, 1})
+            return prepare(experience)
+
+        method.prepare = note
+        trainer.run()
+        counts, iterations = method.queue.counts(), trainer.iteration
+    assert {age for _, age in ages} == {0, 1}, "1 is missing: nothing was played while training"
+    assert {domain for domain, _ in ages} == {"lake", "sums", "pole"}
+    assert counts.consumed == 6 * iterations
+    assert counts.add_up
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["multiplex/shrinks"] == iterations
+    assert sum(row["multiplex/overlap_s"] for row in rows) > 0
+
+
 # ---- what is planned and refused ------------------------------------------------------------------------------------
 
 
 def test_simulators_that_episodes_cannot_leave_are_refused(tmp_path: Path) -> None:
-    plan = HostPlan(2, 1, 2, on_gpus=False)
+    lease = DeviceLease(HostPlan(2, 1, 2, on_gpus=False))
     factory = SimFactory("tests.sim.toy:CountingSim", kwargs={"length": 5})
     with EnvManager(factory, 1, num_workers=1, autoreset=False) as one, pytest.raises(UserError, match=r"sim\.num_workers=2"):
-        MultiplexedSimulators(one, plan)
+        MultiplexedSimulators(one, lease)
     three = "hybrid.placement={kind: multiplexed, num_hosts: 3}"
     config = configured(tmp_path, *GROUPS, three, ONE_BEHIND, "sim.num_slots=2", "sim.num_workers=2")
     with pytest.raises(UserError, match="2 workers with 2 slots"):

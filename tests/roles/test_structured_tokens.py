@@ -18,6 +18,7 @@ from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBa
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, model_files, write_model_files
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
+from embodied_rl.roles.device_lease import DeviceLease
 from embodied_rl.roles.hosts import HostPlan
 from embodied_rl.roles.multiplexed_tokens import MultiplexedTokens, start_token_hosts
 from embodied_rl.roles.token_process import TokenProcess
@@ -47,6 +48,11 @@ def bound(policy: LanguagePolicy, count: int) -> list[GenerationRequest]:
     return [GenerationRequest(request_id=n, prompt_ids=prompt[: 1 + n % len(prompt)], seed=n, **common) for n in range(count)]
 
 
+def lease() -> DeviceLease:
+    """Of two hosts, the first of which is lent."""
+    return DeviceLease(HostPlan(num_hosts=2, num_lent=1, num_cores=2, on_gpus=False))
+
+
 def all_of(backend: TokenBackend, requests: Sequence[GenerationRequest]) -> dict[int, Completion]:
     backend.submit(requests)
     found: dict[int, Completion] = {}
@@ -72,7 +78,7 @@ def one_process(config: TrainConfig, files: ModelFiles, weights: dict[str, torch
 
 
 def two_hosts(config: TrainConfig, files: ModelFiles, weights: dict[str, torch.Tensor]) -> Iterator[TokenBackend]:
-    hosts = start_token_hosts(config, files, HostPlan(num_hosts=2, num_lent=1, num_cores=2, on_gpus=False))
+    hosts = start_token_hosts(config, files, lease())
     hosts.load_weights(1, weights.items())
     yield hosts
     hosts.close()
@@ -138,7 +144,7 @@ def test_answers_elsewhere_keep_to_the_structure(
 def test_hosts_that_cannot_constrain_refuse(policy: LanguagePolicy) -> None:
     from embodied_rl.generation.torch_tokens import TorchTokens
 
-    hosts = MultiplexedTokens([TorchTokens(policy.generation_model()) for _ in range(2)], [0], 4, lambda version, tensors: None)
+    hosts = MultiplexedTokens([TorchTokens(policy.generation_model()) for _ in range(2)], lease(), 4, lambda version, tensors: None)
     assert not hosts.can_constrain
     with pytest.raises(UserError, match="asks for an answer that keeps to a structure, which this backend does not give"):
         hosts.submit(bound(policy, 1))
@@ -153,16 +159,16 @@ def test_a_structured_answer_that_moves_begins_anew_and_is_the_same(policy: Lang
     expected = all_of(here, requests)
     model, tokenizer = policy.generation_model(), policy.tokenizer
     backends: list[Any] = [TorchTokens(model, tokenizer=tokenizer, max_batch=4) for _ in range(2)]
-    hosts = MultiplexedTokens(backends, [1], 4, lambda version, tensors: None)
+    hosts = MultiplexedTokens(backends, lease(), 4, lambda version, tensors: None)
     hosts.submit(requests)
     for backend in backends:
         backend._step()
         backend._step()
-    hosts.lease.multiplexer.shrink()
+    hosts.lease.multiplexers[0].shrink()
     found: dict[int, Completion] = {}
     while len(found) < len(requests):
         found |= {completion.request_id: completion for completion in hosts.poll(1)}
-    assert hosts.lease.multiplexer.counts().moves > 0
+    assert hosts.lease.multiplexers[0].counts().moves > 0
     for number, answer in expected.items():
         np.testing.assert_array_equal(found[number].token_ids, answer.token_ids)
         np.testing.assert_array_equal(found[number].top_ids, answer.top_ids)
