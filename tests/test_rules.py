@@ -35,7 +35,8 @@ EXAMPLES = (
     ("rollout_loss", f"{CARTPOLE} algorithm.loss=gspo", "algorithm.loss='gspo' is offered on whole episodes ("),
     ("old_without_ratio", f"{CARTPOLE} algorithm.loss=policy_gradient", "has no ratio and takes old decisions for new ones"),
     ("weighed_normalisation", f"{OWN_LOSS} algorithm.normalize_advantage=minibatch", "set normalize_advantage=batch"),
-    ("rollout_reward", f"{CARTPOLE} algorithm.reward.std=batch", "use algorithm.normalize_reward instead"),
+    ("rollout_reward", f"{CARTPOLE} algorithm.reward.std=batch", "which a fixed rollout cuts at its end"),
+    ("recorded_reward", f"{CARTPOLE} algorithm=iql algorithm.reward.scale=2", "learns from stored steps or actions, as they are"),
     ("initialized_rollouts", f"{CARTPOLE} algorithm.initialized.share=0.5", "choose a method with groups"),
     (
         "minibatch_of_a_rollout",
@@ -44,8 +45,7 @@ EXAMPLES = (
     ),
     # whole episodes
     ("rollout_staleness", f"{GROUPS} algorithm.max_staleness=1", "set algorithm.groups.max_staleness instead"),
-    ("rollout_normalisation", f"{GROUPS} algorithm.normalize_reward=true", "set algorithm.reward.scale or .std instead"),
-    ("critic_warmup", f"{GROUPS} algorithm.critic_warmup=3", "set algorithm.critic_warmup=0"),
+    ("critic_warmup", f"{GROUPS} algorithm.critic_warmup=3", "trains only the critic at first, and algorithm.advantage='grpo' has none"),
     ("episodes_of_chunks", f"{GROUPS} algorithm.advantage=gae_chunk", "needs a policy that acts in chunks"),
     ("group_of_one", f"{GROUPS} algorithm.groups.group_size=1", "compares the episodes of a group, and algorithm.groups.group_size is 1"),
     ("greedy_baseline", f"{GROUPS} algorithm=remax algorithm.groups.redundancy=1", "set algorithm.groups.redundancy=0"),

@@ -13,24 +13,23 @@ from embodied_rl.algorithms.advantages import whiten
 from embodied_rl.algorithms.anchors import anchor_groups, step_returns
 from embodied_rl.algorithms.composition import Composition, compose, method_options
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
-from embodied_rl.algorithms.kl import KlTerm
 from embodied_rl.algorithms.off_policy import correction_weights
-from embodied_rl.algorithms.rewards import Moments, clip_reward, group_ids, normalize_reward, penalize_length, penalize_overlong
+from embodied_rl.algorithms.rewards import Moments, group_ids, normalize_reward, penalize_overlong
+from embodied_rl.algorithms.step_rewards import StepRewards
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import UserError
 
 
-class EpisodeMethod:
+class EpisodeMethod(StepRewards):
     """Pure but for what runs across updates: running moments of the returns, and an adaptive KL coefficient.
 
     Raises UserError for a combination that makes no sense.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.composition: Composition = compose(config)
         self.moments = Moments()
-        self.kl = KlTerm(config.kl)
 
     def corrected(
         self, advantage: Tensor, log_prob: Tensor | None, *, behaviour_log_prob: Tensor, mask: Tensor, chunk_id: Tensor
@@ -91,10 +90,7 @@ class EpisodeMethod:
 
     def _reward(self, batch: EpisodeBatch, kl: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """[B, L] as it is learned from, and what is worth telling about it."""
-        config, reward = self.config.reward, batch.reward
-        if config.clip is not None:
-            reward = clip_reward(reward=reward, low=-config.clip, high=config.clip, mask=batch.mask)
-        reward = reward * config.scale
+        config, reward = self.config.reward, self.scaled(batch.reward, batch.mask)
         if config.truncated == "zero":
             reward = torch.where(self._cut_off(batch)[:, None], torch.zeros_like(reward), reward)
         if config.overlong_penalty and batch.num_tokens is not None:
@@ -107,12 +103,11 @@ class EpisodeMethod:
                 penalty=config.overlong_penalty,
                 mask=batch.mask,
             )
-        reward, metrics = self.kl.penalized(reward, kl, batch.mask)
-        if config.length_penalty:
-            lengths = batch.mask.sum(1).to(reward.dtype)
-            whole = reward.sum(1)
-            penalized = penalize_length(reward=whole, length=lengths, coefficient=config.length_penalty)
-            reward = reward + batch.mask * ((penalized - whole) / lengths)[:, None]
+        reward, metrics = self.less_costs(reward, kl, batch.mask)
+        if self.reward_normalizer is not None:
+            self.restart_episodes()
+            seen = reward.T.contiguous().numpy(), _ends(batch).T.contiguous().numpy(), batch.mask.T.contiguous().numpy()
+            reward = torch.from_numpy(self.reward_normalizer(*seen)).T * batch.mask
         if config.mean != "none" or config.std != "none":
             reward = self._normalized(batch, reward)
         return reward, metrics
@@ -156,9 +151,7 @@ class EpisodeMethod:
     ) -> tuple[Tensor, Tensor | None]:
         """Time-major methods see the episodes side by side, [L, B], each ending at its last step."""
         info = self.composition.advantage
-        last = batch.mask.sum(1) - 1
-        ends = torch.zeros(batch.shape, dtype=torch.bool)
-        ends[torch.arange(batch.shape[0]), last] = True
+        ends = _ends(batch)
         terminated, truncated = (ends & batch.terminated[:, None]).T, (ends & batch.truncated[:, None]).T
         cut = (truncated & ~terminated).nonzero()
         arrays: dict[str, Any] = {
@@ -207,15 +200,18 @@ class EpisodeMethod:
     # ---- resuming ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs, JSON-able."""
-        return {"moments": self.moments.to_dict(), "kl_coefficient": self.kl.coefficient.state_dict()}
+        return {"moments": self.moments.to_dict(), **super().state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self.moments = Moments.from_dict(state["moments"])
-        self.kl.coefficient.load_state_dict(state["kl_coefficient"])
 
-    def restart_episodes(self) -> None:
-        """Nothing is carried from one batch's episodes to the next."""
+
+def _ends(batch: EpisodeBatch) -> Tensor:
+    """[B, L] bool: the last step of each episode."""
+    ends = torch.zeros(batch.shape, dtype=torch.bool)
+    ends[torch.arange(batch.shape[0]), batch.mask.sum(1) - 1] = True
+    return ends
 
 
 def _wanted(info: AdvantageInfo, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
-from embodied_rl.algorithms.rewards import kl_in_reward
-from embodied_rl.config import KlConfig
 
 KlKind = Literal["k1", "k2", "k3"]
 
@@ -111,45 +109,3 @@ class KlCoefficient:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.value = float(state["value"])
-
-
-class KlTerm:
-    """The divergence from the first policy that a configuration asks for, in the loss or in the reward, and its present coefficient."""
-
-    def __init__(self, config: KlConfig) -> None:
-        self.config = config
-        self.coefficient = KlCoefficient(config.coef, target=config.target, horizon=config.horizon)
-
-    @property
-    def in_reward(self) -> bool:
-        return self.config.coef > 0 and self.config.place == "reward"
-
-    @property
-    def in_loss(self) -> bool:
-        return self.config.coef > 0 and self.config.place == "loss"
-
-    def divergence(self, log_prob: Tensor | None, reference: Tensor | None) -> Tensor | None:
-        """The estimate of KL(present || first policy), unit by unit; None where the reward has no KL term. What has several units has
-        the sum of their estimates."""
-        if not self.in_reward:
-            return None
-        assert log_prob is not None, "the learner computes both"
-        assert reference is not None, "the learner computes both"
-        return kl_estimate(log_prob=log_prob, reference_log_prob=reference, kind=self.config.kind)
-
-    def penalized(self, reward: Tensor, kl: Tensor | None, mask: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """Rewards less the divergence, which the coefficient then follows, with ``kl`` and ``kl_penalty``; as they are where it is not in
-        the reward. `kl`: as `reward`, of `divergence`; `mask`: what counts, None: all."""
-        if not self.in_reward:
-            return reward, {}
-        assert kl is not None, "`divergence` gives it"
-        taken, told = kl_in_reward(reward=reward, kl=kl, coefficient=self.coefficient.value, mask=mask)
-        figures = {name: float(value) for name, value in told.items()}
-        self.coefficient.update(figures["kl"], reward.numel() if mask is None else int(mask.sum()))
-        return taken, figures
-
-    def measured(self, stats: Mapping[str, float], num_samples: int) -> dict[str, float]:
-        """``kl_coef`` after the divergence that an update measured in its loss; nothing where none was measured."""
-        if "kl" not in stats or not self.in_loss:
-            return {}
-        return {"kl_coef": self.coefficient.update(stats["kl"], num_samples)}

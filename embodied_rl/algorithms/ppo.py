@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +12,12 @@ from embodied_rl.algorithms.advantage_table import advantage_info
 from embodied_rl.algorithms.advantages import action_gae, gae, sum_chunks, whiten
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.composition import method_options
-from embodied_rl.algorithms.kl import KlTerm
 from embodied_rl.algorithms.off_policy import correction_weights
-from embodied_rl.algorithms.rewards import ReturnNormalizer
+from embodied_rl.algorithms.step_rewards import StepRewards
 from embodied_rl.algorithms.units import Level, at_level, mask_at_level, spread, unit_steps
 from embodied_rl.config import AlgorithmConfig, CorrectionConfig
-from embodied_rl.errors import IncompatibleCheckpointError, UserError
+from embodied_rl.config.algorithm import RewardConfig
+from embodied_rl.errors import UserError
 from embodied_rl.types import Rollout
 
 
@@ -34,14 +33,12 @@ class RolloutValues:
     """[K] of the truncated episodes' final observations, in the order of `Rollout.final_observation`."""
 
 
-class PPO:
+class PPO(StepRewards):
     """Proximal policy optimisation (Schulman et al. 2017): what happens to a rollout before the learner sees it."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self._advantage = advantage_info(config.advantage)
-        self.kl = KlTerm(config.kl)
-        self.reward_normalizer = ReturnNormalizer(config.gamma, config.reward_clip) if config.normalize_reward else None
 
     def prepare(
         self, rollout: Rollout, values: RolloutValues, observation: dict[str, torch.Tensor] | None = None, *, action_dim: int = 1
@@ -77,19 +74,20 @@ class PPO:
             value_mask=executed if of_actions else None,
         )
 
-    def penalized(self, rollout: Rollout, kl: torch.Tensor | None) -> tuple[Rollout, dict[str, float]]:
-        """The rollout whose rewards have the KL term of the configuration, and its figures.
+    def shaped(self, rollout: Rollout, kl: torch.Tensor | None) -> tuple[Rollout, dict[str, float]]:
+        """The rollout with rewards as the configuration says, but for their normalisation, and figures of the divergence.
 
         `kl`: [B, K] of each step of a chunk (K = 1 of single steps), of `KlTerm.divergence`; None: the reward has no KL term.
         """
-        if kl is None:
+        if kl is None and self.config.reward == RewardConfig():
             return rollout, {}
-        if rollout.chunk_reward is None or rollout.executed is None:
-            reward, figures = self.kl.penalized(torch.from_numpy(rollout.reward), kl.view(rollout.reward.shape), None)
-            return dataclasses.replace(rollout, reward=reward.numpy()), figures
-        each, executed = torch.from_numpy(rollout.chunk_reward), torch.from_numpy(rollout.executed)
-        each, figures = self.kl.penalized(each.flatten(0, 1), kl, executed.flatten(0, 1))
-        steps = each.view(rollout.chunk_reward.shape).numpy()
+        of_chunks, executed = rollout.chunk_reward, rollout.executed
+        each = torch.from_numpy(rollout.reward if of_chunks is None else of_chunks).reshape(rollout.reward.size, -1)
+        mask = None if executed is None else torch.from_numpy(executed).reshape(each.shape)
+        taken, figures = self.less_costs(self.scaled(each, mask), kl, mask)
+        if of_chunks is None:
+            return dataclasses.replace(rollout, reward=taken.view(rollout.reward.shape).numpy()), figures
+        steps = taken.view(of_chunks.shape).numpy()
         return dataclasses.replace(rollout, chunk_reward=steps, reward=steps.sum(axis=2)), figures
 
     def _estimate(self, rollout: Rollout, values: RolloutValues) -> tuple[np.ndarray, np.ndarray]:
@@ -141,29 +139,6 @@ class PPO:
             gamma=self.config.gamma,
             gae_lambda=self.config.gae_lambda,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What resuming needs, JSON-able."""
-        normalizer = None if self.reward_normalizer is None else self.reward_normalizer.state_dict()
-        return {"reward_normalizer": normalizer, "kl_coefficient": self.kl.coefficient.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises IncompatibleCheckpointError when the state was made with the other setting of ``normalize_reward``."""
-        saved = state["reward_normalizer"]
-        if (saved is None) != (self.reward_normalizer is None):
-            raise IncompatibleCheckpointError(
-                f"algorithm.normalize_reward={self.config.normalize_reward} now, but {saved is not None} in the checkpoint: "
-                "the value function would mean something else. Resume with the checkpoint's setting."
-            )
-        if self.reward_normalizer is not None:
-            self.reward_normalizer.load_state_dict(saved)
-        if "kl_coefficient" in state:  # before November 2026 rollouts had none
-            self.kl.coefficient.load_state_dict(state["kl_coefficient"])
-
-    def restart_episodes(self) -> None:
-        """All slots begin new episodes, outside a rollout: returns that were being summed are over."""
-        if self.reward_normalizer is not None:
-            self.reward_normalizer.restart_episodes()
 
 
 def corrected(

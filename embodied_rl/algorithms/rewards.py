@@ -102,15 +102,15 @@ class ReturnNormalizer:
     def count(self) -> float:
         return self.moments.count
 
-    def __call__(self, reward: np.ndarray, done: np.ndarray) -> np.ndarray:
-        """Fold in rewards [T, N] with dones [T, N]; return them normalised, in the same type."""
+    def __call__(self, reward: np.ndarray, done: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+        """Fold in rewards [T, N] with dones [T, N]; return them normalised, in the same type. `mask`: [T, N] that count; None: all."""
         from embodied_rl.algorithms.kernels import discounted_returns_kernel
 
         if self.carried is None or self.carried.shape != reward.shape[1:]:
             self.carried = np.zeros(reward.shape[1], np.float64)
         returns = np.empty(reward.shape, np.float64)
         discounted_returns_kernel(reward, done, self.gamma, self.carried, returns)
-        self.moments = self.moments.merge(Moments.of(returns))
+        self.moments = self.moments.merge(Moments.of(returns, mask))
         return np.clip(reward / np.sqrt(self.var + self.eps), -self.clip, self.clip).astype(reward.dtype)
 
     def restart_episodes(self) -> None:
@@ -275,14 +275,6 @@ def clip_reward(*, reward: Tensor, low: float = -math.inf, high: float = math.in
     (visible,) = visible_entries(mask, reward=reward)
     clipped = visible.clamp(low, high)
     return (clipped if mask is None else torch.where(mask, clipped, torch.zeros_like(clipped))).to(reward.dtype)
-
-
-def penalize_length(*, reward: Tensor, length: Tensor, coefficient: float, free_length: float = 0.0, mask: Tensor | None = None) -> Tensor:
-    """reward - coefficient · max(length - free_length, 0), for [B] rewards and lengths in steps or tokens."""
-    _require_not_negative("coefficient", coefficient)
-    _require_not_negative("free_length", free_length)
-    visible, lengths = visible_entries(mask, reward=reward, length=length.to(torch.float64))
-    return (visible - coefficient * (lengths - free_length).clamp(min=0.0)).to(reward.dtype)
 
 
 def penalize_overlong(

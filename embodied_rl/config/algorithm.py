@@ -155,14 +155,15 @@ class GroupsConfig(Config, place="algorithm.groups"):
 
 @dataclass(frozen=True)
 class RewardConfig(Config, place="algorithm.reward"):
-    """What happens to the episodes' rewards before credit is assigned (whole episodes only), in the order of the keys."""
+    """What happens to rewards before credit is assigned, in the order of the keys; of fixed rollouts `clip`, `scale` and
+    `length_penalty`."""
 
     clip: Positive | None = None
     """Limit each step's reward to ± this; null: no limit."""
     scale: Positive = 1.0
     """Each step's reward times this: a critic learns returns of about 1 soonest."""
     length_penalty: Score = 0.0
-    """Taken from the return for each step."""
+    """What each step costs."""
     mean: Literal["none", "batch", "group", "running"] = "none"
     """What is subtracted from an episode's return."""
     std: Literal["none", "batch", "group", "running"] = "none"

@@ -10,7 +10,7 @@ from pathlib import Path
 from embodied_rl.algorithms.advantage_table import AdvantageInfo
 from embodied_rl.algorithms.composition import OF_ROLLOUTS, compose
 from embodied_rl.algorithms.loss_table import LossInfo
-from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig
+from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig, RewardConfig
 from embodied_rl.config.hybrid import HybridConfig
 from embodied_rl.config.policy import (
     AnyPolicyConfig,
@@ -75,6 +75,12 @@ class Run:
         if loss.unit != "entry":
             return f"its ratio is that of a {loss.unit}"
         return "it needs groups" if loss.needs & {"groups", "demonstrations"} else None
+
+    @property
+    def shapes_returns(self) -> bool:
+        """Whether `algorithm.reward` asks for more than a single step's reward shows."""
+        own = self.algorithm.reward
+        return own != RewardConfig(clip=own.clip, scale=own.scale, length_penalty=own.length_penalty)
 
     @cached_property
     def of_program(self) -> bool:

@@ -119,8 +119,16 @@ _FIXED_ROLLOUTS = (
     ),
     Rule(
         "rollout_reward",
-        _without_groups(lambda run: run.algorithm.reward != RewardConfig()),
-        "algorithm.reward is about whole episodes, and algorithm.groups is null: use algorithm.normalize_reward instead.",
+        _without_groups(lambda run: run.algorithm.on_policy and run.shapes_returns),
+        "algorithm.reward.mean, .std, .group_by and .truncated are about returns of whole episodes, which a fixed rollout cuts at its end, "
+        "and .overlong_* about answers in words: set algorithm.groups, or algorithm.normalize_reward (.clip, .scale and .length_penalty "
+        "are about single steps, and go with rollouts).",
+    ),
+    Rule(
+        "recorded_reward",
+        lambda run: not run.algorithm.on_policy and (run.algorithm.reward != RewardConfig() or run.algorithm.normalize_reward),
+        "algorithm.reward and algorithm.normalize_reward shape the rewards of what was just played; algorithm={algorithm.name} learns from "
+        "stored steps or actions, as they are: leave them out.",
     ),
     Rule(
         "initialized_rollouts",
@@ -142,14 +150,10 @@ _WHOLE_EPISODES = (
         "algorithm.max_staleness is about fixed rollouts; with groups set algorithm.groups.max_staleness instead.",
     ),
     Rule(
-        "rollout_normalisation",
-        _with_groups(lambda run, groups: run.algorithm.normalize_reward),
-        "algorithm.normalize_reward is about fixed rollouts; with groups set algorithm.reward.scale or .std instead.",
-    ),
-    Rule(
         "critic_warmup",
-        _with_groups(lambda run, groups: run.algorithm.critic_warmup),
-        "algorithm.critic_warmup is about fixed rollouts, and algorithm.groups is set: set algorithm.critic_warmup=0.",
+        _with_groups(lambda run, groups: run.algorithm.critic_warmup and not run.advantage.returns_value_target),
+        "algorithm.critic_warmup trains only the critic at first, and algorithm.advantage='{algorithm.advantage}' has none: set "
+        "algorithm.critic_warmup=0, or take a method with a critic (algorithm=ppo_episodes).",
     ),
     Rule(
         "episodes_of_chunks",

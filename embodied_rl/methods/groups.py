@@ -122,8 +122,11 @@ class EpisodeLearner(GroupLearner):
         return prepare_episodes(self.algorithm, self.learner, self._objective, gathered)
 
     def update(self, prepared: PreparedEpisodes, *, iteration: int, steps: int) -> dict[str, float]:
+        rows = prepared.rows
+        if iteration < self.config.algorithm.critic_warmup:
+            rows = replace(rows, inputs={**rows.inputs, "advantage": torch.zeros_like(rows.inputs["advantage"])})
         stats = self.learner.update(
-            prepared.rows,
+            rows,
             minibatch_rows=prepared.minibatch_rows(self.config.algorithm.minibatch_size),
             progress=min(steps / self.config.total_steps, 1.0),
             seed=[self.config.seed, iteration],

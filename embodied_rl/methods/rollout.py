@@ -80,7 +80,7 @@ class RolloutMethod(Method[Rollout, Batch]):
         action_dim = max(self._policy.spec.action.dim, 1)
         of_units = kl.divergence(present, reference)
         of_steps = None if of_units is None else at_level(of_units, "action", None, steps)
-        rollout, self._figures = self._algorithm.penalized(rollout, of_steps)
+        rollout, self._figures = self._algorithm.shaped(rollout, of_steps)
         batch = self._algorithm.prepare(rollout, values, ready, action_dim=action_dim)
         if kl.in_loss:
             batch = batch.replaced(reference_log_prob=reference)

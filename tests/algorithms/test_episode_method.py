@@ -146,6 +146,31 @@ def test_a_divergence_in_the_reward_is_taken_from_each_step() -> None:
     assert found.metrics["kl"] == pytest.approx(2.0)
 
 
+def test_rewards_are_divided_by_the_spread_of_discounted_returns() -> None:
+    """Returns are summed forward within each episode, and are those of nothing else; a second batch is folded in."""
+    config = replace(CONFIG, advantage="reinforce", gamma=0.5, normalize_reward=True, reward_clip=100.0)
+    method, returns = EpisodeMethod(config), []
+    for _ in range(2):
+        for own in GROUPS:
+            for played in own.episodes:
+                total = 0.0
+                for reward in played.reward:
+                    total = reward + 0.5 * total
+                    returns.append(total)
+        batch = EpisodeBatch.of(GROUPS)
+        found = method.prepare(batch, EpisodeValues(torch.zeros(batch.shape), torch.zeros(4)))
+        expected = np.zeros(batch.shape)
+        for row, played in enumerate(batch.episodes):
+            for step in reversed(range(played.num_messages)):
+                later = expected[row, step + 1] if step + 1 < played.num_messages else 0.0
+                expected[row, step] = played.reward[step] / np.sqrt(np.var(returns) + 1e-8) + 0.5 * later
+        np.testing.assert_allclose(found.advantage, expected, atol=1e-5)
+    other = EpisodeMethod(config)
+    other.load_state_dict(method.state_dict())
+    assert other.reward_normalizer is not None
+    assert other.reward_normalizer.count == len(returns)
+
+
 def test_episodes_that_were_cut_off_may_earn_nothing_or_not_be_learned_from() -> None:
     cut, whole = episode([1, 2], 40, terminated=False), episode([4], 40)
     config = replace(CONFIG, advantage="reinforce", gamma=1.0)

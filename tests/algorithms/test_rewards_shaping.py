@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate
-from embodied_rl.algorithms.rewards import (
-    clip_reward,
-    kl_in_reward,
-    penalize_length,
-    penalize_overlong,
-)
+from embodied_rl.algorithms.rewards import clip_reward, kl_in_reward, penalize_overlong
 
 NAN = float("nan")
 
@@ -23,12 +18,6 @@ def test_clip() -> None:
     assert clip_reward(reward=reward, low=1.0, mask=mask).tolist() == [1.0, 1.0, 9.0, 0.0], "what is hidden is 0, not clipped to 1"
     with pytest.raises(ValueError, match="low <= high"):
         clip_reward(reward=reward, low=2.0, high=1.0)
-
-
-def test_length() -> None:
-    reward, length = torch.ones(3), torch.tensor([5, 10, 30])
-    assert penalize_length(reward=reward, length=length, coefficient=0.1, free_length=10).tolist() == pytest.approx([1.0, 1.0, -1.0])
-    assert penalize_length(reward=reward, length=length, coefficient=0.1).tolist() == pytest.approx([0.5, 0.0, -2.0])
 
 
 def test_overlong_as_in_the_paper() -> None:

@@ -79,14 +79,14 @@ def test_rewards_of_the_steps_of_chunks_have_the_term_of_their_units() -> None:
     )
     method = PPO(AlgorithmConfig(kl=KlConfig(coef=0.5, kind="k1", place="reward")))
     kl = method.kl.divergence(torch.tensor([[0.0, 0.5, -1.0]]), torch.tensor([[-1.0, 0.0, -5.0]]))
-    taken, figures = method.penalized(rollout, kl)
+    taken, figures = method.shaped(rollout, kl)
     # d = 1, 0.5 and one that was not executed; half of it is taken.
     assert taken.chunk_reward is not None
     np.testing.assert_allclose(taken.chunk_reward[0, 0], [0.5, 1.75, 0.0])
     np.testing.assert_allclose(taken.reward, [[2.25]])
     assert figures == pytest.approx({"kl": 0.75, "kl_penalty": 0.375})
     single = replace(rollout, chunk_reward=None, executed=None)
-    np.testing.assert_allclose(method.penalized(single, torch.tensor([[4.0]]))[0].reward, [[1.0]])
+    np.testing.assert_allclose(method.shaped(single, torch.tensor([[4.0]]))[0].reward, [[1.0]])
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])

@@ -1,0 +1,69 @@
+"""What `algorithm.reward`, `algorithm.normalize_reward` and `algorithm.critic_warmup` do in whole runs, on rollouts and on episodes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied_rl.loggers.jsonl import read_metrics
+from tests.rollout.test_training_recording import curve, weights
+from tests.short_run import train_shortly
+from tests.vla.test_runs import PPO as CHUNKS
+from tests.vla.test_runs import TINY, run
+
+ROLLOUTS = ("sim=cartpole", "algorithm.rollout_steps=32", "algorithm.minibatch_size=64", "total_steps=512")
+EPISODES = (
+    "sim=cartpole",
+    "algorithm=ppo_episodes",
+    "algorithm.groups.groups_per_step=8",
+    "algorithm.minibatch_size=64",
+    "total_steps=600",
+)
+METHODS = pytest.mark.parametrize("method", [ROLLOUTS, EPISODES], ids=["rollouts", "episodes"])
+
+
+@METHODS
+def test_half_of_a_reward_of_one_is_half_of_it_whatever_took_the_rest(method: tuple[str, ...], tmp_path: Path) -> None:
+    """CartPole gives 1 a step: clipped to 0.5, times 0.5 or less a price of 0.5 are the same run, bit for bit."""
+    words = ("clip: 0.5", "scale: 0.5", "length_penalty: 0.5")
+    runs = [train_shortly(tmp_path / word[:4], *method, f"algorithm.reward={{{word}}}") for word in words]
+    plain = train_shortly(tmp_path / "plain", *method)
+    assert curve(runs[0]) == curve(runs[1]) == curve(runs[2]) != curve(plain)
+    for name, tensor in weights(runs[0]).items():
+        np.testing.assert_array_equal(tensor, weights(runs[1])[name])
+        np.testing.assert_array_equal(tensor, weights(runs[2])[name])
+
+
+def test_steps_of_chunks_are_clipped_one_by_one(tmp_path: Path) -> None:
+    """A point moves by 0.2 at most: of steps clipped to 0.001, a chunk of three is worth 0.003 at most, and its critic learns that."""
+    still = ("algorithm.gamma=0.5", "algorithm.advantage=gae_chunk", "algorithm.num_epochs=4", "total_steps=600")
+    small, plain = (run(tmp_path / str(clip), *TINY, *CHUNKS, *still, f"algorithm.reward.clip={clip}") for clip in (0.001, 10))
+    assert read_metrics(small)[-1]["train/value_loss"] < read_metrics(plain)[-1]["train/value_loss"]
+
+
+@METHODS
+def test_rewards_divided_by_the_spread_of_returns_go_on_after_a_resume(method: tuple[str, ...], tmp_path: Path) -> None:
+    words = (*method, "algorithm.normalize_reward=true", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+    whole = train_shortly(tmp_path / "whole", *words)
+    assert curve(whole) != curve(train_shortly(tmp_path / "plain", *method))
+    first = sorted((whole / "checkpoints").glob("step_*"))[0]
+    shutil.copytree(first, tmp_path / "resumed" / "checkpoints" / first.name)
+    resumed = train_shortly(tmp_path / "resumed", *words, "resume=auto")
+    for name, tensor in weights(whole).items():
+        np.testing.assert_array_equal(tensor, weights(resumed)[name])
+
+
+@METHODS
+def test_a_critic_is_trained_first(method: tuple[str, ...], tmp_path: Path) -> None:
+    """While it is, the actor keeps the bits that it began with."""
+    words = (*method, "algorithm.entropy_coef=0", "policy.normalize_observation=false")
+    first = weights(train_shortly(tmp_path / "first", *words, "algorithm.learning_rate=1e-30"))
+    warm = weights(train_shortly(tmp_path / "warm", *words, "algorithm.critic_warmup=100"))
+    trained = weights(train_shortly(tmp_path / "trained", *words))
+    for name, tensor in first.items():
+        of_critic = "value" in name or "critic" in name
+        np.testing.assert_equal(np.array_equal(tensor, warm[name]), not of_critic, err_msg=name)
+        assert not np.array_equal(tensor, trained[name]), name
