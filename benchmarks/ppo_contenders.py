@@ -17,10 +17,12 @@ from embodied_rl.config import TrainConfig
 
 NEVER = 10**12
 """Environment steps: the gate ends a contender, not its own limit."""
-OURS, OURS_ONE = "ours", "ours, 1 worker"
+OURS, OURS_ONE, OURS_AHEAD = "ours", "ours, 1 worker", "ours, max_staleness=1"
+VARIANTS = {OURS: [], OURS_ONE: ["sim.num_workers=1"], OURS_AHEAD: ["algorithm.max_staleness=1"]}
+"""{ours: what is said beside the task}. With a staleness of 1 rollouts are played by the weights of the update before."""
 SB3_DUMMY, SB3_SUBPROC, SB3_DUMMY_ONE = "SB3 DummyVecEnv", "SB3 SubprocVecEnv", "SB3 DummyVecEnv, 1 thread"
 EAGER = "CleanRL's structure"
-PIXEL_NAMES = (OURS, OURS_ONE, SB3_DUMMY, SB3_SUBPROC, SB3_DUMMY_ONE)
+PIXEL_NAMES = (*VARIANTS, SB3_DUMMY, SB3_SUBPROC, SB3_DUMMY_ONE)
 NAMES = (*PIXEL_NAMES, EAGER)
 OUTSIDE = {
     "skrl": PeerEnvironment("skrl", ("skrl==2.1.1",)),
@@ -81,8 +83,8 @@ def workload_of(config: TrainConfig) -> Workload:
 
 def run_contender(name: str, overrides: list[str]) -> None:
     """Be one contender: train whenever the gate is open, until the parent closes it for good."""
-    gate = gate_of_this_process(rest="update" if name in (OURS, OURS_ONE) else "policy")
-    if name in (OURS, OURS_ONE):
+    gate = gate_of_this_process(rest="update" if name in VARIANTS else "policy")
+    if name in VARIANTS:
         # As `python -m embodied_rl.train` does, and before torch is loaded; the peers keep their own defaults.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from embodied_rl.compose import load_train_config
@@ -90,11 +92,9 @@ def run_contender(name: str, overrides: list[str]) -> None:
 
     configure_rendering()  # before MuJoCo is loaded: the peers draw in this process, or in its children
     with tempfile.TemporaryDirectory() as folder:
-        workers = ["sim.num_workers=1"] if name == OURS_ONE else []
-        config = load_train_config([*overrides, *workers, f"total_steps={NEVER}", f"run_dir={folder}"])
+        config = load_train_config([*overrides, *VARIANTS.get(name, []), f"total_steps={NEVER}", f"run_dir={folder}"])
         sides: dict[str, Callable[[TrainConfig, Gate], None]] = {
-            OURS: _ours,
-            OURS_ONE: _ours,
+            **dict.fromkeys(VARIANTS, _ours),
             SB3_DUMMY: lambda config, gate: _sb3(config, gate, processes=False),
             SB3_SUBPROC: lambda config, gate: _sb3(config, gate, processes=True),
             SB3_DUMMY_ONE: lambda config, gate: _sb3(config, gate, processes=False, threads=1),

@@ -101,7 +101,7 @@ def test_env_offload_runs() -> None:
 def test_ppo_cpu_runs() -> None:
     pytest.importorskip("stable_baselines3")
     small = ["sim.num_slots=2", "sim.num_workers=1", "algorithm.rollout_steps=64", "algorithm.num_epochs=2", "algorithm.minibatch_size=32"]
-    names = ["ours", "SB3 DummyVecEnv", "CleanRL's structure"]
+    names = ["ours", "ours, max_staleness=1", "SB3 DummyVecEnv", "CleanRL's structure"]
     lines = run_script("ppo_cpu.py", "--rounds", "2", "--iterations", "1", "--warmup", "1", "--only", *names, "--overrides", *small)
     rows = columns(lines, below="end to end")
     assert set(rows) == set(names)
