@@ -132,7 +132,9 @@ class Trainer:
         parts = started.build(self.spec, self.run_dir, folder, base)
         self.policy, self.generator, self.method = parts.policy, parts.generator, parts.method
         undo.callback(end_ranks, self.method)
-        self.recorders = start_recorders(config, self.method, self.manager.num_slots, self.spec, self.run_dir, self.command)
+        if config.record.share and not self.manager.record(self.run_dir, self.command):
+            recordable = self.method.recordable(self.manager.num_slots, self.spec, config.sim)
+            self.recorders = start_recorders(config, recordable, self.run_dir, self.command)
         self.engine = make_engine(hybrid_here(config), self.policy, self.generator, self.method, self.manager)
         self._saver = PolicySaver(self.policy, self.run_dir)
         self._writer = CheckpointWriter(self.run_dir, asynchronous=config.checkpoint.asynchronous)
@@ -200,8 +202,8 @@ class Trainer:
             for name, own in starts.items():
                 policy = self.policy.acting_in(name)
                 figures[name] = dict(clone_expert(own, policy, self.run_dir, self._time_is_over, shown=self._shown, domain=name))
-            if (sharded := self.method.sharded) is not None:
-                sharded.take_weights()
+            if (trained := self.method.trained_copy) is not None:
+                trained.take_weights()
         self.engine.publish(version=self.iteration)
         after = self.evaluate(measured, first_seed=seed, title="success after cloning")
         for told in figures.values():

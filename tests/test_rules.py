@@ -150,13 +150,7 @@ EXAMPLES = (
     ),
     ("apart_from_recordings", f"{CARTPOLE} {APART} algorithm=bc {EXPERT}", f"learns from recorded or replayed steps. {COLLOCATED}"),
     ("apart_share", f"{GROUPS} {APART} algorithm.initialized.share=0.5", "does not go together with algorithm.initialized.share: leave"),
-    ("apart_record", f"{CARTPOLE} {APART} record.share=0.5", f"does not go together with record.share: leave that out. {COLLOCATED}"),
     ("apart_offload", f"{CARTPOLE} {APART} hybrid.offload=[simulators]", "does not go together with hybrid.offload: leave that out."),
-    (
-        "apart_warm_start",
-        f"sim=metaworld_reach hybrid=ray algorithm=grpo algorithm.warm_start={{episodes:1}} {EXPERT}",
-        f"hybrid.cluster=ray does not go together with algorithm.warm_start: leave that out. {COLLOCATED}",
-    ),
     # players
     ("players_of_one_process", f"{GROUPS} hybrid.players=2", "processes of hybrid=disaggregated, or actors of hybrid=ray"),
     ("players_of_one_process", f"{GROUPS} hybrid=multiplexed hybrid.players=2", "The nearest possible: hybrid.players=1, or one of these"),

@@ -536,18 +536,13 @@ _APART = (
     ),
     *(
         Rule(
-            f"apart_{key.rpartition('.')[2] if key != 'record.share' else 'record'}",
+            f"apart_{key.rpartition('.')[2]}",
             _every(_is_apart, given),
             f"{{run.apart}} does not go together with {key}: leave that out. {_COLLOCATED}",
         )
         for key, given in (
             ("algorithm.initialized.share", lambda run: run.algorithm.initialized.share > 0),
-            ("record.share", lambda run: run.config.record.share > 0),
             ("hybrid.offload", lambda run: {"simulators", "kv_cache"} & set(run.hybrid.offload)),
-            (
-                "algorithm.warm_start",
-                lambda run: run.on_ray and any(task.algorithm.warm_start is not None and not task.speaks for task in run.tasks),
-            ),
         )
     ),
 )

@@ -18,6 +18,10 @@ class TrainedCopy(Protocol):
         """Bring the trained weights into the policy."""
         ...
 
+    def take_weights(self) -> None:
+        """Train on from the policy's present weights."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.config import SimConfig
+from embodied_rl.hybrid.engine import TrainedCopy
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.policies.base import TensorObservation
@@ -32,16 +33,6 @@ class Experience(Generic[Played]):
     data: Played
 
 
-class TrainedCopy(Protocol):
-    """Where training happens on a copy of the policy: on ranks, or in another process."""
-
-    def write_back(self) -> None:
-        """Bring the trained weights into the policy."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class WarmStarts(Protocol):
     """What comes before a run's first episodes."""
 
@@ -60,8 +51,8 @@ class Recordable:
     """A collector whose episodes may be written down (`record.share`), and whose simulators they come from."""
 
     collector: Collector
-    domain: str
-    """Its folder's name below that of the run's episodes; empty: the run has one domain."""
+    folder: str
+    """Below that of the run's episodes; empty: that one."""
     num_slots: int
     spec: SimSpec
     sim: SimConfig

@@ -20,7 +20,7 @@ from embodied_rl.learning.objectives import EpisodeObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import EpisodeRows
 from embodied_rl.methods.base import Experience, Method, Recordable
-from embodied_rl.methods.streams import Stream, make_collector, make_queue, of_name, prefixed
+from embodied_rl.methods.streams import Stream, make_collector, make_queue, of_name, prefixed, recordable_streams
 from embodied_rl.policies.base import Policy, TensorObservation, TrainedModule, prepare_observation
 from embodied_rl.registry import load_target
 from embodied_rl.rollout.domains import place_of
@@ -203,8 +203,7 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
 
     def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> list[Recordable]:
         """See `Method.recordable`: one for each domain."""
-        own = [stream for stream in self.streams if stream.is_own]
-        return [Recordable(one.pump, one.domain, one.manager.num_slots, one.spec, one.config.sim) for one in own]
+        return recordable_streams(self.streams)
 
     def collect(self, iteration: int) -> Experience[Gathered]:
         groups = self.collector.next_groups(iteration)

@@ -18,6 +18,7 @@ from embodied_rl.config import GroupsConfig, PlayerConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenCache
+from embodied_rl.methods.base import Recordable
 from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, queue_weights
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, GroupQueueConfig, Share
@@ -249,6 +250,12 @@ def make_collector(config: TrainConfig, streams: Sequence[Stream], queue: GroupQ
     if not streams[0].domain:
         return streams[0].pump
     return DomainCollector({stream.name: stream.pump for stream in streams}, queue, lockstep=groups.max_staleness == 0)
+
+
+def recordable_streams(streams: Sequence[Stream]) -> list[Recordable]:
+    """What may be written down of a run's streams (`record.share`): every domain as the run's own policy plays it."""
+    own = [stream for stream in streams if stream.is_own]
+    return [Recordable(one.pump, one.domain, one.manager.num_slots, one.spec, one.config.sim) for one in own]
 
 
 def make_queue(config: TrainConfig, streams: Sequence[Stream], share: Share = WHOLE) -> GroupQueue:

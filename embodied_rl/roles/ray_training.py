@@ -191,6 +191,9 @@ class TrainedApart(Method[Any, Experience]):
         references = self._ask(self._worker.weights.remote(0))
         self._policy.load_state_dict(dict(ray_tensors(references)))
 
+    def take_weights(self) -> None:
+        self._ask(self._worker.load.remote(_on_host(self._policy.state_dict())))
+
     def published(self, version: int) -> None:
         self.inner.published(version)
 
@@ -199,7 +202,7 @@ class TrainedApart(Method[Any, Experience]):
         if warm_start is not None and warm_start.wanted:
             # Of a language agent: here, where policy and rollout worker are at hand; the worker takes what came of it.
             warm_start.run(iteration)
-            self._ask(self._worker.load.remote(_on_host(self._policy.state_dict())))
+            self.take_weights()
         self._ask(self._worker.ask.remote("restart", iteration))
         self.inner.restart(iteration)
 
@@ -226,7 +229,7 @@ class TrainedApart(Method[Any, Experience]):
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
         """The policy's present weights are taken too: they were loaded before."""
-        self._ask(self._worker.load.remote(_on_host(self._policy.state_dict())))
+        self.take_weights()
         self._ask(self._worker.ask.remote("load_state_tensors", state))
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,6 +69,8 @@ class RemoteWorker(Simulators):
         """Whose weights `publish` sends; see `take_policy`."""
         self.model: ModelFiles = {}
         """Files of the language model, from which the worker builds it elsewhere (`language_apart.model_files`); empty without one."""
+        self._recorded: dict[str, str] = {}
+        """Arguments of `RolloutWorker.record`; empty: nothing is written down."""
         self.needs_restart = False
         """A new worker waits for `restart`, which says which episodes to play."""
         self._handle: WorkerHandle | None = None
@@ -146,6 +149,12 @@ class RemoteWorker(Simulators):
         """See `WorkerHandle.call`."""
         return self._live().call(what, **arguments)
 
+    def record(self, run_dir: Path, command: str) -> bool:
+        """See `Simulators.record`: on the machine where it plays."""
+        self._recorded = {"run_dir": str(run_dir.resolve()), "command": command}
+        self.insist("record", **self._recorded)
+        return True
+
     def peek(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
         """See `EnvManager.peek`; nothing where the worker is gone."""
         try:
@@ -168,6 +177,8 @@ class RemoteWorker(Simulators):
             self._worker_pids = self._handle.call("describe")["worker_pids"]
             if self.policy is not None:
                 self._handle.call("take_model", files=self.model)
+                if self._recorded:
+                    self._handle.call("record", **self._recorded)
                 self._send_weights()
         except RoleLost as again:
             self.replace(again)

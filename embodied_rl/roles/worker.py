@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,16 +16,19 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.hybrid.host_times import Span
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.methods import training_sim
+from embodied_rl.methods.base import Recordable
 from embodied_rl.methods.building import Playing, let_play
 from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.methods.rollout import make_rollout_collector
-from embodied_rl.methods.streams import Stream, make_collector, make_queue, simulators_of, streams_of
+from embodied_rl.methods.streams import Stream, make_collector, make_queue, recordable_streams, simulators_of, streams_of
+from embodied_rl.methods.training_records import start_recorders
 from embodied_rl.methods.warm_start import play_script
 from embodied_rl.roles.acting import LoadedActing, Weights, WorkerActing
 from embodied_rl.roles.device_lease import DeviceLease
 from embodied_rl.roles.hosts import hosted_sim, plan_here
 from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
 from embodied_rl.roles.wire import register
+from embodied_rl.rollout.batch_sinks import TrainingRecorder
 from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
@@ -106,6 +109,7 @@ class RolloutWorker:
         self.acting.lease = self.lease
         self._collector: Collector | None = None
         self._playing: Playing | None = None
+        self.recorders: list[TrainingRecorder] = []
         self._faults_told = 0
         self._pending: deque[tuple[int, Weights]] = deque()
         """Versions with their weights that do not act yet."""
@@ -160,6 +164,18 @@ class RolloutWorker:
         self._collector = make_collector(config, self.streams, self.queue)
         self.scorer = self._make_scoring(config)
         self._collector.score_with(self.scorer)
+
+    def record(self, run_dir: str, command: str) -> None:
+        """Write a share of the episodes down from now on, each of several workers into a folder of its own. Once, after `take_model`.
+
+        Raises UserError: see `start_recorders`.
+        """
+        first, share = self.streams[0], self._share
+        whole = Recordable(self.collector, "", self.manager.num_slots, first.spec, first.config.sim)
+        recordable = [whole] if self.queue is None else recordable_streams(self.streams)
+        if share.count > 1:
+            recordable = [replace(one, folder=str(Path(one.folder, f"worker_{share.index}"))) for one in recordable]
+        self.recorders = start_recorders(self.config, recordable, Path(run_dir), command)
 
     def load(self, version: int, tensors: Weights) -> None:
         """Take weights as `version`, which act when nothing is left to play with older ones; the batch that was played last is settled now,
@@ -236,9 +252,11 @@ class RolloutWorker:
         return not in_lockstep and (self.collector.pump() or self._take_weights())
 
     def close(self) -> None:
-        """End reward workers, tools, backends and simulators."""
+        """End recordings, reward workers, tools, backends and simulators."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.manager.close)
+            for recorder in self.recorders:
+                stack.callback(recorder.close)
             if self._playing is not None:
                 stack.callback(self._playing.close)
             if self.scorer is not None:
@@ -299,7 +317,7 @@ class RolloutWorker:
         return figures if self.lease is None else {**figures, **self.lease.figures()}
 
 
-_NAMES = ("describe", "texts", "take_model", "load", "restart", "play", "demonstrate", "evaluate", "episodes", "take_up", "peek")
+_NAMES = ("describe", "texts", "take_model", "record", "load", "restart", "play", "demonstrate", "evaluate", "episodes", "take_up", "peek")
 _ASKED: dict[str, Callable[..., Any]] = {name: vars(RolloutWorker)[name] for name in _NAMES}
 """What may be asked of a worker by name."""
 

@@ -115,7 +115,7 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
         return dataclasses.replace(sim, num_slots=slots, num_workers=workers, pipeline_groups=min(sim.num_groups, slots))
 
     mix = {name: dataclasses.replace(player, num_slots=part(player.num_slots)) for name, player in config.generation.mix.items()}
-    own = dataclasses.replace(groups, groups_per_step=groups.groups_per_step // count)
+    own, most = dataclasses.replace(groups, groups_per_step=groups.groups_per_step // count), config.record.max_episodes
     return dataclasses.replace(
         config,
         sim=sim_part(config.sim),
@@ -123,6 +123,7 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
         generation=dataclasses.replace(config.generation, mix=mix),
         algorithm=dataclasses.replace(config.algorithm, groups=own),
         hybrid=dataclasses.replace(config.hybrid, players=1),
+        record=dataclasses.replace(config.record, max_episodes=None if most is None else part(most)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,11 @@ class Simulators:
     ) -> list[EpisodeSummary]:
         """Where they play by themselves: held-out episodes, see `rollout.evaluation.evaluate`; `generator` acts where they are here."""
         raise NotImplementedError(f"{type(self).__name__} is stepped by rollout.evaluation.evaluate")
+
+    def record(self, run_dir: Path, command: str) -> bool:
+        """Have what plays elsewhere write its training episodes down (`record.share`); False: nothing plays elsewhere.
+        `command`: how the run was started."""
+        return False
 
     def demonstrate(self) -> list[Any]:
         """Where they play by themselves: successful `AgentEpisode`s of a warm start's scripted player."""

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from embodied_rl.roles.ray_cluster import Need, RayCluster, needs_of, why_never
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.methods.test_programs import small as programs
-from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
+from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
 
 SCORED = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, num_workers: 1}"
 
@@ -66,6 +67,18 @@ def test_agent_programs_with_ray(tmp_path: Path, session: Any) -> None:
 def test_fixed_rollouts_with_ray(tmp_path: Path, session: Any) -> None:
     task = [*ROLLOUTS, "total_steps=384", "evaluation.every_steps=128"]
     assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray", "hybrid.num_threads=1"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [("algorithm=ppo", "algorithm.rollout_steps=32"), GROUPS[1:4]], ids=["rollouts", "groups"])
+def test_a_robots_warm_start_with_ray(tmp_path: Path, session: Any, method: Sequence[str]) -> None:
+    """The driver clones, and the actor that trains goes on from there."""
+    task = ["sim=key_door", *method, *QUICK, "hybrid.num_threads=1", "policy.hidden_sizes=[16]", "total_steps=400"]
+    task += ["algorithm.minibatch_size=64", "algorithm.warm_start={episodes: 4, num_epochs: 2, measured_episodes: 2}"]
+    here, there = trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray")
+    assert_same_run(here, there)
+    first = curve(there)[0]
+    assert first["warm_start/episodes"] == 4.0
 
 
 @pytest.mark.slow

@@ -1,0 +1,78 @@
+"""Episodes that rollout workers elsewhere write down are those that are written where all is in one process."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied_rl.episodes.folder import RECORDING_FILE
+from embodied_rl.episodes.reader import open_recording
+from embodied_rl.episodes.recording import RecordedEpisode
+from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, run_with_a_kill, trained
+
+APART = "hybrid=disaggregated"
+HALF = ["record.share=0.5", "total_steps=1000", "evaluation.every_steps=null", "sim.max_episode_steps=20"]
+
+
+def episodes(run_dir: Path) -> dict[tuple[object, ...], RecordedEpisode]:
+    """{(seed, whose it is in its group): episode} of all folders."""
+    found = {}
+    for file in sorted((run_dir / "episodes").rglob(RECORDING_FILE)):
+        for episode in open_recording(file.parent):
+            found[(episode.seed, *sorted(episode.metadata["policy"].items()))] = episode
+    return found
+
+
+def check(here: Path, apart: Path, *, exact: bool = True) -> None:
+    one, other = episodes(here), episodes(apart)
+    assert len(one) > 5
+    assert one.keys() <= other.keys()
+    # A worker goes on with the weights of the last update until it is asked for something else.
+    newest = max(int(episode.policy_version[-1]) for episode in one.values()) + 1
+    assert all(other[key].policy_version[-1] >= newest for key in other.keys() - one.keys())
+    compare = np.testing.assert_array_equal if exact else lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4)
+    for key, episode in one.items():
+        for name in ("action", "reward", "success", "policy_version"):
+            compare(getattr(episode, name), getattr(other[key], name))
+        for name, seen in episode.observation.items():
+            if seen.dtype == object:
+                assert seen.tolist() == other[key].observation[name].tolist()
+            else:
+                compare(seen, other[key].observation[name])
+
+
+@pytest.mark.parametrize(
+    ("task", "where"),
+    [
+        pytest.param(ROLLOUTS, APART, id="rollouts"),
+        pytest.param(ROLLOUTS, "hybrid=multiplexed", id="multiplexed", marks=pytest.mark.slow),
+        pytest.param(ROLLOUTS, "hybrid=ray", id="ray", marks=pytest.mark.slow),
+        pytest.param(GROUPS, APART, id="groups"),
+        pytest.param([*TEXTS, "algorithm.warm_start=null"], APART, id="agents", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_episodes_are_written(tmp_path: Path, task: list[str], where: str) -> None:
+    here = trained(tmp_path / "here", *task, *HALF, "sim.pipeline_groups=1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*take turns.*")
+        apart = trained(tmp_path / "apart", *task, *HALF, "sim.pipeline_groups=1", where)
+    assert_same_run(here, apart)
+    check(here, apart)
+
+
+@pytest.mark.slow
+def test_each_of_two_workers_has_a_folder(tmp_path: Path) -> None:
+    here = trained(tmp_path / "here", *GROUPS, *HALF)
+    apart = trained(tmp_path / "apart", *GROUPS, *HALF, APART, "hybrid.players=2")
+    assert sorted(folder.name for folder in (apart / "episodes").iterdir()) == ["worker_0", "worker_1"]
+    check(here, apart, exact=False)
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_replaced_goes_on_with_the_recording(tmp_path: Path) -> None:
+    here = trained(tmp_path / "here", *GROUPS, *HALF)
+    run_with_a_kill(tmp_path / "apart", [*GROUPS, *HALF, APART], lambda player: player._handle.process.pid)
+    check(here, tmp_path / "apart")
