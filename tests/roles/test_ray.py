@@ -70,7 +70,7 @@ def test_fixed_rollouts_with_ray(tmp_path: Path, session: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [("algorithm=ppo", "algorithm.rollout_steps=32"), GROUPS[1:4]], ids=["rollouts", "groups"])
+@pytest.mark.parametrize("method", [("algorithm=ppo", "algorithm.rollout_steps=32"), (*GROUPS[1:4], "algorithm.kl.coef=0.1")], ids=["rollouts", "groups"])
 def test_a_robots_warm_start_with_ray(tmp_path: Path, session: Any, method: Sequence[str]) -> None:
     """The driver clones, and the actor that trains goes on from there."""
     task = ["sim=key_door", *method, *QUICK, "hybrid.num_threads=1", "policy.hidden_sizes=[16]", "total_steps=400"]
