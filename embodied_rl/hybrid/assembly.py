@@ -11,8 +11,9 @@ from embodied_rl.config import HybridConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenCache
-from embodied_rl.hybrid.engine import HybridEngine, TrainedCopy
+from embodied_rl.hybrid.engine import HybridEngine
 from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors
+from embodied_rl.learning.executors import TrainedCopy
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.ranks import RankExecutor
 

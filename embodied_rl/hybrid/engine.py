@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.residency import Residency
 from embodied_rl.learning.devices import compute_threads
-
-
-class TrainedCopy(Protocol):
-    """Where training happens on a copy of the policy (`RankExecutor`, or another process)."""
-
-    def write_back(self) -> None:
-        """Bring the trained weights into the policy."""
-        ...
-
-    def take_weights(self) -> None:
-        """Train on from the policy's present weights."""
-        ...
-
-    def close(self) -> None: ...
+from embodied_rl.learning.executors import TrainedCopy
 
 
 class HybridEngine:

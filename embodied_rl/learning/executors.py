@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -142,6 +142,20 @@ def objective_step(
 def is_finite(figures: Figures) -> bool:
     """Whether a step with these figures was taken."""
     return all(math.isfinite(value) for name, value in figures.items() if name == "loss" or name.startswith(norm_name("")))
+
+
+class TrainedCopy(Protocol):
+    """Where training happens on a copy of the policy (`RankExecutor`), or in another process."""
+
+    def write_back(self) -> None:
+        """Bring the trained weights into the policy."""
+        ...
+
+    def take_weights(self) -> None:
+        """Train on from the policy's present weights."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Executor(ABC):

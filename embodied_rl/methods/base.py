@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.config import SimConfig
-from embodied_rl.hybrid.engine import TrainedCopy
+from embodied_rl.learning.executors import TrainedCopy
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.policies.base import TensorObservation
