@@ -20,7 +20,7 @@ def build_policy(config: AnyPolicyConfig, spec: SimSpec) -> Policy:
     New weights are drawn from torch's global generator, so seed it first.
     Raises UserError: the policy does not fit the simulator, or its checkpoint folder is incomplete.
     """
-    if config.name in _MADE_OF_SIZES:
+    if config.name in MADE_OF_SIZES:
         _require_memory(config, spec)
     policy: Policy = load_target(BUILDERS[config.name])(config, spec)
     policy.built_from = config
@@ -38,7 +38,7 @@ BUILDERS: dict[str, str] = {
 }
 """{`policy.name`: what builds it of its configuration and a simulator's spec}; heavy libraries come with the kinds that need them."""
 
-_MADE_OF_SIZES = ("actor_critic", "flow", "tiny_vla")
+MADE_OF_SIZES = ("actor_critic", "flow", "tiny_vla")
 """Kinds whose networks are as large as the configuration says; the others are as large as their checkpoints."""
 
 

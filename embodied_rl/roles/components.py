@@ -5,25 +5,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from embodied_rl.config import HybridConfig, TrainConfig
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
+from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.methods import Method, make_method, training_sim
 from embodied_rl.methods.building import build_elsewhere, build_here
 from embodied_rl.methods.language_apart import model_files
 from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
 from embodied_rl.policies.base import TrainedModule
-from embodied_rl.policies.build import build_policy
+from embodied_rl.policies.build import MADE_OF_SIZES, build_policy
 from embodied_rl.roles.hosts import this_machine
 from embodied_rl.roles.remote import RemoteWorker, WorkerHandle
 from embodied_rl.roles.worker import make_scorer
 from embodied_rl.roles.worker_process import WorkerProcess
 from embodied_rl.roles.worker_team import WorkerTeam
+from embodied_rl.rollout.collector import action_noise
 from embodied_rl.rollout.groups import WHOLE, Share
 from embodied_rl.rollout.programs import make_manager
 from embodied_rl.sim.manager import EnvManager
@@ -31,7 +37,11 @@ from embodied_rl.sim.measured_workers import start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import is_program
-from embodied_rl.types import SimSpec
+from embodied_rl.sim.worker_choice import TimedPolicy
+from embodied_rl.types import Observation, SimSpec
+
+_TIMED_CALLS = 5
+"""The fastest counts: the first ones warm up."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,36 @@ def _simulators(config: TrainConfig, num_slots: int | None, tell: Callable[[str]
     policy = config.policy
     small = policy.name == "actor_critic" and policy.encoder == "mlp" and policy.distribution == "gaussian"
     return start_measured(
-        sim, seeds, tell=tell, num_slots=num_slots, autoreset=autoreset, chunk_size=chunk_size, small=small if autoreset else None
+        sim,
+        seeds,
+        tell=tell,
+        num_slots=num_slots,
+        autoreset=autoreset,
+        chunk_size=chunk_size,
+        small=small if autoreset else None,
+        timed=None if small or policy.name not in MADE_OF_SIZES else timed_policy(config),
     )
+
+
+def timed_policy(config: TrainConfig) -> TimedPolicy:
+    """How long such a policy takes to act, with weights of its own; torch's random numbers go on where they were."""
+
+    def call_s(spec: SimSpec, observation: Observation) -> float:
+        with torch.random.fork_rng(), compute_threads(1):
+            policy = build_policy(config.policy, spec).to(resolve_device(config.hybrid.device))
+            generator = make_generator(config.generation, policy)
+            generator.publish(0)
+            slots = np.arange(len(next(iter(observation.values()))))
+            noise = action_noise(policy.action_layout, (len(slots),), config.seed, 0)
+            taken = []
+            for _ in range(_TIMED_CALLS):
+                started = time.perf_counter()
+                generator.send(slots, observation, noise)
+                generator.recv()
+                taken.append(time.perf_counter() - started)
+        return min(taken)
+
+    return TimedPolicy(repr((config.policy, config.hybrid.device)), call_s)
 
 
 def _around_manager(

@@ -23,9 +23,19 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.worker_choice import Acting, Setting, WorkerChoice, candidates, check_auto, remember, remembered, settings
+from embodied_rl.sim.worker_choice import (
+    Acting,
+    Setting,
+    TimedPolicy,
+    WorkerChoice,
+    candidates,
+    check_auto,
+    remember,
+    remembered,
+    settings,
+)
 from embodied_rl.sim.worker_pool import split_slots
-from embodied_rl.types import ActionSpec, StepBatch
+from embodied_rl.types import ActionSpec, Observation, StepBatch
 
 _LONGEST_START_S = 2.5
 """A simulator that takes longer to start is not started again to be measured: what takes long to start takes long to step, and is the
@@ -53,6 +63,7 @@ def start_measured(
     autoreset: bool = True,
     chunk_size: int = 1,
     small: bool | None = None,
+    timed: TimedPolicy | None = None,
 ) -> EnvManager:
     """`EnvManager.from_config` for a run that will last: what ``num_workers=auto`` stands for is measured where it is not yet known, and
     with it ``pipeline_groups=auto``: `num_turns` of the manager.
@@ -60,6 +71,7 @@ def start_measured(
     Args:
         tell: takes the line that says what was chosen.
         small: whether the policy is a small Gaussian network; None: slots are not stepped together, but as they come.
+        timed: of another policy, how its time is found out; None: a fraction of a millisecond is taken for it.
 
     Raises:
         UserError: the simulator rejects its configuration.
@@ -75,7 +87,8 @@ def start_measured(
     check_auto(config)
     groups = config.num_groups
     turns = (1, groups) if small is not None and config.pipeline_groups == "auto" and groups > 1 else (groups,)
-    if (choice := remembered(config, chunk_size, small=small, turns=turns)) is not None:
+    described = None if timed is None else timed.described
+    if (choice := remembered(config, chunk_size, small=small, policy=described, turns=turns)) is not None:
         return _settled(manager(choice.setting.num_workers), choice, turns, tell)
     numbers = candidates(config.num_slots)
     if len(numbers) * len(turns) == 1 or config.target.startswith(_NOT_MEASURED):
@@ -89,9 +102,10 @@ def start_measured(
         return found[numbers[-1]]
     try:
         others = {number: partial(manager, number) for number in numbers[:-1]}
-        choice, steady = _measured(config, found, others, turns, Acting.of(small, spec.action, groups))
+        call_s = 0.0 if timed is None else timed.call_s(spec, _of_group(found[numbers[-1]], groups))
+        choice, steady = _measured(config, found, others, turns, Acting.of(small, spec.action, groups, call_s))
         if steady:
-            remember(config, choice, chunk_size, small=small)
+            remember(config, choice, chunk_size, small=small, policy=described)
     except (SimFault, UserError, ValueError):
         choice = None  # whatever it is, the run meets it in its own words
     chosen = numbers[-1] if choice is None else choice.setting.num_workers
@@ -99,6 +113,12 @@ def start_measured(
         found.pop(number).close()
     started = found.pop(chosen) if chosen in found else manager(chosen)
     return started if choice is None else _settled(started, choice, turns, tell)
+
+
+def _of_group(manager: EnvManager, num_groups: int) -> Observation:
+    """What the first of so many groups of slots sees at its beginning."""
+    group = split_slots(range(manager.num_slots), num_groups)[0]
+    return {key: part[group.start : group.stop] for key, part in manager.reset().observation.items()}
 
 
 def _settled(manager: EnvManager, choice: WorkerChoice, turns: tuple[int, ...], tell: Told) -> EnvManager:

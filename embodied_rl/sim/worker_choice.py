@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +14,13 @@ from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.files import RememberedAnswers
 from embodied_rl.sim.affinity import available_cores
-from embodied_rl.types import ActionSpec
+from embodied_rl.types import ActionSpec, Observation, SimSpec
 
 WORTH = 1.03
 """More workers take more memory: they must be so many times as fast."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
-_MEASURED = 3
+_MEASURED = 4
 """To be raised when the measurement changes, so that what is remembered is measured again."""
 
 
@@ -37,6 +37,16 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class TimedPolicy:
+    """A policy whose acting takes long enough to be timed before workers are chosen beside it."""
+
+    described: str
+    """What its time depends on: a choice is remembered for it."""
+    call_s: Callable[[SimSpec, Observation], float]
+    """(the simulator's spec, observations [n, ...]) → seconds of a call for these rows."""
+
+
+@dataclass(frozen=True)
 class Acting:
     """How a policy acts, as far as a rollout's time depends on it."""
 
@@ -44,11 +54,16 @@ class Acting:
     """Of one call, with what the collector does around it; both take a core."""
     calls: int
     """For all slots, where these are stepped together; each group that is stepped by itself takes one."""
+    LONGEST_S = 0.01
+    """A call that takes longer is taken for one of this: stepping hides behind either, and a window holds some of these."""
 
     @staticmethod
-    def of(small: bool | None, action: ActionSpec, num_groups: int) -> Acting:
-        """Of a small Gaussian network, which numpy computes for all slots at once (`Generator.act_in_parts`), or of another policy."""
-        return Acting(30e-6, 1) if small and action.kind == "continuous" else Acting(200e-6, num_groups)
+    def of(small: bool | None, action: ActionSpec, num_groups: int, call_s: float = 0.0) -> Acting:
+        """Of a small Gaussian network, which numpy computes for all slots at once (`Generator.act_in_parts`), or of another policy, whose
+        calls take `call_s` by themselves."""
+        if small and action.kind == "continuous":
+            return Acting(30e-6, 1)
+        return Acting(min(max(200e-6, call_s), Acting.LONGEST_S), num_groups)
 
     def think_s(self, num_turns: int) -> float:
         """Seconds of thinking in each of so many turns."""
@@ -117,14 +132,17 @@ def settings(config: SimConfig, turns: Sequence[int]) -> list[Setting]:
     return [Setting(number, each) for number in candidates(config.num_slots) for each in turns]
 
 
-def remembered(config: SimConfig, chunk_size: int = 1, *, small: bool | None = None, turns: Sequence[int] = ()) -> WorkerChoice | None:
+def remembered(
+    config: SimConfig, chunk_size: int = 1, *, small: bool | None = None, policy: str | None = None, turns: Sequence[int] = ()
+) -> WorkerChoice | None:
     """What was chosen for this simulator, these slots and this machine; None: it has not been measured.
 
     Args:
         small: see `Acting.of`; None: with episodes of groups.
+        policy: what a `TimedPolicy` is remembered for; None: the last one, or one that was not timed.
         turns: what has to be among what was measured; empty: whatever was.
     """
-    answer: Any = RememberedAnswers(_FOLDER).read(*_question(config, chunk_size, small))
+    answer: Any = RememberedAnswers(_FOLDER).read(*_question(config, chunk_size, small, policy))
     with suppress(ValueError, TypeError, KeyError, AttributeError):
         rates = {Setting(*map(int, key.split("x"))): float(rate) for key, rate in answer.items()}
         known = settings(config, turns or sorted({each.num_turns for each in rates}))
@@ -134,10 +152,11 @@ def remembered(config: SimConfig, chunk_size: int = 1, *, small: bool | None = N
     return None
 
 
-def remember(config: SimConfig, choice: WorkerChoice, chunk_size: int = 1, *, small: bool | None = None) -> None:
+def remember(config: SimConfig, choice: WorkerChoice, chunk_size: int = 1, *, small: bool | None = None, policy: str | None = None) -> None:
     """Keep what was measured. A folder that cannot be written keeps nothing: it is measured again next time."""
     rates = {str(each): round(rate, 1) for each, rate in sorted(choice.steps_per_s.items())}
-    RememberedAnswers(_FOLDER).write(*_question(config, chunk_size, small), rates)
+    for described in {policy, None}:
+        RememberedAnswers(_FOLDER).write(*_question(config, chunk_size, small, described), rates)
 
 
 def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | None:
@@ -152,7 +171,7 @@ def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | No
     return None if number is None else min(number, num_slots)
 
 
-def _question(config: SimConfig, chunk_size: int, small: bool | None) -> tuple[str, object]:
+def _question(config: SimConfig, chunk_size: int, small: bool | None, policy: str | None) -> tuple[str, object]:
     simulator = [config.target, config.task, sorted(config.kwargs.items(), key=str), config.num_slots, config.pipeline_groups, chunk_size]
     machine = [platform.node(), platform.machine(), available_cores(), config.placement]
-    return config.name, [_MEASURED, simulator, machine, small]
+    return config.name, [_MEASURED, simulator, machine, small, policy]

@@ -16,15 +16,16 @@ from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.policies.actor_critic import build_policy
+from embodied_rl.roles.components import timed_policy
 from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim import measured_workers, worker_choice
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.measured_workers import start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.worker_choice import Acting, Setting, WorkerChoice, remember, remembered
+from embodied_rl.sim.worker_choice import Acting, Setting, TimedPolicy, WorkerChoice, remember, remembered
 from embodied_rl.train import train
-from embodied_rl.types import ActionSpec, Rollout, SimSpec, TensorSpec
+from embodied_rl.types import ActionSpec, Observation, Rollout, SimSpec, TensorSpec
 
 SEEDS = EpisodeSeeds.training(3)
 
@@ -80,6 +81,9 @@ def test_small_gaussian_networks_act_for_all_slots_in_one_call() -> None:
     assert small.think_s(1) == small.think_s(2) < other.think_s(2)
     assert other.think_s(1) == 2 * other.think_s(2)
     assert Acting.of(False, continuous, 2) == Acting.of(None, continuous, 2) == other
+    slow = Acting.of(False, continuous, 2, call_s=0.004)
+    assert (slow.think_s(1), slow.think_s(2)) == (0.008, 0.004)
+    assert Acting.of(False, continuous, 2, call_s=3.0).think_s(2) == Acting.LONGEST_S
 
 
 def test_line_says_what_was_chosen_and_what_it_gained() -> None:
@@ -109,6 +113,34 @@ def test_measured_workers_go_on_as_if_they_had_just_begun(autoreset: bool) -> No
         assert seen == three_steps(fresh)
     (line,) = told
     assert line.startswith(f"sim.num_workers=auto: {chosen} worker")
+
+
+def test_policies_that_take_long_are_timed_with_what_a_group_sees() -> None:
+    asked: list[tuple[str, list[int]]] = []
+
+    def call_s(spec: SimSpec, observation: Observation) -> float:
+        asked.append((spec.task, [len(part) for part in observation.values()]))
+        return 0.002
+
+    for _ in range(2):  # the second finds what the first remembered
+        with start_measured(toy(), SEEDS, tell=print, small=False, timed=TimedPolicy("slow", call_s)):
+            pass
+        if remembered(toy(), small=False, policy="slow") is None:
+            pytest.skip("other work on the machine made the measurement unsteady, and nothing was remembered")
+    ((task, rows),) = asked
+    assert (task, set(rows)) == ("count", {2})
+    assert remembered(toy(), small=False) == remembered(toy(), small=False, policy="slow")
+    assert remembered(toy(), small=False, policy="another") is None
+
+
+def test_timing_a_policy_leaves_the_random_numbers_where_they_are() -> None:
+    config = load_train_config(["sim=pendulum", "policy.distribution=squashed", "hybrid.device=cpu", "sim.num_slots=4"])
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with EnvManager.from_config(config.sim, SEEDS) as manager:
+        seconds = timed_policy(config).call_s(manager.spec, manager.reset().observation)
+    assert 0.0 < seconds < 1.0
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_workers_whose_past_shows_are_started_anew() -> None:
