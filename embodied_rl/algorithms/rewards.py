@@ -1,7 +1,4 @@
-"""Scaling of rewards: by the running return, and by the statistics of a batch or of groups of rows.
-
-Changes of what is rewarded (penalties, shaping, divergence) are in `reward_shaping`.
-"""
+"""Scaling of rewards, by the running return and by the statistics of a batch or of groups of rows, and changes of what is rewarded."""
 
 from __future__ import annotations
 

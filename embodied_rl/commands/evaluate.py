@@ -6,9 +6,7 @@ import dataclasses
 import glob
 import json
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,15 +20,17 @@ from embodied_rl.config import PlayerConfig, SimConfig, config_file, group_names
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.progress import progress_bar
-from embodied_rl.sim.simulators import Simulators
 from embodied_rl.trust import trusted_names
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from embodied_rl.checkpoint import Checkpoint
-    from embodied_rl.config import PlayerConfig, SimConfig, TrainConfig
+    from embodied_rl.config import TrainConfig
     from embodied_rl.evaluation.output import EvaluationResult
     from embodied_rl.generation.base import Generator
     from embodied_rl.policies.base import Policy
+    from embodied_rl.sim.simulators import Simulators
     from embodied_rl.types import Observation, SimSpec
 
 
@@ -133,42 +133,19 @@ def evaluate_players(
         IncompatibleCheckpointError: the simulator's spaces are not those that a policy was trained with.
         UserError, SimFault: from the simulator.
     """
-    from embodied_rl.evaluation.output import play_and_sum_up
-    from embodied_rl.rollout.programs import make_manager
-    from embodied_rl.sim.seeding import EpisodeSeeds
+    from embodied_rl.evaluation.output import Contestant, play
 
-    started: float | None = time.perf_counter()  # the first one's time includes the simulators' start
     wanted = players[0][0].config.sim if sim is None else sim
-    # More slots than episodes would start simulators for nothing.
-    slots = min(wanted.num_slots, num_episodes)
-    results: list[EvaluationResult] = []
+
+    def contestant(checkpoint: Checkpoint, policy: str) -> Contestant:
+        def make(manager: Simulators) -> Generator:
+            return make_generator(checkpoint, manager.spec, policy=policy, same_task=is_own_task(checkpoint, wanted), seed=seed)
+
+        own = checkpoint.config.evaluation.temperature if temperature is None else temperature or None
+        return Contestant(policy, make, own if policy == "checkpoint" else None)
+
     longest = max(checkpoint.config.policy.chunk_size for checkpoint, _ in players)
-    with make_manager(wanted, EpisodeSeeds.held_out(seed), num_slots=slots, chunk_size=longest) as manager:
-        # All are made first: a checkpoint that does not fit raises before anything is played.
-        generators = [_fitting(checkpoint, policy, wanted, manager, seed) for checkpoint, policy in players]
-        with progress_bar(manager.spec.task, num_episodes * len(players)) as advance:
-            for (checkpoint, policy), generator in zip(players, generators, strict=True):
-                own = checkpoint.config.evaluation.temperature if temperature is None else temperature or None
-                result = play_and_sum_up(
-                    manager,
-                    generator,
-                    advance,
-                    sim=wanted,
-                    label=policy,
-                    num_episodes=num_episodes,
-                    first_seed=seed,
-                    temperature=own if policy == "checkpoint" else None,
-                    # Those after the first begin as it did: what a simulator keeps from earlier episodes is forgotten.
-                    reconfigure=bool(results),
-                    started=started,
-                )
-                results.append(result)
-                started = None
-    return results
-
-
-def _fitting(checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: Simulators, seed: int) -> Generator:
-    return make_generator(checkpoint, manager.spec, policy=policy, same_task=is_own_task(checkpoint, sim), seed=seed)
+    return play([contestant(*player) for player in players], wanted, num_episodes, seed=seed, chunk_size=longest)
 
 
 def is_own_task(checkpoint: Checkpoint, sim: SimConfig) -> bool:
@@ -328,7 +305,7 @@ def main(argv: Sequence[str]) -> None:
         return
     with progress_bar(f"evaluating {values['checkpoint']}"):
         players, results = _play(values, overrides)
-    _tell(players, results, values, command_line("evaluate", argv))
+    _tell_players(players, results, values, command_line("evaluate", argv))
 
 
 def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list[tuple[Checkpoint, str]], list[EvaluationResult]]:
@@ -396,40 +373,50 @@ def _players(checkpoint: str, policy: str, against: str | None, load: Callable[[
     return [*players, other]
 
 
-def _tell(players: Sequence[tuple[Checkpoint, str]], results: Sequence[EvaluationResult], values: Mapping[str, Any], command: str) -> None:
-    """Tables on the console; JSON and CSV."""
+def _tell_players(
+    players: Sequence[tuple[Checkpoint, str]], results: Sequence[EvaluationResult], values: Mapping[str, Any], command: str
+) -> None:
+    from embodied_rl.evaluation.output import comparison_table, document_of, documents_of, labels, overview, result_table, steps_of, told_of
 
-    from embodied_rl.evaluation.output import (
-        comparison_table,
-        document_of,
-        documents_of,
-        episodes_csv,
-        labels,
-        overview,
-        result_table,
-        task_table,
-    )
-
-    run_dir = players[0][0].run_dir
-    against = values["against"] is not None
-    # Shown first: a file that cannot be written must not cost the figures.
+    first, against = players[0][0], values["against"] is not None
     if len(players) == 1:
-        print_tables(result_table(results[0]))
-        default, document = run_dir / EVALUATION_FILE, document_of(players[0][0], results[0], command)
+        tables, default = [result_table(results[0])], first.run_dir / EVALUATION_FILE
     else:
-        print_tables(overview(players, results, against=against))
-        if against:
-            print_tables(comparison_table(players, results))
-        default, document = next_free(run_dir / COMPARISON_FILE), documents_of(players, results, command, against=against)
-    if (tasks := task_table(labels(players), results)) is not None:
-        print_tables(tasks)
-    output = Path(values["output"]).with_suffix(".json") if values["output"] else default
-    _write(output, document, episodes_csv(players, results), sum(result.wall_clock_s for result in results))
+        tables = [overview(players, results, against=against), *([comparison_table(players, results)] if against else [])]
+        default = next_free(first.run_dir / COMPARISON_FILE)
+
+    def document() -> Mapping[str, Any]:
+        if len(players) == 1:
+            return document_of(first.config, results[0], command, told_of(first))
+        return documents_of(players, results, command, against=against)
+
+    _tell(tables, labels(players), steps_of(players), results, _output(values, default), document)
 
 
-def _write(output: Path, document: Mapping[str, Any], csv: str, seconds: float) -> None:
-    write_atomic(output, json.dumps(document, indent=1) + "\n")
-    write_atomic(output.with_suffix(".csv"), csv)
+def _output(values: Mapping[str, Any], default: Path) -> Path:
+    return Path(values["output"]).with_suffix(".json") if values["output"] else default
+
+
+def _tell(
+    tables: Sequence[Table],
+    names: Sequence[str],
+    steps: Sequence[str],
+    results: Sequence[EvaluationResult],
+    output: Path,
+    document: Callable[[], Mapping[str, Any]],
+) -> None:
+    """Tables on the console; JSON and CSV."""
+    from embodied_rl.evaluation.output import episodes_csv, task_table
+
+    # Shown first: a file that cannot be written must not cost the figures.
+    by_task = task_table(names, results)
+    print_tables(*tables, *([] if by_task is None else [by_task]))
+    if len(results) == 1 and (shares := results[0].answers):
+        named = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
+        print(f"Of the answers: {named}")
+    write_atomic(output, json.dumps(document(), indent=1) + "\n")
+    write_atomic(output.with_suffix(".csv"), episodes_csv(names, steps, results))
+    seconds = sum(result.wall_clock_s for result in results)
     print(f"{seconds:.1f} s. Every episode: {output} and {output.with_suffix('.csv').name}")
 
 
@@ -472,8 +459,7 @@ class Untrained:
 def evaluate_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     """Play, print and write what the arguments of the command ask for. Raises UserError."""
     player = choose_untrained(argv, values, overrides)
-    result, told = play_untrained(player)
-    _tell_untrained(player, result, told, values, command_line("evaluate", argv))
+    _tell_untrained(player, play_untrained(player), values, command_line("evaluate", argv))
 
 
 def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Untrained:
@@ -523,56 +509,30 @@ def _server(overrides: Mapping[str, Any]) -> PlayerConfig:
     return build(PlayerConfig, {"share": 0.5, "backend": "openai", **given}, "openai")
 
 
-def play_untrained(player: Untrained) -> tuple[EvaluationResult, dict[str, Any]]:
-    """The episodes and their figures, and what is reported of the player beside them.
+def play_untrained(player: Untrained) -> EvaluationResult:
+    """The episodes and their figures.
     Raises UserError: the policy does not fit the simulator, its folder is incomplete, or a server does not answer."""
     import torch
 
-    from embodied_rl.evaluation.output import play_and_sum_up
-    from embodied_rl.rollout.programs import make_manager
-    from embodied_rl.sim.seeding import EpisodeSeeds
+    from embodied_rl.evaluation.output import Contestant, play
 
-    started, config = time.perf_counter(), player.config
-    wanted = config.evaluation
+    config, wanted = player.config, player.config.evaluation
     torch.manual_seed(config.seed)
-    seeds, slots = EpisodeSeeds.held_out(wanted.seed), min(config.sim.num_slots, wanted.num_episodes)
-    with (
-        make_manager(config.sim, seeds, num_slots=slots, chunk_size=config.policy.chunk_size) as manager,
-        _generator(player, manager) as generator,
-        progress_bar(manager.spec.task, wanted.num_episodes) as advance,
-    ):
-        result = play_and_sum_up(
-            manager,
-            generator,
-            advance,
-            sim=config.sim,
-            label=player.label,
-            num_episodes=wanted.num_episodes,
-            first_seed=wanted.seed,
-            temperature=wanted.temperature,
-            started=started,
-        )
-        shares = generator.figures()
-    return result, {"answers": shares} if shares else {}
+    with tempfile.TemporaryDirectory(prefix="embodied_rl_") as folder:
+        contestant = Contestant(player.label, partial(_generator, player, Path(folder)), wanted.temperature)
+        (result,) = play([contestant], config.sim, wanted.num_episodes, seed=wanted.seed, chunk_size=config.policy.chunk_size)
+    return result
 
 
-@contextmanager
-def _generator(player: Untrained, manager: Simulators) -> Iterator[Generator]:
-    """What acts, closed afterwards."""
+def _generator(player: Untrained, folder: Path, manager: Simulators) -> Generator:
+    """What acts."""
     config, spec = player.config, manager.spec
     if config.policy.name == "language" and (player.kind != "random" or spec.action.kind == "text"):
-        with tempfile.TemporaryDirectory(prefix="embodied_rl_") as folder:
-            speaking = _speaking(player, manager, Path(folder))
-            try:
-                yield speaking
-            finally:
-                speaking.close()
-        return
+        return _speaking(player, manager, folder)
     if player.kind == "random":
         from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
 
-        yield NoisyGenerator(RandomGenerator(spec), spec, config.seed)
-        return
+        return NoisyGenerator(RandomGenerator(spec), spec, config.seed)
     from embodied_rl.generation.torch_backend import TorchGenerator
     from embodied_rl.learning.devices import resolve_device
     from embodied_rl.policies.build import build_policy
@@ -582,7 +542,7 @@ def _generator(player: Untrained, manager: Simulators) -> Iterator[Generator]:
     policy.train(False)
     generator = TorchGenerator(policy)
     generator.publish(0)
-    yield generator
+    return generator
 
 
 def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:
@@ -613,22 +573,18 @@ def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:
     return AgentGenerator(agent, OpenAITokens(options, policy.tokenizer), temperature=server.temperature, seed=config.seed)
 
 
-def _tell_untrained(player: Untrained, result: EvaluationResult, told: dict[str, Any], values: Mapping[str, Any], command: str) -> None:
-    """Tables on the console; JSON and CSV."""
+def _tell_untrained(player: Untrained, result: EvaluationResult, values: Mapping[str, Any], command: str) -> None:
     from embodied_rl.checkpoint import note_base
-    from embodied_rl.evaluation.output import csv_of, document_of_untrained, result_table, task_table
+    from embodied_rl.evaluation.output import document_of, result_table
 
-    # Shown first: a file that cannot be written must not cost the figures.
-    print_tables(result_table(result))
-    if (tasks := task_table([player.label], [result])) is not None:
-        print_tables(tasks)
-    if shares := told.get("answers"):
-        named = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
-        print(f"Of the answers: {named}")
-    default = next_free(Path("runs") / player.config.sim.name / f"evaluation-{player.kind}.json")
-    output = Path(values["output"]).with_suffix(".json") if values["output"] else default
-    if player.folder is not None:
-        told["model"] = note_base(player.folder, output.parent)
-    if player.server is not None:
-        told["server"] = dataclasses.asdict(player.server)
-    _write(output, document_of_untrained(player.config, result, command, told), csv_of([player.label], [""], [result]), result.wall_clock_s)
+    output = _output(values, next_free(Path("runs") / player.config.sim.name / f"evaluation-{player.kind}.json"))
+
+    def document() -> Mapping[str, Any]:
+        told: dict[str, Any] = {}
+        if player.folder is not None:
+            told["model"] = note_base(player.folder, output.parent)
+        if player.server is not None:
+            told["server"] = dataclasses.asdict(player.server)
+        return document_of(player.config, result, command, told)
+
+    _tell([result_table(result)], [player.label], [""], [result], output, document)

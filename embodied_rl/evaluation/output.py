@@ -6,8 +6,9 @@ import csv
 import dataclasses
 import io
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.errors import UserError
+from embodied_rl.progress import progress_bar
 from embodied_rl.reporting import Figures, by_task, config_hash, episode_rows, summarise, task_figures, task_of
 from embodied_rl.statistics import bootstrap_mean_interval, holm, mcnemar_p_value, paired_rate_interval, sign_flip_p_value
 from embodied_rl.types import EpisodeSummary
@@ -121,6 +123,8 @@ class EvaluationResult:
     wall_clock_s: float
     temperature: float | None = None
     """Of action tokens that were drawn; None: the mode."""
+    answers: Mapping[str, float] = field(default_factory=dict)
+    """Shares of a speaker's answers, such as of those that name no action."""
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -270,33 +274,22 @@ def _percent_range(interval: tuple[float, float]) -> str:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def document_of(checkpoint: Checkpoint, result: EvaluationResult, command: str) -> dict[str, Any]:
-    """What evaluation.json holds: figures, provenance and a row per episode."""
-    return {**_one(checkpoint, result), **_provenance(result, command), "episodes": episode_rows(result.episodes)}
+def document_of(config: TrainConfig, result: EvaluationResult, command: str, told: Mapping[str, Any]) -> dict[str, Any]:
+    """What evaluation.json holds: figures, provenance and a row per episode; `told`: where the policy's weights came from."""
+    return {**_one(config, result, told), **_provenance(result, command), "episodes": episode_rows(result.episodes)}
 
 
-def document_of_untrained(config: TrainConfig, result: EvaluationResult, command: str, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What evaluation.json holds of a policy that no run of ours trained; `told`: where its weights came from."""
-    return {
-        "task": result.spec.task,
-        "policy": result.policy,
-        "temperature": result.temperature,
-        **told,
-        "config_sha256": config_hash(config),
-        **result.figures.to_dict(),
-        **task_figures(result.episodes, result.spec.reports_success),
-        "wall_clock_s": round(result.wall_clock_s, 2),
-        **_provenance(result, command),
-        "episodes": episode_rows(result.episodes),
-    }
+def told_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Where a checkpoint's weights come from."""
+    return {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "policy_sha256": checkpoint.weights_sha256()}
 
 
 def documents_of(players: Sequence[Player], results: Sequence[EvaluationResult], command: str, *, against: bool) -> dict[str, Any]:
     """What comparison.json holds: the figures and episodes of every policy and, with `against`, the comparisons with the last one."""
     names = labels(players)
     evaluations = [
-        {"label": name, **_one(player[0], result), "episodes": episode_rows(result.episodes)}
-        for name, player, result in zip(names, players, results, strict=True)
+        {"label": name, **_one(checkpoint.config, result, told_of(checkpoint)), "episodes": episode_rows(result.episodes)}
+        for name, (checkpoint, _), result in zip(names, players, results, strict=True)
     ]
     comparisons: list[dict[str, Any]] = []
     if against:
@@ -312,14 +305,18 @@ def documents_of(players: Sequence[Player], results: Sequence[EvaluationResult],
     }
 
 
-def episodes_csv(players: Sequence[Player], results: Sequence[EvaluationResult]) -> str:
-    """One line per episode: policy, step, task, seed, success_once, success_at_end, return, length, terminated."""
-    steps = ["" if policy == "random" else str(checkpoint.step) for checkpoint, policy in players]
-    return csv_of(labels(players), steps, results)
+def steps_of(players: Sequence[Player]) -> list[str]:
+    """For how long each was trained; empty for random actions."""
+    return ["" if policy == "random" else str(checkpoint.step) for checkpoint, policy in players]
 
 
-def csv_of(names: Sequence[str], steps: Sequence[str], results: Sequence[EvaluationResult]) -> str:
-    """See `episodes_csv`: of policies with these names, trained for so many steps."""
+def episodes_csv(names: Sequence[str], steps: Sequence[str], results: Sequence[EvaluationResult]) -> str:
+    """One line per episode: policy, step, task, seed, success_once, success_at_end, return, length, terminated.
+
+    Args:
+        names: of the policies.
+        steps: for how long each was trained.
+    """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(("policy", "step", "task", "seed", "success_once", "success_at_end", "return", "length", "terminated"))
@@ -354,15 +351,14 @@ def adjusted_p_values(comparisons: Sequence[Comparison]) -> list[dict[str, float
     return rows
 
 
-def _one(checkpoint: Checkpoint, result: EvaluationResult) -> dict[str, Any]:
+def _one(config: TrainConfig, result: EvaluationResult, told: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "task": result.spec.task,
         "policy": result.policy,
         "temperature": result.temperature,
-        "checkpoint": str(checkpoint.path),
-        "step": checkpoint.step,
-        "policy_sha256": checkpoint.weights_sha256(),
-        "config_sha256": config_hash(checkpoint.config),
+        **({"answers": result.answers} if result.answers else {}),
+        **told,
+        "config_sha256": config_hash(config),
         **result.figures.to_dict(),
         **task_figures(result.episodes, result.spec.reports_success),
         "wall_clock_s": round(result.wall_clock_s, 2),
@@ -379,48 +375,67 @@ def _provenance(result: EvaluationResult, command: str) -> dict[str, Any]:
     }
 
 
-def play_and_sum_up(
-    manager: Simulators,
-    generator: Generator,
-    advance: Advance,
-    *,
-    sim: SimConfig,
-    label: str,
-    num_episodes: int,
-    first_seed: int,
-    temperature: float | None,
-    reconfigure: bool = False,
-    started: float | None = None,
-) -> EvaluationResult:
-    """Play with `generator` as `embodied_rl.rollout.evaluation.evaluate` does, and work out the figures.
+@dataclass(frozen=True)
+class Contestant:
+    """Who plays in an evaluation."""
+
+    label: str
+    make: Callable[[Simulators], Generator]
+    """What acts in simulators like these. May raise IncompatibleCheckpointError and UserError."""
+    temperature: float | None = None
+    """Of drawn action tokens; None: the mode."""
+
+
+def play(contestants: Sequence[Contestant], sim: SimConfig, num_episodes: int, *, seed: int, chunk_size: int) -> list[EvaluationResult]:
+    """Play the same held-out seeds with each, one after another in the same simulators, and work out the figures.
 
     Args:
-        advance: called with every episode, and the share of successes so far.
-        started: `time.perf_counter()` from which on the wall clock counts; None: now.
+        seed: the seeds are 2**30 + seed + 0 … num_episodes - 1.
+        chunk_size: actions in the longest chunk of any of them.
+
+    Returns:
+        One result each, in their order.
 
     Raises:
-        UserError: no episode could be finished, or the temperature of what draws no action tokens.
+        UserError: no episode could be finished, or the temperature of what draws no action tokens; as what makes the generators.
+        SimFault: from the simulator.
     """
-    from embodied_rl.reporting import summarise
+    from embodied_rl.rollout.programs import make_manager
+    from embodied_rl.sim.seeding import EpisodeSeeds
+
+    started = time.perf_counter()  # the first one's time includes the simulators' start
+    # More slots than episodes would start simulators for nothing.
+    slots = min(sim.num_slots, num_episodes)
+    results: list[EvaluationResult] = []
+    with ExitStack() as stack:
+        manager = stack.enter_context(make_manager(sim, EpisodeSeeds.held_out(seed), num_slots=slots, chunk_size=chunk_size))
+        # All are made first: a checkpoint that does not fit raises before anything is played.
+        generators = [stack.enter_context(closing(contestant.make(manager))) for contestant in contestants]
+        advance = stack.enter_context(progress_bar(manager.spec.task, num_episodes * len(contestants)))
+        for contestant, generator in zip(contestants, generators, strict=True):
+            # Those after the first begin as it did: what a simulator keeps from earlier episodes is forgotten.
+            episodes = _play(manager, generator, advance, num_episodes, seed, contestant.temperature, reconfigure=bool(results))
+            figures, seconds = summarise(episodes, manager.spec.reports_success), time.perf_counter() - started
+            answers, temperature = generator.figures(), contestant.temperature
+            results.append(EvaluationResult(sim, manager.spec, contestant.label, episodes, figures, seconds, temperature, answers))
+            started = time.perf_counter()
+    return results
+
+
+def _play(
+    manager: Simulators, generator: Generator, advance: Advance, number: int, seed: int, temperature: float | None, *, reconfigure: bool
+) -> Sequence[EpisodeSummary]:
     from embodied_rl.rollout.evaluation import evaluate
 
-    started = time.perf_counter() if started is None else started
-    spec, finished = manager.spec, list[bool]()
+    finished = list[bool]()
 
     def on_episode(episode: EpisodeSummary) -> None:
         finished.append(episode.success_once)
-        advance(1, f"success {np.mean(finished):.0%}" if spec.reports_success else "")
+        advance(1, f"success {np.mean(finished):.0%}" if manager.spec.reports_success else "")
 
     episodes = evaluate(
-        manager,
-        generator,
-        num_episodes,
-        first_seed=first_seed,
-        reconfigure=reconfigure,
-        temperature=temperature,
-        on_episode=on_episode,
+        manager, generator, number, first_seed=seed, reconfigure=reconfigure, temperature=temperature, on_episode=on_episode
     )
     if not episodes:
-        raise UserError(f"None of the {num_episodes} episodes could be finished: the simulator failed in every one.")
-    figures = summarise(episodes, spec.reports_success)
-    return EvaluationResult(sim, spec, label, episodes, figures, time.perf_counter() - started, temperature)
+        raise UserError(f"None of the {number} episodes could be finished: the simulator failed in every one.")
+    return episodes
