@@ -1,6 +1,7 @@
 """Rollouts of a policy that acts in chunks, with observations drawn at every step and where they are read: `tiny_vla` on `pixel_tasks`.
 
 ``python benchmarks/chunks.py``: simulator, policy, workers and collector are those of ``experiment=tiny_vla``; the policy is untrained.
+Workers are what a training run would take (``sim.num_workers=auto``), for both sides.
 The sides take turns, rollout by rollout, and play the same episodes: their rollouts are compared bit by bit. Beside the clock stands the
 processor time of each decision, of this process and of the simulators: of a busy machine it is what can be compared.
 """
@@ -8,6 +9,7 @@ processor time of each decision, of this process and of the simulators: of a bus
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -39,6 +41,16 @@ class Observing(SimWrapper):
 def observing(config: SimConfig) -> SimConfig:
     """The same simulator, observed at every step."""
     return wrapped(config, "chunks:Observing")
+
+
+def chosen(config: TrainConfig) -> TrainConfig:
+    """With the workers and turns that a run of this configuration takes here."""
+    from embodied_rl.roles.components import start_simulators
+
+    simulators = start_simulators(config, print).simulators
+    workers, turns = simulators.num_workers, simulators.num_turns or config.sim.num_groups
+    simulators.close()
+    return dataclasses.replace(config, sim=dataclasses.replace(config.sim, num_workers=workers, pipeline_groups=turns))
 
 
 class Side:
@@ -123,7 +135,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of experiment=tiny_vla, such as sim.num_workers=1 or policy.chunk=8")
     options = parser.parse_intermixed_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # the workers import `Observing` from here
-    config = load_train_config(["experiment=tiny_vla", *options.overrides])
+    config = chosen(load_train_config(["experiment=tiny_vla", *options.overrides]))
     rollout_steps = options.rollout_steps or config.algorithm.rollout_steps
     every, read = measure(config, rollout_steps, options.rounds)
     print(provenance("mujoco"))
