@@ -66,6 +66,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Nothing is collected as garbage while all that is tested is imported."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """What is loaded by now stays to the end: the garbage collector need not look through it again and again."""
     gc.collect()

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.commands.cli import command_line, run_command, terminal_width
+from embodied_rl.commands.cli import command_line, loading, run_command, terminal_width
 from embodied_rl.config import TrainConfig, group_names
 from embodied_rl.errors import UserError
 from embodied_rl.paths import configs_dir
-from embodied_rl.progress import progress_bar, run_clock, spoke, wrapped_lines
+from embodied_rl.progress import run_clock, spoke, wrapped_lines
 from embodied_rl.run_folder import announce, find_run_folder, replaced_keys
 from embodied_rl.trust import code_names
 
@@ -211,7 +211,7 @@ def train(
             spoke()
         if checkpoint is None:
             require_time(config, time.time() - began, "before anything was started")
-        with progress_bar("loading PyTorch", shown=shows_progress(config)):
+        with loading("PyTorch", shown=shows_progress(config)):
             from embodied_rl.roles.failures import RoleLost
         for num_restarts in itertools.count():
             try:
@@ -238,7 +238,7 @@ def _run(
     from embodied_rl.checkpoint import resume_command
     from embodied_rl.reporting import remember_start, shows_progress
 
-    with progress_bar("loading libraries", shown=shows_progress(config)):
+    with loading("libraries", shown=shows_progress(config)):
         from embodied_rl.roles.failures import RoleLost
         from embodied_rl.trainer import Trainer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import PlayedEpisodes, Seed
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, terminal_width
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, loading, terminal_width
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, brief, shown
 from embodied_rl.progress import Advance, clock_text, progress_bar, run_clock, spoke, wrapped_lines
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> None:
     print(f"Study: {folder}", flush=True)
     spoke()
     with run_clock(time.time()):
-        with progress_bar("loading Optuna and PyTorch"):
+        with loading("Optuna and PyTorch"):
             study = _open(folder, values["prune"], values["sampler_seed"])
             import torch  # noqa: F401
         finished = _search(study, folder, fixed, ranges, trials)
