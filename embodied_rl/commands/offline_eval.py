@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from embodied_rl.checkpoint import Checkpoint
     from embodied_rl.episodes.assessment import Estimate
-    from embodied_rl.episodes.estimators import Interval
     from embodied_rl.episodes.recording import Recording
     from embodied_rl.evaluation.offline_study import OfflineSettings, OfflineStudy
+    from embodied_rl.evaluation.offline_tables import Shown
 
 DOCUMENT_FILE, REPORT_FILE = "offline_eval.json", "offline_eval.html"
 
@@ -133,41 +133,6 @@ def _fitted_q(further: Mapping[str, Any], seed: int) -> Any:
 # ---- what is shown ----------------------------------------------------------------------------------------------------
 
 
-def ranking_table(study: OfflineStudy) -> Table:
-    """The policies, the best first."""
-    by = study.ranked_by
-    assert by is not None
-    table = _table(f"Ranked by {by} (γ = {study.settings.given.gamma:g})", ("", "policy", by, _percent(study), "best in", "log-likelihood"))
-    for place, label in enumerate(study.ranking, start=1):
-        policy = study.policy(label)
-        estimate = policy.estimate(by)
-        likelihood = f"{policy.open_loop.log_likelihood.mean:.3g}"
-        table.add_row(
-            str(place), label, _number(estimate.value), interval_text(estimate.bootstrap), f"{study.best_share[label]:.0%}", likelihood
-        )
-    return table
-
-
-def estimates_table(study: OfflineStudy, label: str) -> Table:
-    """All estimates of one policy, and below them why some were refused."""
-    policy = study.policy(label)
-    columns = ("", "value", f"{_percent(study)} bootstrap", "concentration", "ESS", "max weight")
-    table = _table(f"{label}: value over {study.num_episodes} episodes (γ = {study.settings.given.gamma:g})", columns)
-    rows = [*([study.behaviour] if study.behaviour else []), *policy.estimates]
-    for estimate in rows:
-        weights = estimate.weights
-        table.add_row(
-            estimate.estimator,
-            _number(estimate.value) if not estimate.refused else "refused",
-            interval_text(estimate.bootstrap),
-            interval_text(estimate.concentration),
-            "" if weights is None else f"{weights.ess:.1f}",
-            "" if weights is None else f"{weights.largest:.3g}",
-        )
-    table.caption, table.caption_justify = "\n".join(refusals(policy.estimates)), "left"
-    return table
-
-
 def refusals(estimates: Sequence[Estimate]) -> list[str]:
     """One line per reason: ``is, wis: refused: …``, and the notes."""
     told: dict[str, list[str]] = {}
@@ -177,56 +142,15 @@ def refusals(estimates: Sequence[Estimate]) -> list[str]:
     return [f"{', '.join(names)}: {text}" for text, names in told.items()]
 
 
-def open_loop_table(study: OfflineStudy) -> Table:
-    """Predicted against recorded actions: a row per policy, and for a single policy one per dimension."""
-    first = study.policies[0].open_loop
-    vectors = first.mse is not None
-    figures = ("MSE", "MAE", "explained", f"same of {first.num_bins} bins") if vectors else ("accuracy", "majority")
-    table = _table(
-        f"Open loop, {first.num_episodes} episodes, asked every {_plural(first.horizon, 'step')}", ("policy", *figures, "log-likelihood")
-    )
-    for policy in study.policies:
-        loop = policy.open_loop
-        assert (loop.mse is not None) == vectors
-        shown = [f"{loop.accuracy.mean:.1%}"]
-        if loop.mse is not None and loop.mae is not None:
-            explained = [value for value in loop.explained_by_dim if value == value]
-            shown = [f"{loop.mse.mean:.4g}", f"{loop.mae.mean:.4g}", f"{sum(explained) / max(len(explained), 1):.1%}", *shown]
-        else:
-            shown.append(f"{loop.majority:.1%}")
-        table.add_row(policy.label, *shown, f"{loop.log_likelihood.mean:.4g} ({interval_text(loop.log_likelihood.interval)})")
-        if len(study.policies) == 1 and vectors:
-            for dim in range(len(loop.mse_by_dim)):
-                cells = (loop.mse_by_dim[dim], loop.mae_by_dim[dim])
-                shares = (loop.explained_by_dim[dim], loop.accuracy_by_dim[dim])
-                table.add_row(f"  dimension {dim}", *(f"{cell:.4g}" for cell in cells), *(f"{share:.1%}" for share in shares), "")
-    return table
-
-
-def interval_text(interval: Interval | None) -> str:
-    """``low to high``; "" where there is none."""
-    return "" if interval is None else f"{interval.low:.4g} to {interval.high:.4g}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _percent(study: OfflineStudy) -> str:
-    return f"{100 * study.settings.given.confidence:.3g}%"
-
-
-def _plural(count: int, noun: str) -> str:
-    return noun if count == 1 else f"{count} {noun}s"
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
+def _table(shown: Shown, caption: str = "") -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.ROUNDED)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if column in ("", "policy") and index < 2 else "right", no_wrap=True)
+    table = Table(title=shown.title, title_justify="left", box=box.ROUNDED, caption=caption, caption_justify="left")
+    for index, column in enumerate(shown.columns):
+        table.add_column(column, justify="left" if index < shown.leading else "right", no_wrap=True)
+    for row in shown.rows:
+        table.add_row(*row)
     return table
 
 
@@ -283,12 +207,16 @@ def _study(recording: Recording, checkpoints: Sequence[tuple[str, Checkpoint]], 
 
 
 def _show(study: OfflineStudy) -> None:
+    from embodied_rl.evaluation.offline_tables import by_dimension, estimates, open_loop, ranking
+
     if len(study.policies) > 1 and study.ranked_by is not None:
-        print_tables(ranking_table(study))
+        print_tables(_table(ranking(study)))
     if study.settings.estimators:
         for policy in study.policies:
-            print_tables(estimates_table(study, policy.label))
-    print_tables(open_loop_table(study))
+            print_tables(_table(estimates(study, policy), "\n".join(refusals(policy.estimates))))
+    print_tables(_table(open_loop(study)))
+    if len(study.policies) == 1 and (dimensions := by_dimension(study.policies)).rows:
+        print_tables(_table(dimensions))
     for note in study.notes:
         print(f"Note: {note}.")
     if len(study.policies) > 1 and study.settings.estimators and study.ranked_by is None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from embodied_rl.episodes.assessment import Estimate
 from embodied_rl.episodes.recording import RecordedEpisode
+from embodied_rl.evaluation.offline_tables import Shown, all_estimates, by_dimension, estimates, open_loop, ranking
 from embodied_rl.files import write_atomic
 from embodied_rl.loggers.meanings import OFFLINE
 from embodied_rl.reports.charts import card, facts, figure, grid, text
@@ -75,13 +76,7 @@ def _ranking(study: OfflineStudy) -> str:
         return ""
     if study.ranked_by is None:
         return card('<p class="bad">No estimator has a value for every policy, so that nothing ranks them.</p>')
-    rows = []
-    for place, label in enumerate(study.ranking, start=1):
-        estimate = study.policy(label).estimate(study.ranked_by)
-        cells = (str(place), text(label), _number(estimate.value), _interval(estimate), f"{study.best_share[label]:.0%}")
-        rows.append(cells)
-    names = ("", "policy", study.ranked_by, f"{_percent(study)} bootstrap", "best in")
-    return card(_grid(names, rows, numbers=(2, 3, 4)), f"By {study.ranked_by}")
+    return card(_grid(ranking(study)), f"By {study.ranked_by}")
 
 
 def _values(study: OfflineStudy) -> str:
@@ -92,17 +87,8 @@ def _values(study: OfflineStudy) -> str:
     )
     parts = [_picture(draw_values(study), "Estimates", told)]
     for policy in study.policies:
-        rows = []
-        for estimate in [*([study.behaviour] if study.behaviour else []), *policy.estimates]:
-            concentration = estimate.concentration
-            guaranteed = "" if concentration is None else f"{concentration.low:.4g} to {concentration.high:.4g}"
-            weights = estimate.weights
-            shown = ("", "", "") if weights is None else (f"{weights.ess:.1f}", f"{weights.largest:.3g}", f"{weights.mean:.3g}")
-            rows.append(
-                (_estimator(estimate.estimator), _number(estimate.value), _interval(estimate), guaranteed, *shown, _remarks(estimate))
-            )
-        names = ("", "value", f"{_percent(study)} bootstrap", "concentration", "ESS", "largest weight", "mean weight", "")
-        parts.append(card(_grid(names, rows, numbers=(1, 2, 3, 4, 5, 6)), policy.label))
+        remarks = [_remarks(estimate) for estimate in all_estimates(study, policy)]
+        parts.append(card(_grid(estimates(study, policy), remarks), policy.label))
     if any(policy.ess_by_step is not None for policy in study.policies):
         told = "Of the importance weights up to each step; below the dotted line estimates are refused."
         parts.append(_picture(draw_ess(study), "Effective sample size", told))
@@ -129,35 +115,13 @@ def _remarks(estimate: Estimate) -> str:
 
 
 def _open_loop(study: OfflineStudy) -> str:
-    rows = []
-    for policy in study.policies:
-        loop = policy.open_loop
-        likelihood = f"{loop.log_likelihood.mean:.4g} ({loop.log_likelihood.interval.low:.4g} to {loop.log_likelihood.interval.high:.4g})"
-        figures = [f"{loop.mse.mean:.4g}", f"{loop.mae.mean:.4g}"] if loop.mse is not None and loop.mae is not None else ["", ""]
-        rows.append((text(policy.label), *figures, f"{loop.accuracy.mean:.1%}", f"{loop.majority:.1%}", likelihood))
-    first = study.policies[0].open_loop
-    accuracy = "same bin" if first.num_bins else "accuracy"
-    names = ("policy", "MSE", "MAE", accuracy, "always the most frequent", "log-likelihood per step")
-    shown = _grid(names, rows, numbers=(1, 2, 3, 4, 5))
+    first, shown = study.policies[0].open_loop, _grid(open_loop(study))
     if first.mse is not None:
         bins = f" A bin is one of {first.num_bins} equal ones of a dimension." if first.num_bins else ""
-        shown += _by_dimension(study)
+        shown += f"<details><summary>By dimension</summary>{_grid(by_dimension(study.policies))}</details>"
         shown += f'<p class="note">{first.bound_share:.1%} of the recorded entries lie at the simulator\'s bounds.{bins}</p>'
     told = "Lines are what the policy would do in the recorded states, dots what was done; each row is a dimension of the action."
     return card(shown) + "".join(_picture(draw_open_loop(policy), f"{policy.label}: actions", told) for policy in study.policies)
-
-
-def _by_dimension(study: OfflineStudy) -> str:
-    rows = []
-    for policy in study.policies:
-        loop = policy.open_loop
-        for dim, (mse, mae) in enumerate(zip(loop.mse_by_dim, loop.mae_by_dim, strict=True)):
-            explained = loop.explained_by_dim[dim]
-            share = "" if explained != explained else f"{explained:.1%}"
-            name = text(policy.label) if dim == 0 else ""
-            rows.append((name, str(dim), f"{mse:.4g}", f"{mae:.4g}", share, f"{loop.accuracy_by_dim[dim]:.1%}"))
-    names = ("policy", "dimension", "MSE", "MAE", "explained", "same bin")
-    return f"<details><summary>By dimension</summary>{_grid(names, rows, numbers=(1, 2, 3, 4, 5))}</details>"
 
 
 def _videos(recording: Recording, limit: int | None) -> str:
@@ -314,23 +278,15 @@ def _video(frames: Sequence[np.ndarray]) -> bytes:
 # ---- small things -----------------------------------------------------------------------------------------------------
 
 
-def _grid(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """A table whose headings explain themselves; cells are HTML already."""
-    meanings = {name: OFFLINE[known] for name in names if (known := name.rpartition("% ")[2]) in OFFLINE}
-    return grid(names, rows, numbers=numbers, meanings=meanings)
+def _grid(shown: Shown, remarks: Sequence[str] | None = None) -> str:
+    """A table whose headings and estimators explain themselves; `remarks` are its last column, in HTML."""
+    columns, rows = shown.columns, [[_explained(row[0]), *map(text, row[1:])] for row in shown.rows]
+    meanings = {name: OFFLINE[known] for name in columns if (known := name.rpartition("% ")[2]) in OFFLINE}
+    numbers = range(shown.leading, len(columns))
+    if remarks is not None:
+        columns, rows = [*columns, ""], [[*row, remark] for row, remark in zip(rows, remarks, strict=True)]
+    return grid(columns, rows, numbers=numbers, meanings=meanings)
 
 
-def _estimator(name: str) -> str:
-    return f'<span title="{text(OFFLINE[name])}">{text(name)}</span>'
-
-
-def _interval(estimate: Estimate) -> str:
-    return "" if estimate.bootstrap is None else f"{estimate.bootstrap.low:.4g} to {estimate.bootstrap.high:.4g}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _percent(study: OfflineStudy) -> str:
-    return f"{100 * study.settings.given.confidence:.3g}%"
+def _explained(name: str) -> str:
+    return f'<span title="{text(OFFLINE[name])}">{text(name)}</span>' if name in OFFLINE else text(name)
