@@ -78,7 +78,8 @@ EXAMPLES = (
     ("agent_critic", f"{TEXTS} algorithm=ppo_episodes", "algorithm.advantage='gae' needs a critic"),
     ("agent_tokens", f"{TEXTS} generation=torch", "generation.backend='torch' does not sample tokens"),
     ("agent_player", f"{TEXTS} algorithm.warm_start={{episodes:1}}", "algorithm.warm_start of a language agent clones a scripted player"),
-    ("agent_initialized", f"{TEXTS} algorithm.initialized.share=0.5", "algorithm.initialized.share=0"),
+    ("initialized_tools", f"{TEXTS} algorithm.initialized.share=0.5 agent.tools=[calculator]", "tools keep a state that is not"),
+    ("program_initialized", f"{PROGRAM} algorithm.initialized.share=0.5", "whose state is nowhere but in it"),
     # robots
     ("robot_tokens", f"{GROUPS} generation=tokens_torch", "generation.backend='tokens_torch' samples tokens"),
     ("robot_player", f"{CARTPOLE} algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),

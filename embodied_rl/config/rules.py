@@ -283,6 +283,12 @@ _PROGRAMS = (
         lambda run: run.of_program and run.algorithm.warm_start is not None,
         "algorithm.warm_start plays in a simulator, and an agent program is none: set algorithm.warm_start=null.",
     ),
+    Rule(
+        "program_initialized",
+        lambda run: run.of_program and run.algorithm.initialized.share > 0,
+        "algorithm.initialized starts where a simulator was saved, and an agent program is a process of its own, whose state is nowhere "
+        "but in it: set algorithm.initialized.share=0.",
+    ),
 )
 
 _LANGUAGE_AGENTS = (
@@ -310,9 +316,10 @@ _LANGUAGE_AGENTS = (
         "embodied_rl.sim.text.frozenlake:player, or algorithm.warm_start=null.",
     ),
     Rule(
-        "agent_initialized",
-        lambda run: run.speaks and run.algorithm.initialized.share > 0,
-        "algorithm.initialized is offered for robots' policies: set algorithm.initialized.share=0.",
+        "initialized_tools",
+        lambda run: run.speaks and run.algorithm.initialized.share > 0 and run.config.agent.tools,
+        "algorithm.initialized starts where a simulator was saved, and tools keep a state that is not (variables, files, calls): set "
+        "agent.tools=[], or algorithm.initialized.share=0.",
     ),
 )
 

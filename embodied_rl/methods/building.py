@@ -214,6 +214,7 @@ def _let_agent_play(stream: Stream, agent: Agent, backend: TokenBackend, queue: 
         greedy_member=_greedy_member(stream.config),
         trained=stream.trained,
         temperature=None if stream.other is None else stream.other.temperature,
+        starts=stream.starts,
     )
     if stream.is_own:
         # Held-out requests of a run's only domain are drawn the same in every run: its results compare.
@@ -298,7 +299,7 @@ def build_here(config: TrainConfig, streams: Sequence[Stream], run_dir: Path, ch
         UserError: as the makers of policies, learners and backends do.
     """
     for stream in streams:
-        stream.starts = make_starts(stream.config, stream.manager.spec)
+        stream.starts = make_starts(stream.config, stream.manager.spec) if stream.is_own else None
     policies, language = _policies(config, streams, run_dir, checkpoint, base)
     queue, first = make_queue(config, streams), streams[0]
     playing = let_play(streams, ActingHere(policies, language, run_dir), queue, run_dir)

@@ -30,11 +30,12 @@ from embodied_rl.generation.tokens import Completion, Failure, TokenBackend
 from embodied_rl.rollout.batch_sinks import AgentRecord
 from embodied_rl.rollout.collector import PATIENCE_S
 from embodied_rl.rollout.groups import Assignment, GroupQueue
-from embodied_rl.rollout.observations import copied
+from embodied_rl.rollout.initialized import Start, StartLibrary
+from embodied_rl.rollout.observations import copied, stacked
 from embodied_rl.rollout.queue_pump import SlotPump
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.stopping import waiting
-from embodied_rl.types import StepBatch
+from embodied_rl.types import EpisodeSummary, Observation, StepBatch
 
 MANY = 8
 """Failures in a row, after each one's own retries, that are no accident."""
@@ -99,6 +100,10 @@ class _Playing:
     success: bool = False
     record: AgentRecord | None = None
     """None: nothing is written down."""
+    start: Start | None = None
+    """None: it began ordinarily."""
+    success_at: int | None = None
+    """Turns up to the first success; None: there was none."""
 
 
 class AgentCollector(SlotPump[_Playing]):
@@ -121,14 +126,21 @@ class AgentCollector(SlotPump[_Playing]):
         greedy_member: bool = False,
         trained: bool = True,
         temperature: float | None = None,
+        starts: StartLibrary | None = None,
     ) -> None:
         """
         Args:
+            starts: see `SlotPump`.
             trained: False: no learner uses the episodes, so that answers with text but no tokens are accepted, and log-probabilities are 0.
             temperature: in place of the agent's.
             greedy_member: member 0 of each group takes the likeliest tokens, and its episode says ``metadata["greedy"]``.
         """
-        super().__init__(manager, queue, seed=seed, min_ready=min_ready)
+        super().__init__(manager, queue, seed=seed, min_ready=min_ready, starts=starts)
+        if starts is not None and agent.image_inputs is not None:
+            raise UserError(
+                "algorithm.initialized goes on with a conversation whose earlier pictures are kept nowhere: set policy.model to one that "
+                "reads text, or algorithm.initialized.share=0."
+            )
         self.agent, self.backend = agent, backend
         self._greedy_member, self._trained, self._temperature = greedy_member, trained, temperature
         self._requests: dict[int, int] = {}  # {request: slot}
@@ -191,16 +203,50 @@ class AgentCollector(SlotPump[_Playing]):
 
     def _begin_idle(self) -> None:
         begun: list[tuple[int, int]] = []
+        restored: dict[int, Start] = {}
         while (found := self._next_slot()) is not None:
             slot, assignment = found
-            greedy = self._greedy_member and assignment.member == 0
+            greedy, start = self._greedy_member and assignment.member == 0, self._start_of(assignment)
             record = None if self.recorder is None else AgentRecord()
-            self._playing[slot] = _Playing(assignment, self.agent.begin(), self.agent.budget(), greedy, record=record)
-            begun.append((slot, assignment.seed))
+            self._playing[slot] = _Playing(assignment, self.agent.begin(), self.agent.budget(), greedy, record=record, start=start)
+            if start is None:
+                begun.append((slot, assignment.seed))
+            else:
+                restored[slot] = start
+        for slot, seen in self._restored(restored).items():
+            self._repeat(self._playing[slot].conversation, restored[slot])
+            self._look(self._playing[slot], {key: stacked([value]) for key, value in seen.items()}, 0)
+        self._ask(sorted(restored), lambda playing: playing.conversation.prompt(playing.observation))
         self._begin(begun)
 
-    def _finish(self, slot: int, *, terminated: bool, truncated: bool, final_text: str, final_seen: dict[str, Any] | None = None) -> None:
-        """An episode is over: `final_seen` is the simulator's last observation, None where the agent was shown it."""
+    def _repeat(self, conversation: Conversation, start: Start) -> None:
+        """Have a conversation go as the one that a start lies in, up to there."""
+        assert self._starts is not None, "it gave the start"
+        source = self._starts.source_of(start)
+        for (shown, sampled), action in zip(source.said[: start.step], source.actions, strict=False):
+            token_ids = np.asarray(self.agent.answer_ids(action) if sampled is None else sampled, np.int64)
+            conversation.prompt(shown)
+            conversation.answered(token_ids, self.agent.tokenizer.decode(token_ids), action)
+
+    def _look(self, playing: _Playing, observation: Observation, row: int) -> None:
+        """The agent is shown a row of observations."""
+        playing.observation = self.agent.look(observation, row, playing.images)
+        if playing.record is not None:
+            playing.record.looked(observation, row)
+        playing.budget.begin_turn()
+
+    def _finish(
+        self,
+        slot: int,
+        *,
+        terminated: bool,
+        truncated: bool,
+        final_text: str,
+        final_seen: dict[str, Any] | None = None,
+        summary: EpisodeSummary | None = None,
+    ) -> None:
+        """An episode is over: `final_seen` is the simulator's last observation, None where the agent was shown it; `summary` is the
+        simulator's, None where it goes on."""
         playing = self._playing[slot]
         self._stop(slot)
         if not playing.turns:
@@ -219,7 +265,12 @@ class AgentCollector(SlotPump[_Playing]):
         if playing.record is not None and self.recorder is not None:
             ends = {"terminated": terminated, "truncated": truncated, "success": playing.success}
             playing.record.finish(self.recorder, playing.assignment, playing.turns, **ends, greedy=playing.greedy, final=final_seen)
-        self._hand_in(playing.assignment, episode)
+        episode = replace(episode, metadata={**episode.metadata, **self._told_start(playing.start)})
+        if self._hand_in(playing.assignment, episode) and self._starts is not None:
+            turns = playing.turns[: playing.success_at]
+            given, said = [turn.parsed.text for turn in turns], [(turn.observation, turn.token_ids) for turn in turns]
+            seen = {at: {"text": text} for at, (text, _) in enumerate(said)}
+            self._starts.played(playing.assignment, playing.start, summary, given=given, seen=seen, said=said)
 
     # ---- the simulators' side ---------------------------------------------------------------------------------------
 
@@ -247,14 +298,11 @@ class AgentCollector(SlotPump[_Playing]):
                 final = str(batch.final_observation["text"][row])
                 ends = {"terminated": bool(batch.terminated[row]), "truncated": bool(batch.truncated[row])}
                 seen = {key: copied(part[row]) for key, part in batch.final_observation.items()}
-                self._finish(slot, **ends, final_text=final, final_seen=seen)
+                self._finish(slot, **ends, final_text=final, final_seen=seen, summary=ended[slot])
             elif self.queue.should_stop(playing.assignment):
                 self._stop(slot)
             else:
-                playing.observation = self.agent.look(batch.observation, row, playing.images)
-                if playing.record is not None:
-                    playing.record.looked(batch.observation, row)
-                playing.budget.begin_turn()
+                self._look(playing, batch.observation, row)
                 asking.append(slot)
         self._ask(asking, lambda playing: playing.conversation.prompt(playing.observation))
 
@@ -262,7 +310,8 @@ class AgentCollector(SlotPump[_Playing]):
         answered = playing.answered
         assert answered is not None, "an action was sent"
         playing.answered = None
-        playing.success |= success
+        if success and not playing.success:
+            playing.success, playing.success_at = True, len(playing.turns) + 1
         completion = answered.completion
         playing.turns.append(
             Turn(

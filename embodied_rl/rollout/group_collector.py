@@ -12,7 +12,7 @@ import numpy as np
 from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.rollout.collector import PATIENCE_S
 from embodied_rl.rollout.groups import Assignment, GroupQueue
-from embodied_rl.rollout.initialized import Outcome, SnapshotCache, SourceEpisode, Start, StartLibrary
+from embodied_rl.rollout.initialized import Start, StartLibrary
 from embodied_rl.rollout.observations import copied, stacked
 from embodied_rl.rollout.queue_pump import SlotPump
 from embodied_rl.sim.simulators import Simulators
@@ -144,13 +144,12 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         Args:
             layout: of the policy's actions; None: they are the simulator's own.
             greedy_member: member 0 of each group is played by the policy's mode, and its episode says ``metadata["greedy"]``.
-            starts: where groups start that do not start ordinarily; every episode then says ``metadata["start"]``.
+            starts: see `SlotPump`.
         """
-        super().__init__(manager, queue, seed=seed, min_ready=min_ready)
+        super().__init__(manager, queue, seed=seed, min_ready=min_ready, starts=starts)
         self._greedy_member = greedy_member
         self.layout = layout or ActionLayout.of(manager.spec.action)
         self.generator = generator
-        self._starts, self._snapshot_cache = starts, None if starts is None else SnapshotCache(manager, starts)
         self._unanswered: dict[int, Observation] = {}
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
@@ -186,9 +185,6 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
         self._forget_all(queue)
         self._unanswered.clear()
-        if self._starts is not None and self._snapshot_cache is not None:
-            self._starts.discard()
-            self._snapshot_cache.clear()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -199,17 +195,16 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
             slot, assignment = found
             key = (self.seed, assignment.group, assignment.member, assignment.attempt, _NOISE_STREAM)
             noise = EpisodeNoise(self.layout, key)
-            start = None if self._starts is None else self._starts.start_of(assignment.group)
+            start = self._start_of(assignment)
             recorded = self.recorder is not None and self.recorder.chooses(assignment.seed, assignment.member)
             self._playing[slot] = EpisodeRecorder(assignment, noise, start, recorded=recorded)
             if start is None:
                 begun.append((slot, assignment.seed))
             else:
                 restored[slot] = start
-        if restored and self._snapshot_cache is not None:
-            self._unanswered |= self._snapshot_cache.restore(restored)
-            if self.min_ready is not None:
-                self._act()  # not to wait for others
+        self._unanswered |= self._restored(restored)
+        if restored and self.min_ready is not None:
+            self._act()  # not to wait for others
         self._begin(begun)
 
     def _take_in(self, batch: StepBatch) -> None:
@@ -231,7 +226,8 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
                 if self.recorder is not None:
                     self._record(self.recorder, recorder, episode)
                 if self._hand_in(recorder.assignment, episode) and self._starts is not None:
-                    self._starts.finished(self._outcome(self._starts, recorder, episode, summaries[slot]))
+                    given, seen = recorder.given[: recorder.success_at], dict(enumerate(recorder.observation))
+                    self._starts.played(recorder.assignment, recorder.start, summaries[slot], given=given, seen=seen)
             elif self.queue.should_stop(recorder.assignment):
                 self._stop(slot)
             else:
@@ -243,28 +239,13 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
 
     def _episode(self, recorder: EpisodeRecorder, batch: StepBatch, row: int, summary: EpisodeSummary) -> Episode:
         greedy = self._greedy_member and recorder.assignment.member == 0
-        metadata: dict[str, Any] = {"final_info": summary.final_info, "greedy": greedy}
-        if self._starts is not None:
-            start = recorder.start
-            metadata["start"] = {"source": None if start is None else start.source, "step": 0 if start is None else start.step}
+        metadata: dict[str, Any] = {"final_info": summary.final_info, "greedy": greedy, **self._told_start(recorder.start)}
         return recorder.finish(batch, row, summary.success_once, metadata, self.layout.unit_steps(self.manager.spec.action.dim))
 
     def _record(self, to: TrainingRecorder, recorder: EpisodeRecorder, episode: Episode) -> None:
         whose = recorder.assignment
         success = np.stack(recorder.chunk_success) if recorder.chunk_success else np.asarray(recorder.success)
         to.finished(episode, np.stack(recorder.given), success, group=whose.group, member=whose.member, inner=recorder.inner)
-
-    def _outcome(self, starts: StartLibrary, recorder: EpisodeRecorder, episode: Episode, summary: EpisodeSummary) -> Outcome:
-        """What the library learns from an episode; `summary` is of the whole, what came before the start included."""
-        success = starts.is_success(summary.success_once, summary.episode_return)
-        candidate = None
-        if starts.wants(success):
-            before, seed = starts.before(recorder.start, recorder.assignment.seed)
-            actions = (*before, *recorder.given[: recorder.success_at])
-            every, skipped = starts.config.chunk_steps, len(before)
-            seen = {step: recorder.observation[step - skipped] for step in range(every, len(actions), every) if step >= skipped}
-            candidate = SourceEpisode("own", seed, actions, summary.episode_return, success, seen=seen)
-        return Outcome(recorder.assignment.group, recorder.assignment.member, recorder.start, success, candidate)
 
     def _act(self) -> None:
         if not self._unanswered:

@@ -23,13 +23,14 @@ import numpy as np
 
 from embodied_rl.config import InitializedConfig
 from embodied_rl.errors import IncompatibleCheckpointError
+from embodied_rl.rollout.groups import Assignment
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.instrumented import EXPERT, Expert, plain_snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import decode_state, encode_state
 from embodied_rl.statistics import wilson_interval
-from embodied_rl.types import ActionSpec, StepBatch
+from embodied_rl.types import ActionSpec, EpisodeSummary, StepBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,9 @@ class SourceEpisode:
     """{messages before it: base of a `Snapshot`} where the simulator's state was recorded."""
     seen: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, repr=False)
     """{messages before it: observation} that a replay is compared with; not saved."""
+    said: tuple[tuple[str, np.ndarray | None], ...] = ()
+    """[T] of a language agent, what it was shown before each message and the tokens of its answer, which a conversation is made of; None: a
+    scripted player's, which the message says."""
 
     @property
     def num_messages(self) -> int:
@@ -140,13 +144,16 @@ class _Recorder:
         """`chunks`: the manager's messages are chunks, of which the expert's have one step."""
         self._expert, self._seed, self._action, self._chunks = expert, seed, action, chunks
         self.actions: list[Any] = []
+        self.said: list[tuple[str, np.ndarray | None]] = []
         self.states: dict[int, Mapping[str, Any]] = {}
         self.source: SourceEpisode | None = None
         self._success_at: int | None = None
 
     def act(self, observation: Mapping[str, Any]) -> Any:
         action = self._expert(observation)
-        if self._action.kind != "text":
+        if self._action.kind == "text":
+            self.said.append((str(observation["text"]), None))
+        else:
             action = np.atleast_1d(np.asarray(action, self._action.dtype))
         self.actions.append(action[None] if self._chunks else action)
         return self.actions[-1]
@@ -165,7 +172,8 @@ class _Recorder:
         if summary is None:
             return False
         actions = tuple(self.actions[: self._success_at])
-        self.source = SourceEpisode("expert", self._seed, actions, summary.episode_return, summary.success_once, self.states)
+        said = tuple(self.said[: self._success_at])
+        self.source = SourceEpisode("expert", self._seed, actions, summary.episode_return, summary.success_once, self.states, said=said)
         return True
 
 
@@ -363,12 +371,47 @@ class StartLibrary:
         """Whether an own episode may become a source."""
         return "best" in self.config.sources or ("success" in self.config.sources and success)
 
-    def before(self, start: Start | None, seed: int) -> tuple[tuple[Any, ...], int]:
-        """The messages before a start and the seed of the reset; `seed` is that of an ordinary start."""
-        if start is None:
-            return (), seed
-        source = self.sources[start.source].source
-        return source.actions[: start.step], source.seed
+    def source_of(self, start: Start) -> SourceEpisode:
+        """The episode that a start lies in."""
+        return self.sources[start.source].source
+
+    def played(
+        self,
+        whose: Assignment,
+        start: Start | None,
+        summary: EpisodeSummary | None,
+        *,
+        given: Sequence[Any] = (),
+        seen: Mapping[int, Mapping[str, Any]] | None = None,
+        said: Sequence[tuple[str, np.ndarray | None]] = (),
+    ) -> None:
+        """Note what came of an episode; it counts once its group is done with.
+
+        Args:
+            summary: of the whole, what came before the start included; None: it was given up before its end, without success.
+            given: messages since the start, up to the first success.
+            seen: {messages since the start: observation before the next one}.
+            said: of a language agent, beside `given`; see `SourceEpisode`.
+        """
+        success, candidate = False, None
+        if summary is not None:
+            success = self.is_success(summary.success_once, summary.episode_return)
+        if summary is not None and self.wants(success):
+            source = None if start is None else self.source_of(start)
+            step = 0 if start is None else start.step
+            before, spoken = ((), ()) if source is None else (source.actions[:step], source.said[:step])
+            actions, shown = (*before, *given), seen or {}
+            places = range(self.config.chunk_steps, len(actions), self.config.chunk_steps)
+            candidate = SourceEpisode(
+                "own",
+                whose.seed if source is None else source.seed,
+                actions,
+                summary.episode_return,
+                success,
+                seen={at: shown[at - step] for at in places if at >= step},
+                said=(*spoken, *said),
+            )
+        self.finished(Outcome(whose.group, whose.member, start, success, candidate))
 
     def finished(self, outcome: Outcome) -> None:
         """Note what came of an episode; it counts once its group is done with (`commit`)."""

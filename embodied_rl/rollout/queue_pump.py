@@ -6,13 +6,14 @@ import abc
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from embodied_rl.rollout.collector import PATIENCE_S, Collector, CollectorTimes
 from embodied_rl.rollout.domains import place_of
 from embodied_rl.rollout.groups import Assignment, GroupQueue
+from embodied_rl.rollout.initialized import SnapshotCache, Start, StartLibrary
 from embodied_rl.rollout.scoring import Scorer, divided_scorer
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Episode, EpisodeGroup
@@ -115,9 +116,13 @@ class QueuePump(Collector, abc.ABC):
 class SlotPump(QueuePump, Generic[Playing]):
     """A pump over a manager made with ``autoreset=False``: a slot plays an episode of the queue's, or is idle and stands still."""
 
-    def __init__(self, manager: Simulators, queue: GroupQueue, *, seed: int, min_ready: int | None) -> None:
+    def __init__(
+        self, manager: Simulators, queue: GroupQueue, *, seed: int, min_ready: int | None, starts: StartLibrary | None = None
+    ) -> None:
+        """`starts`: where groups start that do not start ordinarily; every episode then says ``metadata["start"]``."""
         super().__init__(queue, seed=seed)
         self.manager, self.min_ready = manager, min_ready
+        self._starts, self._snapshot_cache = starts, None if starts is None else SnapshotCache(manager, starts)
         self._playing: dict[int, Playing] = {}
         self._idle = list(range(manager.num_slots))
         self._in_step = 0
@@ -128,6 +133,20 @@ class SlotPump(QueuePump, Generic[Playing]):
         if not self._idle or (assignment := self.queue.next_assignment(self.domain)) is None:
             return None
         return self._idle.pop(0), assignment
+
+    def _start_of(self, assignment: Assignment) -> Start | None:
+        """Where an episode starts; None: ordinarily."""
+        return None if self._starts is None else self._starts.start_of(assignment.group)
+
+    def _told_start(self, start: Start | None) -> dict[str, Any]:
+        """What an episode's metadata say of its start."""
+        if self._starts is None:
+            return {}
+        return {"start": {"source": None if start is None else start.source, "step": 0 if start is None else start.step}}
+
+    def _restored(self, wanted: Mapping[int, Start]) -> dict[int, dict[str, Any]]:
+        """Take up the start of each slot; {slot: {key: what is seen there}}."""
+        return self._snapshot_cache.restore(wanted) if wanted and self._snapshot_cache is not None else {}
 
     def _begin(self, begun: list[tuple[int, int]]) -> None:
         """Start episodes: (slot, seed) of each."""
@@ -152,6 +171,9 @@ class SlotPump(QueuePump, Generic[Playing]):
         self._playing.clear()
         self._awaited.clear()
         self._idle, self._in_step = list(range(self.manager.num_slots)), 0
+        if self._starts is not None and self._snapshot_cache is not None:
+            self._starts.discard()
+            self._snapshot_cache.clear()
 
 
 _GLANCE_S = 0.002
