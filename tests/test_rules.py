@@ -136,7 +136,8 @@ EXAMPLES = (
         f"{CARTPOLE} {APART} algorithm=sac policy.distribution=squashed algorithm.max_staleness=1",
         "keeps what it learns from: set it to 0",
     ),
-    ("stale_in_turns", f"{CARTPOLE} algorithm.max_staleness=1 hybrid.offload=[simulators]", "The nearest possible: hybrid.offload=[], or"),
+    ("stale_in_turns", f"{CARTPOLE} algorithm.max_staleness=1 hybrid.offload=[simulators]", "or algorithm.max_staleness=0."),
+    ("stale_in_turns", f"{GROUPS} {APART} algorithm.groups.max_staleness=1 hybrid.offload=[kv_cache]", "puts aside then what plays. "),
     # placement
     (
         "pipeline_stages",
@@ -151,7 +152,7 @@ EXAMPLES = (
     ),
     ("apart_from_recordings", f"{CARTPOLE} {APART} algorithm=bc {EXPERT}", f"learns from recorded or replayed steps. {COLLOCATED}"),
     ("apart_share", f"{GROUPS} {APART} algorithm.initialized.share=0.5", "does not go together with algorithm.initialized.share: leave"),
-    ("apart_offload", f"{CARTPOLE} {APART} hybrid.offload=[simulators]", "does not go together with hybrid.offload: leave that out."),
+    ("apart_offload", f"{CARTPOLE} hybrid=ray hybrid.offload=[gradients]", "nothing is gained by moving what is there. Leave parameters,"),
     # players
     ("players_of_one_process", f"{GROUPS} hybrid.players=2", "processes of hybrid=disaggregated, or actors of hybrid=ray"),
     ("players_of_one_process", f"{GROUPS} hybrid=multiplexed hybrid.players=2", "The nearest possible: hybrid.players=1, or one of these"),

@@ -63,10 +63,6 @@ def _no_groups(run: Run) -> bool:
     return run.groups is None
 
 
-def _is_apart(run: Run) -> bool:
-    return run.hybrid.plays_apart
-
-
 def _without_groups(when: Condition) -> Condition:
     return _every(_no_groups, when)
 
@@ -482,9 +478,13 @@ _STALENESS = (
     ),
     Rule(
         "stale_in_turns",
-        lambda run: run.algorithm.max_staleness > 0 and not run.hybrid.plays_apart and "simulators" in run.hybrid.offload,
-        "algorithm.max_staleness={algorithm.max_staleness} goes on in the simulators while training, and hybrid.offload=[simulators] puts "
-        "them away then. The nearest possible: hybrid.offload=[], or algorithm.max_staleness=0.",
+        lambda run: (
+            run.max_staleness > 0
+            and (run.groups is None or run.hybrid.plays_apart)
+            and {"simulators", "kv_cache"} & set(run.hybrid.offload)
+        ),
+        "{run.staleness_key}={run.max_staleness} plays on while training, and hybrid.offload={hybrid.offload} puts aside then what plays. "
+        "The nearest possible: leave simulators and kv_cache out, or {run.staleness_key}=0.",
     ),
 )
 
@@ -541,16 +541,16 @@ _APART = (
         lambda run: run.hybrid.plays_apart and not run.algorithm.on_policy,
         f"{{run.apart}} is for learning by playing, and algorithm={{algorithm.name}} learns from recorded or replayed steps. {_COLLOCATED}",
     ),
-    *(
-        Rule(
-            f"apart_{key.rpartition('.')[2]}",
-            _every(_is_apart, given),
-            f"{{run.apart}} does not go together with {key}: leave that out. {_COLLOCATED}",
-        )
-        for key, given in (
-            ("algorithm.initialized.share", lambda run: run.algorithm.initialized.share > 0),
-            ("hybrid.offload", lambda run: {"simulators", "kv_cache"} & set(run.hybrid.offload)),
-        )
+    Rule(
+        "apart_share",
+        lambda run: run.hybrid.plays_apart and run.algorithm.initialized.share > 0,
+        f"{{run.apart}} does not go together with algorithm.initialized.share: leave that out. {_COLLOCATED}",
+    ),
+    Rule(
+        "apart_offload",
+        lambda run: run.on_ray and set(run.hybrid.offload) - {"simulators", "kv_cache"},
+        "hybrid.offload={hybrid.offload}: with hybrid.cluster=ray training has its devices for itself, all the time, and nothing is gained "
+        "by moving what is there. Leave parameters, gradients and optimizer out.",
     ),
 )
 

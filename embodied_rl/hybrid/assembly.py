@@ -47,12 +47,7 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
     sharded = method.sharded
     if config.sharding is not None and sharded is None:
         raise UserError(f"hybrid.sharding: {type(method).__name__} has no policy that is divided over ranks. Set hybrid=local.")
-    residency = Residency()
-    if "simulators" in config.offload:
-        residency.register("simulators", Hooks(simulators.offload, simulators.onload))
-    if "kv_cache" in config.offload:
-        for cache in _caches_of(generator):
-            residency.register("kv_cache", cache)
+    residency = residency_of_playing(config.offload, simulators, generator.caches, generator)
     learners = method.all_learners
     parameters = [part for learner in learners for part in learner.trained()] if learners else list(policy.parameters())
     if "parameters" in config.offload:
@@ -71,14 +66,23 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
     return HybridEngine(policy, generator, trained=method.trained_copy, residency=residency)
 
 
-def _caches_of(generator: Generator) -> list[Hooks]:
-    """Token backends' key-value caches; nothing of them is kept on the host. Raises UserError where there is none that can be let go."""
-    caches = [cache for cache in generator.caches if cache.can_free_memory]
-    if not caches:
-        why = "keeps no cache that could be let go (vLLM gives its own back on GPUs only)"
-        holder = next(iter(generator.caches), generator)
-        raise UserError(f"hybrid.offload=[kv_cache]: {type(holder).__name__} {why}. Leave it out, or use generation=tokens_torch.")
-    return [_let_go(cache) for cache in caches]
+def residency_of_playing(offload: Sequence[str], simulators: Simulators, caches: Sequence[TokenCache], acting: object) -> Residency:
+    """Of what plays in this process: of key-value caches nothing is kept on the host.
+
+    Raises UserError: there is no cache that can be let go; `acting` is named where there is none at all.
+    """
+    residency = Residency()
+    if "simulators" in offload:
+        residency.register("simulators", Hooks(simulators.offload, simulators.onload))
+    if "kv_cache" in offload:
+        freed = [cache for cache in caches if cache.can_free_memory]
+        if not freed:
+            why = "keeps no cache that could be let go (vLLM gives its own back on GPUs only)"
+            holder = type(next(iter(caches), acting)).__name__
+            raise UserError(f"hybrid.offload=[kv_cache]: {holder} {why}. Leave it out, or use generation=tokens_torch.")
+        for cache in freed:
+            residency.register("kv_cache", _let_go(cache))
+    return residency
 
 
 def _let_go(cache: TokenCache) -> Hooks:

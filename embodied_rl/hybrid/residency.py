@@ -64,6 +64,11 @@ class Residency:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
         self._residents.setdefault(kind, []).append(resident)
 
+    @property
+    def has_out(self) -> bool:
+        """Whether anything is out."""
+        return bool(self._out)
+
     def begin(self, turn: str) -> None:
         """Make room, then bring in what the turn needs. Raises what a resident raises."""
         wanted = WANTED[turn]

@@ -177,8 +177,13 @@ def end_ranks(method: Method) -> None:
 
 
 def hybrid_here(config: TrainConfig) -> HybridConfig:
-    """What of `hybrid` is about the process of the training loop: with Ray the ranks of training are elsewhere."""
-    return dataclasses.replace(config.hybrid, sharding=None) if config.hybrid.cluster == "ray" else config.hybrid
+    """What of `hybrid` is about the process of the training loop: with Ray the ranks of training are elsewhere, and a rollout worker puts
+    aside itself what it plays with."""
+    hybrid = config.hybrid
+    if not hybrid.plays_apart:
+        return hybrid
+    offload = tuple(kind for kind in hybrid.offload if kind not in ("kv_cache", "simulators"))
+    return dataclasses.replace(hybrid, offload=offload, sharding=None if hybrid.cluster == "ray" else hybrid.sharding)
 
 
 def _here(config: TrainConfig) -> TrainConfig:

@@ -28,6 +28,9 @@ _OF_TOKENS: dict[str, Callable[..., Any]] = {
     "abort": lambda backend, request_ids: backend.abort(request_ids),
     "pause": lambda backend: backend.pause(),
     "resume": lambda backend: backend.resume(),
+    "release_memory": lambda backend: backend.release_memory(),
+    "restore_memory": lambda backend: backend.restore_memory(),
+    "cache_bytes": lambda backend: backend.cache_bytes,
 }
 """What is asked of a token backend there."""
 
@@ -49,12 +52,14 @@ class GenerationWorker:
         return outcome_of(build)
 
     def begin_tokens(self, files: ModelFiles, name: str, kind: str) -> Outcome:
-        """Build the token backend `name` of a kind (`generation.backend`) for a model; whether it `can_constrain`."""
+        """Build the token backend `name` of a kind (`generation.backend`) for a model; (whether it `can_constrain`, and `can_free_memory`,
+        its device)."""
 
-        def build() -> bool:
+        def build() -> tuple[bool, bool, str]:
             _one_thread()
             with self._acting.reading(files):
-                return self._acting.tokens(name, with_backend(self._acting.config, kind)).can_constrain
+                backend = self._acting.tokens(name, with_backend(self._acting.config, kind))
+            return backend.can_constrain, backend.can_free_memory, str(backend.device)
 
         return outcome_of(build)
 
@@ -97,8 +102,8 @@ class RayActing(WorkerActing):
         return generator, layout
 
     def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
-        can_constrain = value_of(self._worker.begin_tokens.remote(dict(self.files), name, config.generation.backend), _ROLE)
-        backend = RayTokens(self._worker, name, can_constrain)
+        described = value_of(self._worker.begin_tokens.remote(dict(self.files), name, config.generation.backend), _ROLE)
+        backend = RayTokens(self._worker, name, *described)
         self._handles.append(backend)
         return backend
 
@@ -138,10 +143,13 @@ class RayTokens(TokenBackend):
     version: int = 0
     """Of the weights that sample now."""
     can_constrain: bool = False
-    """See `TokenBackend`; as the backend there."""
+    """See `TokenBackend`, as what follows; as the backend there."""
+    can_free_memory: bool = False
+    device: str = "cpu"
 
-    def __init__(self, worker: Actor, name: str, can_constrain: bool) -> None:
-        self._worker, self._name, self.can_constrain = worker, name, can_constrain
+    def __init__(self, worker: Actor, name: str, can_constrain: bool, can_free_memory: bool, device: str) -> None:
+        self._worker, self._name = worker, name
+        self.can_constrain, self.can_free_memory, self.device = can_constrain, can_free_memory, device
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if requests:
@@ -159,6 +167,16 @@ class RayTokens(TokenBackend):
 
     def resume(self) -> None:
         self._ask("resume")
+
+    @property
+    def cache_bytes(self) -> int:
+        return int(self._ask("cache_bytes"))
+
+    def release_memory(self) -> int:
+        return int(self._ask("release_memory"))
+
+    def restore_memory(self) -> None:
+        self._ask("restore_memory")
 
     def load_weights(self, version: int, tensors: Iterable[Any]) -> None:
         raise RuntimeError("Weights come from the trainer: see RayActing.load.")

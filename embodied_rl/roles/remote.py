@@ -183,12 +183,6 @@ class RemoteWorker(Simulators):
         except RoleLost as again:
             self.replace(again)
 
-    def offload(self) -> int:
-        raise UserError("hybrid.offload=[simulators] moves what plays in this process; another one does (hybrid.placement). Leave it out.")
-
-    def onload(self) -> None:
-        raise AssertionError("nothing was offloaded")
-
     def close(self) -> None:
         """End the worker. May be called twice."""
         self._end_worker()

@@ -13,7 +13,9 @@ import numpy as np
 
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.config import TrainConfig
+from embodied_rl.hybrid.assembly import residency_of_playing
 from embodied_rl.hybrid.host_times import Span
+from embodied_rl.hybrid.residency import Residency
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.methods import training_sim
 from embodied_rl.methods.base import Recordable
@@ -111,6 +113,8 @@ class RolloutWorker:
         self._playing: Playing | None = None
         self.recorders: list[TrainingRecorder] = []
         self._faults_told = 0
+        self._residency = Residency()
+        """What is put aside while training."""
         self._pending: deque[tuple[int, Weights]] = deque()
         """Versions with their weights that do not act yet."""
         self._may_pump = False
@@ -158,9 +162,12 @@ class RolloutWorker:
             if config.algorithm.groups is None:
                 first.generator, layout = self.acting.generator(first)
                 self._collector = make_rollout_collector(config, self._simulators(first), first.generator, layout)
+                self._residency = residency_of_playing(config.hybrid.offload, self.manager, (), first.generator)
                 return
             self.queue = make_queue(config, self.streams, self._share)
             self._playing = let_play(self.streams, self.acting, self.queue, Path(config.run_dir), self._simulators)
+        backends = list(self._playing.backends.values())
+        self._residency = residency_of_playing(config.hybrid.offload, self.manager, backends, first.generator)
         self._collector = make_collector(config, self.streams, self.queue)
         self.scorer = self._make_scoring(config)
         self._collector.score_with(self.scorer)
@@ -200,6 +207,7 @@ class RolloutWorker:
         groups: list[EpisodeGroup] = []
         state = rollout = None
         self._take_weights()
+        self._residency.begin("generation")
         if self.queue is None:
             rollout = self.collector.next_rollout(version)
         else:
@@ -207,8 +215,9 @@ class RolloutWorker:
         self._lend()
         if self.queue is not None:
             state = self.queue.state_dict(settled=True)
-        spans = [] if self.lease is None else self.lease.spans()
-        return Collected(groups, self.collector.times, state, self._new_faults(), self._metrics(), rollout, spans)
+        spans, faults = [] if self.lease is None else self.lease.spans(), self._new_faults()
+        self._residency.begin("training")
+        return Collected(groups, self.collector.times, state, faults, self._metrics(), rollout, spans)
 
     def demonstrate(self, domain: str = "") -> list[AgentEpisode]:
         """See `play_script`; what was being played is lost, so that `restart` must follow."""
@@ -229,10 +238,12 @@ class RolloutWorker:
 
     def episodes(self) -> list[np.ndarray]:
         """See `Collector.episodes`: the running episodes, [bytes] uint8 each."""
+        self._residency.begin("generation")
         return [np.frombuffer(episode, np.uint8) for episode in self.collector.episodes()]
 
     def take_up(self, episodes: list[np.ndarray]) -> None:
         """See `Collector.take_up`."""
+        self._residency.begin("generation")
         self.collector.take_up([episode.tobytes() for episode in episodes])
         self._may_pump = True
 
@@ -242,7 +253,7 @@ class RolloutWorker:
 
     def pump(self) -> bool:
         """Play on for a moment, between requests; False: nothing may be played now."""
-        if not self._may_pump:
+        if not self._may_pump or self._residency.has_out:
             return False
         if self.queue is None:
             # A checkpoint takes the running episodes between two rollouts.
@@ -296,6 +307,7 @@ class RolloutWorker:
 
     def _give_up_weights(self) -> None:
         """What was played ahead is given up, and what was published last acts."""
+        self._residency.begin("generation")
         self._take_back()
         self._may_pump = False
         self._take_weights()
@@ -310,7 +322,7 @@ class RolloutWorker:
         return new
 
     def _metrics(self) -> dict[str, float]:
-        figures = self.collector.metrics()
+        figures = {**self.collector.metrics(), **self._residency.metrics()}
         if self.queue is not None:
             counts = self.queue.counts()
             figures["groups/in_flight"] = float(counts.in_flight)

@@ -8,15 +8,17 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.errors import UserError
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.rollout.groups import BatchNeverFullError
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
-from tests.roles.runs import GROUPS, ROLLOUTS, Naps, assert_same_run, configured, curve, trained
+from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, Naps, assert_same_run, configured, curve, trained
 
 APART = "hybrid=disaggregated"
 
@@ -99,6 +101,34 @@ def test_rollouts_go_on_while_training_and_no_group_is_older_than_allowed(tmp_pa
     assert any(age == 1 for batch in ages for age in batch), "nothing was played while training"
     assert len(numbers) == len(set(numbers)) == counts.consumed == 2 * len(ages)
     assert counts.add_up
+
+
+@pytest.mark.parametrize(
+    ("task", "where"),
+    [
+        pytest.param([*ROLLOUTS, "total_steps=384"], APART, id="rollouts"),
+        pytest.param([*GROUPS, "total_steps=300"], "hybrid=ray", id="ray", marks=pytest.mark.slow),
+        pytest.param([*TEXTS, "total_steps=200"], APART, id="agents"),
+        pytest.param([*TEXTS, "total_steps=200"], "hybrid=ray", id="agents-ray", marks=pytest.mark.slow),
+        pytest.param([*GROUPS, "total_steps=300"], "hybrid.placement=disaggregated hybrid.players=2", id="workers", marks=pytest.mark.slow),
+    ],
+)
+def test_what_plays_elsewhere_is_put_aside_while_training(tmp_path: Path, task: list[str], where: str) -> None:
+    """Its simulators, and its token backend's cache; with evaluations and checkpoints in between the run stays what it was."""
+    kinds = ["simulators", *(["kv_cache"] if task[0] == TEXTS[0] else [])]
+    own = [*task, *where.split(), "evaluation.every_steps=128", "checkpoint.every_steps=100"]
+    plain = trained(tmp_path / "plain", *own)
+    moved = trained(tmp_path / "moved", *own, f"hybrid.offload=[{','.join(kinds)}]")
+    rows = [row for row in curve(moved) if "residency/moved_bytes" in row]
+    assert rows
+    assert all(row["residency/simulators_host_bytes"] > 0 for row in rows)
+    assert {name.split("_")[0] for name in rows[-1] if name.startswith("residency/")} >= {
+        f"residency/{kind.split('_')[0]}" for kind in kinds
+    }
+    assert [{k: v for k, v in row.items() if not k.startswith("residency/")} for row in curve(moved)] == curve(plain)
+    first, second = (load_checkpoint(folder).policy for folder in (plain, moved))
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, second[name])
 
 
 def test_what_the_player_raises_is_raised_here_as_what_it_was(tmp_path: Path) -> None:
