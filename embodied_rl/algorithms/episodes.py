@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -71,46 +71,60 @@ class EpisodeBatch:
 
         `prepare`: {key: array [n, ...]}, texts among them, to what networks read. None: arrays as they are, without texts.
         """
+        episodes = [episode for group in groups for episode in group.episodes]
+        masks = [episode.mask for episode in episodes]
+        unit_mask = None if any(own is None for own in masks) else np.concatenate([own for own in masks if own is not None])
+        log_prob = [np.where(True if e.mask is None else e.mask, e.log_prob, 0.0).sum(axis=1, dtype=e.log_prob.dtype) for e in episodes]
+        batch = EpisodeBatch.of_steps(
+            groups, _observations(episodes, prepare), torch.from_numpy(np.concatenate([episode.action for episode in episodes])), log_prob
+        )
+        return replace(
+            batch,
+            unit_log_prob=torch.from_numpy(np.concatenate([episode.log_prob for episode in episodes])),
+            unit_mask=None if unit_mask is None else torch.from_numpy(unit_mask),
+        )
+
+    @staticmethod
+    def of_steps(
+        groups: Sequence[EpisodeGroup],
+        observations: tuple[dict[str, Any], dict[str, Any]],
+        action: Tensor,
+        log_prob: Sequence[np.ndarray],
+    ) -> EpisodeBatch:
+        """Rows in the order of groups and members.
+
+        Args:
+            observations: {key: [M, ...]} of all steps, and {key: [B, ...]} after the last ones.
+            action: [M, A]
+            log_prob: [T] of each episode's actions under the policy that acted.
+        """
         episodes = tuple(episode for group in groups for episode in group.episodes)
-        lengths = np.array([episode.num_messages for episode in episodes])
-        row = np.repeat(np.arange(len(episodes)), lengths)
-        column = np.concatenate([np.arange(length) for length in lengths])
-        batch, longest = len(episodes), int(lengths.max())
+        lengths = torch.tensor([episode.num_messages for episode in episodes])
+        place = torch.arange(len(episodes)).repeat_interleave(lengths), torch.cat([torch.arange(length) for length in lengths.tolist()])
 
         def padded(parts: Sequence[np.ndarray]) -> Tensor:
-            values = np.zeros((batch, longest), np.float32)
-            values[row, column] = np.concatenate(parts)
-            return torch.from_numpy(values)
+            flat = torch.from_numpy(np.concatenate(parts).astype(np.float32))
+            return torch.zeros(len(episodes), int(lengths.max())).index_put(place, flat)
 
         def flags(values: Sequence[bool]) -> Tensor:
             return torch.tensor(list(values), dtype=torch.bool)
 
-        mask = np.zeros((batch, longest), bool)
-        mask[row, column] = True
-        masks = [episode.mask for episode in episodes]
-        units = np.concatenate([episode.log_prob for episode in episodes])
-        unit_mask = None if any(own is None for own in masks) else np.concatenate([own for own in masks if own is not None])
-        seen, final = _observations(episodes, prepare)
         return EpisodeBatch(
             episodes=episodes,
-            observation=seen,
-            final_observation=final,
-            action=torch.from_numpy(np.concatenate([episode.action for episode in episodes])),
-            row=torch.from_numpy(row),
-            column=torch.from_numpy(column),
-            mask=torch.from_numpy(mask),
+            observation=observations[0],
+            final_observation=observations[1],
+            action=action,
+            row=place[0],
+            column=place[1],
+            mask=torch.arange(int(lengths.max())) < lengths[:, None],
             reward=padded([episode.reward for episode in episodes]),
-            behaviour_log_prob=padded(
-                [np.where(True if e.mask is None else e.mask, e.log_prob, 0.0).sum(axis=1, dtype=e.log_prob.dtype) for e in episodes]
-            ),
+            behaviour_log_prob=padded(log_prob),
             group=torch.tensor([group.number for group in groups for _ in group.episodes]),
             terminated=flags([episode.terminated for episode in episodes]),
             truncated=flags([episode.truncated and not episode.terminated for episode in episodes]),
             success=flags([episode.success for episode in episodes]),
             greedy=flags([bool(episode.metadata.get("greedy", False)) for episode in episodes]),
             groups=tuple(groups),
-            unit_log_prob=torch.from_numpy(units),
-            unit_mask=None if unit_mask is None else torch.from_numpy(unit_mask),
         )
 
 

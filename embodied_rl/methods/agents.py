@@ -185,39 +185,11 @@ def agent_episodes(groups: Sequence[EpisodeGroup]) -> list[AgentEpisode]:
 def turn_batch(groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
     """Groups as advantages see them: a row is an episode, an entry one of its turns; observations are texts, for anchors."""
     episodes = agent_episodes(groups)
-    lengths = np.array([episode.num_messages for episode in episodes])
-    row, column = np.repeat(np.arange(len(episodes)), lengths), np.concatenate([np.arange(length) for length in lengths])
-    shape = (len(episodes), int(lengths.max()))
-
-    def padded(parts: Sequence[np.ndarray]) -> Tensor:
-        values = np.zeros(shape, np.float32)
-        values[row, column] = np.concatenate(parts)
-        return torch.from_numpy(values)
-
-    def flags(values: Sequence[bool]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.bool)
-
-    mask = np.zeros(shape, bool)
-    mask[row, column] = True
-    observation: dict[str, Any] = {"text": np.concatenate([episode.observation["text"] for episode in episodes])}
-    return EpisodeBatch(
-        episodes=tuple(episodes),
-        observation=observation,
-        final_observation={},
-        action=torch.zeros(len(row), 0),
-        row=torch.from_numpy(row),
-        column=torch.from_numpy(column),
-        mask=torch.from_numpy(mask),
-        reward=padded([episode.reward for episode in episodes]),
-        behaviour_log_prob=padded([episode.log_prob.sum(axis=1) for episode in episodes]),
-        group=torch.tensor([group.number for group in groups for _ in group.episodes]),
-        terminated=flags([episode.terminated for episode in episodes]),
-        truncated=flags([episode.truncated and not episode.terminated for episode in episodes]),
-        success=flags([episode.success for episode in episodes]),
-        greedy=flags([bool(episode.metadata.get("greedy", False)) for episode in episodes]),
-        groups=tuple(groups),
-        num_tokens=padded([np.array([len(turn.token_ids) for turn in episode.turns]) for episode in episodes]).long(),
-    )
+    text = np.concatenate([episode.observation["text"] for episode in episodes])
+    log_prob = [episode.log_prob.sum(axis=1) for episode in episodes]
+    batch = EpisodeBatch.of_steps(groups, ({"text": text}, {}), torch.zeros(len(text), 0), log_prob)
+    tokens = torch.tensor([len(turn.token_ids) for episode in episodes for turn in episode.turns])
+    return replace(batch, num_tokens=batch.scatter(tokens))
 
 
 def token_rows(episodes: Sequence[AgentEpisode]) -> tuple[list[TokenRow], list[int]]:
