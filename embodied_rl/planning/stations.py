@@ -89,18 +89,13 @@ class Station:
     def put(self, job: object) -> None:
         """Let a job wait for a server."""
         self._waiting.append(job)
-        if not self._starting and self.num_busy < self.num_servers:
-            # Those that come at the same moment belong into the same batch.
-            self._starting = True
-            self._clock.after(0.0, self._start)
+        self._wake()
 
     def resize(self, num_servers: int, left: Callable[[], None] | None = None) -> None:
         """Have so many servers from now on; `left` is called (once) when those that are to leave have finished their batches."""
         self.num_servers, self._left = num_servers, left
         self._tell_left()
-        if self._waiting and not self._starting and self.num_busy < num_servers:
-            self._starting = True
-            self._clock.after(0.0, self._start)
+        self._wake()
 
     def _start(self) -> None:
         self._starting = False
@@ -119,7 +114,11 @@ class Station:
         for job in batch:
             self._done(job)
         self._tell_left()
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiting and not self._starting and self.num_busy < self.num_servers:
+            # Those that come at the same moment belong into the same batch.
             self._starting = True
             self._clock.after(0.0, self._start)
 

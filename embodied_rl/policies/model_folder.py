@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -98,12 +99,7 @@ def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdp
     Raises MissingExtraError; UserError: see `check_model_folder`; or the model's kind is not known, or weights are missing.
     """
     folder = Path(folder)
-    data = check_model_folder(folder)
-    transformers = import_transformers()
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        auto = _auto_class(transformers, config)
-        _without_dropout(config)
+    with _model_kind(folder, f"Cannot load the {check_model_folder(folder)['model_type']} model in '{folder}'") as (config, auto):
         model, report = auto.from_pretrained(
             folder,
             config=config,
@@ -114,15 +110,8 @@ def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdp
             use_safetensors=True,
             output_loading_info=True,
         )
-    except UserError:
-        raise
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"Cannot load the {data['model_type']} model in '{folder}': {first_line(error)}") from error
     _check_report(folder, report)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model.to(device).eval()
+    return _ready(model, device)
 
 
 def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdpa", device: str | torch.device = "cpu") -> nn.Module:
@@ -131,21 +120,31 @@ def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sd
     Raises MissingExtraError; UserError: config.json is missing or damaged, or the model's kind is not known.
     """
     folder = Path(folder)
-    data = read_config(folder)
+    with _model_kind(folder, f"Cannot build the {read_config(folder)['model_type']} model of '{folder}'") as (config, auto):
+        chosen = config.dtype or torch.float32 if dtype == "auto" else torch_dtype(dtype)
+        with torch.random.fork_rng(devices=[]):
+            model = auto.from_config(config, dtype=chosen, attn_implementation=attention, trust_remote_code=False)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = import_transformers().GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return _ready(model, device)
+
+
+@contextmanager
+def _model_kind(folder: Path, failure: str) -> Iterator[tuple[PretrainedConfig, type[_BaseAutoModelClass]]]:
+    """A folder's configuration, without dropout, and the class of its models; errors in the block are the user's, after `failure`."""
     transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         auto = _auto_class(transformers, config)
         _without_dropout(config)
-        chosen = config.dtype or torch.float32 if dtype == "auto" else torch_dtype(dtype)
-        with torch.random.fork_rng(devices=[]):
-            model = auto.from_config(config, dtype=chosen, attn_implementation=attention, trust_remote_code=False)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        yield config, auto
     except UserError:
         raise
-    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as error:
-        raise UserError(f"Cannot build the {data['model_type']} model of '{folder}': {first_line(error)}") from error
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{failure}: {first_line(error)}") from error
+
+
+def _ready(model: nn.Module, device: str | torch.device) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -386,27 +386,47 @@ def _next(chunk: int, file: int) -> tuple[int, int]:
     return (chunk + 1, 0) if file + 1 >= layout.FILES_PER_CHUNK else (chunk, file + 1)
 
 
-class _DataFiles:
-    """``data/``: a row group for each episode, and a new file where one has grown too large."""
+Writer = TypeVar("Writer", "pq.ParquetWriter", VideoWriter)
 
-    def __init__(self, folder: Path, arrow: ModuleType, parquet: ModuleType, schema: pa.Schema) -> None:
-        self.schema = schema
-        self._folder, self._arrow, self._parquet = folder, arrow, parquet
+
+class _Files(Generic[Writer]):
+    """Files of growing numbers, with episodes one after another, and a new file where one has grown too large."""
+
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        self._folder, self._megabytes = folder, megabytes
         self._place = (0, 0)
+        self._writer: Writer | None = None
         self._paths: list[Path] = []
-        self._writer: pq.ParquetWriter | None = None
 
-    def add(self, table: pa.Table, length: int) -> dict[str, int]:
-        """Returns the episode's columns of ``meta/episodes``."""
-        if self._writer is not None and self._paths[-1].stat().st_size >= layout.DATA_FILE_MB * 2**20:
+    def _open(self, pattern: str, make: Callable[[Path], Writer], **named: str) -> Writer:
+        """The writer for the next episode; `pattern`: of paths, by the numbers and what is named."""
+        if self._writer is not None and self._paths[-1].stat().st_size >= self._megabytes * 2**20:
             self.close()
             self._place = _next(*self._place)
         if self._writer is None:
-            path = self._folder / layout.DATA_PATH.format(chunk_index=self._place[0], file_index=self._place[1])
+            path = self._folder / pattern.format(chunk_index=self._place[0], file_index=self._place[1], **named)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._paths.append(path)
-            self._writer = self._parquet.ParquetWriter(path, schema=self.schema, compression="snappy")
-        self._writer.write_table(table, row_group_size=length)
+            self._writer = make(path)
+        return self._writer
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class _DataFiles(_Files["pq.ParquetWriter"]):
+    """``data/``: a row group for each episode, and a new file where one has grown too large."""
+
+    def __init__(self, folder: Path, arrow: ModuleType, parquet: ModuleType, schema: pa.Schema) -> None:
+        super().__init__(folder, layout.DATA_FILE_MB)
+        self.schema, self._arrow, self._parquet = schema, arrow, parquet
+
+    def add(self, table: pa.Table, length: int) -> dict[str, int]:
+        """Returns the episode's columns of ``meta/episodes``."""
+        writer = self._open(layout.DATA_PATH, lambda path: self._parquet.ParquetWriter(path, schema=self.schema, compression="snappy"))
+        writer.write_table(table, row_group_size=length)
         return {"data/chunk_index": self._place[0], "data/file_index": self._place[1]}
 
     def numeric(self) -> list[str]:
@@ -428,46 +448,28 @@ class _DataFiles:
             parts.append(chunks.to_numpy(zero_copy_only=False).reshape(-1, *sizes))
         return np.concatenate(parts)
 
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
-
-class _VideoFiles:
+class _VideoFiles(_Files[VideoWriter]):
     """``videos/{feature}/``: episodes one after another, and a new file where one has grown too large."""
 
     def __init__(self, folder: Path, feature: Feature, fps: int) -> None:
-        self._folder, self._feature, self._fps = folder, feature, fps
-        self._place = (0, 0)
-        self._writer: VideoWriter | None = None
+        super().__init__(folder, layout.VIDEO_FILE_MB)
+        self._feature, self._fps = feature, fps
 
     def add(self, pictures: np.ndarray) -> dict[str, Any]:
         """Encode [T, H, W, 3]; returns the episode's columns of ``meta/episodes``."""
-        if self._writer is not None and self._writer.path.stat().st_size >= layout.VIDEO_FILE_MB * 2**20:
-            self.close()
-            self._place = _next(*self._place)
-        if self._writer is None:
-            indices = {"chunk_index": self._place[0], "file_index": self._place[1]}
-            path = self._folder / layout.VIDEO_PATH.format(video_key=self._feature.name, **indices)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            height, width = self._feature.shape[:2]
-            self._writer = VideoWriter(path, height, width, self._fps, lossless=False)
-        start = self._writer.count
+        (height, width), name = self._feature.shape[:2], self._feature.name
+        writer = self._open(layout.VIDEO_PATH, lambda path: VideoWriter(path, height, width, self._fps, lossless=False), video_key=name)
+        start = writer.count
         for picture in pictures:
-            self._writer.add(picture)
-        key = f"videos/{self._feature.name}"
+            writer.add(picture)
+        key = f"videos/{name}"
         return {
             f"{key}/chunk_index": self._place[0],
             f"{key}/file_index": self._place[1],
             f"{key}/from_timestamp": start / self._fps,
-            f"{key}/to_timestamp": self._writer.count / self._fps,
+            f"{key}/to_timestamp": writer.count / self._fps,
         }
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
 
 class _EpisodesFile:

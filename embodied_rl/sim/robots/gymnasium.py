@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import gymnasium
@@ -204,18 +205,8 @@ class GymnasiumSim(SimEnv):
         self._success_key = success_key
         parts = observation_parts(first.observation_space)
         _check_alike(self.envs)
-        registered = first.spec
-        self.spec = SimSpec(
-            task=task or (registered.id if registered is not None else type(first.unwrapped).__name__),
-            observation={part.name: part.spec for part in parts},
-            action=action_spec(first.action_space),
-            max_episode_steps=registered.max_episode_steps if registered is not None else None,
-            control_hz=control_hz(first),
-            reports_success=success_key is not None,
-            can_render=first.render_mode == "rgb_array",
-            snapshots="exact" if exact_snapshots else "replay",
-            spaces={"observation": describe(first.observation_space), "action": describe(first.action_space)},
-        )
+        spec = _spec_of(first, first.observation_space, first.action_space, task, success_key)
+        self.spec = replace(spec, snapshots="exact" if exact_snapshots else "replay")
         self._write = row_writer(parts)
         self._plain_state = len(parts) == 1 and parts[0].is_plain_vector
         self._steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
@@ -376,20 +367,9 @@ class VectorEnvSim(SimEnv):
         self.env = env
         parts = observation_parts(env.single_observation_space)
         _, info = env.reset(seed=0)
-        registered = env.spec
         self._success_key = self._probe(info)
-        self.spec = SimSpec(
-            task=task or (registered.id if registered is not None else type(env.unwrapped).__name__),
-            observation={part.name: part.spec for part in parts},
-            action=action_spec(env.single_action_space),
-            max_episode_steps=registered.max_episode_steps if registered is not None else None,
-            control_hz=control_hz(env),
-            reports_success=self._success_key is not None,
-            can_render=env.render_mode == "rgb_array",
-            snapshots="none",
-            steps_together=True,
-            spaces={"observation": describe(env.single_observation_space), "action": describe(env.single_action_space)},
-        )
+        spec = _spec_of(env, env.single_observation_space, env.single_action_space, task, self._success_key)
+        self.spec = replace(spec, snapshots="none", steps_together=True)
         self._write = row_writer(parts)
         self._to_action = action_converter(env.single_action_space)
 
@@ -435,6 +415,21 @@ class VectorEnvSim(SimEnv):
         self.env.action_space.seed(0)
         *_, step_info = self.env.step(self.env.action_space.sample())
         return next((key for key in SUCCESS_KEYS if key in step_info or key in reset_info), None)
+
+
+def _spec_of(env: Any, seen: gymnasium.Space, acted: gymnasium.Space, task: str | None, success_key: str | None) -> SimSpec:
+    """What an environment, or a vector of them, says of one environment with these spaces; snapshots are the caller's."""
+    registered = env.spec
+    return SimSpec(
+        task=task or (registered.id if registered is not None else type(env.unwrapped).__name__),
+        observation={part.name: part.spec for part in observation_parts(seen)},
+        action=action_spec(acted),
+        max_episode_steps=registered.max_episode_steps if registered is not None else None,
+        control_hz=control_hz(env),
+        reports_success=success_key is not None,
+        can_render=env.render_mode == "rgb_array",
+        spaces={"observation": describe(seen), "action": describe(acted)},
+    )
 
 
 def _disable_autoreset(env: VectorEnv) -> None:

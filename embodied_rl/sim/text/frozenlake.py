@@ -6,7 +6,6 @@ H a hole, ``.`` ice.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from embodied_rl.sim.text.grid_games import (
     choose_size,
     largest,
     look_around,
+    shortest_way,
     way_to,
 )
 
@@ -148,25 +148,14 @@ class FrozenLake(GridGame):
 
 
 def shortest_path(holes: np.ndarray, start: Cell, goal: Cell) -> list[str] | None:
-    """Words of a shortest way around the holes [H, W] bool, found breadth first; None: there is none."""
-    came_from: dict[Cell, tuple[Cell, str]] = {}
-    queue, seen = deque([start]), {start}
-    while queue:
-        here = queue.popleft()
-        if here == goal:
-            words: list[str] = []
-            while here != start:
-                here, word = came_from[here]
-                words.append(word)
-            return words[::-1]
-        for word, move in MOVES.items():
-            there = add(here, move)
-            inside = all(0 <= place < side for place, side in zip(there, holes.shape, strict=True))
-            if inside and there not in seen and not holes[there]:
-                seen.add(there)
-                came_from[there] = (here, word)
-                queue.append(there)
-    return None
+    """Words of a shortest way around the holes [H, W] bool; None: there is none."""
+
+    def after(here: Cell, move: Cell) -> Cell | None:
+        there = add(here, move)
+        inside = all(0 <= place < side for place, side in zip(there, holes.shape, strict=True))
+        return there if inside and not holes[there] else None
+
+    return shortest_way(start, lambda here: here == goal, after)
 
 
 def player(observation: str) -> str:

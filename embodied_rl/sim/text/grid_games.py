@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.text.turns import TextTurn, TurnSim
 from embodied_rl.types import StepBuffers, VariableSpec
 
+Node = TypeVar("Node", bound=Hashable)
 Cell = tuple[int, int]
 """(row, column), from the upper left corner."""
 
@@ -187,6 +189,27 @@ def way_to(here: Cell, there: Cell) -> str:
 def add(cell: Cell, move: Cell) -> Cell:
     """The neighbouring cell."""
     return cell[0] + move[0], cell[1] + move[1]
+
+
+def shortest_way(start: Node, arrived: Callable[[Node], bool], after: Callable[[Node, Cell], Node | None]) -> list[str] | None:
+    """Words of a shortest way, found breadth first; None: there is none. `after`: where a move leads; None: it cannot be made."""
+    came_from: dict[Node, tuple[Node, str]] = {}
+    queue, seen = deque([start]), {start}
+    while queue:
+        here = queue.popleft()
+        if arrived(here):
+            words: list[str] = []
+            while here != start:
+                here, word = came_from[here]
+                words.append(word)
+            return words[::-1]
+        for word, move in MOVES.items():
+            there = after(here, move)
+            if there is not None and there not in seen:
+                seen.add(there)
+                came_from[there] = (here, word)
+                queue.append(there)
+    return None
 
 
 def choose_size(size: int | Sequence[int], random: np.random.Generator, *, least: int, most: int, name: str) -> int:

@@ -24,6 +24,7 @@ from embodied_rl.sim.text.grid_games import (
     choose_size,
     largest,
     look_around,
+    shortest_way,
     way_to,
 )
 
@@ -258,25 +259,13 @@ def _reachable(level: Level, start: Cell, boxes: frozenset[Cell]) -> set[Cell]:
 
 
 def solve(level: Level, start: Position) -> list[str] | None:
-    """Words of a shortest solution in moves, breadth first over all positions; None: it cannot be solved."""
-    came_from: dict[Position, tuple[Position, str]] = {}
-    queue, seen = deque([start]), {start}
-    while queue:
-        here = queue.popleft()
-        if here[1] == level.goals:
-            words: list[str] = []
-            while here != start:
-                here, word = came_from[here]
-                words.append(word)
-            return words[::-1]
-        for word, move in MOVES.items():
-            there = push(level, here, move)
-            if there is None or there in seen or (there[1] != here[1] and _is_stuck(level, there[1] - here[1])):
-                continue
-            seen.add(there)
-            came_from[there] = (here, word)
-            queue.append(there)
-    return None
+    """Words of a shortest solution in moves; None: it cannot be solved."""
+
+    def after(here: Position, move: Cell) -> Position | None:
+        there = push(level, here, move)
+        return None if there is None or (there[1] != here[1] and _is_stuck(level, there[1] - here[1])) else there
+
+    return shortest_way(start, lambda here: here[1] == level.goals, after)
 
 
 def _is_stuck(level: Level, moved: frozenset[Cell]) -> bool:
