@@ -157,13 +157,13 @@ EXAMPLES = (
     ("players_of_one_process", f"{GROUPS} hybrid.players=2", "processes of hybrid=disaggregated, or actors of hybrid=ray"),
     ("players_of_one_process", f"{GROUPS} hybrid=multiplexed hybrid.players=2", "The nearest possible: hybrid.players=1, or one of these"),
     (
-        "players_of_rollouts",
-        f"{CARTPOLE} {APART} hybrid.players=2",
-        "algorithm=ppo has fixed rollouts. The nearest possible: hybrid.players=1",
+        "idle_players",
+        f"{CARTPOLE} {APART} sim.num_slots=2 algorithm.minibatch_size=64 hybrid.players=3",
+        "divide sim.num_slots=2 slots: each needs one.",
     ),
-    ("players_without_groups", f"{DOMAINS} {APART} {MIX[:-2]},num_slots:2}}}} hybrid.players=4", "mix.guest.num_slots=2 slots: each needs"),
+    ("idle_players", f"{DOMAINS} {APART} {MIX[:-2]},num_slots:2}}}} hybrid.players=4", "mix.guest.num_slots=2 slots: each needs"),
     (
-        "players_without_groups",
+        "idle_players",
         f"{GROUPS} {APART} algorithm.groups.groups_per_step=4 hybrid.players=3",
         "groups_per_step=4 groups and sim.num_slots=8 slots: each needs as many groups as the others, and a slot. The nearest "
         "possible: hybrid.players=2.",

@@ -179,7 +179,16 @@ class Run:
 
     def divides(self, players: int) -> bool:
         """Whether so many players can have a slot each, and equally many groups."""
-        return self.groups is not None and self.groups.groups_per_step % players == 0 and players <= self.fewest_slots[1]
+        return (self.groups is None or self.groups.groups_per_step % players == 0) and players <= self.fewest_slots[1]
+
+    @property
+    def divided(self) -> str:
+        """What several players divide, and what each of them needs."""
+        slots = "{}={} slots".format(*self.fewest_slots)
+        if self.groups is None:
+            return f"{slots}: each needs one"
+        groups = f"algorithm.groups.groups_per_step={self.groups.groups_per_step} groups"
+        return f"{groups} and {slots}: each needs as many groups as the others, and a slot"
 
     @property
     def nearest_players(self) -> int:

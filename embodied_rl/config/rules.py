@@ -563,17 +563,9 @@ _PLAYERS = (
         f"{_ONE_PLAYER}, or one of these.",
     ),
     Rule(
-        "players_of_rollouts",
-        lambda run: run.hybrid.players > 1 and run.groups is None,
-        "hybrid.players={hybrid.players} divide groups of episodes, and algorithm={algorithm.name} has fixed rollouts. "
-        f"{_ONE_PLAYER}, or a method on groups (algorithm=grpo, ppo_episodes, …).",
-    ),
-    Rule(
-        "players_without_groups",
+        "idle_players",
         lambda run: run.hybrid.players > 1 and not run.divides(run.hybrid.players),
-        "hybrid.players={hybrid.players} divide algorithm.groups.groups_per_step={algorithm.groups.groups_per_step} groups and "
-        "{run.fewest_slots[0]}={run.fewest_slots[1]} slots: each needs as many groups as the others, and a slot. The nearest possible: "
-        "hybrid.players={run.nearest_players}.",
+        "hybrid.players={hybrid.players} divide {run.divided}. The nearest possible: hybrid.players={run.nearest_players}.",
     ),
 )
 

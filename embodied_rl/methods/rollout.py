@@ -23,6 +23,7 @@ from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.policies.base import Policy, prepare_observation
 from embodied_rl.rollout.collector import PATIENCE_S, RolloutCollector
+from embodied_rl.rollout.groups import WHOLE, Share
 from embodied_rl.rollout.queue_pump import age_figures
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, Rollout
@@ -145,8 +146,10 @@ def rollout_values(learner: Learner, policy: Policy, rollout: Rollout) -> Rollou
     return RolloutValues(value.reshape(steps, slots), last, final)
 
 
-def make_rollout_collector(config: TrainConfig, manager: Simulators, generator: Generator, layout: ActionLayout) -> RolloutCollector:
-    """The collector that a configuration describes, in whatever process the simulators are."""
+def make_rollout_collector(
+    config: TrainConfig, manager: Simulators, generator: Generator, layout: ActionLayout, share: Share = WHOLE
+) -> RolloutCollector:
+    """The collector that a configuration describes, in whatever process the simulators are; `share`: of the slots."""
     has_hosts, max_staleness = config.hybrid.placement.kind == "multiplexed", config.algorithm.max_staleness
     return RolloutCollector(
         manager,
@@ -157,4 +160,5 @@ def make_rollout_collector(config: TrainConfig, manager: Simulators, generator: 
         layout=layout,
         max_staleness=max_staleness,
         min_ready=1 if has_hosts and max_staleness else None,
+        share=share,
     )

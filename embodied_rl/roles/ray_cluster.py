@@ -310,8 +310,7 @@ def _only_node(devices: Sequence[Device], role: Role) -> int:
     if len(nodes) > 1:
         raise UserError(
             f"hybrid.placement gives role {role} {len(nodes)} nodes, and with Ray this role is one actor (of rewards: on one node): name "
-            f"one, such as {role}: ['{nodes[0]}/cpu']"
-            + ("." if role == "reward" else f", or set hybrid.players={len(nodes)} for a method on groups.")
+            f"one, such as {role}: ['{nodes[0]}/cpu']" + ("." if role == "reward" else f", or set hybrid.players={len(nodes)}.")
         )
     return nodes[0]
 

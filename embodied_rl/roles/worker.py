@@ -94,7 +94,7 @@ class RolloutWorker:
         Args:
             acting: what acts in them; None: policies and backends in this process.
             make_scoring: makes the reward workers, where the configuration asks for some.
-            share: of the groups, where other workers play the rest.
+            share: of groups and slots, where other workers play the rest.
 
         Raises:
             UserError: as `EnvManager` does.
@@ -161,7 +161,7 @@ class RolloutWorker:
         with self.acting.reading(files):
             if config.algorithm.groups is None:
                 first.generator, layout = self.acting.generator(first)
-                self._collector = make_rollout_collector(config, self._simulators(first), first.generator, layout)
+                self._collector = make_rollout_collector(config, self._simulators(first), first.generator, layout, self._share)
                 self._residency = residency_of_playing(config.hybrid.offload, self.manager, (), first.generator)
                 return
             self.queue = make_queue(config, self.streams, self._share)

@@ -6,6 +6,7 @@ Requests and answers are JSON and plain arrays over a socket; weights come throu
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import socket
@@ -37,7 +38,7 @@ class WorkerProcess:
         """Start the process; `call("describe")` waits until it plays.
 
         Args:
-            share: of the groups, where others play the rest.
+            share: of groups and slots, where others play the rest.
             gpu: the only one that it sees; None: as this process does.
         """
         self._role = RoleProcess("embodied_rl.roles.worker_process", "The process that plays", gpu=gpu)
@@ -45,7 +46,7 @@ class WorkerProcess:
         self._weights: SharedWeightsPublisher | None = None
         self._names: set[str] = set()
         self._only_changed = config.hybrid.publish == "changed"
-        self._role.tell("begin", config=config.to_dict(), share=[share.index, share.count])
+        self._role.tell("begin", config=config.to_dict(), share=list(dataclasses.astuple(share)))
 
     def call(self, what: str, **arguments: object) -> Any:
         """What the worker's method `what` returns. Raises RoleLost, and what the method raised."""

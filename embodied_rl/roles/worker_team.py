@@ -1,12 +1,13 @@
-"""Several rollout workers side by side, processes or actors: each plays its share of the groups, by their numbers, in its own simulators.
+"""Several rollout workers side by side, processes or actors: each plays its share of the groups, by their numbers, or of a rollout's slots.
 
 ```
                        ┌── worker 0: groups 0, 2, 4, …  its half of each batch
  RemoteWorker ── team ─┤
                        └── worker 1: groups 1, 3, 5, …
 ```
-A group's episodes depend only on its number and seeds, so that a team plays what one worker would; which observations share a forward
-pass differs. Each worker's queue keeps the staleness bound for its own groups; so the bound holds for all groups.
+A group's episodes depend only on its number and seeds, and what a slot plays only on its own, so that a team plays what one worker would;
+which observations share a forward pass differs. Each worker's queue keeps the staleness bound for its own groups; so the bound holds for
+all groups.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import EpisodeCounts, GroupCounts, Share
 from embodied_rl.sim.affinity import available_cores
 from embodied_rl.stopping import waiting
-from embodied_rl.types import EpisodeGroup
+from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout
 
 _OF_ONE = ("texts", "demonstrate", "peek")
 """What one of them is asked for all."""
@@ -40,11 +41,15 @@ class WorkerTeam:
     def __init__(self, config: TrainConfig, start: Callable[[TrainConfig, Share], Any]) -> None:
         """`start` a `WorkerHandle` for each share of the configuration's `hybrid.players`; those that began are ended if one cannot."""
         self._workers: list[Any] = []
+        self._slots: list[int] = []
+        """Of each of them, with fixed rollouts."""
         self._domains = list(config.domains)
         self._pool = ThreadPoolExecutor(config.hybrid.players, thread_name_prefix="worker")
         try:
             for index in range(config.hybrid.players):
-                self._workers.append(start(part_of(config, index), Share(index, config.hybrid.players)))
+                part = part_of(config, index)
+                self._workers.append(start(part, Share(index, config.hybrid.players, sum(self._slots), config.sim.num_slots)))
+                self._slots.append(part.sim.num_slots)
         except BaseException:
             self.close()
             raise
@@ -56,11 +61,17 @@ class WorkerTeam:
         if what == "evaluate":
             return self._evaluate(**arguments)
         if what == "restart":
-            states = divided(arguments.pop("queue"), len(self._workers))
+            queue, count = arguments.pop("queue"), len(self._workers)
+            states = [None] * count if queue is None else divided(queue, count)
             return self._ask(what, [{**arguments, "queue": state} for state in states])[0]
+        if what == "take_up":
+            left = iter(arguments["episodes"])
+            return self._ask(what, [{"episodes": list(itertools.islice(left, slots))} for slots in self._slots])[0]
         answers = self._ask(what, [arguments] * len(self._workers))
         if what == "play":
             return joined(answers)
+        if what == "episodes":
+            return [episode for part in answers for episode in part]
         return _described(answers) if what == "describe" else answers[0]
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
@@ -104,7 +115,6 @@ class WorkerTeam:
 def part_of(config: TrainConfig, index: int) -> TrainConfig:
     """The configuration of one worker of a team: its part of the slots, of the workers and of each batch."""
     count, groups = config.hybrid.players, config.algorithm.groups
-    assert groups is not None, "the configuration was checked"
 
     def part(num_slots: int) -> int:
         return num_slots // count + (index < num_slots % count)
@@ -115,7 +125,9 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
         return dataclasses.replace(sim, num_slots=slots, num_workers=workers, pipeline_groups=min(sim.num_groups, slots))
 
     mix = {name: dataclasses.replace(player, num_slots=part(player.num_slots)) for name, player in config.generation.mix.items()}
-    own, most = dataclasses.replace(groups, groups_per_step=groups.groups_per_step // count), config.record.max_episodes
+    own, most = None, config.record.max_episodes
+    if groups is not None:
+        own = dataclasses.replace(groups, groups_per_step=groups.groups_per_step // count)
     return dataclasses.replace(
         config,
         sim=sim_part(config.sim),
@@ -157,16 +169,44 @@ def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[Collected]) -> Collected:
-    """What all of them played, as one worker's: groups by number; times of the one that took longest."""
+    """What all of them played, as one worker's: groups by number, rollouts side by side; times of the one that took longest."""
     groups: list[EpisodeGroup] = []
     for part in parts:
         groups += part.groups
     return Collected(
         groups=sorted(groups, key=lambda group: group.number),
         times=max((part.times for part in parts), key=lambda times: times.simulate_s + times.act_s, default=CollectorTimes()),
-        queue=united([part.queue for part in parts if part.queue is not None]),
+        queue=united(queues) if (queues := [part.queue for part in parts if part.queue is not None]) else None,
         faults=[record for part in parts for record in part.faults],
         metrics=_figures([part.metrics for part in parts]),
+        rollout=side_by_side(rollouts) if (rollouts := [part.rollout for part in parts if part.rollout is not None]) else None,
+    )
+
+
+def side_by_side(parts: Sequence[Rollout]) -> Rollout:
+    """The rollout of all slots out of those of their parts (`Share`), as one collector would have filled it."""
+    sizes = [part.reward.shape[1] for part in parts]
+    total, before = sum(sizes), np.cumsum([0, *sizes])
+
+    def joined(arrays: Sequence[np.ndarray | None], axis: int = 1) -> Any:
+        found = [array for array in arrays if array is not None]
+        return np.concatenate(found, axis=axis) if found else None
+
+    cut = [np.argwhere(part.truncated & ~part.terminated) @ (total, 1) + first for part, first in zip(parts, before[:-1], strict=True)]
+    order = np.argsort(np.concatenate(cut))
+    ended: list[tuple[int, int, EpisodeSummary]] = []
+    for part, first in zip(parts, before.tolist(), strict=False):
+        over = [iter(np.flatnonzero(column).tolist()) for column in (part.terminated | part.truncated).T]
+        moved = [dataclasses.replace(episode, slot=first + episode.slot) for episode in part.episodes]
+        ended += [(next(over[episode.slot], len(part.reward)), own.slot, own) for episode, own in zip(part.episodes, moved, strict=True)]
+    names = ("action", "log_prob", "reward", "terminated", "truncated", "policy_version", "success")
+    seen = {key: [part.observation[key] for part in parts] for key in parts[0].observation}
+    return Rollout(
+        observation={key: joined(rows) for key, rows in seen.items()},
+        last_observation={key: joined([part.last_observation[key] for part in parts], 0) for key in seen},
+        final_observation={key: joined([part.final_observation[key] for part in parts], 0)[order] for key in seen},
+        episodes=tuple(episode for _, _, episode in sorted(ended, key=lambda one: one[:2])),
+        **{name: joined([vars(part)[name] for part in parts]) for name in (*names, "chunk_reward", "chunk_success", "executed")},
     )
 
 

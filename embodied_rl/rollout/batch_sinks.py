@@ -443,16 +443,17 @@ class TrainingRecorder:
 
     Args:
         folder: of the recording; gone on with where it exists.
+        seeds: of the slots of fixed rollouts.
 
     Raises:
         RecordingError: the folder holds a recording of another simulator, or a damaged one.
     """
 
-    def __init__(self, folder: Path, info: RecordingInfo, config: RecordConfig, *, seed: int, num_slots: int) -> None:
+    def __init__(self, folder: Path, info: RecordingInfo, config: RecordConfig, *, seeds: EpisodeSeeds, num_slots: int) -> None:
         resume = (folder / RECORDING_FILE).is_file()
         self.num_recorded = len(open_recording(folder)) if resume else 0
         self._writer = RecordingWriter(folder, info, video=config.video, resume=resume, duplicates="skip")
-        self._config, self._seeds, self._num_slots = config, EpisodeSeeds.training(seed), num_slots
+        self._config, self._seeds, self._num_slots = config, seeds, num_slots
         self._sinks = BatchSinks(self._writer, num_slots, observations_alone=True)
         self._round = 0
         self._slots: list[_Slot] = []

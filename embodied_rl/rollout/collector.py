@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.generation.base import ActedBatch, Generator
+from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
@@ -20,7 +21,6 @@ from embodied_rl.types import ActionLayout, EpisodeGroup, EpisodeSummary, Observ
 
 if TYPE_CHECKING:
     from embodied_rl.rollout.batch_sinks import TrainingRecorder
-    from embodied_rl.rollout.groups import GroupQueue
     from embodied_rl.rollout.scoring import Scorer
 
 _NOISE_STREAM = 1
@@ -56,6 +56,8 @@ class Collector:
     """Writes a share of the episodes down."""
     layout: ActionLayout | None = None
     """Of the actions of what acts; None: of texts."""
+    seeds: EpisodeSeeds = EpisodeSeeds.training(0)
+    """Of the slots of fixed rollouts."""
     scorer: Scorer | None = None
     """Gives episodes a further reward before they are handed in, while others are played."""
     min_ready: int | None = None
@@ -141,6 +143,7 @@ class RolloutCollector(Collector):
         layout: ActionLayout | None = None,
         max_staleness: int = 0,
         min_ready: int | None = None,
+        share: Share = WHOLE,
     ) -> None:
         """
         Args:
@@ -149,12 +152,14 @@ class RolloutCollector(Collector):
                 `min_ready`.
             layout: of the policy's actions; None: they are the simulator's own.
             max_staleness: S; 0: `pump` does nothing.
+            share: which slots of a rollout these are: they see and draw what they do in a rollout of all of them.
         """
         self.manager = manager
         self.layout = layout or ActionLayout.of(manager.spec.action)
         self.generator = generator
         self.rollout_steps = rollout_steps
-        self.seed = seed
+        self.seed, self._share = seed, share
+        self.seeds = EpisodeSeeds.training(seed, before=share.slots_before)
         self.times = CollectorTimes()
         self.min_ready = min_ready
         slots = range(manager.num_slots)
@@ -184,7 +189,7 @@ class RolloutCollector(Collector):
         """
         self._partial, self._next_number, self._turn = None, seed_round, 0
         self._filled.clear()
-        self._see(self.manager.reset(EpisodeSeeds.training(self.seed), seed_round=seed_round, reconfigure=reconfigure))
+        self._see(self.manager.reset(self.seeds, seed_round=seed_round, reconfigure=reconfigure))
         if self.recorder is not None:
             self.recorder.restarted(seed_round)
 
@@ -265,9 +270,10 @@ class RolloutCollector(Collector):
             self._act(partial, replace(seen, slots=going, observation=shown), going)
 
     def _begin(self) -> _PartialRollout:
-        noise = action_noise(self.layout, (self.rollout_steps, self.manager.num_slots), self.seed, self._next_number)
+        before, own = self._share.slots_before, self.manager.num_slots
+        noise = action_noise(self.layout, (self.rollout_steps, self._share.all_slots or own), self.seed, self._next_number)
         self._next_number += 1
-        return _PartialRollout(self.manager.spec.observation, self.layout, noise)
+        return _PartialRollout(self.manager.spec.observation, self.layout, noise[:, before : before + own])
 
     def _receive(self, partial: _PartialRollout, group: range | None) -> StepBatch:
         """Wait for a group's simulators, or with None for any, and note what came of their last decision."""

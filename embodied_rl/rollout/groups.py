@@ -292,10 +292,15 @@ class EpisodeCounts:
 
 @dataclass(frozen=True)
 class Share:
-    """Which groups are a queue's, where several divide them: those whose number leaves the remainder `index` after division by `count`."""
+    """What of a run is one worker's, where several divide it: groups whose number leaves the remainder `index` after division by `count`,
+    and of fixed rollouts its slots."""
 
     index: int = 0
     count: int = 1
+    slots_before: int = 0
+    """Of the workers before it."""
+    all_slots: int | None = None
+    """Of all workers; None: it has them all."""
 
     def first_from(self, number: int) -> int:
         """Its first one that is no smaller than `number`."""
@@ -303,7 +308,7 @@ class Share:
 
 
 WHOLE = Share()
-"""All groups."""
+"""All groups and slots."""
 
 
 class GroupQueue:

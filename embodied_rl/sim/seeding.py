@@ -31,11 +31,13 @@ class EpisodeSeeds:
     base: int
     first: tuple[int | None, ...] = ()
     """Seed of each slot's first episode in round 0, where it is given; empty: none is."""
+    before: int = 0
+    """Training: slots of others, whose numbers are before these."""
 
     @staticmethod
-    def training(base: int, first: Sequence[int | None] = ()) -> EpisodeSeeds:
+    def training(base: int, first: Sequence[int | None] = (), before: int = 0) -> EpisodeSeeds:
         """Seeds spread over [0, 2**30) by a hash of (base, round, slot, index), apart from those in `first`."""
-        return EpisodeSeeds("training", base, tuple(first))
+        return EpisodeSeeds("training", base, tuple(first), before)
 
     @staticmethod
     def held_out(base: int = 0) -> EpisodeSeeds:
@@ -53,12 +55,12 @@ class EpisodeSeeds:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, without what is not used."""
         plain = {"kind": self.kind, "base": self.base}
-        return plain | ({"first": list(self.first)} if self.first else {})
+        return plain | ({"first": list(self.first)} if self.first else {}) | ({"before": self.before} if self.before else {})
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> EpisodeSeeds:
         """What `to_dict` gave."""
-        return EpisodeSeeds(data["kind"], data["base"], tuple(data.get("first", ())))
+        return EpisodeSeeds(data["kind"], data["base"], tuple(data.get("first", ())), data.get("before", 0))
 
     def seed(self, slot: int, index: int, num_slots: int, seed_round: int = 0) -> int:
         """Seed of the `index`-th episode of `slot` since the manager was reset for `seed_round`."""
@@ -68,7 +70,7 @@ class EpisodeSeeds:
             return self.base
         if self.kind == "held_out":
             return HELD_OUT_START + self.base + slot + index * num_slots
-        digest = hashlib.blake2b(f"{self.base}/{seed_round}/{slot}/{index}".encode(), digest_size=4).digest()
+        digest = hashlib.blake2b(f"{self.base}/{seed_round}/{self.before + slot}/{index}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "little") >> 2
 
 

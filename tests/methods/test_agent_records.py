@@ -27,6 +27,7 @@ from embodied_rl.policies.tiny_language import make_tiny_model
 from embodied_rl.rollout.batch_sinks import TrainingRecorder
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots import gymnasium as gymnasium_sim
+from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.text import frozenlake, questions
 from embodied_rl.types import StepBuffers
 from tests.agents.samples import LAKE, PLAIN, collect, make_collector
@@ -95,7 +96,7 @@ def test_turns_that_call_tools_are_no_steps(tmp_path: Path, max_context: int) ->
     recorded = RecordConfig(share=1.0)
     with EnvManager(LAKE, 1, num_workers=1, autoreset=False) as manager:
         info = RecordingInfo(manager.spec, {"name": "lake"}, {"kind": "training"})
-        recorder = TrainingRecorder(tmp_path / "episodes", info, recorded, seed=0, num_slots=1)
+        recorder = TrainingRecorder(tmp_path / "episodes", info, recorded, seeds=EpisodeSeeds.training(0), num_slots=1)
         collector = make_collector(manager, agent, scripted(agent, answer), group_size=1, groups_per_step=2)
         collector.recorder = recorder
         played = [episode for group in collect(collector) for episode in group.episodes]

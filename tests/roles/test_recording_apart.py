@@ -64,9 +64,10 @@ def test_the_same_episodes_are_written(tmp_path: Path, task: list[str], where: s
 
 
 @pytest.mark.slow
-def test_each_of_two_workers_has_a_folder(tmp_path: Path) -> None:
-    here = trained(tmp_path / "here", *GROUPS, *HALF)
-    apart = trained(tmp_path / "apart", *GROUPS, *HALF, APART, "hybrid.players=2")
+@pytest.mark.parametrize("task", [GROUPS, ROLLOUTS], ids=["groups", "rollouts"])
+def test_each_of_two_workers_has_a_folder(tmp_path: Path, task: list[str]) -> None:
+    here = trained(tmp_path / "here", *task, *HALF)
+    apart = trained(tmp_path / "apart", *task, *HALF, APART, "hybrid.players=2")
     assert sorted(folder.name for folder in (apart / "episodes").iterdir()) == ["worker_0", "worker_1"]
     check(here, apart, exact=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from embodied_rl.roles.worker_team import divided, united
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig, Share
 from embodied_rl.trainer import Trainer
-from embodied_rl.types import EpisodeGroup
-from tests.roles.runs import GROUPS, TEXTS, TWO_POLES, Naps, assert_same_run, configured, run_with_a_kill, trained
+from embodied_rl.types import EpisodeGroup, Rollout
+from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, TWO_POLES, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
 from tests.rollout.samples import answer
 
 TWO = ["hybrid=disaggregated", "hybrid.players=2"]
@@ -106,6 +107,61 @@ def test_two_players_play_every_domain_and_evaluate_in_its_order(tmp_path: Path)
     assert found["one"] == found["two"]
     assert [row[0] for row in found["one"][:6]] == ["near"] * 3 + ["far"] * 3
     assert {row[0] for row in found["one"][6:]} == {"near", "far"}
+
+
+@pytest.mark.parametrize("task", ["sim=pendulum", "sim=cartpole", "sim=pixel_tasks policy=tiny_vla hybrid.device=cpu"])
+def test_two_players_fill_one_rollout(tmp_path: Path, task: str) -> None:
+    """Each some of its slots, with their seeds and draws: episodes that are cut, their last looks and their order are there too."""
+    own = [
+        *task.split(),
+        *QUICK,
+        "sim.num_slots=5",
+        "algorithm.rollout_steps=16",
+        "algorithm.minibatch_size=16",
+        "sim.max_episode_steps=11",
+    ]
+    found: dict[str, list[Rollout]] = {}
+    for name, words in {"one": [TWO[0]], "two": TWO}.items():
+        (tmp_path / name).mkdir()
+        with Trainer(configured(tmp_path / name, *own, *words), tmp_path / name, command="test") as trainer:
+            trainer.engine.publish(0)
+            trainer.method.restart(0)
+            found[name] = [trainer.method.collector.next_rollout(0) for _ in range(2)]
+    for one, two in zip(found["one"], found["two"], strict=True):
+        # A forward pass of some rows differs from one of all in its last bits.
+        for name in ("action", "reward", "log_prob", "terminated", "truncated", "success", "policy_version", "executed"):
+            if getattr(one, name) is not None:
+                np.testing.assert_allclose(getattr(two, name), getattr(one, name), atol=1e-4, err_msg=name)
+        for name in ("observation", "last_observation", "final_observation"):
+            for key, seen in getattr(one, name).items():
+                if seen.dtype != object:
+                    np.testing.assert_allclose(getattr(two, name)[key], seen, atol=1e-4, err_msg=f"{name} {key}")
+        assert [(e.slot, e.seed, e.length) for e in one.episodes] == [(e.slot, e.seed, e.length) for e in two.episodes]
+    assert {episode.slot for rollout in found["two"] for episode in rollout.episodes} == set(range(5))
+
+
+def nearly_the_same(one: Path, other: Path) -> None:
+    """Up to which observations share a forward pass."""
+    for mine, theirs in zip(curve(one), curve(other), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            assert theirs[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_a_run_of_two_players_is_that_of_one(tmp_path: Path) -> None:
+    """Also where each rollout is played while the one before is learned from, and one that began within the episodes of a checkpoint."""
+    within = ["checkpoint.every_steps=256", "checkpoint.keep_last=9", "checkpoint.within_episodes=true", "total_steps=512"]
+    one = trained(tmp_path / "one", *ROLLOUTS, *within, TWO[0])
+    two = trained(tmp_path / "two", *ROLLOUTS, *within, *TWO)
+    nearly_the_same(one, two)
+    for name, whole in (("from one", one), ("from two", two)):
+        middle = sorted((whole / "checkpoints").glob("step_*"))[0]
+        shutil.copytree(middle, tmp_path / name / "checkpoints" / middle.name)
+        shutil.copy(whole / "metrics.jsonl", tmp_path / name)
+        resumed = trained(tmp_path / name, *ROLLOUTS, *within, *TWO, "resume=auto")
+        (nearly_the_same if whole is one else assert_same_run)(whole, resumed)
+    ahead = [*ROLLOUTS, "algorithm.max_staleness=1", "total_steps=512"]
+    nearly_the_same(trained(tmp_path / "ahead", *ahead, TWO[0]), trained(tmp_path / "ahead two", *ahead, *TWO))
 
 
 @pytest.mark.slow
