@@ -71,8 +71,6 @@ EXAMPLES = (
     ("recording_unused", f"{CARTPOLE} recording=[somewhere]", "algorithm=ppo learns only from its own episodes"),
     # agent programs
     ("program_without_words", "sim=agent_program algorithm=grpo", "set policy=language"),
-    ("program_recorded", f"{PROGRAM} record.share=0.5", "record.share writes steps of a simulator"),
-    ("program_warm_start", f"{PROGRAM} algorithm.warm_start={{player:a:b}}", "set algorithm.warm_start=null"),
     # language agents
     ("agent_without_groups", f"{TEXTS} algorithm=ppo", "learns from whole episodes, and algorithm=ppo does not"),
     ("agent_critic", f"{TEXTS} algorithm=ppo_episodes", "algorithm.advantage='gae' needs a critic"),

@@ -110,9 +110,12 @@ def replay(
     from embodied_rl.sim.instrumented import instrumented, plain_spec
     from embodied_rl.sim.manager import EnvManager
     from embodied_rl.sim.seeding import EpisodeSeeds
+    from embodied_rl.sim.text.program import is_program
 
     started = time.perf_counter()
     wanted = sim_of(recording) if sim is None else sim
+    if is_program(wanted):
+        raise UserError(f"'{recording.path}' holds dialogues of an agent program, which is no simulator that could be reset to a seed.")
     count = len(recording) if num_episodes is None else min(num_episodes, len(recording))
     if count == 0:
         raise UserError(f"'{recording.path}' holds no episode.")

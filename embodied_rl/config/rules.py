@@ -270,16 +270,6 @@ _PROGRAMS = (
         "sim={sim.name} is an agent program, which talks to a language model: set policy=language.",
     ),
     Rule(
-        "program_recorded",
-        lambda run: run.of_program and run.config.record.share > 0,
-        "record.share writes steps of a simulator, and an agent program is none: set record.share=0.",
-    ),
-    Rule(
-        "program_warm_start",
-        lambda run: run.of_program and run.algorithm.warm_start is not None,
-        "algorithm.warm_start plays in a simulator, and an agent program is none: set algorithm.warm_start=null.",
-    ),
-    Rule(
         "program_initialized",
         lambda run: run.of_program and run.algorithm.initialized.share > 0,
         "algorithm.initialized starts where a simulator was saved, and an agent program is a process of its own, whose state is nowhere "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,17 @@ from embodied_rl.agents.turns import AgentEpisode, rows_of
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.scripted_tokens import ScriptedTokens
-from embodied_rl.generation.tokens import GenerationRequest
+from embodied_rl.generation.tokens import GenerationRequest, TokenBackend
 from embodied_rl.methods.streams import Stream, of_name, prefixed
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.registry import load_target
 from embodied_rl.rollout.agent_collector import AgentCollector
+from embodied_rl.rollout.collector import Collector
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.programs import ProgramCollector, ProgramGenerator
+from embodied_rl.sim.text.program import ProgramOptions, is_program
 
 _SEEDS = 2**29
 """Held-out seeds of the measurements: neither those of interim nor those of final evaluations."""
@@ -59,8 +64,8 @@ class WarmStart:
             UserError: there is no such player, or it does not succeed.
             SimFault: see EnvManager.
         """
-        manager = self._stream.manager
-        self._episodes = manager.demonstrate() if manager.plays_itself else play_script(self._stream)
+        # Where another process plays, the agent is there.
+        self._episodes = self._stream.manager.demonstrate() if self._stream.agent is None else play_script(self._stream)
         return [TokenSequence(row.token_ids, row.mask, row.images) for episode in self._episodes for row in rows_of(episode.turns)]
 
     def note(self, before: float, after: float, loss: float) -> None:
@@ -100,23 +105,44 @@ def play_script(stream: Stream) -> list[AgentEpisode]:
     """
     config, manager, options = stream.config, stream.manager, stream.config.algorithm.warm_start
     assert options is not None, "there is a warm start"
-    agent = stream.agent
-    assert agent is not None, "a domain of text that is stepped here"
-    assert options.player is not None, "the configuration was checked"
-    player: Player = load_target(options.player)
     wanted = options.episodes
-
-    def script(request: GenerationRequest) -> list[int]:
-        assert request.messages is not None, "the agent's requests hold the observation"
-        return agent.answer_ids(player(str(request.messages[-1]["content"])))
-
     queue = GroupQueue(
         GroupQueueConfig(group_size=1, groups_per_step=min(wanted, 4 * manager.num_slots)),
         seed=config.seed,
         domains=DomainMixture.single(f"{manager.spec.task}/warm start"),
     )
+    with ExitStack() as stack:
+        return _played(stream, queue, wanted, *_scripted(stream, queue, stack))
+
+
+def _scripted(stream: Stream, queue: GroupQueue, stack: ExitStack) -> tuple[Collector, TokenBackend]:
+    """What fills the queue with a stream's episodes as its scripted player answers them; `stack` ends what was started for it."""
+    config, manager, agent, options = stream.config, stream.manager, stream.agent, stream.config.algorithm.warm_start
+    assert options is not None, "there is a warm start"
+    assert agent is not None, "a domain of text that is played here"
+    assert options.player is not None, "the configuration was checked"
+    player: Player = load_target(options.player)
+    in_words = is_program(config.sim)  # a program reads the answer itself
+
+    def script(request: GenerationRequest) -> list[int]:
+        assert request.messages is not None, "requests hold what was asked"
+        said = player(str(request.messages[-1]["content"]))
+        return [*agent.tokenizer.encode(said).tolist(), *agent.stop_ids[:1]] if in_words else agent.answer_ids(said)
+
     backend = ScriptedTokens(script)
-    collector = AgentCollector(manager, agent, backend, queue, seed=config.seed)
+    if not in_words:
+        return AgentCollector(manager, agent, backend, queue, seed=config.seed), backend
+    served = ProgramGenerator(agent, agent.tokenizer, backend, None, secrets.token_urlsafe(24), tells_messages=True)
+    stack.callback(served.close)
+    runner = served.runner(ProgramOptions.of(config.sim))
+    sampling = served.sampling(1.0)
+    return ProgramCollector(runner, queue, agent.tokenizer, num_slots=manager.num_slots, seed=config.seed, sampling=sampling), backend
+
+
+def _played(stream: Stream, queue: GroupQueue, wanted: int, collector: Collector, backend: TokenBackend) -> list[AgentEpisode]:
+    """So many successful episodes. Raises UserError where the player has too few."""
+    options = stream.config.algorithm.warm_start
+    assert options is not None, "there is a warm start"
     collector.restart(queue)
     found: list[AgentEpisode] = []
     played = 0

@@ -263,7 +263,7 @@ class AgentCollector(SlotPump[_Playing]):
             greedy=playing.greedy,
         )
         if playing.record is not None and self.recorder is not None:
-            ends = {"terminated": terminated, "truncated": truncated, "success": playing.success}
+            ends = {"terminated": terminated, "truncated": truncated}
             playing.record.finish(self.recorder, playing.assignment, playing.turns, **ends, greedy=playing.greedy, final=final_seen)
         episode = replace(episode, metadata={**episode.metadata, **self._told_start(playing.start)})
         if self._hand_in(playing.assignment, episode) and self._starts is not None:

@@ -707,7 +707,6 @@ class AgentRecord:
         *,
         terminated: bool,
         truncated: bool,
-        success: bool,
         greedy: bool,
         final: dict[str, Any] | None,
     ) -> None:
@@ -715,22 +714,36 @@ class AgentRecord:
         `final`: {key: what was seen} after the last step; None: the agent was shown it, and answered no more."""
         if not self.turns:
             return
-        seen = self.seen if final is None else [*self.seen, final]
-        assert len(seen) == len(self.turns) + 1, "a look before each step, and one after the last"
-        played = [turns[number] for number in self.turns]
-        actions = texts([turn.parsed.text for turn in played])
-        episode = Episode(
-            observation={key: stacked([part[key] for part in seen[:-1]]) for key in seen[0]},
-            action=actions,
-            log_prob=np.array([[turn.log_prob.sum(dtype=np.float64)] for turn in played], np.float32),
-            reward=np.array([turn.game_reward for turn in played], np.float32),
-            terminated=terminated,
-            truncated=truncated,
-            success=success,
-            seed=assignment.seed,
-            domain=assignment.domain,
-            policy_version=np.array([turn.version.min() for turn in played], np.int64),
-            final_observation=seen[-1],
-            metadata={"greedy": greedy, "answers": [turn.answer for turn in played]},
-        )
-        recorder.finished(episode, actions, self.success, group=assignment.group, member=assignment.member)
+        seen, played = self.seen if final is None else [*self.seen, final], [turns[number] for number in self.turns]
+        record_turns(recorder, assignment, played, seen, self.success, terminated=terminated, truncated=truncated, greedy=greedy)
+
+
+def record_turns(
+    recorder: TrainingRecorder,
+    assignment: Assignment,
+    turns: Sequence[Turn],
+    seen: Sequence[Mapping[str, Any]],
+    success: Sequence[bool],
+    *,
+    terminated: bool,
+    truncated: bool,
+    greedy: bool,
+) -> None:
+    """Hand an episode of T turns to a recorder, each a step. `seen`: [T + 1] {key: what was seen} before each, and after the last."""
+    assert len(seen) == len(turns) + 1, "a look before each step, and one after the last"
+    actions = texts([turn.parsed.text for turn in turns])
+    episode = Episode(
+        observation={key: stacked([part[key] for part in seen[:-1]]) for key in seen[0]},
+        action=actions,
+        log_prob=np.array([[turn.log_prob.sum(dtype=np.float64)] for turn in turns], np.float32),
+        reward=np.array([turn.game_reward for turn in turns], np.float32),
+        terminated=terminated,
+        truncated=truncated,
+        success=any(success),
+        seed=assignment.seed,
+        domain=assignment.domain,
+        policy_version=np.array([turn.version.min() for turn in turns], np.int64),
+        final_observation=dict(seen[-1]),
+        metadata={"greedy": greedy, "answers": [turn.answer for turn in turns]},
+    )
+    recorder.finished(episode, actions, success, group=assignment.group, member=assignment.member)

@@ -27,9 +27,11 @@ from embodied_rl.agents.agent import Agent, PromptTokenizer
 from embodied_rl.agents.parsing import InvalidAction, ParsedAction, ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.config import SimConfig
+from embodied_rl.episodes.recording import last_only
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.rollout.agent_generator import AgentGenerator
+from embodied_rl.rollout.batch_sinks import record_turns
 from embodied_rl.rollout.collector import PATIENCE_S
 from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.queue_pump import QueuePump
@@ -365,6 +367,11 @@ class ProgramCollector(QueuePump):
             }
         )
         self._counts["seconds"] += played.seconds  # type: ignore[assignment]
+        if self.recorder is not None:
+            told = [*episode.observation["text"].tolist(), str(episode.final_observation["text"])]
+            success = last_only(len(episode.turns), episode.success)
+            ends = {"terminated": True, "truncated": False, "greedy": self._is_greedy(whose)}
+            record_turns(self.recorder, whose, episode.turns, [{"text": text} for text in told], success.tolist(), **ends)
         self._hand_in(whose, episode)
 
     def _look(self) -> None:
@@ -440,7 +447,14 @@ class ProgramGenerator(AgentGenerator):
     """Serves programs through its own agent proxy, which has the backend until `close`."""
 
     def __init__(
-        self, agent: Agent, tokenizer: Any, backend: TokenBackend, weights: Callable[[], Iterable[tuple[str, Any]]] | None, token: str
+        self,
+        agent: Agent,
+        tokenizer: Any,
+        backend: TokenBackend,
+        weights: Callable[[], Iterable[tuple[str, Any]]] | None,
+        token: str,
+        *,
+        tells_messages: bool = False,
     ) -> None:
         """
         Args:
@@ -448,6 +462,7 @@ class ProgramGenerator(AgentGenerator):
             agent: how answers are sampled and how long they may be; its prompts are not used, for programs write their own.
             weights: what `publish` loads into the backend; None: others load it.
             token: opens sessions; a secret, so that programs have only the sessions that were opened for them.
+            tells_messages: requests hold the chat's messages beside its tokens, for a scripted player.
 
         Raises:
             UserError: the model has no chat template.
@@ -455,7 +470,8 @@ class ProgramGenerator(AgentGenerator):
         self._own = backend
         self._runners: list[ProgramRunner] = []
         self.tokenizer = tokenizer
-        options = ProxyOptions(model=MODEL_NAME, stop_ids=agent.stop_ids, max_new_tokens=agent.config.max_new_tokens)
+        limit = agent.config.max_new_tokens
+        options = ProxyOptions(model=MODEL_NAME, stop_ids=agent.stop_ids, max_new_tokens=limit, tells_messages=tells_messages)
         # Programs have their own time limits.
         self.proxy = AgentProxy(backend, tokenizer, options, token=token, limits=SessionLimits(max_sessions=4096, idle_s=_NEVER_S))
         # Of it, this process uses weights and cache: programs ask for their tokens through the proxy.

@@ -15,10 +15,13 @@ import pytest
 pytest.importorskip("openai", reason="openai is not installed")
 
 from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.commands.replay import replay
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
+from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
+from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.methods.building import PROGRAM_FAULTS
 from embodied_rl.rollout.programs import Played
 from embodied_rl.serving.agents.sessions import CapturedSession
@@ -238,3 +241,58 @@ def test_success_rises(said: str, tmp_path: Path) -> None:
     assert (figures[0]["train/entropy"] < 1.5) == (said == "by a schema")
     assert max(line["train/approx_kl"] for line in figures) < 0.5
     assert json.loads((tmp_path / "run" / "results.json").read_text())["success"] >= 0.75
+
+
+def painter(said: str) -> str:
+    """A scripted player: it says the colour that it is to say."""
+    return said.removeprefix("say ")
+
+
+@pytest.mark.parametrize("program", [pytest.param(ONCE, id="once", marks=pytest.mark.slow), pytest.param(STAYS, id="stays")])
+def test_a_scripted_player_answers_a_program_and_is_cloned(tmp_path: Path, program: list[str]) -> None:
+    options = (
+        "player: 'tests.methods.test_programs:painter'",
+        "episodes: 12",
+        "num_epochs: 20",
+        "minibatch_rows: 4",
+        "learning_rate: 0.01",
+    )
+    start = f"+algorithm.warm_start={{{', '.join(options)}, measured_episodes: 6}}"
+    run_dir = train(small(tmp_path, start, "total_steps=4", "evaluation.num_episodes=6", program=program))
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    told = {name: value for line in lines for name, value in line.items() if name.startswith("warm_start/")}
+    assert told["warm_start/episodes"] == 12
+    assert told["warm_start/turns"] == 12, "each was right at once"
+    assert told["warm_start/success_after"] > told["warm_start/success_before"]
+    assert told["warm_start/success_after"] == 1.0
+
+
+def mute(said: str) -> str:
+    """A player that names no colour."""
+    return "say"
+
+
+def test_a_player_that_a_program_does_not_understand_is_one_line(tmp_path: Path) -> None:
+    start = "{player: 'tests.methods.test_programs:mute', episodes: 2, measured_episodes: 1}"
+    with pytest.raises(UserError, match=r"test_programs:mute succeeded in 0 of 8 episodes"):
+        train(small(tmp_path, f"+algorithm.warm_start={start}", program=STAYS))
+
+
+def test_dialogues_of_programs_are_recorded(tmp_path: Path) -> None:
+    """Every turn of every episode that was learned from, with what the program gave for it; the run is the same."""
+    words = ("total_steps=12", "evaluation.num_episodes=1")
+    recorded, plain = (train(small(tmp_path / name, *words, *more, program=STAYS)) for name, more in (("a", ["record.share=1"]), ("b", [])))
+    losses = [[line["train/loss"] for line in read_metrics(folder)] for folder in (recorded, plain)]
+    assert losses[0] == losses[1]
+    recording = open_recording(recorded / "episodes")
+    assert sum(recording.lengths) >= read_metrics(recorded)[-1]["step"]
+    for episode in recording:
+        seen = episode.observation["text"].tolist()
+        assert "say" in seen[0]
+        assert seen[-1] == f"reward {episode.episode_return:g}"
+        assert episode.success.tolist() == [False] * (episode.num_steps - 1) + [episode.episode_return == 1.0]
+        assert episode.action.tolist() == [answer.strip() for answer in episode.metadata["answers"]]
+        assert episode.log_prob is not None
+        assert (episode.log_prob < 0).all()
+    with pytest.raises(UserError, match="an agent program"):
+        replay(recording)

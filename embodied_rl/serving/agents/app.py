@@ -92,6 +92,8 @@ class ProxyOptions:
     policy_sampling: bool = False
     """Sample from the model's own distribution (temperature 1, nothing cut off) whatever a client asks for: what was drawn is then what
     training recomputes."""
+    tells_messages: bool = False
+    """The backend's requests hold the chat's messages beside its tokens: a scripted player reads them."""
     output: Path | None = None
     """Folder that ended sessions are written to, as JSON. None: they are kept for `AgentProxy.take_finished`."""
 
@@ -458,6 +460,7 @@ class AgentProxy:
             seed=seed,
             structure=chat.structure,
             top_logprobs=chat.top_logprobs,
+            messages=chat.messages if options.tells_messages else None,
         )
 
     @staticmethod
