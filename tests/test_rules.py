@@ -149,10 +149,11 @@ EXAMPLES = (
         "hybrid.ray.gpus.train=1 are divided among them. The nearest possible: hybrid.ray.gpus.train=2",
     ),
     ("apart_from_recordings", f"{CARTPOLE} {APART} algorithm=bc {EXPERT}", f"learns from recorded or replayed steps. {COLLOCATED}"),
-    ("apart_share", f"{GROUPS} {APART} algorithm.initialized.share=0.5", "does not go together with algorithm.initialized.share: leave"),
+    ("players_of_starts", f"{GROUPS} {APART} hybrid.players=2 algorithm.initialized.share=0.5", "each player knows its own only. The"),
+    ("multiplexed_starts", f"{GROUPS} hybrid=multiplexed algorithm.initialized.share=0.5", "slots of a lent host wait. The nearest"),
     ("apart_offload", f"{CARTPOLE} hybrid=ray hybrid.offload=[gradients]", "nothing is gained by moving what is there. Leave parameters,"),
     # players
-    ("players_of_one_process", f"{GROUPS} hybrid.players=2", "processes of hybrid=disaggregated, or actors of hybrid=ray"),
+    ("players_of_one_process", f"{GROUPS} hybrid.players=2", "and with hybrid.placement=collocated what plays is one already"),
     ("players_of_one_process", f"{GROUPS} hybrid=multiplexed hybrid.players=2", "The nearest possible: hybrid.players=1, or one of these"),
     (
         "idle_players",

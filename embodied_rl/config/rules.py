@@ -493,9 +493,16 @@ _HERE = (
         f"for policy=language. {_ELSEWHERE}",
     ),
     Rule(
+        "multiplexed_starts",
+        lambda run: run.kind == "multiplexed" and any(task.algorithm.initialized.share > 0 and not task.speaks for task in run.tasks),
+        "algorithm.initialized takes an episode up in its slot at once, and with hybrid.placement=multiplexed slots of a lent host wait. "
+        f"{_ELSEWHERE}",
+    ),
+    Rule(
         "roles_without_ray",
         lambda run: not run.on_ray and run.kind == "explicit" and (run.roles.trains_apart or run.num_gpus > 1),
-        "hybrid.placement by roles is for Ray (hybrid.cluster=ray) or for what shares one device. The nearest possible here: "
+        "hybrid.placement by roles is for Ray (hybrid.cluster=ray), which gives out devices by name; without it training has the first "
+        "GPUs and what plays the last, in the order of CUDA_VISIBLE_DEVICES. The nearest possible here: "
         "hybrid.placement={run.nearest_kind}.",
     ),
     Rule(
@@ -517,8 +524,8 @@ _APART = (
     Rule(
         "multiplexed_ray",
         lambda run: run.on_ray and run.kind == "multiplexed",
-        "hybrid.placement=multiplexed moves episodes between processes of one machine, and hybrid.cluster=ray has one generating "
-        "actor. The nearest possible: hybrid.cluster=local, or hybrid.placement=disaggregated.",
+        "hybrid.placement=multiplexed lends the devices of generating hosts to training and takes them back, and hybrid.cluster=ray gives "
+        "an actor its devices for life. The nearest possible: hybrid.cluster=local, or hybrid.placement=disaggregated.",
     ),
     Rule(
         "divided_gpus",
@@ -530,11 +537,6 @@ _APART = (
         "apart_from_recordings",
         lambda run: run.hybrid.plays_apart and not run.algorithm.on_policy,
         f"{{run.apart}} is for learning by playing, and algorithm={{algorithm.name}} learns from recorded or replayed steps. {_COLLOCATED}",
-    ),
-    Rule(
-        "apart_share",
-        lambda run: run.hybrid.plays_apart and run.algorithm.initialized.share > 0,
-        f"{{run.apart}} does not go together with algorithm.initialized.share: leave that out. {_COLLOCATED}",
     ),
     Rule(
         "apart_offload",
@@ -549,8 +551,15 @@ _PLAYERS = (
     Rule(
         "players_of_one_process",
         lambda run: run.hybrid.players > 1 and not run.on_ray and run.kind != "disaggregated",
-        "hybrid.players={hybrid.players} are processes of hybrid=disaggregated, or actors of hybrid=ray. "
+        "hybrid.players={hybrid.players}: beside training several may play at once (processes of hybrid=disaggregated, actors of "
+        "hybrid=ray), and with hybrid.placement={run.kind} what plays is one already, with all slots. "
         f"{_ONE_PLAYER}, or one of these.",
+    ),
+    Rule(
+        "players_of_starts",
+        lambda run: run.hybrid.players > 1 and any(task.algorithm.initialized.share > 0 for task in run.tasks),
+        "hybrid.players={hybrid.players}: where groups start (algorithm.initialized) follows from all episodes before, and each player "
+        f"knows its own only. {_ONE_PLAYER}, or algorithm.initialized.share=0.",
     ),
     Rule(
         "idle_players",

@@ -18,7 +18,8 @@ from embodied_rl.methods.demonstrations import training_sim
 from embodied_rl.methods.groups import GroupMethod
 from embodied_rl.methods.off_policy import MixedMethod, OfflineMethod
 from embodied_rl.methods.rollout import RolloutMethod
-from embodied_rl.methods.streams import make_starts, queue_config
+from embodied_rl.methods.starts import make_starts
+from embodied_rl.methods.streams import queue_config
 from embodied_rl.sim.simulators import Simulators
 
 __all__ = [

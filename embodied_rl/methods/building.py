@@ -23,7 +23,8 @@ from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.agents import TokenLearner
 from embodied_rl.methods.groups import EpisodeLearner, GroupLearner, GroupMethod
 from embodied_rl.methods.language_player import Speaking, make_agent, make_backend, make_language_policy
-from embodied_rl.methods.streams import LANGUAGE, Stream, StreamGenerators, make_queue, make_starts
+from embodied_rl.methods.starts import give_starts
+from embodied_rl.methods.streams import LANGUAGE, Stream, StreamGenerators, make_queue
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import Policy, TrainedModule
 from embodied_rl.policies.build import build_policy
@@ -298,8 +299,7 @@ def build_here(config: TrainConfig, streams: Sequence[Stream], run_dir: Path, ch
     Raises:
         UserError: as the makers of policies, learners and backends do.
     """
-    for stream in streams:
-        stream.starts = make_starts(stream.config, stream.manager.spec) if stream.is_own else None
+    give_starts(streams)
     policies, language = _policies(config, streams, run_dir, checkpoint, base)
     queue, first = make_queue(config, streams), streams[0]
     playing = let_play(streams, ActingHere(policies, language, run_dir), queue, run_dir)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,26 +14,17 @@ from torch import Tensor
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
 from embodied_rl.config import SimConfig, TrainConfig
-from embodied_rl.errors import UserError
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import EpisodeObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import EpisodeRows
 from embodied_rl.methods.base import Experience, Method, Recordable
+from embodied_rl.methods.starts import Starts
 from embodied_rl.methods.streams import Stream, make_collector, make_queue, of_name, prefixed, recordable_streams
 from embodied_rl.policies.base import Policy, TensorObservation, TrainedModule, prepare_observation
-from embodied_rl.registry import load_target
 from embodied_rl.rollout.domains import place_of
-from embodied_rl.rollout.groups import GroupQueue, group_seed
-from embodied_rl.rollout.initialized import StartLibrary, record_expert, shown_expert
-from embodied_rl.sim.instrumented import Expert, instrumented, needs_simulator
-from embodied_rl.sim.manager import EnvManager
-from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.simulators import Simulators
+from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.types import EpisodeGroup, SimSpec
-
-_EXPERT_TRIES = 3
-"""Episodes that an expert may play for each one that is wanted."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +183,7 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
         self.config, self.streams, self.learners, self._run_dir = config, list(streams), dict(learners), run_dir
         self._divided = divided
         self.warm_start: LearnersStart = LearnersStart(list(self.learners.values()))
-        self.queue = queue or make_queue(config, streams)
+        self.queue, self.starts = queue or make_queue(config, streams), Starts(streams)
         if queue is not None:
             self.collector = make_collector(config, streams, queue)
         self._figures: dict[str, float] = {}
@@ -233,15 +224,13 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
 
     def published(self, version: int) -> None:
         self.queue.published(version)
-        for starts in self._starts.values():
-            starts.commit(self._in_flight())
+        self.starts.commit(self.queue)
 
     def restart(self, iteration: int) -> None:
         """Episodes in flight are asked for again, with the same seeds; a warm start comes before the first ones."""
         self.warm_start.run(iteration)
         self._go_on_with(self.queue.state_dict())
-        for stream in self.streams:
-            _record_starts(stream)
+        self.starts.record()
 
     def finish(self) -> None:
         for learner in self.learners.values():
@@ -253,8 +242,7 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
             for name, own in self.queue.domain_counts().items():
                 counts = own.figures("").items()
                 figures |= {f"{place_of(name)}/groups_{outcome}": value for outcome, value in counts if outcome != "in_flight"}
-        for domain, starts in self._starts.items():
-            figures |= prefixed(f"domains/{domain}" if domain else "", starts.metrics())
+        figures |= self.starts.metrics()
         told = {key: value for learner in self.learners.values() for key, value in learner.metrics().items()}
         return {**figures, **self._figures, **self.collector.metrics(), **told}
 
@@ -271,7 +259,7 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"queue": self.queue.state_dict()}
-        if libraries := {domain: starts.state_dict(self._in_flight()) for domain, starts in self._starts.items()}:
+        if libraries := self.starts.state(self.queue):
             state["starts"] = libraries.get("", libraries)
         own = {name: learner.state_dict() for name, learner in self.learners.items()}
         if "" in own:
@@ -282,34 +270,25 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, learner in self.learners.items():
             learner.load_state_dict(state["roles"][name] if name else state)
-        for domain, starts in self._starts.items():
-            starts.load_state_dict(state["starts"][domain] if domain else state["starts"])
+        if told := state.get("starts"):
+            self.starts.load(told if self.streams[0].domain else {"": told})
         self._go_on_with(state["queue"])
 
     def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """See `Method.with_trained`: queue and warm starts are of this process."""
+        """See `Method.with_trained`: queue, starts and warm starts are of this process."""
         own = self.state_dict()
-        for name in ("queue", "warm_start"):
+        for name in ("queue", "starts", "warm_start"):
             state |= {name: own[name]} if name in own else {}
         roles = {name: {**role, **_started(own["roles"][name])} for name, role in state.get("roles", {}).items()}
         return {**state, "roles": roles} if roles else state
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    @property
-    def _starts(self) -> dict[str, StartLibrary]:
-        """{domain: its own}"""
-        return {stream.domain: stream.starts for stream in self.streams if stream.starts is not None}
-
     def _go_on_with(self, state: Mapping[str, Any]) -> None:
         """Give what is being played up, and ask for what a queue's state says."""
         self.queue = make_queue(self.config, self.streams)
         self.queue.load_state_dict(state)
         self.collector.restart(self.queue)
-
-    def _in_flight(self) -> list[int]:
-        """Numbers of the groups that would be asked for again, were the run resumed now."""
-        return [int(number) for number in self.queue.state_dict()["redo"]]
 
     def _note(self, groups: Sequence[EpisodeGroup]) -> None:
         """Figures of this batch: of each named domain as the run's own player played it, and of every player where there are several."""
@@ -359,38 +338,3 @@ def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: Epis
         advantage, figures = algorithm.corrected(rows.inputs["advantage"], rows.inputs["old_log_prob"], **sampled)
         rows, credit = replace(rows, inputs={**rows.inputs, "advantage": advantage}), replace(credit, metrics=credit.metrics | figures)
     return PreparedEpisodes(batch, credit, rows)
-
-
-# ---- starts inside an expert's episodes ---------------------------------------------------------------------------------
-
-
-def _record_starts(stream: Stream) -> None:
-    """At the beginning of a run; a resumed one has the expert's episodes in its checkpoint. Raises UserError."""
-    options, starts = stream.config.algorithm.initialized, stream.starts
-    if starts is None or "expert" not in options.sources or starts.num_expert_messages > 0:
-        return
-    assert options.expert is not None, "the configuration was checked"
-    if not needs_simulator(options.expert):
-        _record_with(stream, starts, stream.manager, load_target(options.expert))
-        return
-    # The expert reads the simulator's state, in separate processes: the run's simulators stay as they are.
-    shown = instrumented(stream.config.sim, expert=options.expert, reconfigure=False)
-    chunk_size = stream.config.policy.chunk_size
-    with EnvManager.from_config(shown, EpisodeSeeds.given(0), autoreset=False, chunk_size=chunk_size) as manager:
-        _record_with(stream, starts, manager, shown_expert)
-
-
-def _record_with(stream: Stream, starts: StartLibrary, manager: Simulators, make_expert: Callable[[], Expert]) -> None:
-    options, seed = stream.config.algorithm.initialized, stream.config.seed
-    wanted, first = options.expert_episodes, 0
-    while wanted and first < _EXPERT_TRIES * options.expert_episodes:
-        seeds = [group_seed(seed, "expert", number) for number in range(first, first + wanted)]
-        recorded, played = record_expert(manager, make_expert, seeds, every=options.chunk_steps)
-        good = [source for source in recorded if starts.is_success(source.success, source.episode_return)]
-        starts.add(good, num_messages=played)
-        wanted, first = wanted - len(good), first + len(seeds)
-    if wanted:
-        raise UserError(
-            f"The expert algorithm.initialized.expert={options.expert} succeeded in {options.expert_episodes - wanted} of {first} "
-            f"episodes, and {options.expert_episodes} successful ones were asked for (algorithm.initialized.expert_episodes)."
-        )

@@ -15,7 +15,6 @@ from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.algorithms.filters import GroupFilter, build_filters
 from embodied_rl.config import GroupsConfig, PlayerConfig, TrainConfig
-from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.methods.base import Recordable
@@ -285,18 +284,6 @@ def queue_config(groups: GroupsConfig) -> GroupQueueConfig:
         max_rejected_per_step=groups.max_rejected_per_step,
         episode_timeout_s=groups.episode_timeout_s,
     )
-
-
-def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:
-    """Where groups start that do not start ordinarily; None: there are none. Raises UserError where the task does not allow it."""
-    options = config.algorithm.initialized
-    if options.share == 0:
-        return None
-    if spec.snapshots == "none":
-        raise UserError(f"algorithm.initialized starts inside episodes, and those of task '{spec.task}' cannot be taken up again.")
-    if options.success_return is None and not spec.reports_success:
-        raise UserError(f"Task '{spec.task}' does not report success: set algorithm.initialized.success_return.")
-    return StartLibrary(options, seed=config.seed)
 
 
 def prefixed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

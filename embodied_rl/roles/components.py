@@ -25,7 +25,7 @@ from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.build import MADE_OF_SIZES, build_policy
 from embodied_rl.roles.hosts import this_machine
-from embodied_rl.roles.remote import RemoteWorker, WorkerHandle
+from embodied_rl.roles.remote import RemoteStarts, RemoteWorker, WorkerHandle
 from embodied_rl.roles.worker import make_scorer
 from embodied_rl.roles.worker_process import WorkerProcess
 from embodied_rl.roles.worker_team import WorkerTeam
@@ -163,6 +163,7 @@ def _around_worker(
         else:
             parts = build_elsewhere(own, streams_elsewhere(own, worker.specs, worker), run_dir, folder, base, worker.generator)
             policy, method = parts.policy, parts.method
+            parts.method.starts = RemoteStarts(worker)
             undo.callback(end_ranks, method)
             worker.take_policy(policy, {} if parts.language is None else model_files(parts.language))
         connected = worker.connect(method)

@@ -17,6 +17,7 @@ from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.weight_sync import is_lora
 from embodied_rl.methods.base import Method
 from embodied_rl.methods.language_apart import ModelFiles
+from embodied_rl.methods.starts import Starts
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.roles.failures import RoleLost
 from embodied_rl.roles.worker import Collected
@@ -69,6 +70,10 @@ class RemoteWorker(Simulators):
         """Whose weights `publish` sends; see `take_policy`."""
         self.model: ModelFiles = {}
         """Files of the language model, from which the worker builds it elsewhere (`language_apart.model_files`); empty without one."""
+        tasks = [config.for_domain(name) for name in config.domains] or [config]
+        self.has_starts = any(task.algorithm.initialized.share > 0 for task in tasks)
+        self.start_states: dict[str, Any] = {}
+        """As they were last known here: another worker goes on from there."""
         self._recorded: dict[str, str] = {}
         """Arguments of `RolloutWorker.record`; empty: nothing is written down."""
         self.needs_restart = False
@@ -177,6 +182,8 @@ class RemoteWorker(Simulators):
             self._worker_pids = self._handle.call("describe")["worker_pids"]
             if self.policy is not None:
                 self._handle.call("take_model", files=self.model)
+                if self.start_states:
+                    self._handle.call("load_starts", states=self.start_states)
                 if self._recorded:
                     self._handle.call("record", **self._recorded)
                 self._send_weights()
@@ -229,6 +236,26 @@ class RemoteGenerator(Generator):
     def publish(self, version: int) -> None:
         self._worker.publish(version)
         self.version = version
+
+
+class RemoteStarts(Starts):
+    """Where groups start, of streams that a rollout worker plays: it records and commits by itself."""
+
+    def __init__(self, worker: RemoteWorker) -> None:
+        super().__init__(())
+        self._worker = worker
+
+    def metrics(self) -> dict[str, float]:
+        return dict(self._worker.insist("start_figures")) if self._worker.has_starts else {}
+
+    def state(self, queue: GroupQueue) -> dict[str, Any]:
+        if self._worker.has_starts:
+            self._worker.start_states = dict(self._worker.insist("start_states"))
+        return self._worker.start_states
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._worker.start_states = dict(state)
+        self._worker.insist("load_starts", states=self._worker.start_states)
 
 
 class RemoteCollector(Collector):

@@ -22,6 +22,7 @@ from embodied_rl.methods.base import Recordable
 from embodied_rl.methods.building import Playing, let_play
 from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.methods.rollout import make_rollout_collector
+from embodied_rl.methods.starts import Starts, give_starts
 from embodied_rl.methods.streams import Stream, make_collector, make_queue, recordable_streams, simulators_of, streams_of
 from embodied_rl.methods.training_records import start_recorders
 from embodied_rl.methods.warm_start import play_script
@@ -113,6 +114,8 @@ class RolloutWorker:
         self._playing: Playing | None = None
         self.recorders: list[TrainingRecorder] = []
         self._faults_told = 0
+        self.starts = Starts(())
+        """Of the streams, after `take_model`."""
         self._residency = Residency()
         """What is put aside while training."""
         self._pending: deque[tuple[int, Weights]] = deque()
@@ -158,6 +161,7 @@ class RolloutWorker:
         """
         assert self._collector is None, "a worker has one model"
         config, first = self.config, self.streams[0]
+        self.starts = give_starts(self.streams)
         with self.acting.reading(files):
             if config.algorithm.groups is None:
                 first.generator, layout = self.acting.generator(first)
@@ -192,6 +196,7 @@ class RolloutWorker:
         self._take_back()
         if self.queue is not None and version > self.queue.version:
             self.queue.published(version)
+            self.starts.commit(self.queue)
 
     def restart(self, seed_round: int, queue: Mapping[str, Any] | None = None) -> None:
         """Begin new episodes: of all slots, or what the state of a group queue asks for."""
@@ -201,6 +206,19 @@ class RolloutWorker:
             assert queue is not None, "groups are asked for by a queue's state"
             self.queue.mirror(queue)
         self.collector.restart(self.queue, seed_round=seed_round)
+        self.starts.record()
+
+    def start_states(self) -> dict[str, Any]:
+        """See `Starts.state`."""
+        return {} if self.queue is None else self.starts.state(self.queue)
+
+    def load_starts(self, states: Mapping[str, Any]) -> None:
+        """See `Starts.load`."""
+        self.starts.load(states)
+
+    def start_figures(self) -> dict[str, float]:
+        """See `Starts.metrics`."""
+        return self.starts.metrics()
 
     def play(self, version: int) -> Collected:
         """Collect for one update of the weights `version`. Raises SimFault and BatchNeverFullError."""
@@ -329,7 +347,23 @@ class RolloutWorker:
         return figures if self.lease is None else {**figures, **self.lease.figures()}
 
 
-_NAMES = ("describe", "texts", "take_model", "record", "load", "restart", "play", "demonstrate", "evaluate", "episodes", "take_up", "peek")
+_NAMES = (
+    "describe",
+    "texts",
+    "take_model",
+    "record",
+    "load",
+    "restart",
+    "play",
+    "demonstrate",
+    "evaluate",
+    "episodes",
+    "take_up",
+    "peek",
+    "start_states",
+    "load_starts",
+    "start_figures",
+)
 _ASKED: dict[str, Callable[..., Any]] = {name: vars(RolloutWorker)[name] for name in _NAMES}
 """What may be asked of a worker by name."""
 

@@ -1,0 +1,115 @@
+"""Where the groups of a run's streams start that do not start ordinarily (`algorithm.initialized`), in the process that plays them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
+from embodied_rl.methods.streams import Stream, prefixed
+from embodied_rl.registry import load_target
+from embodied_rl.rollout.groups import GroupQueue, group_seed
+from embodied_rl.rollout.initialized import StartLibrary, record_expert, shown_expert
+from embodied_rl.sim.instrumented import Expert, instrumented, needs_simulator
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.simulators import Simulators
+from embodied_rl.types import SimSpec
+
+_EXPERT_TRIES = 3
+"""Episodes that an expert may play for each one that is wanted."""
+
+
+class Starts:
+    """The start libraries of all streams; of those that play elsewhere there is none here."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._streams = list(streams)
+
+    @property
+    def libraries(self) -> dict[str, StartLibrary]:
+        """{domain: its own}"""
+        return {stream.domain: stream.starts for stream in self._streams if stream.starts is not None}
+
+    def record(self) -> None:
+        """Have experts play what groups are to start in, at the beginning of a run: a resumed one has it in its checkpoint.
+        Raises UserError."""
+        for stream in self._streams:
+            _record_starts(stream)
+
+    def commit(self, queue: GroupQueue) -> None:
+        """Learn from the groups that are done with."""
+        for starts in self.libraries.values():
+            starts.commit(_in_flight(queue))
+
+    def metrics(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for domain, starts in self.libraries.items():
+            figures |= prefixed(f"domains/{domain}" if domain else "", starts.metrics())
+        return figures
+
+    def state(self, queue: GroupQueue) -> dict[str, Any]:
+        """{domain: what resuming needs}, JSON-able; empty where all groups start ordinarily."""
+        return {domain: starts.state_dict(_in_flight(queue)) for domain, starts in self.libraries.items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue. Raises IncompatibleCheckpointError (see `StartLibrary.load_state_dict`)."""
+        for domain, starts in self.libraries.items():
+            starts.load_state_dict(state[domain])
+
+
+def give_starts(streams: Sequence[Stream]) -> Starts:
+    """Give each stream that plays here its library, where it is to have one. Raises UserError where its task does not allow it."""
+    for stream in streams:
+        stream.starts = make_starts(stream.config, stream.manager.spec) if stream.is_own else None
+    return Starts(streams)
+
+
+def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:
+    """Where groups start that do not start ordinarily; None: there are none. Raises UserError where the task does not allow it."""
+    options = config.algorithm.initialized
+    if options.share == 0:
+        return None
+    if spec.snapshots == "none":
+        raise UserError(f"algorithm.initialized starts inside episodes, and those of task '{spec.task}' cannot be taken up again.")
+    if options.success_return is None and not spec.reports_success:
+        raise UserError(f"Task '{spec.task}' does not report success: set algorithm.initialized.success_return.")
+    return StartLibrary(options, seed=config.seed)
+
+
+def _in_flight(queue: GroupQueue) -> list[int]:
+    """Numbers of the groups that would be asked for again, were the run resumed now."""
+    return [int(number) for number in queue.state_dict()["redo"]]
+
+
+def _record_starts(stream: Stream) -> None:
+    """At the beginning of a run; a resumed one has the expert's episodes in its checkpoint. Raises UserError."""
+    options, starts = stream.config.algorithm.initialized, stream.starts
+    if starts is None or "expert" not in options.sources or starts.num_expert_messages > 0:
+        return
+    assert options.expert is not None, "the configuration was checked"
+    if not needs_simulator(options.expert):
+        _record_with(stream, starts, stream.manager, load_target(options.expert))
+        return
+    # The expert reads the simulator's state, in separate processes: the run's simulators stay as they are.
+    shown = instrumented(stream.config.sim, expert=options.expert, reconfigure=False)
+    chunk_size = stream.config.policy.chunk_size
+    with EnvManager.from_config(shown, EpisodeSeeds.given(0), autoreset=False, chunk_size=chunk_size) as manager:
+        _record_with(stream, starts, manager, shown_expert)
+
+
+def _record_with(stream: Stream, starts: StartLibrary, manager: Simulators, make_expert: Callable[[], Expert]) -> None:
+    options, seed = stream.config.algorithm.initialized, stream.config.seed
+    wanted, first = options.expert_episodes, 0
+    while wanted and first < _EXPERT_TRIES * options.expert_episodes:
+        seeds = [group_seed(seed, "expert", number) for number in range(first, first + wanted)]
+        recorded, played = record_expert(manager, make_expert, seeds, every=options.chunk_steps)
+        good = [source for source in recorded if starts.is_success(source.success, source.episode_return)]
+        starts.add(good, num_messages=played)
+        wanted, first = wanted - len(good), first + len(seeds)
+    if wanted:
+        raise UserError(
+            f"The expert algorithm.initialized.expert={options.expert} succeeded in {options.expert_episodes - wanted} of {first} "
+            f"episodes, and {options.expert_episodes} successful ones were asked for (algorithm.initialized.expert_episodes)."
+        )
