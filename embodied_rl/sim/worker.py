@@ -7,28 +7,22 @@ and ends when the manager does.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
-import signal
-import socket
-import sys
 import threading
-import time
-import traceback
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
 from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled
-from embodied_rl.distributed.processes import started
 from embodied_rl.errors import UserError
 from embodied_rl.sim.affinity import Placement, apply_placement, limit_threads
+from embodied_rl.sim.child import fault, live
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory
-from embodied_rl.sim.faults import FaultKind, WrongShapeError
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.slots import NonFiniteOutput, SlotRunner
 from embodied_rl.sim.snapshots import decode_state, encode_state
@@ -126,21 +120,6 @@ class Worker:
 # ---- process --------------------------------------------------------------------------------------------------------
 
 
-def _live_with_manager(life_fd: int, released: threading.Event) -> None:
-    """Set `released` when the manager lets go or dies, and end this process a second later, even in the middle of a step."""
-
-    def watch() -> None:
-        if hasattr(signal, "pthread_sigmask"):  # only the main thread is to report where it hangs
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        with contextlib.suppress(OSError):
-            os.read(life_fd, 1)  # returns only when the manager's end is closed
-        released.set()
-        time.sleep(1.0)  # an idle worker closes its simulator within this time
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def _take_place(placement: dict[str, Any] | None) -> dict[str, Any]:
     """Go to the planned cores and memory nodes, before the simulator is imported; returns what really holds."""
     if placement is None:
@@ -169,7 +148,16 @@ def _own_warnings() -> Iterator[list[str]]:
         warnings.showwarning = show
 
 
-def _serve(channel: Channel, sims: list[SimEnv], told: dict[str, Any], released: threading.Event) -> None:
+def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
+    applied = _take_place(setup["placement"])
+    # One for each run of slots: runs of several groups are stepped apart.
+    with _own_warnings() as said:
+        sims.extend(SimFactory(**setup["factory"]).make(num_envs) for num_envs in setup["num_envs"])
+    limit_threads(setup["threads"])  # of pools that do not read the environment's variables
+    return {"placement": applied, "warnings": said}
+
+
+def _serve(released: threading.Event, channel: Channel, setup: dict[str, Any], sims: list[SimEnv], told: dict[str, Any]) -> None:
     channel.answer({"kind": "done", "spec": sims[0].spec.to_dict(), **told})
     message, _, (fd,) = channel.next_request(num_fds=1)  # a spare waits here until it is needed
     fields = {name: (offset, tuple(shape), dtype) for name, (offset, shape, dtype) in message["fields"].items()}
@@ -182,22 +170,12 @@ def _serve(channel: Channel, sims: list[SimEnv], told: dict[str, Any], released:
         worker.run()
     except ChannelClosed:
         return
-    except ChannelGarbled as error:
-        _report(channel, worker, _fault(FaultKind.GARBLED, f"On its own side there came {error}.", {}))
     except UserError as error:
         _report(channel, worker, {"kind": "user_error", "message": str(error)})
     except NonFiniteOutput as error:
-        _report(channel, worker, _fault(FaultKind.NON_FINITE, str(error), worker.current.where(error.rows)))
-    except WrongShapeError as error:
-        _report(channel, worker, _fault(FaultKind.WRONG_SHAPE, str(error), worker.stepping()))
-    except MemoryError:
-        _report(channel, worker, _fault(FaultKind.OUT_OF_MEMORY, traceback.format_exc(), worker.stepping()))
-    except Exception:
-        _report(channel, worker, _fault(FaultKind.RAISED, traceback.format_exc(), worker.stepping()))
-
-
-def _fault(kind: FaultKind, detail: str, where: dict[str, Any]) -> dict[str, Any]:
-    return {"kind": "fault", "fault": kind.name, "detail": detail, **where}
+        _report(channel, worker, {**fault(error), **worker.current.where(error.rows)})
+    except Exception as error:
+        _report(channel, worker, {**fault(error), **({} if isinstance(error, ChannelGarbled) else worker.stepping())})
 
 
 def _report(channel: Channel, worker: Worker, message: dict[str, Any]) -> None:
@@ -208,38 +186,5 @@ def _report(channel: Channel, worker: Worker, message: dict[str, Any]) -> None:
 
 def main() -> None:
     """Take the set-up from the socket, go where it says, build the simulator, serve, close."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the manager's affair
-    faulthandler.enable()
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, all_threads=False)  # the manager asks a hanging worker where it is
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     released = threading.Event()
-    _live_with_manager(int(sys.argv[2]), released)
-    setup, _, _ = channel.next_request()
-    sys.path[:] = setup["sys_path"]
-    sims: list[SimEnv] = []
-    try:
-        try:
-            applied = _take_place(setup["placement"])
-            # One for each run of slots: runs of several groups are stepped apart.
-            with _own_warnings() as said:
-                sims.extend(SimFactory(**setup["factory"]).make(num_envs) for num_envs in setup["num_envs"])
-            limit_threads(setup["threads"])  # of pools that do not read the environment's variables
-        except UserError as error:
-            channel.answer({"kind": "user_error", "message": str(error)})
-        except Exception:
-            channel.answer(_fault(FaultKind.RAISED, traceback.format_exc(), {}))
-        else:
-            started()
-            _serve(channel, sims, {"placement": applied, "warnings": said}, released)
-    except ChannelClosed:
-        pass
-    except (ChannelGarbled, KeyError, TypeError, ValueError, OSError):  # on its way to its slots
-        channel.answer(_fault(FaultKind.GARBLED, traceback.format_exc(), {}))
-    finally:
-        for sim in sims:
-            with contextlib.suppress(Exception):
-                sim.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # native libraries may hang in their exit handlers
+    live(_build, partial(_serve, released), lambda channel: released.set())

@@ -7,26 +7,20 @@ server. What a simulator raises while it is stepped ends the process: its state 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import math
-import os
-import signal
 import socket
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from embodied_rl.distributed.channel import Channel, ChannelClosed, ChannelGarbled
+from embodied_rl.distributed.channel import Channel
 from embodied_rl.errors import UserError
+from embodied_rl.sim.child import fault, live
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory
-from embodied_rl.sim.faults import FaultKind, WrongShapeError
+from embodied_rl.sim.slots import NonFiniteOutput
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.sim.variable_length import plain_info
 from embodied_rl.sim.wire import Encoding, decode_action, decode_snapshot, encode_array, encode_observation, encode_snapshot, encode_spec
@@ -39,10 +33,6 @@ class Refused(Exception):
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
         self.status, self.kind = status, kind
-
-
-class NonFiniteOutput(Exception):
-    """NaN or infinity from the simulator."""
 
 
 class Host:
@@ -87,7 +77,7 @@ class Host:
         self._sim.step([0], action, out)
         reward = float(out.reward[0])
         if not math.isfinite(reward):
-            raise NonFiniteOutput(f"NaN or infinity in the reward: {reward}")
+            raise NonFiniteOutput([0], f"NaN or infinity in the reward: {reward}")
         return {
             "observation": self._observation(),
             "reward": reward,
@@ -112,7 +102,7 @@ class Host:
         parts = {key: part[0] for key, part in self._out.observation.items()}
         for key in self._sim.spec.tensors:
             if parts[key].dtype.kind == "f" and not np.isfinite(parts[key]).all():
-                raise NonFiniteOutput(f"NaN or infinity in the observation '{key}'")
+                raise NonFiniteOutput([0], f"NaN or infinity in the observation '{key}'")
         return encode_observation(self._sim.spec, parts, self._encoding)
 
 
@@ -128,21 +118,6 @@ def _finite(value: Any) -> Any:
 # ---- process --------------------------------------------------------------------------------------------------------
 
 
-def _live_with_server(life_fd: int, connection: socket.socket) -> None:
-    """End this process when the server lets go or dies, even in the middle of a step."""
-
-    def watch() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # only the main thread is to print where it is
-        with contextlib.suppress(OSError):
-            os.read(life_fd, 1)  # returns only when the server's end is closed
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)  # wakes the wait for the next request
-        time.sleep(1.0)  # an idle environment closes its simulator within this time
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def _limit(cpu_s: float | None) -> None:
     import resource
 
@@ -152,58 +127,32 @@ def _limit(cpu_s: float | None) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))  # SIGXCPU at the first, SIGKILL at the second
 
 
-def _serve(channel: Channel, host: Host) -> None:
+def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
+    _limit(setup["cpu_s"])
+    sims.append(SimFactory(**setup["factory"]).make(1))
+    return {"spec": encode_spec(sims[0].spec)}
+
+
+def _serve(channel: Channel, setup: dict[str, Any], sims: list[SimEnv], told: dict[str, Any]) -> None:
+    channel.answer({"kind": "done", **told})
+    host = Host(sims[0], setup["encoding"])
     while True:
         message, _, _ = channel.next_request()
         try:
             status, body = host.answer(message)
             payload = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-        except NonFiniteOutput as error:
-            return _report(channel, FaultKind.NON_FINITE, str(error))
-        except WrongShapeError as error:
-            return _report(channel, FaultKind.WRONG_SHAPE, str(error))
-        except MemoryError:
-            return _report(channel, FaultKind.OUT_OF_MEMORY, traceback.format_exc())
-        except Exception:
-            return _report(channel, FaultKind.RAISED, traceback.format_exc())
+        except Exception as error:
+            channel.answer(fault(error))
+            return
         channel.answer({"kind": "done", "status": status}, payload)
 
 
-def _report(channel: Channel, kind: FaultKind, detail: str) -> None:
-    channel.answer({"kind": "fault", "fault": kind.name, "detail": detail})
+def _wake(channel: Channel) -> None:
+    """Out of the wait for the next request."""
+    with contextlib.suppress(OSError):
+        channel.socket.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:
     """Take the set-up from the socket, set the limits, build the simulator, serve, close."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's affair
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the server asks a hanging environment where it is
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    _live_with_server(int(sys.argv[2]), channel.socket)
-    setup, _, _ = channel.next_request()
-    sys.path[:] = setup["sys_path"]
-    _limit(setup["cpu_s"])
-    sim: SimEnv | None = None
-    try:
-        try:
-            sim = SimFactory(**setup["factory"]).make(1)
-        except UserError as error:
-            channel.answer({"kind": "user_error", "message": str(error)})
-        except MemoryError:
-            _report(channel, FaultKind.OUT_OF_MEMORY, traceback.format_exc())
-        except Exception:
-            _report(channel, FaultKind.RAISED, traceback.format_exc())
-        else:
-            channel.answer({"kind": "done", "spec": encode_spec(sim.spec)})
-            _serve(channel, Host(sim, setup["encoding"]))
-    except ChannelClosed:
-        pass
-    except ChannelGarbled as error:
-        _report(channel, FaultKind.GARBLED, f"On its own side there came {error}.")
-    finally:
-        if sim is not None:
-            with contextlib.suppress(Exception):
-                sim.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # native libraries may hang in their exit handlers
+    live(_build, _serve, _wake)
