@@ -103,8 +103,8 @@ EXAMPLES = (
         f"{GROUPS} {LAKE} {POLE}",
         "domains.lake has no policy, and the run's, policy.name='actor_critic', is no language policy",
     ),
-    ("two_language_policies", f"{DOMAINS} {LAKE[:-1]},policy:{{name:language}}}}", "domains.lake.policy: a run has one language policy"),
-    ("domain_backend", f"{DOMAINS} domains.pole.backend=vllm", "domains.pole.backend samples tokens"),
+    ("two_language_policies", f"{DOMAINS} {LAKE[:-1]},policy:{{name:language}}}}", "domains.lake.policy: two language policies share"),
+    ("domain_backend", f"{DOMAINS} domains.pole.backend=vllm", "gives a whole batch's actions in one pass: leave"),
     ("mix_in_no_text", f"{DOMAINS} {MIX[:-2]},domains:[pole]}}}}", "generation.mix.guest.domains: 'pole' is no domain of text"),
     ("mix_without_text", f"{GROUPS} {POLE} {MIX}", "generation.mix.guest: there is no domain of text to play"),
     # evaluation and checkpoints

@@ -393,13 +393,14 @@ _DOMAINS = (
     Rule(
         "two_language_policies",
         lambda run: run.second_speaker is not None,
-        "domains.{run.second_speaker}.policy: a run has one language policy, its own (policy=language); leave "
-        "domains.{run.second_speaker}.policy out.",
+        "domains.{run.second_speaker}.policy: two language policies share neither weights nor gradients, and a checkpoint's folder model "
+        "is one model, as other tools read it. Leave it out (the domain shares policy=language), or train the domain in a run of its own.",
     ),
     Rule(
         "domain_backend",
         lambda run: run.sampling_domain is not None,
-        "domains.{run.sampling_domain}.backend samples tokens, and its policy acts in batches: leave it out.",
+        "domains.{run.sampling_domain}.backend samples a language policy's answers token by token, and domains.{run.sampling_domain}."
+        "policy gives a whole batch's actions in one pass: leave the backend out.",
     ),
     Rule(
         "mix_in_no_text",

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
+from tests.methods.test_domain_options import CLONED, DOOR
 from tests.methods.test_multi_domain import COMMON, DOMAINS
 from tests.roles.runs import TEXTS, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
 
@@ -59,6 +60,17 @@ def test_a_domain_s_policy_acts_in_chunks_here_and_there(tmp_path: Path) -> None
     assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "apart", *task, APART))
     updates = [row for row in curve(tmp_path / "apart") if "groups/consumed" in row]
     assert [row["domains/points/length"] for row in updates] == [10.0] * len(updates)
+
+
+@pytest.mark.parametrize("where", [APART, pytest.param("hybrid=ray", marks=pytest.mark.slow)])
+def test_a_robot_of_one_domain_clones_its_expert_here_and_there(tmp_path: Path, where: str) -> None:
+    """Its expert plays beside the training loop; the worker measures every domain before and after."""
+    if where != APART:
+        pytest.importorskip("ray", reason="ray is not installed")
+    door = f"domains.door={{sim: {DOOR}, policy: {{hidden_sizes: [16]}}, algorithm: {{warm_start: {CLONED}}}}}"
+    task = [*COMMON, *DOMAINS[:1], door, "algorithm.kl.coef=0.1", "algorithm.groups.groups_per_step=2", "total_steps=400"]
+    assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "apart", *task, where))
+    assert curve(tmp_path / "apart")[0]["warm_start/door/episodes"] == 2.0
 
 
 @pytest.mark.slow
