@@ -58,8 +58,8 @@ class SimConfig(Config, place="sim"):
     """Processes; auto: as many as were the fastest when training with this simulator first began on this machine, as many as there are
     cores where that was not measured; null: as many as there are cores, at most one per slot. Results do not depend on it."""
     placement: Literal["auto", "none", "pack", "spread", "near_gpu"] = "auto"
-    """Which cores and memory each worker gets; auto: near_gpu or spread on a machine with several NUMA nodes that is only ours,
-    none elsewhere."""
+    """Which cores and memory each worker gets; auto: near_gpu or spread on a machine with several NUMA nodes that is only ours. Elsewhere
+    none, or with num_workers=auto a core of its own, where that was faster, nothing else runs and no other run has its workers there."""
     pipeline_groups: Slots | Literal["auto"] = "auto"
     """Slots are stepped in this many alternating groups: one group simulates while the policy acts for another. auto: the policy acts for
     two halves, one by one, and they are stepped in turns or together, whichever was the faster when `num_workers` was measured."""

@@ -22,6 +22,7 @@ from embodied_rl.sim.worker_simulators import WorkerSimulators
 from embodied_rl.types import StepBatch
 
 _POLL_EVERY_SENDS = 1024
+_LOOK_EVERY_SENDS = 16
 _POLL_EVERY_S = 0.1
 
 
@@ -188,6 +189,8 @@ class EnvManager(WorkerSimulators):
         self._sends += 1
         if not self._sends % _POLL_EVERY_SENDS:
             self._supervisor.poll()
+        if self.core_binding is not None and not self._sends % _LOOK_EVERY_SENDS:
+            self.core_binding.look(self.worker_pids())
 
     def begin(self, slots: Slots, seeds: Sequence[int] | np.ndarray) -> None:
         """Start new episodes of given seeds in these slots, whatever they were doing; never waits.

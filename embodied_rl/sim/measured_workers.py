@@ -1,5 +1,6 @@
-"""`sim.num_workers=auto` and `sim.pipeline_groups=auto`, measured: the same slots over different numbers of workers take turns in being
-stepped, half of the slots after the other and all together, before a run begins.
+"""`sim.num_workers=auto`, `sim.pipeline_groups=auto` and `sim.placement=auto`, measured before a run begins: the same slots over different
+numbers of workers take turns in being stepped, half of the slots after the other and all together, by workers that may move and by ones
+that keep to cores of their own.
 
 Measured is what a rollout does: groups of slots in turns, with a policy's thinking in between that takes a core while the others
 simulate. Actions are those that hold still. The measured workers are ended, or, where they give the same numbers afterwards as before,
@@ -13,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +22,7 @@ import numpy as np
 
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
+from embodied_rl.sim.core_binding import CoreBinding
 from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -88,31 +91,57 @@ def start_measured(
     groups = config.num_groups
     turns = (1, groups) if small is not None and config.pipeline_groups == "auto" and groups > 1 else (groups,)
     described = None if timed is None else timed.described
-    if (choice := remembered(config, chunk_size, small=small, policy=described, turns=turns)) is not None:
-        return _settled(manager(choice.setting.num_workers), choice, turns, tell)
     numbers = candidates(config.num_slots)
-    if len(numbers) * len(turns) == 1 or config.target.startswith(_NOT_MEASURED):
-        return manager(None)
+    with ExitStack() as undo:
+        binding = CoreBinding.take() if config.placement == "auto" and max(numbers) > 1 and small is not None else None
+        may_bind = None if binding is None else binding.suits
+        if binding is not None:
+            undo.callback(binding.release)
+        if (choice := remembered(config, chunk_size, small=small, policy=described, turns=turns, may_bind=may_bind)) is not None:
+            started = manager(choice.setting.num_workers)
+        elif len(numbers) * len(turns) == 1 or config.target.startswith(_NOT_MEASURED):
+            return manager(None)
+        else:
+            started, choice = _chosen(config, manager, turns, chunk_size, small, timed, binding)
+        if choice is not None:
+            _settle(started, choice, turns, tell)
+        if choice is not None and choice.setting.bound and binding is not None:
+            binding.bind(started.worker_pids())
+            started.core_binding = binding
+            undo.pop_all()
+        return started
+
+
+def _chosen(
+    config: SimConfig,
+    manager: Callable[[int | None], EnvManager],
+    turns: tuple[int, ...],
+    chunk_size: int,
+    small: bool | None,
+    timed: TimedPolicy | None,
+    binding: CoreBinding | None,
+) -> tuple[EnvManager, WorkerChoice | None]:
+    """The manager that measuring says to take; as many workers as there are cores where it cannot say."""
+    numbers = candidates(config.num_slots)
     began = time.perf_counter()
     found = {numbers[-1]: manager(numbers[-1])}
     slow = _starts_slowly(found[numbers[-1]], time.perf_counter() - began)
     spec = found[numbers[-1]].spec
     # Text is answered by models and judges, which cost; what steps all its environments together may draw for all of them at once.
     if slow or spec.action.kind == "text" or spec.steps_together:
-        return found[numbers[-1]]
+        return found[numbers[-1]], None
     try:
         others = {number: partial(manager, number) for number in numbers[:-1]}
-        call_s = 0.0 if timed is None else timed.call_s(spec, _of_group(found[numbers[-1]], groups))
-        choice, steady = _measured(config, found, others, turns, Acting.of(small, spec.action, groups, call_s))
+        call_s = 0.0 if timed is None else timed.call_s(spec, _of_group(found[numbers[-1]], config.num_groups))
+        choice, steady = _measured(config, found, others, turns, Acting.of(small, spec.action, config.num_groups, call_s), binding)
         if steady:
-            remember(config, choice, chunk_size, small=small, policy=described)
+            remember(config, choice, chunk_size, small=small, policy=None if timed is None else timed.described)
     except (SimFault, UserError, ValueError):
         choice = None  # whatever it is, the run meets it in its own words
     chosen = numbers[-1] if choice is None else choice.setting.num_workers
     for number in [number for number in found if choice is None or number != chosen]:
         found.pop(number).close()
-    started = found.pop(chosen) if chosen in found else manager(chosen)
-    return started if choice is None else _settled(started, choice, turns, tell)
+    return found.pop(chosen) if chosen in found else manager(chosen), choice
 
 
 def _of_group(manager: EnvManager, num_groups: int) -> Observation:
@@ -121,16 +150,20 @@ def _of_group(manager: EnvManager, num_groups: int) -> Observation:
     return {key: part[group.start : group.stop] for key, part in manager.reset().observation.items()}
 
 
-def _settled(manager: EnvManager, choice: WorkerChoice, turns: tuple[int, ...], tell: Told) -> EnvManager:
-    """With the turns that were chosen, where there was a choice."""
+def _settle(manager: EnvManager, choice: WorkerChoice, turns: tuple[int, ...], tell: Told) -> None:
+    """Take the turns that were chosen, where there was a choice."""
     if len(turns) > 1:
         manager.num_turns = choice.setting.num_turns
     tell(str(choice))
-    return manager
 
 
 def _measured(
-    config: SimConfig, found: dict[int, EnvManager], others: Mapping[int, Callable[[], EnvManager]], ways: tuple[int, ...], acting: Acting
+    config: SimConfig,
+    found: dict[int, EnvManager],
+    others: Mapping[int, Callable[[], EnvManager]],
+    ways: tuple[int, ...],
+    acting: Acting,
+    binding: CoreBinding | None,
 ) -> tuple[WorkerChoice, bool]:
     """Start the others too, measure all, and leave the chosen one in `found` if it is as it was at its start.
 
@@ -139,11 +172,16 @@ def _measured(
     for number, start in others.items():
         found[number] = start()
     before = {number: _first_steps(manager) for number, manager in found.items()}
-    turns = {each: Turns(found[each.num_workers], each.num_turns, acting.think_s(each.num_turns)) for each in settings(config, ways)}
+    compared = settings(config, ways, None if binding is None else binding.suits)
+    turns = {each: Turns(found[each.num_workers], each.num_turns, acting.think_s(each.num_turns)) for each in compared}
     rates: dict[Setting, list[float]] = {each: [] for each in turns}
     for _ in range(_ROUNDS):
         for each, turn in turns.items():
+            if binding is not None:
+                binding.bind(found[each.num_workers].worker_pids()) if each.bound else binding.unbind()
             rates[each].append(turn.steps_per_s(_WINDOW_S))
+    if binding is not None:
+        binding.unbind()
     # The rate over all windows. More processes than cores are twice as fast in one window as in the next, depending on which of them the
     # kernel puts on one core when they wake; a run has the slow ones too, and they take most of its time.
     choice = WorkerChoice(config.name, config.num_slots, {each: statistics.harmonic_mean(own) for each, own in rates.items()})

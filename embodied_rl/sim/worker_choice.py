@@ -1,7 +1,9 @@
-"""What `sim.num_workers=auto` and `sim.pipeline_groups=auto` stand for: remembered for a simulator, its slots and this machine."""
+"""What `auto` stands for in `sim.num_workers`, `sim.pipeline_groups` and `sim.placement`: remembered for a simulator, its slots and this
+machine."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import platform
@@ -18,6 +20,8 @@ from embodied_rl.types import ActionSpec, Observation, SimSpec
 
 WORTH = 1.03
 """More workers take more memory: they must be so many times as fast."""
+BOUND_WORTH = 1.05
+"""Bound workers cannot get out of the way of other programs: they must be so many times as fast as any that may move."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
 _MEASURED = 4
@@ -31,9 +35,17 @@ class Setting:
     num_workers: int
     num_turns: int
     """Groups of slots that are stepped in turns; 1: all together."""
+    bound: bool = False
+    """Whether each worker keeps to cores of its own."""
 
     def __str__(self) -> str:
-        return f"{self.num_workers}x{self.num_turns}"
+        return f"{self.num_workers}x{self.num_turns}{'b' * self.bound}"
+
+    @staticmethod
+    def read(text: str) -> Setting:
+        """The inverse of `str`. Raises ValueError."""
+        workers, turns = text.removesuffix("b").split("x")
+        return Setting(int(workers), int(turns), text.endswith("b"))
 
 
 @dataclass(frozen=True)
@@ -81,15 +93,18 @@ class WorkerChoice:
 
     @functools.cached_property
     def setting(self) -> Setting:
-        """The fewest workers that no larger number beats by more than `WORTH`, with the turns that suit them best."""
+        """The fewest workers that no larger number beats by more than `WORTH`, with the turns that suit them best; bound ones
+        where they are `BOUND_WORTH` times as fast."""
         fastest: dict[int, Setting] = {}
         for each in sorted(self.steps_per_s, key=self.steps_per_s.__getitem__):
-            fastest[each.num_workers] = each
+            if not each.bound:
+                fastest[each.num_workers] = each
         best = fastest[min(fastest)]
         for _, each in sorted(fastest.items()):
             if self.steps_per_s[each] > WORTH * self.steps_per_s[best]:
                 best = each
-        return best
+        bound = [each for each in self.steps_per_s if each.bound and self.steps_per_s[each] > BOUND_WORTH * self.steps_per_s[best]]
+        return max(bound, key=self.steps_per_s.__getitem__, default=best)
 
     def gain(self, other: int) -> float:
         """Times as fast as so many workers, with the turns that suit them best."""
@@ -104,12 +119,16 @@ class WorkerChoice:
             said.append(
                 f"sim.num_workers=auto: {workers} for {self.num_slots} slots of {self.sim}, {self.gain(other):.2f} times as fast as {other}"
             )
-        others = [rate for each, rate in self.steps_per_s.items() if each.num_workers == chosen.num_workers and each != chosen]
+        same = {each: rate for each, rate in self.steps_per_s.items() if each.num_workers == chosen.num_workers}
+        others = [rate for each, rate in same.items() if each.bound == chosen.bound and each != chosen]
         if others:
             ways = ("together", "in two groups") if chosen.num_turns == 1 else ("in two groups", "together")
             slots = "stepped" if said else f"{self.num_slots} slots of {self.sim} are stepped"
             gain = self.steps_per_s[chosen] / max(others)
             said.append(f"sim.pipeline_groups=auto: {slots} {ways[0]}, {gain:.2f} times as fast as {ways[1]}")
+        if chosen.bound:
+            gain = self.steps_per_s[chosen] / max(rate for each, rate in same.items() if not each.bound)
+            said.append(f"sim.placement=auto: each worker on cores of its own, {gain:.2f} times as fast as where they may move")
         return f"{'; '.join(said)} when it was measured here."
 
 
@@ -127,13 +146,21 @@ def candidates(num_slots: int) -> list[int]:
     return sorted({min(max(number, 1), num_slots) for number in (1, cores // 2, cores)})
 
 
-def settings(config: SimConfig, turns: Sequence[int]) -> list[Setting]:
-    """What is compared, ascending: every number of workers with each of these numbers of turns."""
-    return [Setting(number, each) for number in candidates(config.num_slots) for each in turns]
+def settings(config: SimConfig, turns: Sequence[int], may_bind: Callable[[int], bool] | None = None) -> list[Setting]:
+    """What is compared, ascending: every number of workers with each of these numbers of turns, also bound where so many may be."""
+    numbers = candidates(config.num_slots)
+    free = [Setting(number, each) for number in numbers for each in turns]
+    return sorted(free + [dataclasses.replace(each, bound=True) for each in free if may_bind is not None and may_bind(each.num_workers)])
 
 
 def remembered(
-    config: SimConfig, chunk_size: int = 1, *, small: bool | None = None, policy: str | None = None, turns: Sequence[int] = ()
+    config: SimConfig,
+    chunk_size: int = 1,
+    *,
+    small: bool | None = None,
+    policy: str | None = None,
+    turns: Sequence[int] = (),
+    may_bind: Callable[[int], bool] | None = None,
 ) -> WorkerChoice | None:
     """What was chosen for this simulator, these slots and this machine; None: it has not been measured.
 
@@ -141,11 +168,12 @@ def remembered(
         small: see `Acting.of`; None: with episodes of groups.
         policy: what a `TimedPolicy` is remembered for; None: the last one, or one that was not timed.
         turns: what has to be among what was measured; empty: whatever was.
+        may_bind: whether so many workers may be bound now, which then has to be among it; None: none may, whatever was measured.
     """
     answer: Any = RememberedAnswers(_FOLDER).read(*_question(config, chunk_size, small, policy))
     with suppress(ValueError, TypeError, KeyError, AttributeError):
-        rates = {Setting(*map(int, key.split("x"))): float(rate) for key, rate in answer.items()}
-        known = settings(config, turns or sorted({each.num_turns for each in rates}))
+        rates = {Setting.read(key): float(rate) for key, rate in answer.items()}
+        known = settings(config, turns or sorted({each.num_turns for each in rates}), may_bind)
         measured = {each: rates[each] for each in known}
         if measured and all(0 < rate < math.inf for rate in measured.values()):
             return WorkerChoice(config.name, config.num_slots, measured)

@@ -18,6 +18,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.batches import Slots, ViewsOfSlots
+from embodied_rl.sim.core_binding import CoreBinding, CoreLocks
 from embodied_rl.sim.episode_log import EpisodeLog, Snapshot
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultKind, FaultPolicy, FaultRecord, SimFault, SlotFault
@@ -377,6 +378,11 @@ class WorkerSimulators(Simulators):
         self._finalizer = weakref.finalize(self, close_all, self._processes)
         self._idle_pools: dict[str, WorkerPool] = {}
         self._offloaded = False
+        self.core_binding: CoreBinding | None = None
+        """Keeps the workers on cores of their own, as long as nothing else wants these."""
+        cores = {core for placement in plan.placements or () for core in placement["cores"]}
+        self._core_locks = CoreLocks.take(sorted(cores)) if cores else None
+        """Held so that no other run binds its workers to the same cores by its own choice."""
         try:
             pool = WorkerPool(factory, plan, self._processes)
             pool.begin()
@@ -389,6 +395,9 @@ class WorkerSimulators(Simulators):
 
     def close(self) -> None:
         """End the workers and let go of the memory; may be called twice. Views that were handed out stay readable."""
+        for held in (self.core_binding, self._core_locks):
+            if held is not None:
+                held.release()
         self._finalizer()
         for pool in [*self._idle_pools.values(), *([self._pool] if self._pool is not None else [])]:
             pool.close()

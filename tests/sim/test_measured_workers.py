@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.policies.actor_critic import build_policy
 from embodied_rl.roles.components import timed_policy
 from embodied_rl.rollout.collector import RolloutCollector
-from embodied_rl.sim import measured_workers, worker_choice
+from embodied_rl.sim import core_binding, measured_workers, worker_choice
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.measured_workers import start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.topology import Topology
 from embodied_rl.sim.worker_choice import Acting, Setting, TimedPolicy, WorkerChoice, remember, remembered
 from embodied_rl.train import train
 from embodied_rl.types import ActionSpec, Observation, Rollout, SimSpec, TensorSpec
@@ -35,6 +38,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(worker_choice, "available_cores", lambda: 2)
     monkeypatch.setattr(measured_workers, "_LONGEST_START_S", 60.0)  # a busy machine starts slowly
+    monkeypatch.setattr(core_binding.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(core_binding, "_SAMPLE_S", 0.0)
+    monkeypatch.setattr(core_binding.OthersLoad, "since", lambda self: (1.0, 1.0))
 
 
 def toy(name: str = "CountingSim", **kwargs: Any) -> SimConfig:
@@ -73,6 +79,67 @@ def test_slots_are_stepped_together_where_that_is_faster() -> None:
     choice = WorkerChoice("toy", 8, {Setting(1, 1): 10_000.0, Setting(1, 2): 9_000.0, Setting(2, 1): 8_000.0, Setting(2, 2): 10_200.0})
     assert choice.setting == Setting(1, 1)  # 10,200 with two workers are not worth a process
     assert dataclasses.replace(choice, steps_per_s={**choice.steps_per_s, Setting(2, 1): 11_000.0}).setting == Setting(2, 1)
+
+
+def test_bound_workers_are_taken_where_they_are_five_percent_faster_than_any_others() -> None:
+    rates = {Setting(1, 2): 100.0, Setting(2, 1): 90.0, Setting(2, 1, True): 104.0, Setting(2, 2, True): 101.0}
+    assert WorkerChoice("toy", 8, rates).setting == Setting(1, 2)
+    choice = WorkerChoice("toy", 8, {**rates, Setting(2, 1, True): 108.0})
+    assert choice.setting == Setting(2, 1, True)
+    line = "sim.num_workers=auto: 2 workers for 8 slots of toy, 1.08 times as fast as 1; sim.pipeline_groups=auto: stepped together, "
+    line += (
+        "1.07 times as fast as in two groups; sim.placement=auto: each worker on cores of its own, 1.20 times as fast as where they may "
+    )
+    assert str(choice) == line + "move when it was measured here."
+    assert [Setting.read(str(each)) for each in rates] == list(rates)
+
+
+@pytest.fixture
+def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing else ran here."""
+    if len(Topology.read(with_gpus=False).physical_cores) < 2:
+        pytest.skip("needs two physical cores")
+    monkeypatch.setattr(core_binding.OthersLoad, "since", lambda self: (0.0, 1.0))
+
+
+@pytest.mark.usefixtures("free_cores")
+def test_a_remembered_binding_holds_only_while_the_cores_are_free() -> None:
+    rates = {Setting(number, turns): 100.0 * number for number in (1, 2) for turns in (1, 2)}
+    bound = {Setting(2, 1, True): 500.0, Setting(2, 2, True): 400.0}
+    remember(toy(), WorkerChoice("toy", 4, {**rates, **bound}), small=True)
+    with start_measured(toy(), SEEDS, tell=lambda line: None, small=True) as manager:
+        first, second = (os.sched_getaffinity(pid) for pid in manager.worker_pids())
+        assert not first & second
+        assert manager.num_turns == 1
+        seen, told = three_steps(manager), list[str]()
+        with start_measured(toy(), SEEDS, tell=told.append, small=True) as other:  # another run, whose workers may move
+            assert [os.sched_getaffinity(pid) for pid in other.worker_pids()] == [os.sched_getaffinity(0)] * 2
+            assert seen == three_steps(other)
+        assert "placement" not in told[0]
+    with start_measured(dataclasses.replace(toy(), placement="none"), SEEDS, tell=told.append, small=True) as manager:
+        assert manager.core_binding is None
+    assert remembered(toy(), small=True, turns=(1, 2), may_bind=lambda number: number > 1) is not None
+    remember(toy(), WorkerChoice("toy", 4, rates), small=True)
+    assert remembered(toy(), small=True, turns=(1, 2), may_bind=lambda number: number > 1) is None  # to be measured, now that it can be
+
+
+@pytest.mark.usefixtures("free_cores")
+def test_bound_workers_are_measured_and_let_go_of_where_they_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Setting] = []
+
+    def noted(sim: str, num_slots: int, rates: Mapping[Setting, float]) -> WorkerChoice:
+        compared.extend(rates)
+        return WorkerChoice(sim, num_slots, {each: 100.0 + each.num_workers for each in rates})
+
+    monkeypatch.setattr(measured_workers, "WorkerChoice", noted)
+    with start_measured(toy(), SEEDS, tell=lambda line: None, small=True) as manager:
+        assert manager.num_workers == 1
+        assert manager.core_binding is None
+        assert os.sched_getaffinity(manager.worker_pids()[0]) == os.sched_getaffinity(0)
+    assert sorted(map(str, compared)) == ["1x1", "1x2", "2x1", "2x1b", "2x2", "2x2b"]
+    binding = core_binding.CoreBinding.take()
+    assert binding is not None
+    binding.release()
 
 
 def test_small_gaussian_networks_act_for_all_slots_in_one_call() -> None:
