@@ -68,7 +68,7 @@ EXAMPLES = (
     ("fixed_noise_sac", "sim=pendulum policy=flow policy.method=flow_sde algorithm=sac hybrid.device=cpu", "set policy.method=flow_noise"),
     ("recorded_sac", f"{CARTPOLE} algorithm=iql algorithm.off_policy.update=sac policy.distribution=squashed", "Take iql or awac"),
     ("share_of_nothing_fresh", f"{CARTPOLE} algorithm=iql algorithm.off_policy.recorded_share=0.5", "leave it at 0 with fresh=false"),
-    ("recording_unused", f"{CARTPOLE} recording=[somewhere]", "algorithm=ppo learns only from its own episodes"),
+    ("recording_unused", f"{CARTPOLE} recording=[somewhere]", "algorithm=ppo learns only from actions that its own policy drew"),
     # agent programs
     ("program_without_words", "sim=agent_program algorithm=grpo", "set policy=language"),
     # language agents
@@ -127,7 +127,6 @@ EXAMPLES = (
     ),
     # reward workers
     ("scored_rollouts", f"{CARTPOLE} {SCORED}", "choose a method on groups (algorithm=grpo"),
-    ("scored_starts", f"{GROUPS} {SCORED} algorithm.initialized.share=0.5", "where episodes succeed before they are scored"),
     # staleness
     (
         "stale_recordings",

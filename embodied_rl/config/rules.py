@@ -258,8 +258,9 @@ _OFF_POLICY = (
     Rule(
         "recording_unused",
         lambda run: run.config.recording and not run.algorithm.learns_from_recordings and run.algorithm.warm_start is None,
-        "recording={config.recording[0]} is given, and algorithm={algorithm.name} learns only from its own episodes. "
-        "Choose one that learns from recorded ones: bc, dagger, iql, awac, rlpd.",
+        "recording={config.recording[0]} is given, and algorithm={algorithm.name} learns only from actions that its own policy drew, whose "
+        "probabilities its loss compares. Choose one that learns from recorded ones (bc, dagger, iql, awac, rlpd), or clone them first "
+        "(algorithm.warm_start).",
     ),
 )
 
@@ -450,14 +451,8 @@ _REWARDS = (
     Rule(
         "scored_rollouts",
         lambda run: run.hybrid.reward_worker is not None and run.groups is None,
-        "hybrid.reward_worker scores whole episodes, and algorithm={algorithm.name} learns from fixed rollouts or recordings: "
-        "choose a method on groups (algorithm=grpo, ppo_episodes, …).",
-    ),
-    Rule(
-        "scored_starts",
-        lambda run: run.hybrid.reward_worker is not None and run.algorithm.initialized.share > 0,
-        "algorithm.initialized learns where episodes succeed before they are scored: set algorithm.initialized.share=0, or "
-        "hybrid.reward_worker=null.",
+        "hybrid.reward_worker scores an episode when it is over, and algorithm={algorithm.name} learns from steps before that (fixed "
+        "rollouts), or from steps that were stored: choose a method on groups (algorithm=grpo, ppo_episodes, …).",
     ),
 )
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -266,7 +267,11 @@ class AgentCollector(SlotPump[_Playing]):
             ends = {"terminated": terminated, "truncated": truncated}
             playing.record.finish(self.recorder, playing.assignment, playing.turns, **ends, greedy=playing.greedy, final=final_seen)
         episode = replace(episode, metadata={**episode.metadata, **self._told_start(playing.start)})
-        if self._hand_in(playing.assignment, episode) and self._starts is not None:
+        self._hand_in(playing.assignment, episode, partial(self._taken, playing, summary))
+
+    def _taken(self, playing: _Playing, summary: EpisodeSummary | None) -> None:
+        """The queue has an episode, which others may start in."""
+        if self._starts is not None:
             turns = playing.turns[: playing.success_at]
             given, said = [turn.parsed.text for turn in turns], [(turn.observation, turn.token_ids) for turn in turns]
             seen = {at: {"text": text} for at, (text, _) in enumerate(said)}

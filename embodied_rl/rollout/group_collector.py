@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -225,9 +226,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
                 episode = self._episode(recorder, batch, row, summaries[slot])
                 if self.recorder is not None:
                     self._record(self.recorder, recorder, episode)
-                if self._hand_in(recorder.assignment, episode) and self._starts is not None:
-                    given, seen = recorder.given[: recorder.success_at], dict(enumerate(recorder.observation))
-                    self._starts.played(recorder.assignment, recorder.start, summaries[slot], given=given, seen=seen)
+                self._hand_in(recorder.assignment, episode, partial(self._taken, recorder, summaries[slot]))
             elif self.queue.should_stop(recorder.assignment):
                 self._stop(slot)
             else:
@@ -246,6 +245,12 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         whose = recorder.assignment
         success = np.stack(recorder.chunk_success) if recorder.chunk_success else np.asarray(recorder.success)
         to.finished(episode, np.stack(recorder.given), success, group=whose.group, member=whose.member, inner=recorder.inner)
+
+    def _taken(self, recorder: EpisodeRecorder, summary: EpisodeSummary) -> None:
+        """The queue has an episode, which others may start in."""
+        if self._starts is not None:
+            given, seen = recorder.given[: recorder.success_at], dict(enumerate(recorder.observation))
+            self._starts.played(recorder.assignment, recorder.start, summary, given=given, seen=seen)
 
     def _act(self) -> None:
         if not self._unanswered:

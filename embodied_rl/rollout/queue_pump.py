@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -53,8 +53,8 @@ class QueuePump(Collector, abc.ABC):
         self._waited = 0.0
         self._batch: dict[str, float] = {}
         """Figures of the last batch."""
-        self._awaited: dict[int, Assignment] = {}
-        """Of episodes that are being scored, by the scorer's numbers."""
+        self._awaited: dict[int, tuple[Assignment, Callable[[], object]]] = {}
+        """Of episodes that are being scored, by the scorer's numbers: whose they are, and what follows when the queue takes them."""
         self._num_scored = 0
         self._ticked_at = time.monotonic()
 
@@ -86,26 +86,26 @@ class QueuePump(Collector, abc.ABC):
             self._ticked_at = time.monotonic()
             self.queue.tick()  # what it gives up is dropped when its slot comes back
 
-    def _hand_in(self, assignment: Assignment, episode: Episode) -> bool:
-        """Give a finished episode to the queue, or to the scorer first; whether the queue has taken it."""
-        if self.scorer is None:
-            return self.queue.finished(assignment, episode)
-        self._num_scored += 1
-        self._awaited[self._num_scored] = assignment
-        self.scorer.submit(self._num_scored, episode)
-        return False
+    def _hand_in(self, assignment: Assignment, episode: Episode, taken: Callable[[], object] = lambda: None) -> None:
+        """Give a finished episode to the queue, or to the scorer first; `taken` is called when the queue has taken it."""
+        if self.scorer is not None:
+            self._num_scored += 1
+            self._awaited[self._num_scored] = assignment, taken
+            self.scorer.submit(self._num_scored, episode)
+        elif self.queue.finished(assignment, episode):
+            taken()
 
     def _take_scores(self) -> bool:
         """Hand in the episodes that were scored meanwhile; whether there were any."""
         scored = [] if self.scorer is None else self.scorer.ready()
         for number, found in scored:
-            assignment = self._awaited.pop(number, None)
-            if assignment is None:
+            if number not in self._awaited:
                 continue  # submitted before a restart
+            assignment, taken = self._awaited.pop(number)
             if isinstance(found, str):
                 self.queue.failed(assignment, f"it was not scored: {found}")
-            else:
-                self.queue.finished(assignment, found)
+            elif self.queue.finished(assignment, found):
+                taken()
         return bool(scored)
 
     def _common_metrics(self) -> dict[str, float]:

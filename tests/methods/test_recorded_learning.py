@@ -313,7 +313,7 @@ def write_recording(folder: Path, sim: SimConfig, spec: SimSpec, episodes: list[
         ),
         (
             ["algorithm=ppo", "recording={folder}/demonstrations"],
-            r"learns only from its own episodes\. Choose one that learns from recorded",
+            r"whose probabilities its loss compares\. Choose one that learns from recorded",
         ),
         (["algorithm=bc", "sim=pendulum"], r"Task 'Pendulum-v1' of sim=pendulum has no expert\. Tasks with one: "),
         (["algorithm=dagger", "sim=pendulum", "recording={folder}/demonstrations"], "has no expert"),

@@ -12,6 +12,11 @@ def short_is_good(episode: Episode) -> float:
     return -0.1 * episode.num_messages
 
 
+def nothing(episode: Episode) -> float:
+    """Neither better nor worse."""
+    return 0.0
+
+
 class Slow:
     """Takes `seconds`, and gives the episode's number of messages times `factor`."""
 

@@ -332,6 +332,21 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     assert rows[-1]["initialized/mismatched_starts"] == 0
 
 
+def test_starts_are_learned_of_when_episodes_are_scored(tmp_path: Path) -> None:
+    """A score of 0 changes nothing: the run and its library are those without a reward worker."""
+    from embodied_rl.train import train
+
+    scored = "hybrid.reward_worker={target: tests.roles.scores:nothing, num_workers: 2}"
+    runs = [train(load_train_config([*RUNS["expert"], *QUICK, *more, f"run_dir={tmp_path}/{len(more)}"])) for more in ([], [scored])]
+    plain, with_scores = map(curve, runs)
+    assert with_scores[-1]["reward_worker/scored"] > 0
+    assert plain[-1]["initialized/sources"] >= 2
+    # How many groups are ready, and what was played in vain, is a matter of when scores come.
+    of_time = ("reward_worker/", "roles/", "groups/", "initialized/replay")
+    kept = [[{key: value for key, value in row.items() if not key.startswith(of_time)} for row in rows] for rows in (plain, with_scores)]
+    assert kept[0] == kept[1]
+
+
 def test_success_of_a_run_is_that_of_ordinary_starts(tmp_path: Path) -> None:
     from embodied_rl.train import train
 
