@@ -432,8 +432,7 @@ class _Studio(Watcher):
 
     def _take(self, slots: Sequence[int], observation: Observation, rewards: dict[int, float], actions: dict[int, np.ndarray]) -> None:
         values = self._estimate(observation) if self._estimate is not None and slots else None
-        for slot in slots:
-            (picture,) = self._manager.render([slot])
+        for slot, picture in zip(slots, self._manager.render(slots), strict=True):
             views = np.split(picture, self._num_cameras) if self._num_cameras > 1 else [picture]
             episode, said = self._running[slot], self._spoken.get(slot)
             episode.frames.append(beside_each_other(views, self._size))

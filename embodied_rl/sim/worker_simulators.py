@@ -435,15 +435,18 @@ class WorkerSimulators(Simulators):
         self._supervisor.settle()
 
     def render(self, slots: Sequence[int]) -> list[np.ndarray]:
-        """One picture [H, W, 3] uint8 of each slot. Raises UserError where the simulator cannot draw."""
+        """One picture [H, W, 3] uint8 of each slot; the workers draw side by side. Raises UserError where the simulator cannot draw."""
         pool = self._live_pool()
-        frames = []
-        for slot in slots:
-            index = int(pool.worker_of[slot])
-            request = {"operation": "render", "slot": int(slot)}
+        frames: dict[int, np.ndarray] = {}
+        while left := [int(slot) for slot in slots if int(slot) not in frames]:
+            turn = {int(pool.worker_of[slot]): slot for slot in reversed(left)}  # the first slot of each worker
+            requests: dict[int, tuple[dict[str, Any], bytes]] = {
+                index: ({"operation": "render", "slot": slot}, b"") for index, slot in turn.items()
+            }
             patience = Patience(max(self._plan.step_timeout_s, 60.0))
-            frames.append(self._supervisor.command({index: (request, b"")}, patience, "render", _read_frame)[index])
-        return frames
+            drawn = self._supervisor.command(requests, patience, "render", _read_frame)
+            frames |= {slot: drawn[index] for index, slot in turn.items()}
+        return [frames[int(slot)] for slot in slots]
 
     # ---- snapshots and offload --------------------------------------------------------------------------------------
 
