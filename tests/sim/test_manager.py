@@ -161,12 +161,12 @@ def test_images_and_pictures() -> None:
         batch = manager.step(np.zeros((4, 1)))
         assert batch.observation["rgb"].shape == (4, 8, 8, 3)
         np.testing.assert_array_equal(batch.observation["rgb"], 2)
-        for slots in ([1, 2, 3], [2, 3], [3]):  # a slot's picture shows how many steps its episode has
+        for slots in ([2, 3], [3]):  # a slot's picture shows how many steps its episode has
             manager.send(slots, np.zeros((len(slots), 1)))
-            manager.recv(len(slots))
+            manager.recv(slots)
         frames = manager.render([3, 0, 2, 1])  # two slots of each worker
         assert [frame.shape for frame in frames] == [(4, 6, 3)] * 4
-        assert [int(frame.max()) for frame in frames] == [5, 2, 4, 3]
+        assert [int(frame.max()) for frame in frames] == [4, 2, 3, 2]
 
 
 def test_a_picture_that_cannot_be_had_stops_nothing() -> None:
