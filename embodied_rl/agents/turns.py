@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embodied_rl.agents.parsing import ParsedAction
-from embodied_rl.types import Episode
+from embodied_rl.types import Episode, EpisodeGroup
 
 
 @dataclass(frozen=True)
@@ -143,3 +143,11 @@ def _row(parts: Sequence[tuple[int, Turn]]) -> TokenRow:
         if part.structure is not None:
             structures.append((where.start, where.stop, part.structure, part.stop_ids))
     return TokenRow(token_ids, mask, log_prob, turn, last.images, tuple(structures))
+
+
+def agent_episodes(groups: Sequence[EpisodeGroup]) -> list[AgentEpisode]:
+    """Episodes in the order of groups and members."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    agents = [episode for episode in episodes if isinstance(episode, AgentEpisode)]
+    assert len(agents) == len(episodes), "the agent's collector makes nothing else"
+    return agents

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -43,6 +43,8 @@ class Generator:
     """Whether it remembers an episode's past: `begin` says where a new one begins, and it acts only for slots that play."""
     has_values: bool = False
     """Whether `value` estimates states."""
+    on_answer: Callable[..., object] | None = None
+    """Called with each answer of a language agent, see `AgentGenerator`; other generators give none."""
     shares_weights: bool = False
     """Whether it acts with the very parameters that are trained, and with no copy of them."""
 

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -207,7 +207,7 @@ class FusedExecutor(Executor):
         self._minibatch: list[np.ndarray] = []
 
     @staticmethod
-    def supports(policy: nn.Module, device: torch.device) -> bool:
+    def supports(policy: nn.Module, device: torch.device) -> TypeGuard[ActorCritic]:
         """A plain Gaussian MLP actor-critic in float32 on the CPU, all of it trainable."""
         return (
             type(policy) is ActorCritic

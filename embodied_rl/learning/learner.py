@@ -22,12 +22,11 @@ from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
 from embodied_rl.learning.batching import AdjustedRows, adjust_rows
 from embodied_rl.learning.devices import compute_threads, keep_freed_memory, num_cores, resolve_device
 from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, forward_rows, forwards, is_finite, norm_name
-from embodied_rl.learning.objectives import ActingObjective, Objective, RolloutObjective, TokenCloning
+from embodied_rl.learning.objectives import Objective, TokenCloning
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.learning.rows import TokenBatch
-from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.base import Policy, TrainedModule
+from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.packing import TokenSequence
 
 if TYPE_CHECKING:
@@ -72,10 +71,17 @@ class Learner:
     """Trains a policy with Adam on minibatches of rows, by an objective, through an executor."""
 
     def __init__(
-        self, policy: TrainedModule, config: AlgorithmConfig, objective: Objective[Any, Any], executor: Executor, compute_threads: int
+        self,
+        policy: TrainedModule,
+        config: AlgorithmConfig,
+        objective: Objective[Any, Any],
+        executor: Executor,
+        compute_threads: int,
+        ranks: RankExecutor | None = None,
     ) -> None:
-        """`compute_threads`: of one operation on the CPU. See `make_learner`."""
-        self.policy, self.config, self.objective, self.executor = policy, config, objective, executor
+        """`compute_threads`: of one operation on the CPU; `ranks`: the executor, where `hybrid.sharding` divides the policy; None: it is
+        trained whole, here. See `make_learner`."""
+        self.policy, self.config, self.objective, self.executor, self.ranks = policy, config, objective, executor, ranks
         self.compute_threads = compute_threads
         self.device = executor.device
         self.has_reference = False
@@ -178,11 +184,9 @@ class Learner:
 
     def log_probs(self, ready: dict[str, Tensor], action: Tensor, *, of_reference: bool = False) -> Tensor:
         """[B, L] float32 of actions under the present policy, or under the reference."""
-        assert isinstance(self.objective, ActingObjective), "tokens have `token_log_probs`"
-        policy = cast(Policy, self.policy.reference[0] if of_reference else self.policy)
-        parts = []
+        policy, parts = self.policy.reference[0] if of_reference else self.policy, []
         with torch.no_grad(), compute_threads(self.compute_threads):
-            for part in forwards({**ready, "": action}, forward_rows(policy, self.config)):
+            for part in forwards({**ready, "": action}, forward_rows(self.policy, self.config)):
                 seen = {key: tensor.to(self.device) for key, tensor in part.items() if key}
                 parts.append(self.objective.evaluate(policy, seen, part[""].to(self.device)).log_prob.cpu())
         return torch.cat(parts)
@@ -195,11 +199,6 @@ class Learner:
             return found.cpu()
 
     # ---- the reference ----------------------------------------------------------------------------------------------
-
-    @property
-    def ranks(self) -> RankExecutor | None:
-        """Where `hybrid.sharding` divides the policy; None: it is trained whole, here."""
-        return self.executor if isinstance(self.executor, RankExecutor) else None
 
     @property
     def needs_present(self) -> bool:
@@ -283,13 +282,14 @@ def make_learner(
         keep_freed_memory()
     num_threads = hybrid.rank_threads or num_cores()
     widest = max((layer.out_features for layer in policy.modules() if isinstance(layer, nn.Linear)), default=0)
-    executor: Executor
     if hybrid.sharding is not None:
-        executor = RankExecutor(policy, config, hybrid, device, ranks)
-    elif (
+        divided = RankExecutor(policy, config, hybrid, device, ranks)
+        return Learner(policy, config, objective, divided, num_threads, divided)
+    executor: Executor
+    if (
         allow_fused
         and config.value_loss == "mse"
-        and isinstance(objective, RolloutObjective)
+        and objective.of_rollouts
         and (fused := _fused(objective, policy, config, device, num_threads)) is not None
     ):
         executor = fused
@@ -307,7 +307,7 @@ def make_learner(
 
 
 def _fused(
-    objective: RolloutObjective, policy: TrainedModule, config: AlgorithmConfig, device: torch.device, num_threads: int
+    objective: Objective[Any, Any], policy: TrainedModule, config: AlgorithmConfig, device: torch.device, num_threads: int
 ) -> Executor | None:
     """The executor with hand-derived gradients, for what it has; None: something is asked for that it has not."""
     if config.loss != "ppo_clip" or (config.kl.coef > 0 and config.kl.place == "loss"):
@@ -319,4 +319,4 @@ def _fused(
 
     if not FusedExecutor.supports(policy, device):
         return None
-    return FusedExecutor(cast(ActorCritic, policy), config, side_by_side=num_threads >= 2)
+    return FusedExecutor(policy, config, side_by_side=num_threads >= 2)

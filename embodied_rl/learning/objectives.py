@@ -151,6 +151,9 @@ class Objective(ABC, Generic[Trained, AnyRows]):
     frees_gradients: ClassVar[bool] = False
     """Whether gradients are freed after a step, not before the next: those of a language model take as much room as the model."""
 
+    of_rollouts: ClassVar[bool] = False
+    """Whether it is PPO's on rollouts, whose gradients for small networks are derived by hand (`fused`)."""
+
     def __init__(self, policy: Trained, config: AlgorithmConfig, precision: Precision = "float32") -> None:
         """`policy` says what its decisions are made of; which one is evaluated comes with each call."""
         self.config, self.precision = config, precision
@@ -172,6 +175,10 @@ class Objective(ABC, Generic[Trained, AnyRows]):
     @abstractmethod
     def __call__(self, policy: Trained, rows: AnyRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
         """What these rows add to the loss and to the metrics of their minibatch."""
+
+    def evaluate(self, policy: Trained, observation: dict[str, Tensor], action: Tensor) -> Evaluation:
+        """What a policy gives of decisions; of a language policy's tokens see `LanguagePolicy.evaluate`."""
+        raise NotImplementedError(f"{type(self).__name__} evaluates no decisions")
 
     def stepped(self, policy: Trained) -> None:
         """What follows each step, on every rank."""
@@ -232,7 +239,7 @@ class ActingObjective(Objective[Policy, AnyRows]):
 class RolloutObjective(ActingObjective[Batch]):
     """PPO on decisions of rollouts; a ratio belongs to what `algorithm.ratio` says."""
 
-    name, unit, rows = "rollouts", "rows", Batch
+    name, unit, rows, of_rollouts = "rollouts", "rows", Batch, True
 
     def begin(self, rows: Batch, *, kl_coef: float) -> tuple[Batch, Numbers]:
         """See `Objective.begin`; advantages are whitened here where the algorithm whitens by minibatch."""

@@ -15,7 +15,6 @@ from embodied_rl.episodes.sink import Sink
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.generation.base import ActedBatch, Generator, WrappedGenerator
 from embodied_rl.generation.tokens import Completion
-from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.evaluation import Watcher, play_seeds
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import EpisodeSummary, Observation, StepBatch
@@ -346,8 +345,7 @@ def film(
     """
     assert not manager.autoreset, "the last picture of an episode is taken before the next one begins"
     studio = _Studio(manager, seeds, size, num_cameras, selection, estimate, on_episode)
-    if isinstance(generator, AgentGenerator):
-        generator.on_answer = studio.listen
+    generator.on_answer = studio.listen
     play_seeds(manager, generator if generator.remembers else StepByStep(generator), seeds, studio)
     return studio.shown()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied_rl.agents.dialogue import write_dialogues
-from embodied_rl.agents.turns import AgentEpisode, TokenRow, rows_of
+from embodied_rl.agents.turns import AgentEpisode, TokenRow, agent_episodes, rows_of
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
 from embodied_rl.algorithms.step_rewards import KlTerm
@@ -172,14 +172,6 @@ def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[E
     advantage, figures = algorithm.corrected(learned.advantage, present, **sampled)
     learned = replace(learned, advantage=advantage, present=present, reference=reference)
     return PreparedTurns(learned, int(credit.mask.sum()), {**credit.metrics, **figures})
-
-
-def agent_episodes(groups: Sequence[EpisodeGroup]) -> list[AgentEpisode]:
-    """Episodes in the order of groups and members."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    agents = [episode for episode in episodes if isinstance(episode, AgentEpisode)]
-    assert len(agents) == len(episodes), "the agent's collector makes nothing else"
-    return agents
 
 
 def turn_batch(groups: Sequence[EpisodeGroup]) -> EpisodeBatch:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.agents.turns import AgentEpisode, rows_of
+from embodied_rl.agents.turns import AgentEpisode, agent_episodes, rows_of
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.scripted_tokens import ScriptedTokens
@@ -149,7 +149,7 @@ def _played(stream: Stream, queue: GroupQueue, wanted: int, collector: Collector
     for version in itertools.count():
         groups = collector.next_groups(version)
         played += len(groups)
-        found += [e for group in groups for e in group.episodes if isinstance(e, AgentEpisode) and e.success]
+        found += [episode for episode in agent_episodes(groups) if episode.success]
         if len(found) >= wanted:
             return found[:wanted]
         if played >= _TRIES * wanted:

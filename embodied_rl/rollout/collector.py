@@ -123,8 +123,8 @@ class RolloutCollector(Collector):
     """Collects rollouts of `rollout_steps` steps from all slots of a manager, one after another without a gap.
 
     With staleness S the next ones are collected while the trainer learns from the last (two buffers for S = 1): rollout n, which version
-    n is to learn from, is played wholly with version n - S (the first ones after a restart with the version of then). Whoever publishes
-    weights waits while this one `keeps_weights`; so what is collected depends on seeds, and not on who was faster.
+    n is to learn from, is played wholly with version n - S (the first ones after a restart with the version of then). Newer
+    weights are not published while this one `keeps_weights`; so what is collected depends on seeds and not on the clock.
 
     In lockstep groups of slots take turns. With `min_ready` each slot goes through its decisions as its simulator answers: one whose host
     is lent to training waits, and the others fill their share meanwhile. What a slot draws depends on neither.

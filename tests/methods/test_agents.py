@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.agents.turns import rows_of
+from embodied_rl.agents.turns import agent_episodes, rows_of
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeValues
 from embodied_rl.checkpoint import load_checkpoint
@@ -25,7 +25,7 @@ from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.learning.learner import make_learner
 from embodied_rl.learning.objectives import TokenObjective
-from embodied_rl.methods.agents import agent_episodes, of_turns, prepare_turns, token_batch, token_rows, turn_batch
+from embodied_rl.methods.agents import of_turns, prepare_turns, token_batch, token_rows, turn_batch
 from embodied_rl.train import train
 from embodied_rl.types import EpisodeGroup
 from tests.agents.samples import make_episode, make_group, make_turn, tiny_policy

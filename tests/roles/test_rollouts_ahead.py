@@ -119,7 +119,7 @@ def test_a_restart_gives_up_what_was_collected_ahead(playing: Any) -> None:
 
 @pytest.mark.parametrize("loss", [pytest.param("ppo_clip", marks=pytest.mark.slow), "decoupled_ppo"])
 def test_a_run_collects_the_next_rollout_while_it_learns_from_the_last(tmp_path: Path, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process or in another, and whoever is faster, the run is the same bit for bit. Evaluations in between begin new episodes,
+    """In this process or in another, whichever is faster, the run is the same bit for bit. Evaluations in between begin new episodes,
     and so do checkpoints, from which it goes on as it went."""
     options = ["algorithm.loss=decoupled_ppo", "algorithm.loss_options.weight_high=5"] if loss == "decoupled_ppo" else []
     task = [*ROLLOUTS, "algorithm.max_staleness=1", "total_steps=768", "evaluation.every_steps=384", *options]
