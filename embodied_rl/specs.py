@@ -25,6 +25,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str = "float32"
 
+    @property
+    def is_picture(self) -> bool:
+        """[height, width, 3] uint8"""
+        return len(self.shape) == 3 and self.shape[-1] == 3 and self.dtype == "uint8"
+
     def to_dict(self) -> dict[str, Any]:
         return {"shape": list(self.shape), "dtype": self.dtype}
 
@@ -45,6 +50,11 @@ class VariableSpec:
     max_bytes: int = 2**16
     """Room of one slot. A value that needs more is an error that names the key and both sizes; it is never cut. Room that is not
     used costs no memory."""
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether it may be: an array of any shape."""
+        return self.kind == "array"
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "max_bytes": self.max_bytes}

@@ -64,8 +64,8 @@ def _openblas() -> tuple[Callable[[], int], Callable[[int], None]] | None:
         library = ctypes.CDLL(str(path))
         for prefix, suffix in (("scipy_", "64_"), ("", "64_"), ("scipy_", ""), ("", "")):
             try:
-                get = getattr(library, f"{prefix}openblas_get_num_threads{suffix}")
-                put = getattr(library, f"{prefix}openblas_set_num_threads{suffix}")
+                get = library[f"{prefix}openblas_get_num_threads{suffix}"]
+                put = library[f"{prefix}openblas_set_num_threads{suffix}"]
             except AttributeError:
                 continue
             get.restype, get.argtypes = ctypes.c_int, []

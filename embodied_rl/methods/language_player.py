@@ -25,7 +25,7 @@ from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.programs import ProgramGenerator
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import is_program
-from embodied_rl.types import SimSpec, TensorSpec, VariableSpec
+from embodied_rl.types import SimSpec
 
 MODEL_FOLDER = "model"
 """In a run's folder: the tiny model as it was made. In a checkpoint: the model's configuration and tokenizer."""
@@ -116,11 +116,7 @@ def _make_image_inputs(policy: Speaking, spec: SimSpec) -> ImageInputs | None:
             "a vision-language model (policy.model=…: Qwen2-VL and its successors, LLaVA-1.5), or set policy.images=[]."
         )
     for key in keys:
-        part = spec.observation.get(key)
-        pictures = (isinstance(part, VariableSpec) and part.kind == "array") or (
-            isinstance(part, TensorSpec) and part.dtype == "uint8" and len(part.shape) == 3 and part.shape[2] == 3
-        )
-        if not pictures:
+        if key not in spec.observation or not spec.observation[key].is_picture:
             known = ", ".join(spec.observation)
             raise UserError(f"policy.images: '{key}' is no picture [H, W, 3] uint8 of task '{spec.task}', whose observation has: {known}.")
     vision = policy.vision

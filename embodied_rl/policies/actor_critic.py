@@ -12,7 +12,7 @@ from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation
 from embodied_rl.policies.heads import Categorical, DiagonalGaussian, Head, SquashedGaussian
 from embodied_rl.policies.normalization import RunningNorm
-from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+from embodied_rl.types import ActionSpec, SimSpec
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
 
@@ -191,7 +191,7 @@ def _keys_read(config: PolicyConfig, spec: SimSpec) -> tuple[str, ...]:
     """What an actor-critic reads. Raises UserError where encoder=mixed is given something that is neither vector nor image."""
     if config.encoder != "mixed":
         return (config.observation_key,)
-    readable = tuple(key for key, part in spec.tensors.items() if len(part.shape) == 1 or _is_image(part))
+    readable = tuple(key for key, part in spec.tensors.items() if len(part.shape) == 1 or part.is_picture)
     for key in config.observation_keys:
         if key not in readable:
             what = "no observation" if key not in spec.tensors else "neither a vector nor an image (uint8 [H, W, 3])"
@@ -199,10 +199,6 @@ def _keys_read(config: PolicyConfig, spec: SimSpec) -> tuple[str, ...]:
     if not readable:
         raise UserError(f"policy.encoder='mixed' reads vectors and images, and task '{spec.task}' shows none.")
     return config.observation_keys or readable
-
-
-def _is_image(part: TensorSpec) -> bool:
-    return len(part.shape) == 3 and part.shape[-1] == 3 and part.dtype == "uint8"
 
 
 def _check_one_key(config: PolicyConfig, spec: SimSpec) -> None:
@@ -215,7 +211,7 @@ def _check_one_key(config: PolicyConfig, spec: SimSpec) -> None:
             )
         raise UserError(f"policy.observation_key='{key}' is not an observation of task '{spec.task}'.{did_you_mean(key, spec.tensors)}")
     part = spec.tensors[key]
-    if config.encoder == "cnn" and not _is_image(part):
+    if config.encoder == "cnn" and not part.is_picture:
         raise UserError(
             f"policy.encoder='cnn' reads images (uint8 [H, W, 3]), but observation '{key}' of task '{spec.task}' is "
             f"{part.dtype} {list(part.shape)}. Use policy.encoder=mlp, or an image: {_keys(spec, 3)}."

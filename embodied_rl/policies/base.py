@@ -309,7 +309,7 @@ def load_saved(policy: TrainedModule, tensors: Mapping[str, Tensor]) -> None:
 
 def image_of(spec: SimSpec, key: str, option: str) -> TensorSpec:
     """The image that a policy reads. Raises UserError, naming `option`, where the simulator shows none of that name."""
-    images = [name for name, part in spec.tensors.items() if part.dtype == "uint8" and len(part.shape) == 3 and part.shape[-1] == 3]
+    images = [name for name, part in spec.tensors.items() if part.is_picture]
     if key not in images:
         seen = "no image at all" if not images else f"no image '{key}'"
         raise UserError(

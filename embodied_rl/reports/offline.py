@@ -252,7 +252,7 @@ def _picture(plot: Figure, title: str, meaning: str) -> str:
 
 
 def _is_picture(part: object) -> bool:
-    return isinstance(part, TensorSpec) and len(part.shape) == 3 and part.shape[-1] == 3 and part.dtype == "uint8"
+    return isinstance(part, TensorSpec) and part.is_picture
 
 
 def _pictures(episode: RecordedEpisode, recording: Recording) -> list[np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from typing import Any
 
@@ -20,20 +21,37 @@ class RoleError(RuntimeError):
     """A role raised something unexpected; the message holds its own traceback."""
 
 
+@functools.singledispatch
 def encode_error(error: BaseException) -> dict[str, Any]:
     """An exception, as plain values."""
-    if isinstance(error, RoleLost):
-        return {"type": "RoleLost", "message": str(error)}
-    if isinstance(error, SimFault):
-        fields = {"kind": error.kind.name, "worker": error.worker, "detail": error.detail}
-        where = {"slots": list(error.slots), "seeds": list(error.seeds), "steps": list(error.steps)}
-        return {"type": "NonFiniteSimulationError" if isinstance(error, NonFiniteSimulationError) else "SimFault", **fields, **where}
-    if isinstance(error, UserError):
-        kind = type(error).__name__
-        return {"type": kind if kind in _USER_ERRORS else "UserError", "message": str(error)}
-    if isinstance(error, NonFiniteError):
-        return {"type": "NonFiniteError", "message": str(error), "batch": error.batch or {}}
     return {"type": "RoleError", "message": "".join(traceback.format_exception(error)).rstrip()}
+
+
+@encode_error.register
+def _(error: RoleLost) -> dict[str, Any]:
+    return {"type": "RoleLost", "message": str(error)}
+
+
+@encode_error.register
+def _(error: SimFault) -> dict[str, Any]:
+    fields = {"kind": error.kind.name, "worker": error.worker, "detail": error.detail}
+    return {"type": "SimFault", **fields, "slots": list(error.slots), "seeds": list(error.seeds), "steps": list(error.steps)}
+
+
+@encode_error.register
+def _(error: NonFiniteSimulationError) -> dict[str, Any]:
+    return {**encode_error.dispatch(SimFault)(error), "type": "NonFiniteSimulationError"}
+
+
+@encode_error.register
+def _(error: UserError) -> dict[str, Any]:
+    kind = type(error).__name__
+    return {"type": kind if kind in _USER_ERRORS else "UserError", "message": str(error)}
+
+
+@encode_error.register
+def _(error: NonFiniteError) -> dict[str, Any]:
+    return {"type": "NonFiniteError", "message": str(error), "batch": error.batch or {}}
 
 
 def decode_error(what: dict[str, Any]) -> Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -79,28 +80,51 @@ def unpack(value: object, tensors: dict[str, Tensor]) -> Any:
 
 
 def _pack(value: object, parcel: _Parcel) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, np.ndarray):
-        return _pack_array(value, parcel)
-    if isinstance(value, Tensor):
-        return {_KIND: "tensor", "n": parcel.add(value)}
-    if isinstance(value, np.bool_ | np.number):
-        return {_KIND: "scalar", "t": value.dtype.str, "v": value.item()}
-    if isinstance(value, enum.Enum) and type(value).__name__ in _ENUMS:
-        return {_KIND: "enum", "t": type(value).__name__, "v": value.name}
-    if dataclasses.is_dataclass(value) and _TYPES.get(type(value).__name__) is type(value):
-        fields = {field.name: _pack(vars(value)[field.name], parcel) for field in dataclasses.fields(value)}
-        return {_KIND: "object", "t": type(value).__name__, "v": fields}
-    if isinstance(value, Mapping):
-        return {_KIND: "mapping", "v": [[_pack(key, parcel), _pack(item, parcel)] for key, item in value.items()]}
-    if isinstance(value, list):
-        return [_pack(item, parcel) for item in value]
-    if isinstance(value, tuple):
-        return {_KIND: "tuple", "v": [_pack(item, parcel) for item in value]}
-    return repr(value)
+    return value if value is None or type(value) in (bool, int, float, str) else _pack_as(value, parcel)
 
 
+@functools.singledispatch
+def _pack_as(value: Any, parcel: _Parcel) -> Any:
+    """By the value's type."""
+    name = type(value).__name__
+    if _TYPES.get(name) is not type(value):
+        return repr(value)
+    fields = {field.name: _pack(vars(value)[field.name], parcel) for field in dataclasses.fields(value)}
+    return {_KIND: "object", "t": name, "v": fields}
+
+
+@_pack_as.register(enum.Enum)
+def _(value: enum.Enum, parcel: _Parcel) -> Any:
+    return {_KIND: "enum", "t": type(value).__name__, "v": value.name} if type(value).__name__ in _ENUMS else repr(value)
+
+
+@_pack_as.register(Tensor)
+def _(value: Tensor, parcel: _Parcel) -> Any:
+    return {_KIND: "tensor", "n": parcel.add(value)}
+
+
+@_pack_as.register(np.bool_)
+@_pack_as.register(np.number)
+def _(value: np.bool_ | np.number, parcel: _Parcel) -> Any:
+    return {_KIND: "scalar", "t": value.dtype.str, "v": value.item()}
+
+
+@_pack_as.register(Mapping)
+def _(value: Mapping[Any, Any], parcel: _Parcel) -> Any:
+    return {_KIND: "mapping", "v": [[_pack(key, parcel), _pack(item, parcel)] for key, item in value.items()]}
+
+
+@_pack_as.register(list)
+def _(value: list[Any], parcel: _Parcel) -> Any:
+    return [_pack(item, parcel) for item in value]
+
+
+@_pack_as.register(tuple)
+def _(value: tuple[Any, ...], parcel: _Parcel) -> Any:
+    return {_KIND: "tuple", "v": [_pack(item, parcel) for item in value]}
+
+
+@_pack_as.register(np.ndarray)
 def _pack_array(value: np.ndarray, parcel: _Parcel) -> Any:
     if value.dtype == object:
         return {_KIND: "objects", "s": list(value.shape), "v": [_pack(item, parcel) for item in value.reshape(-1)]}
