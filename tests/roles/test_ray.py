@@ -27,6 +27,7 @@ from embodied_rl.trainer import Trainer
 from tests.methods.test_domain_options import DOOR as DOOR_SIM
 from tests.methods.test_domain_options import PLAYERS
 from tests.methods.test_multi_domain import COMMON, DOMAINS
+from tests.methods.test_programs import STAYS
 from tests.methods.test_programs import small as programs
 from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
 
@@ -44,7 +45,7 @@ def test_a_run_with_ray_is_the_run_without_it_bit_for_bit(tmp_path: Path, sessio
 def test_agent_programs_with_ray(tmp_path: Path, session: Any) -> None:
     """Programs and their proxy are beside the collector, the model that answers is another actor; it learns from what it said."""
     task = ["total_steps=12", "evaluation.num_episodes=3", "hybrid.num_threads=1", "hybrid.device=cpu", "algorithm.groups.filters=[]"]
-    with Trainer(programs(tmp_path, *task, "hybrid=ray"), tmp_path, command="test") as trainer:
+    with Trainer(programs(tmp_path, *task, "hybrid=ray", program=STAYS), tmp_path, command="test") as trainer:
         method: Any = trainer.method
         before = {name: tensor.clone() for name, tensor in trainer.policy.state_dict().items()}
         collect, versions = method.collect, []
