@@ -13,6 +13,8 @@ ARGS ?=
 MINUTES ?= 10
 TORCH ?=
 export PYTHON TORCH
+# Processes start by the hundred: the package is compiled for the first of them, whatever the shell says.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup everything train test test-all chaos check format docs doctor lock clean
 
