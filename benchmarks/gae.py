@@ -1,8 +1,8 @@
 """Generalised advantage estimation: how long it takes, against the loops it replaces and against the memory it must touch.
 
-``python benchmarks/gae.py``: rollouts of 512 steps in 512 slots, float32. Sides take turns in each round and are called five times in a row;
-medians over rounds, one thread where nothing else is said. A round's first call finds caches and free memory as the side before left them,
-and shows that more than anything else; the other calls are what is compared.
+``python benchmarks/gae.py``: rollouts of 512 steps in 512 slots, float32. Sides take turns in each round and are called five times in a
+row; medians over rounds, one thread where nothing else is said. A round's first call finds caches and free memory as the side before left
+them, and shows that more than anything else; the other calls are what is compared.
 
 - ours: `embodied_rl.algorithms.advantages.gae`, numba, the whole call with its checks and allocations; with one thread, and with one
   for each core;
@@ -161,13 +161,10 @@ def main() -> None:
     ours = medians["ours, numba"]
     print(provenance("numba"))
     rows = [
-        [
-            name,
-            *(f"{1e3 * part:.3f}" for part in (medians[name], min(own), max(own), statistics.median(first[name]))),
-            f"{medians[name] / ours:.1f}",
-        ]
+        [name, *(f"{1e3 * part:.3f}" for part in (medians[name], min(own), max(own), statistics.median(first[name])))]
         for name, own in seconds.items()
     ]
+    rows = [[*row, f"{medians[row[0]] / ours:.1f}"] for row in rows]
     print(f"T={options.steps}, N={options.slots}, float32, {options.rounds} rounds; largest difference of any side {difference:.1g}\n")
     print(text_table(["side", "median ms", "min", "max", "first call", "to ours"], rows))
     ratio = medians["torch loop"] / ours
