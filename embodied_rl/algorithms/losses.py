@@ -52,14 +52,26 @@ def ppo_clip_loss(
     ratio = clamp_log_ratio(new - old).exp()
     per_entry, clipped = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     loss = aggregation.reduce(per_entry, mask, denominator)
+    return loss, ratio_metrics(loss, new, old, clipped, mask, denominator, aggregation)
+
+
+def ratio_metrics(
+    loss: Tensor,
+    new: Tensor,
+    old: Tensor,
+    clipped: Tensor,
+    mask: Tensor | None,
+    denominator: float | Tensor | None,
+    aggregation: Aggregation,
+) -> Metrics:
+    """``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``, of log-probabilities and the entries whose ratio was clipped."""
     with torch.no_grad():
         kl = kl_estimate(log_prob=old, reference_log_prob=new, kind="k3")
-        metrics = {
+        return {
             "policy_loss": loss.detach(),
             "approx_kl": aggregation.mean(kl, mask, denominator),
-            "clip_fraction": aggregation.mean(clipped, mask, denominator),
+            "clip_fraction": aggregation.mean(clipped.to(kl.dtype), mask, denominator),
         }
-    return loss, metrics
 
 
 def clipped_surrogate(

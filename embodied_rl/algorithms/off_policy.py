@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
 from embodied_rl.algorithms.kl import kl_estimate
-from embodied_rl.algorithms.losses import Metrics, check_clip
+from embodied_rl.algorithms.losses import Metrics, check_clip, ratio_metrics
 from embodied_rl.algorithms.ratios import Level, clamp_log_ratio, log_ratio_at
 from embodied_rl.bounds import Coefficient, Positive
 from embodied_rl.config import CorrectionConfig
@@ -168,7 +168,7 @@ def cispo_loss(
     ratio = clamp_log_ratio(new - old).exp().detach()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss = aggregation.reduce(-clipped * advantages * new, mask, denominator)
-    return loss, _metrics(loss, new, old, clipped != ratio, mask, denominator, aggregation)
+    return loss, ratio_metrics(loss, new, old, clipped != ratio, mask, denominator, aggregation)
 
 
 def topr_loss(
@@ -212,25 +212,7 @@ def topr_loss(
         tapered = advantages < 0
     taper = torch.where(tapered, clipped, torch.ones_like(clipped))
     loss = aggregation.reduce(-taper * advantages * new, mask, denominator)
-    return loss, _metrics(loss, new, old, (clipped != ratio) & tapered, mask, denominator, aggregation)
-
-
-def _metrics(
-    loss: Tensor,
-    new: Tensor,
-    old: Tensor,
-    clipped: Tensor,
-    mask: Tensor | None,
-    denominator: float | Tensor | None,
-    aggregation: Aggregation,
-) -> Metrics:
-    with torch.no_grad():
-        kl = kl_estimate(log_prob=old, reference_log_prob=new, kind="k3")
-        return {
-            "policy_loss": loss.detach(),
-            "approx_kl": aggregation.mean(kl, mask, denominator),
-            "clip_fraction": aggregation.mean(clipped.to(kl.dtype), mask, denominator),
-        }
+    return loss, ratio_metrics(loss, new, old, (clipped != ratio) & tapered, mask, denominator, aggregation)
 
 
 def _check_bounds(low: float, high: float) -> None:

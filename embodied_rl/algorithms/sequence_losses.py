@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import SEQUENCE_TOKEN_MEAN, TOKEN_MEAN, Aggregation, visible_entries
-from embodied_rl.algorithms.kl import kl_estimate
-from embodied_rl.algorithms.losses import Metrics, clipped_surrogate
+from embodied_rl.algorithms.losses import Metrics, clipped_surrogate, ratio_metrics
 from embodied_rl.algorithms.ratios import clamp_log_ratio, segment_mean
 from embodied_rl.bounds import Positive
 
@@ -53,14 +52,7 @@ def gspo_loss(
     ratio = clamp_log_ratio(log_ratio).exp()
     per_entry, clipped = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     loss = aggregation.reduce(per_entry, mask, denominator)
-    with torch.no_grad():
-        kl = kl_estimate(log_prob=old, reference_log_prob=new, kind="k3")
-        metrics = {
-            "policy_loss": loss.detach(),
-            "approx_kl": aggregation.mean(kl, mask, denominator),
-            "clip_fraction": aggregation.mean(clipped, mask, denominator),
-        }
-    return loss, metrics
+    return loss, ratio_metrics(loss, new, old, clipped, mask, denominator, aggregation)
 
 
 def ipa_loss(
@@ -112,12 +104,7 @@ def ipa_loss(
         ratio = clamp_log_ratio(segment_mean(new - old, mask=mask, chunk_id=chunk_id)).exp()
         imitated = returns > 0 if positive is None else positive[:, None].expand_as(returns)
         taper = torch.where(imitated, torch.ones_like(ratio), ratio.clamp(0.0, 1.0)) * kept
-        kl = kl_estimate(log_prob=old, reference_log_prob=new, kind="k3")
     loss = aggregation.reduce(-taper * returns * new, mask, denominator)
-    metrics = {
-        "policy_loss": loss.detach(),
-        "approx_kl": aggregation.mean(kl, mask, denominator),
-        "clip_fraction": aggregation.mean((~imitated & (ratio > 1.0)).to(kl.dtype), mask, denominator),
-        "chunk_rejected_fraction": aggregation.mean((~kept).to(kl.dtype), mask, denominator),
-    }
-    return loss, metrics
+    rejected = aggregation.mean((~kept).to(ratio.dtype), mask, denominator)
+    metrics = ratio_metrics(loss, new, old, ~imitated & (ratio > 1.0), mask, denominator, aggregation)
+    return loss, {**metrics, "chunk_rejected_fraction": rejected}
