@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -107,6 +108,19 @@ class Generator:
 
     def close(self) -> None:
         """End what was started for it; may be called twice."""
+
+
+class QueuedGenerator(Generator):
+    """The base of generators whose `send` puts what was acted into `_acted`."""
+
+    def __init__(self) -> None:
+        self._acted: deque[ActedBatch] = deque()
+
+    def recv(self) -> ActedBatch:
+        """The oldest batch. Raises RuntimeError when nothing was sent."""
+        if not self._acted:
+            raise RuntimeError("recv was called although no observation had been sent.")
+        return self._acted.popleft()
 
 
 class WrappedGenerator(Generator):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 
 import numpy as np
 
-from embodied_rl.generation.base import ActedBatch, Generator, WrappedGenerator
+from embodied_rl.generation.base import ActedBatch, Generator, QueuedGenerator, WrappedGenerator
 from embodied_rl.types import Observation, SimSpec
 
 _erf = np.frompyfunc(math.erf, 1, 1)
 """numpy has no error function."""
 
 
-class RandomGenerator(Generator):
+class RandomGenerator(QueuedGenerator):
     """Uniform actions over the simulator's whole range, whatever it observes.
 
     The caller's noise is where the randomness comes from: standard normal numbers are mapped through the normal
@@ -23,8 +22,8 @@ class RandomGenerator(Generator):
     """
 
     def __init__(self, spec: SimSpec) -> None:
+        super().__init__()
         self.spec = spec
-        self._acted: deque[ActedBatch] = deque()
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         action_spec = self.spec.action
@@ -39,12 +38,6 @@ class RandomGenerator(Generator):
             density = 0.5
         log_prob = np.full(shape, np.log(density), np.float32)
         self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version))
-
-    def recv(self) -> ActedBatch:
-        """The oldest batch. Raises RuntimeError when nothing was sent."""
-        if not self._acted:
-            raise RuntimeError("recv was called although no observation had been sent.")
-        return self._acted.popleft()
 
 
 class NoisyGenerator(WrappedGenerator):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,14 +11,14 @@ import torch
 from torch import nn
 
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import ActedBatch, Generator
+from embodied_rl.generation.base import ActedBatch, QueuedGenerator
 from embodied_rl.policies.actor_critic import ActorCritic
 from embodied_rl.policies.base import Policy, given_action, prepare_observation
 from embodied_rl.policies.heads import LOG_SQRT_2PI, DiagonalGaussian
 from embodied_rl.types import ActionLayout, Observation
 
 
-class TorchGenerator(Generator):
+class TorchGenerator(QueuedGenerator):
     """Acts with the weights that the policy had at the last `publish`.
 
     `send` acts at once. A Gaussian MLP on the CPU is run by numpy, whose calls cost a fraction of torch's: with a few rows
@@ -29,12 +28,12 @@ class TorchGenerator(Generator):
     has_values = True
 
     def __init__(self, policy: Policy) -> None:
+        super().__init__()
         self._policy = policy
         self._actor: NumpyGaussianActor | ModuleActor
         is_small = isinstance(policy, ActorCritic) and NumpyGaussianActor.supports(policy)
         self._actor = NumpyGaussianActor(policy) if is_small else ModuleActor(policy)  # type: ignore[arg-type]
         self.shares_weights = self._actor.module is policy
-        self._acted: deque[ActedBatch] = deque()
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         action, log_prob = self._actor.act(observation, noise)
@@ -47,12 +46,6 @@ class TorchGenerator(Generator):
             return super().act_in_parts(slots, observation, noise, parts)
         action, log_prob = self._actor.act(observation, noise, parts)
         return ActedBatch(slots.copy(), action, log_prob, self.version)
-
-    def recv(self) -> ActedBatch:
-        """The oldest batch. Raises RuntimeError when nothing was sent."""
-        if not self._acted:
-            raise RuntimeError("recv was called although no observation had been sent.")
-        return self._acted.popleft()
 
     @torch.inference_mode()
     def value(self, observation: Observation) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from embodied_rl.agents.parsing import InvalidAction, ToolRequest
 from embodied_rl.agents.tools.builtin import ToolBudget
 from embodied_rl.agents.turns import texts
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import ActedBatch, Generator
+from embodied_rl.generation.base import ActedBatch, QueuedGenerator
 from embodied_rl.generation.tokens import Completion, TokenBackend, TokenCache
 from embodied_rl.stopping import waiting
 from embodied_rl.types import Observation
@@ -45,7 +44,7 @@ class _Playing:
         return int.from_bytes(digest, "little") >> 1
 
 
-class AgentGenerator(Generator):
+class AgentGenerator(QueuedGenerator):
     """A language agent: an agent and a token backend.
 
     A turn whose prompt is too long answers with the empty text; what was counted lies in `figures`.
@@ -68,6 +67,7 @@ class AgentGenerator(Generator):
             temperature: of the answers; None: `AgentConfig.evaluation_temperature`.
             seed: of the requests.
         """
+        super().__init__()
         self.agent, self.backend = agent, backend
         self.temperature = agent.config.evaluation_temperature if temperature is None else temperature
         self._seed = seed
@@ -75,7 +75,6 @@ class AgentGenerator(Generator):
         self._weights = weights
         self._conversations: dict[int, _Playing] = {}
         self._next_id = _FIRST_ID
-        self._acted: deque[ActedBatch] = deque()
         self.on_answer: Callable[[int, str, Prompt, Completion, Answer], object] | None = None
         """Called with every answer: slot, what was seen, the prompt, its tokens, what they mean. For films and pages of dialogues."""
         self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0
@@ -150,12 +149,6 @@ class AgentGenerator(Generator):
             for slot, response in responses.items()
         }
         return following, responses
-
-    def recv(self) -> ActedBatch:
-        """The oldest batch. Raises RuntimeError when nothing was sent."""
-        if not self._acted:
-            raise RuntimeError("recv was called although no observation had been sent.")
-        return self._acted.popleft()
 
     def publish(self, version: int) -> None:
         """Load the policy's present weights into the backend as `version`."""
