@@ -46,8 +46,10 @@ faster the more workers there are."""
 _LEAST_START_S = 1.25
 """Of processor time, of each worker: below, it was the machine that was busy, and up to `_BUSY` times as long may have passed."""
 _BUSY = 4
-_UPDATE_S, _WINDOW_S, _ROUNDS = 0.01, 0.045, 4
-"""Each setting is stepped so long, so often, each time after something like an update."""
+_UPDATE_S, _WINDOW_S = 0.01, 0.045
+_ROUNDS, _MORE_ROUNDS, _IN_QUESTION = 2, 4, 0.8
+"""Each setting is stepped so long, so often, each time after something like an update; those that reach that share of the fastest, some
+times more."""
 _STEADY = 1.5
 """Largest rate over smallest, beyond which a choice holds for this run only."""
 _COMPARED_STEPS = 8
@@ -174,24 +176,28 @@ def _measured(
     before = {number: _first_steps(manager) for number, manager in found.items()}
     compared = settings(config, ways, None if binding is None else binding.suits)
     turns = {each: Turns(found[each.num_workers], each.num_turns, acting.think_s(each.num_turns)) for each in compared}
-    rates: dict[Setting, list[float]] = {each: [] for each in turns}
-    for _ in range(_ROUNDS):
-        for each, turn in turns.items():
-            if binding is not None:
-                binding.bind(found[each.num_workers].worker_pids()) if each.bound else binding.unbind()
-            rates[each].append(turn.steps_per_s(_WINDOW_S))
-    if binding is not None:
-        binding.unbind()
+    windows: dict[Setting, list[float]] = {each: [] for each in turns}
     # The rate over all windows. More processes than cores are twice as fast in one window as in the next, depending on which of them the
     # kernel puts on one core when they wake; a run has the slow ones too, and they take most of its time.
-    choice = WorkerChoice(config.name, config.num_slots, {each: statistics.harmonic_mean(own) for each, own in rates.items()})
+    rates: dict[Setting, float] = {}
+    for number in range(_ROUNDS + _MORE_ROUNDS):
+        for each, turn in turns.items():
+            if number >= _ROUNDS and rates[each] < _IN_QUESTION * max(rates.values()):
+                continue
+            if binding is not None:
+                binding.bind(found[each.num_workers].worker_pids()) if each.bound else binding.unbind()
+            windows[each].append(turn.steps_per_s(_WINDOW_S))
+        rates = {each: statistics.harmonic_mean(own) for each, own in windows.items()}
+    if binding is not None:
+        binding.unbind()
+    choice = WorkerChoice(config.name, config.num_slots, rates)
     manager = found[choice.setting.num_workers]
     same = _first_steps(manager) == before[choice.setting.num_workers] and not manager.fault_records
     if not same:  # the past of these workers shows
         found.pop(choice.setting.num_workers).close()
     else:
         manager.reset()
-    chosen = rates[choice.setting]
+    chosen = windows[choice.setting]
     return choice, max(chosen) < _STEADY * min(chosen)
 
 
