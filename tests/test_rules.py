@@ -113,17 +113,17 @@ EXAMPLES = (
     (
         "within_ahead",
         f"{GROUPS} {APART} algorithm.groups.max_staleness=1 checkpoint.within_episodes=true",
-        "with algorithm.groups.max_staleness=1 what was begun",
+        "with algorithm.groups.max_staleness=1 here no run is",
     ),
     (
         "within_ahead",
-        f"{CARTPOLE} {APART} checkpoint.within_episodes=true algorithm.max_staleness=1",
-        "with algorithm.max_staleness=1 what was begun ahead is given up there, and asked for again by its seeds. Set it false.",
+        f"{CARTPOLE} hybrid=multiplexed algorithm.max_staleness=1 checkpoint.within_episodes=true",
+        "which slots share a forward pass, is the clock's",
     ),
     (
         "within_recorded",
         f"{CARTPOLE} record.share=0.5 checkpoint.within_episodes=true",
-        "record.share=0.5 writes episodes from their begin",
+        "record.share=0.5 has their beginnings in its encoders",
     ),
     # reward workers
     ("scored_rollouts", f"{CARTPOLE} {SCORED}", "choose a method on groups (algorithm=grpo"),

@@ -429,22 +429,24 @@ EVALUATION = (
     ),
 )
 
-_WITHIN = "checkpoint.within_episodes goes on within the episodes that run at a checkpoint, and "
-_CHECKPOINTS = tuple(
-    Rule(f"within_{what}", _every(lambda run: run.config.checkpoint.within_episodes, when), f"{_WITHIN}{why}. Set it false.")
-    for what, when, why in (
-        (
-            # What is played ahead, finished or not, is not in a checkpoint: it would be a second batch, of the clock's making.
-            "ahead",
-            lambda run: run.max_staleness > 0,
-            "with {run.staleness_key}={run.max_staleness} what was begun ahead is given up there, and asked for again by its seeds",
+_CHECKPOINTS = (
+    Rule(
+        "within_ahead",
+        lambda run: (
+            run.config.checkpoint.within_episodes
+            and run.max_staleness > 0
+            and (run.groups is not None or (run.kind == "multiplexed" and not run.on_ray))
         ),
-        (
-            "recorded",
-            lambda run: run.config.record.share > 0,
-            "record.share={config.record.share:g} writes episodes from their beginning",
-        ),
-    )
+        "checkpoint.within_episodes repeats a run to the bit, and with {run.staleness_key}={run.max_staleness} here no run is: how far an "
+        "episode has come when new weights arrive, and with hosts which slots share a forward pass, is the clock's. Set it false: what "
+        "was begun is asked for again by its seeds.",
+    ),
+    Rule(
+        "within_recorded",
+        lambda run: run.config.checkpoint.within_episodes and run.config.record.share > 0,
+        "checkpoint.within_episodes goes on within the episodes that run at a checkpoint, and record.share={config.record.share:g} has "
+        "their beginnings in its encoders (of pictures, half a film), which no checkpoint holds. Set it false.",
+    ),
 )
 
 _REWARDS = (

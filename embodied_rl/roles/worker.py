@@ -255,8 +255,12 @@ class RolloutWorker:
         return evaluate(manager, generator, num_episodes, first_seed=first_seed, temperature=temperature)
 
     def episodes(self) -> list[np.ndarray]:
-        """See `Collector.episodes`: the running episodes, [bytes] uint8 each."""
+        """See `Collector.episodes`: the running episodes, [bytes] uint8 each, when older weights have nothing left to play."""
         self._residency.begin("generation")
+        self._take_weights()
+        while self._pending:
+            self.collector.pump()
+            self._take_weights()
         return [np.frombuffer(episode, np.uint8) for episode in self.collector.episodes()]
 
     def take_up(self, episodes: list[np.ndarray]) -> None:
@@ -273,11 +277,7 @@ class RolloutWorker:
         """Play on for a moment, between requests; False: nothing may be played now."""
         if not self._may_pump or self._residency.has_out:
             return False
-        if self.queue is None:
-            # A checkpoint takes the running episodes between two rollouts.
-            in_lockstep = self.config.checkpoint.within_episodes
-        else:
-            in_lockstep = self.collector.min_ready is None
+        in_lockstep = self.queue is not None and self.collector.min_ready is None
         return not in_lockstep and (self.collector.pump() or self._take_weights())
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
+from embodied_rl.sim.snapshots import decode_state, encode_state
 from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.timeline import span
 from embodied_rl.types import ActionLayout, EpisodeGroup, EpisodeSummary, Observation, Rollout, StepBatch, TensorSpec, VariableSpec
@@ -194,11 +195,23 @@ class RolloutCollector(Collector):
             self.recorder.restarted(seed_round)
 
     def episodes(self) -> list[bytes]:
-        return [snapshot.to_bytes() for snapshot in self.manager.snapshot(range(self.manager.num_slots))]
+        """See `Collector.episodes`. A rollout that was begun ahead is played to its end; those that wait to be learned from go with the
+        first slot's episode."""
+        while self._partial is not None:
+            self._advance()
+        first, *others = [snapshot.to_bytes() for snapshot in self.manager.snapshot(range(self.manager.num_slots))]
+        if self._filled or self.max_staleness:
+            ahead = [rollout.to_tree() for rollout in self._filled]
+            first = encode_state({"ahead": ahead, "next_number": self._next_number, "episode": first})
+        return [first, *others]
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
-        slots = range(self.manager.num_slots)
-        self._see(self.manager.restore(slots, [Snapshot.from_bytes(episode) for episode in episodes]))
+        first, *others = episodes
+        found = decode_state(first)
+        self._partial, self._turn, self._next_number = None, 0, found.get("next_number", self.generator.version)
+        self._filled = deque(Rollout.of_tree(tree) for tree in found.get("ahead", ()))
+        saved = [Snapshot.from_bytes(episode) for episode in (found.get("episode", first), *others)]
+        self._see(self.manager.restore(range(self.manager.num_slots), saved))
 
     def next_rollout(self, version: int) -> Rollout:
         """Collect `rollout_steps` × `num_slots` transitions, or what is left of those that were begun before; number `version`.

@@ -55,6 +55,20 @@ def test_in_another_process(tmp_path: Path, task: list[str]) -> None:
     check(tmp_path, task, ["hybrid=disaggregated"], like=[])
 
 
+@pytest.mark.parametrize(
+    ("steps", "placement", "like"),
+    [
+        pytest.param(2, [], None, id="here"),
+        pytest.param(1, ["hybrid=disaggregated"], [], id="another process"),
+        # Products of fewer rows than all slots have differ in their last bits.
+        pytest.param(1, ["hybrid=disaggregated", "hybrid.players=2", "sim.num_workers=2"], None, id="two players", marks=pytest.mark.slow),
+    ],
+)
+def test_rollouts_that_were_played_ahead(tmp_path: Path, steps: int, placement: list[str], like: list[str] | None) -> None:
+    """They are in the checkpoint, wherever they were played."""
+    check(tmp_path, [*PPO, f"algorithm.max_staleness={steps}"], placement, like)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [pytest.param(PPO, id="rollouts"), pytest.param(GRPO, id="groups")])
 def test_on_ranks(tmp_path: Path, task: list[str]) -> None:
