@@ -343,11 +343,9 @@ def runs_table(runs: Sequence[RunData]) -> str:
         results, config = run.results, flat(run.config)
         steps = results.get("steps") or (run.metrics[-1]["step"] if run.metrics else None)
         cells = [text(run.name), text(run.seed if run.seed is not None else "–"), *(text(config.get(key, "–")) for key in keys)]
-        cells += [percent(results.get("success")), percent_range(results.get("success_interval_95"))]
-        cells += [number(results.get("return_mean")), number_range(results.get("return_mean_interval_95"))]
-        cells += [f"{steps:,}" if isinstance(steps, int) else "–", clock(results.get("wall_clock_s"))]
+        cells += [*_cells(results), f"{steps:,}" if isinstance(steps, int) else "–", clock(results.get("wall_clock_s"))]
         rows.append(cells)
-    columns = ("run", "seed", *keys, "success", "95% interval", "return", "95% interval", "steps", "wall-clock")
+    columns = ("run", "seed", *keys, *_FIGURES, "steps", "wall-clock")
     return card(grid(columns, rows, numbers=range(2 + len(keys), len(columns))))
 
 
@@ -361,7 +359,7 @@ def evaluation_section(run: RunData) -> str:
     rows = []
     for name, document in run.evaluations.items():
         rows += [_evaluation_row(name, one, document) for one in document.get("evaluations") or [document]]
-    columns = ["file", "policy", "task", "seeds", "success (once)", "95% interval", "at end", "return", "95% interval", "length"]
+    columns = ["file", "policy", "task", "seeds", *_FIGURES]
     if rows and {row[2] for row in rows} == {text(run.task)}:
         columns.pop(2)
         rows = [[*row[:2], *row[3:]] for row in rows]
@@ -379,26 +377,28 @@ def _cloning(run: RunData) -> str:
         return ""
     stages = {"before cloning": cloned["before"], "after cloning": cloned["after"]}
     stages |= {"after reinforcement learning": run.results} if run.results.get("num_episodes") else {}
-    rows = [
-        [
-            text(stage),
-            text(figures.get("num_episodes", "–")),
-            percent(figures.get("success")),
-            percent_range(figures.get("success_interval_95")),
-            number(figures.get("return_mean")),
-            number(figures.get("length_mean")),
-        ]
-        for stage, figures in stages.items()
-    ]
-    columns = ("stage", "seeds", "success (once)", "95% interval", "return", "length")
+    rows = [[text(stage), text(figures.get("num_episodes", "–")), *_cells(figures)] for stage, figures in stages.items()]
+    columns = ("stage", "seeds", *_FIGURES)
     return card(grid(columns, rows, numbers=range(1, len(columns))), "Before and after cloning")
+
+
+_FIGURES = ("success (once)", "95% interval", "at end", "return", "95% interval", "length")
+
+
+def _cells(figures: Mapping[str, Any]) -> list[str]:
+    """What `_FIGURES` names, of an evaluation."""
+    success = [percent(figures.get("success")), percent_range(figures.get("success_interval_95")), percent(figures.get("success_at_end"))]
+    return [
+        *success,
+        number(figures.get("return_mean")),
+        number_range(figures.get("return_mean_interval_95")),
+        number(figures.get("length_mean")),
+    ]
 
 
 def _evaluation_row(name: str, one: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
     policy = one.get("label") or ("random" if one.get("policy") == "random" else f"step {one.get('step', '–')}")
-    success = [percent(one.get("success")), percent_range(one.get("success_interval_95")), percent(one.get("success_at_end"))]
-    returns = [number(one.get("return_mean")), number_range(one.get("return_mean_interval_95")), number(one.get("length_mean"))]
-    return [text(name), text(policy), text(one.get("task") or document.get("task")), text(one.get("num_episodes", "–")), *success, *returns]
+    return [text(name), text(policy), text(one.get("task") or document.get("task")), text(one.get("num_episodes", "–")), *_cells(one)]
 
 
 def _comparisons(document: Mapping[str, Any]) -> str:
@@ -426,19 +426,9 @@ def _p(value: object) -> str:
 
 
 def _by_task(results: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            text(task),
-            text(figures.get("num_episodes")),
-            percent(figures.get("success")),
-            percent_range(figures.get("success_interval_95")),
-            number(figures.get("return_mean")),
-            number_range(figures.get("return_mean_interval_95")),
-            number(figures.get("length_mean")),
-        ]
-        for task, figures in (results.get("tasks") or {}).items()
-    ]
-    columns = ("task", "episodes", "success (once)", "95% interval", "return", "95% interval", "length")
+    tasks = results.get("tasks") or {}
+    rows = [[text(task), text(figures.get("num_episodes")), *_cells(figures)] for task, figures in tasks.items()]
+    columns = ("task", "episodes", *_FIGURES)
     return grid(columns, rows, numbers=range(1, len(columns))) if rows else ""
 
 
