@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,6 @@ import numpy as np
 from embodied_rl.bounds import Seed
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, columns, fail, terminal_width
 from embodied_rl.errors import UserError, require_known
-from embodied_rl.files import cannot_write
 from embodied_rl.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -237,13 +234,13 @@ def convert(source: Recording, output: Path, format_name: str, video: str = "mp4
         UserError: the output cannot be written.
         MissingExtraError: h5py or pyarrow is not installed.
     """
-    from embodied_rl.episodes.formats import NATIVE, write_foreign
+    from embodied_rl.episodes.formats import NATIVE, new_folder, write_foreign
 
     with progress_bar(f"writing {format_name}", len(source)) as advance:
         if format_name != NATIVE:
             options = {"video": video} if format_name == "lerobot" else {}
             return write_foreign(source, output, format_name, advance, **options)
-        with _native(output) as folder:
+        with new_folder(output) as folder:
             _write_native(folder, source.info, [(source, range(len(source)))], video, "allow", advance)
     return _native_notes(source, video)
 
@@ -253,26 +250,6 @@ def _native_notes(source: Recording, video: str) -> tuple[FieldNote, ...]:
 
     images = source.episode(0).images if len(source) and video == "mp4" else {}
     return tuple(FieldNote(f"images.{name}", "changed", "as H.264, which is not exact (video=png is)") for name in images)
-
-
-@contextmanager
-def _native(output: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `output` when the block ends well."""
-
-    from embodied_rl.episodes.formats import require_free
-
-    require_free(output)
-    folder = output.with_name(f".{output.name}.tmp-{os.getpid()}")
-    try:
-        yield folder
-        try:
-            if output.is_dir():
-                output.rmdir()
-            os.replace(folder, output)
-        except OSError as error:
-            raise cannot_write(output, error) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_native(
@@ -315,6 +292,7 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
     """
 
     from embodied_rl.episodes.folder import require_compatible
+    from embodied_rl.episodes.formats import new_folder
     from embodied_rl.episodes.recording import RecordingError
 
     first = sources[0]
@@ -332,7 +310,7 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
                     )
     metadata = {**first.info.metadata, "merged": [str(source.path) for source in sources]}
     info = dataclasses.replace(first.info, metadata=metadata, sim=first.info.sim if same else {})
-    with progress_bar("merging", sum(map(len, sources))) as advance, _native(output) as folder:
+    with progress_bar("merging", sum(map(len, sources))) as advance, new_folder(output) as folder:
         return _write_native(folder, info, [(source, range(len(source))) for source in sources], video, "skip", advance)
 
 
@@ -359,8 +337,9 @@ def split_numbers(recording: Recording, fractions: Sequence[float], seed: int) -
 def split(recording: Recording, output: Path, parts: Mapping[str, Sequence[int]], video: str = "mp4") -> None:
     """Write episodes by number into ``output/<name>``, each part a separate recording.
     Raises RecordingError: the recording is damaged, or the output is there already; UserError: the output cannot be written."""
+    from embodied_rl.episodes.formats import new_folder
 
-    with progress_bar("splitting", sum(map(len, parts.values()))) as advance, _native(output) as folder:
+    with progress_bar("splitting", sum(map(len, parts.values()))) as advance, new_folder(output) as folder:
         for name, numbers in parts.items():
             metadata = {**recording.info.metadata, "split_from": str(recording.path), "split": name}
             info = dataclasses.replace(recording.info, metadata=metadata)

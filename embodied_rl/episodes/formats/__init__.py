@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,11 +112,19 @@ def write_foreign(recording: Recording, output: Path, name: str, advance: Advanc
     """
     found = format_named(name)
     module = importlib.import_module(f"{__name__}.{found.writer_module or found.module}")
+    with new_folder(output) as temporary:
+        temporary.mkdir(parents=True)
+        notes: tuple[FieldNote, ...] = module.write(recording, temporary, output.resolve(), advance or _ignore, **options)
+    return notes
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Where to write a folder that becomes `output` when the block ends well. Raises as `require_free`; UserError: it cannot be written."""
     require_free(output)
     temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
     try:
-        temporary.mkdir(parents=True)
-        notes: tuple[FieldNote, ...] = module.write(recording, temporary, output.resolve(), advance or _ignore, **options)
+        yield temporary
         if output.is_dir():
             output.rmdir()
         os.replace(temporary, output)
@@ -122,7 +132,6 @@ def write_foreign(recording: Recording, output: Path, name: str, advance: Advanc
         raise cannot_write(output, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return notes
 
 
 def require_free(output: Path) -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,19 +65,9 @@ class BackendPump:
             UserError: the backend cannot do what is asked.
             RuntimeError: the pump was closed, or the backend has died.
         """
-        number = next(self._ids)
-        future: Future[Completion] = Future()
-        self._put(_Asked(replace(request, request_id=number), future))
-        aborted = False
-        while True:
-            try:
-                return future.result(_LOOK_S)
-            except NotYet:
-                if not aborted and gone():
-                    aborted = True
-                    self.call(lambda backend: backend.abort([number]))
-            except CancelledError:
-                raise RuntimeError("The proxy was closed while a request was waiting.") from None
+        *_, last = self._follow(request, gone)
+        assert isinstance(last, Completion), "it comes last"
+        return last
 
     def stream(
         self,
@@ -91,11 +80,17 @@ class BackendPump:
         When `enough` says True of the tokens so far the request is aborted. A caller that closes the generator before aborts it too. Raises
         as `complete` does.
         """
+        yield from self._follow(request, gone, enough)
+
+    def _follow(
+        self, request: GenerationRequest, gone: Callable[[], bool], enough: Callable[[list[int]], bool] | None = None
+    ) -> Generator[list[int] | Completion]:
+        """See `stream`; without `enough` only the completion."""
         number = next(self._ids)
         told: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         future: Future[Completion] = Future()
         future.add_done_callback(lambda _: told.put(None))
-        self._put(_Asked(replace(request, request_id=number), future, told))
+        self._put(_Asked(replace(request, request_id=number), future, told if enough is not None else None))
         abort: Callable[[TokenBackend], None] = lambda backend: backend.abort([number])  # noqa: E731
         aborted = False
         try:
@@ -109,7 +104,7 @@ class BackendPump:
                     continue
                 if tokens is None:
                     break
-                if not aborted and enough(tokens):
+                if not aborted and enough is not None and enough(tokens):
                     aborted = True
                     self.call(abort)
                 yield tokens

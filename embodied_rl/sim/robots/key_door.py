@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError
+from embodied_rl.errors import require_known
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
@@ -49,8 +49,7 @@ class KeyDoor(SimEnv):
     """
 
     def __init__(self, num_envs: int, task: str = "KeyDoor", render_size: int = 256) -> None:
-        if task != "KeyDoor":
-            raise UserError(f"Task '{task}' is not known. Known: KeyDoor.")
+        require_known(task, tasks(), f"Task '{task}' is not known.")
         self._state = np.zeros((num_envs, 4))  # x, y, key (0 or 1), steps taken
         self._render_size = render_size
         self.spec = SimSpec(

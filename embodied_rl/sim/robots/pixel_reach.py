@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, from_extra
+from embodied_rl.errors import from_extra, require_known
 from embodied_rl.paths import assets_dir
 from embodied_rl.sim.robots.mujoco_model import Drawing, MujocoSim
 from embodied_rl.sim.robots.saved_state import DataState
@@ -49,8 +49,7 @@ class PixelReach(MujocoSim):
     """
 
     def __init__(self, num_envs: int, task: str = "PixelReach", pixels: bool = True, image_size: int = 48, render_size: int = 256) -> None:
-        if task != "PixelReach":
-            raise UserError(f"Task '{task}' is not known. Known: PixelReach.")
+        require_known(task, tasks(), f"Task '{task}' is not known.")
         with from_extra("PixelReach", "mujoco"):
             import mujoco
         self._mujoco = mujoco

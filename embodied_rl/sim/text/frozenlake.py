@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.sim.text.grid_games import (
     MOVES,
     Cell,
@@ -64,8 +64,7 @@ def make(
     Raises:
         UserError: a value out of its range.
     """
-    if task not in tasks():
-        raise UserError(f"Task '{task}' is not known. Known: FrozenLake.")
+    require_known(task, tasks(), f"Task '{task}' is not known.")
     if num_maps is not None and num_maps < 1:
         raise UserError(f"FrozenLake: num_maps must be >= 1 or null, got {num_maps}.")
     if not 0.0 <= hole_share <= 0.5:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.sim.text.grid_games import (
     MOVES,
     Cell,
@@ -75,8 +75,7 @@ def make(
     Raises:
         UserError: a value out of its range.
     """
-    if task not in tasks():
-        raise UserError(f"Task '{task}' is not known. Known: Sokoban.")
+    require_known(task, tasks(), f"Task '{task}' is not known.")
     if not 1 <= num_boxes <= 3:
         raise UserError(f"Sokoban: num_boxes must be between 1 and 3, got {num_boxes}.")
     if not 0.0 <= wall_share <= 0.4 or num_pulls < 1:

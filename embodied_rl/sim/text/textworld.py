@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError, from_extra
+from embodied_rl.errors import UserError, from_extra, require_known
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
@@ -56,8 +56,7 @@ def make(
 
     Raises MissingExtraError; UserError: a value out of its range.
     """
-    if task not in tasks():
-        raise UserError(f"Task '{task}' is not known. Known: TextWorld.")
+    require_known(task, tasks(), f"Task '{task}' is not known.")
     for name, value in (("num_rooms", num_rooms), ("num_objects", num_objects), ("quest_length", quest_length), ("num_games", num_games)):
         if value is not None and value < 1:
             raise UserError(f"TextWorld: {name} must be >= 1, got {value}.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import MissingAssetsError, UserError
+from embodied_rl.errors import MissingAssetsError, UserError, require_known
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
@@ -48,8 +48,7 @@ def make(
         MissingAssetsError: WebShop, its products or its search index are not here.
         UserError: an unknown task or mode.
     """
-    if task not in tasks():
-        raise UserError(f"Task '{task}' is not known. Known: WebShop.")
+    require_known(task, tasks(), f"Task '{task}' is not known.")
     if observation_mode not in ("text", "text_rich"):
         raise UserError(f"WebShop: observation_mode must be text or text_rich, got '{observation_mode}'.")
     cls = import_webshop()
