@@ -147,7 +147,12 @@ EXAMPLES = (
         f"{CARTPOLE} hybrid=ray hybrid.sharding={{num_shards:2}} hybrid.ray.gpus.train=1",
         "hybrid.ray.gpus.train=1 are divided among them. The nearest possible: hybrid.ray.gpus.train=2",
     ),
-    ("apart_from_recordings", f"{CARTPOLE} {APART} algorithm=bc {EXPERT}", f"learns from recorded or replayed steps. {COLLOCATED}"),
+    ("apart_from_recordings", f"{CARTPOLE} {APART} algorithm=bc {EXPERT}", f"learns from recordings only. {COLLOCATED}"),
+    (
+        "replayed_on_ray",
+        "sim=pendulum hybrid=ray algorithm=sac policy.distribution=squashed",
+        "is another actor than what asks",
+    ),
     ("players_of_starts", f"{GROUPS} {APART} hybrid.players=2 algorithm.initialized.share=0.5", "each player knows its own only. The"),
     ("multiplexed_starts", f"{GROUPS} hybrid=multiplexed algorithm.initialized.share=0.5", "slots of a lent host wait. The nearest"),
     ("apart_offload", f"{CARTPOLE} hybrid=ray hybrid.offload=[gradients]", "nothing is gained by moving what is there. Leave parameters,"),

@@ -382,6 +382,13 @@ class AlgorithmConfig(Config, place="algorithm"):
         return self.cloning is None and self.off_policy is None
 
     @property
+    def plays(self) -> bool:
+        """Whether anything is played to be learned from."""
+        if self.cloning is not None:
+            return self.cloning.dagger
+        return self.off_policy is None or self.off_policy.fresh
+
+    @property
     def moves_statistics(self) -> bool:
         """Whether what is played is folded into the normalisation of observations; after a warm start that of the cloned ones stays,
         because a cloned policy is lost as soon as it reads its observations on another scale."""

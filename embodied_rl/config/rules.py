@@ -533,8 +533,14 @@ _APART = (
     ),
     Rule(
         "apart_from_recordings",
-        lambda run: run.hybrid.plays_apart and not run.algorithm.on_policy,
-        f"{{run.apart}} is for learning by playing, and algorithm={{algorithm.name}} learns from recorded or replayed steps. {_COLLOCATED}",
+        lambda run: run.hybrid.plays_apart and not run.algorithm.plays,
+        f"{{run.apart}} is for learning by playing, and algorithm={{algorithm.name}} learns from recordings only. {_COLLOCATED}",
+    ),
+    Rule(
+        "replayed_on_ray",
+        lambda run: run.on_ray and run.algorithm.plays and not run.algorithm.on_policy,
+        "algorithm={algorithm.name} keeps the steps that it learns from, and with hybrid.cluster=ray what trains is another actor than "
+        "what asks for them. The nearest possible: hybrid=disaggregated.",
     ),
     Rule(
         "apart_offload",

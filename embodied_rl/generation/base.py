@@ -6,12 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.types import ActionLayout, ActionSpec, Observation
+
+Way = Literal["noisy", "mode", "random"]
+"""With the noise that is given, by the mode, or with random actions in place of the policy's."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Generator:
     """Whether it remembers an episode's past: `begin` says where a new one begins, and it acts only for slots that play."""
     has_values: bool = False
     """Whether `value` estimates states."""
+    way: Way = "noisy"
+    """How it acts, where that can be switched (`methods.acting`)."""
     on_answer: Callable[..., object] | None = None
     """Called with each answer of a language agent, see `AgentGenerator`; other generators give none."""
     shares_weights: bool = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
 from embodied_rl.generation.base import ActedBatch, Generator, WrappedGenerator
@@ -14,9 +12,8 @@ from embodied_rl.types import Observation, SimSpec
 class SwitchedGenerator(WrappedGenerator):
     """Passes on to `generator`, to random actions where `way` is "random", and without noise where it is "mode"."""
 
-    def __init__(self, generator: Generator, spec: SimSpec, way: Literal["noisy", "mode", "random"] = "noisy") -> None:
+    def __init__(self, generator: Generator, spec: SimSpec) -> None:
         super().__init__(generator)
-        self.way: Literal["noisy", "mode", "random"] = way
         self._random = RandomGenerator(spec)
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:

@@ -21,11 +21,10 @@ from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.recorded import CloningObjective, read_statistics, step_rows
-from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
+from embodied_rl.methods.rollout import make_rollout_collector
 from embodied_rl.policies.base import Policy
-from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim.instrumented import EXPERT
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Rollout
@@ -207,14 +206,7 @@ class DaggerMethod(CloningMethod):
 
     def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
         super().__init__(config, manager, policy, generator, run_dir)
-        self.collector = RolloutCollector(
-            manager,
-            SwitchedGenerator(generator, manager.spec, "mode"),
-            rollout_steps=config.algorithm.rollout_steps,
-            num_groups=config.sim.num_groups,
-            seed=config.seed,
-            layout=policy.action_layout,
-        )
+        self.collector = make_rollout_collector(config, manager, generator, policy.action_layout)
         texts = {key: np.empty(0, object) for key in policy.observation_keys if key not in policy.spec.tensors}
         self._observation: dict[str, np.ndarray] = texts | {key: part.numpy() for key, part in nothing_seen(policy).items()}
         self._action = np.zeros((0, manager.spec.action.dim), manager.spec.action.dtype)
@@ -222,6 +214,7 @@ class DaggerMethod(CloningMethod):
     def collect(self, iteration: int) -> Experience[Rollout | None]:
         if iteration == 0:
             return Experience(0, [], nothing_seen(self.policy), None)
+        self.collector.draw("mode")
         rollout = self.collector.next_rollout(iteration)
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
         return Experience(rollout.num_steps, finished, nothing_seen(self.policy), rollout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,9 @@ from embodied_rl.policies.base import Policy, TensorObservation
 from embodied_rl.progress import progress_bar
 from embodied_rl.rollout.groups import group_seed
 from embodied_rl.sim.instrumented import instrumented, plain_spec, split
+from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.experts import expert_target
+from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionSpec, SimSpec, StepBatch
 from embodied_rl.versions import versions
@@ -116,9 +118,10 @@ class Demonstrations:
         with (
             closing(RecordingWriter(self._folder, info, resume=self._folder.exists())) as writer,
             progress_bar("the expert plays", recorded.expert_episodes, shown=self._shown) as advance,
+            self._played_here() as manager,
         ):
             advance(len(writer.seeds))
-            for number, episode in self._missing_episodes(set(writer.seeds)):
+            for number, episode in self._missing_episodes(manager, set(writer.seeds)):
                 writer.add(dataclasses.replace(episode, metadata={"number": number}))
                 advance(1)
             if (played := len(writer.seeds)) < (wanted := recorded.expert_episodes):
@@ -127,8 +130,14 @@ class Demonstrations:
                     "the simulator gave the others up."
                 )
 
-    def _missing_episodes(self, known: set[int]) -> Iterator[tuple[int, RecordedEpisode]]:
-        recorded, slots = self.config.algorithm.recorded, self.manager.num_slots
+    def _played_here(self) -> AbstractContextManager[Simulators]:
+        """The run's simulators, or separate ones with the expert where those are elsewhere."""
+        if not self.manager.plays_itself:
+            return nullcontext(self.manager)
+        return EnvManager.from_config(training_sim(self.config), EpisodeSeeds.given(0), chunk_size=self.config.policy.chunk_size)
+
+    def _missing_episodes(self, manager: Simulators, known: set[int]) -> Iterator[tuple[int, RecordedEpisode]]:
+        recorded, slots = self.config.algorithm.recorded, manager.num_slots
         wanted, first = recorded.expert_episodes - len(known), 0
         while wanted > 0 and first < _TRIES * recorded.expert_episodes:
             numbers = range(first, first + min(slots, recorded.expert_episodes))
@@ -141,7 +150,7 @@ class Demonstrations:
                     f"{recorded.expert_episodes} episodes. They are kept: set a larger max_minutes, with resume=auto."
                 )
             shares = [recorded.expert_randomness[number % len(recorded.expert_randomness)] for number in open_ones]
-            played = play_expert(self.manager, list(open_ones.values()), shares) if open_ones else []
+            played = play_expert(manager, list(open_ones.values()), shares) if open_ones else []
             for number, episode in zip(open_ones, played, strict=True):
                 if episode is not None and wanted > 0:
                     known.add(episode.seed)

@@ -17,13 +17,12 @@ from embodied_rl.generation.base import Generator
 from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.recorded import CriticsObjective, prepared, read_statistics, steps_of, transition_rows
-from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import mean_figures, single_threaded
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
+from embodied_rl.methods.rollout import make_rollout_collector
 from embodied_rl.policies.base import Policy
 from embodied_rl.policies.q_ensemble import ActorWithCritics
-from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Rollout
 
@@ -140,15 +139,7 @@ class MixedMethod(OfflineMethod):
 
     def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
         super().__init__(config, manager, policy, generator, run_dir)
-        self._acting = SwitchedGenerator(generator, manager.spec)
-        self.collector = RolloutCollector(
-            manager,
-            self._acting,
-            rollout_steps=config.algorithm.rollout_steps,
-            num_groups=config.sim.num_groups,
-            seed=config.seed,
-            layout=policy.action_layout,
-        )
+        self.collector = make_rollout_collector(config, manager, generator, policy.action_layout)
         self.buffer = ReplayBuffer(self.options.replay_capacity)
 
     @property
@@ -157,7 +148,7 @@ class MixedMethod(OfflineMethod):
 
     def collect(self, iteration: int) -> Experience[Rollout | None]:
         # A policy that draws its own actions explores with them, untrained as it is.
-        self._acting.way = "random" if self._warming_up and not self.policy.translates else "noisy"
+        self.collector.draw("random" if self._warming_up and not self.policy.translates else "noisy")
         rollout = self.collector.next_rollout(iteration)
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
         seen = nothing_seen(self.policy)

@@ -20,6 +20,7 @@ from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
+from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.policies.base import Policy, prepare_observation
 from embodied_rl.rollout.collector import PATIENCE_S, RolloutCollector
@@ -149,11 +150,12 @@ def rollout_values(learner: Learner, policy: Policy, rollout: Rollout) -> Rollou
 def make_rollout_collector(
     config: TrainConfig, manager: Simulators, generator: Generator, layout: ActionLayout, share: Share = WHOLE
 ) -> RolloutCollector:
-    """The collector that a configuration describes, in whatever process the simulators are; `share`: of the slots."""
+    """The collector that a configuration describes, in whatever process the simulators are; `share`: of the slots. What learns from steps
+    that it keeps says how they are acted in (`Collector.draw`)."""
     has_hosts, max_staleness = config.hybrid.placement.kind == "multiplexed", config.algorithm.max_staleness
     return RolloutCollector(
         manager,
-        generator,
+        generator if config.algorithm.on_policy else SwitchedGenerator(generator, manager.spec),
         rollout_steps=config.algorithm.rollout_steps,
         num_groups=1 if has_hosts else config.sim.num_groups,
         seed=config.seed,

@@ -13,7 +13,7 @@ from torch import Tensor
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import Generator
+from embodied_rl.generation.base import Generator, Way
 from embodied_rl.hybrid.weight_sync import is_lora
 from embodied_rl.methods.base import Method
 from embodied_rl.methods.language_apart import ModelFiles
@@ -266,6 +266,7 @@ class RemoteCollector(Collector):
         self._worker, self._begin_again = worker, begin_again
         self._queue: GroupQueue | None = None
         self._figures: dict[str, float] = {}
+        self._way: Way | None = None
         self.times = CollectorTimes()
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
@@ -293,6 +294,9 @@ class RemoteCollector(Collector):
     def take_up(self, episodes: Sequence[bytes]) -> None:
         self._worker.insist("take_up", episodes=[np.frombuffer(episode, np.uint8) for episode in episodes])
         self._worker.needs_restart = False
+
+    def draw(self, way: Way) -> None:
+        self._way = way
 
     def next_rollout(self, version: int) -> Rollout:
         rollout = self._play(version).rollout
@@ -322,7 +326,7 @@ class RemoteCollector(Collector):
             if self._worker.needs_restart:
                 self._begin_again(version)
             try:
-                played: Collected = self._worker.ask("play", version=version)
+                played: Collected = self._worker.ask("play", version=version, way=self._way)
                 break
             except RoleLost as lost:
                 self._worker.replace(lost)

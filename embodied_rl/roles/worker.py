@@ -13,6 +13,7 @@ import numpy as np
 
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.config import TrainConfig
+from embodied_rl.generation.base import Way
 from embodied_rl.hybrid.assembly import residency_of_playing
 from embodied_rl.hybrid.host_times import Span
 from embodied_rl.hybrid.residency import Residency
@@ -220,8 +221,11 @@ class RolloutWorker:
         """See `Starts.metrics`."""
         return self.starts.metrics()
 
-    def play(self, version: int) -> Collected:
-        """Collect for one update of the weights `version`. Raises SimFault and BatchNeverFullError."""
+    def play(self, version: int, way: Way | None = None) -> Collected:
+        """Collect for one update of the weights `version`, acted in this `way` where that can be said (`Collector.draw`).
+        Raises SimFault and BatchNeverFullError."""
+        if way is not None:
+            self.collector.draw(way)
         groups: list[EpisodeGroup] = []
         state = rollout = None
         self._take_weights()
@@ -277,7 +281,8 @@ class RolloutWorker:
         """Play on for a moment, between requests; False: nothing may be played now."""
         if not self._may_pump or self._residency.has_out:
             return False
-        in_lockstep = self.queue is not None and self.collector.min_ready is None
+        # What learns off policy says how each rollout is acted in.
+        in_lockstep = self.collector.min_ready is None if self.queue is not None else not self.config.algorithm.on_policy
         return not in_lockstep and (self.collector.pump() or self._take_weights())
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodied_rl.generation.base import ActedBatch, Generator
+from embodied_rl.generation.base import ActedBatch, Generator, Way
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -74,6 +74,10 @@ class Collector:
     def score_with(self, scorer: Scorer | None) -> None:
         """Hand finished episodes to `scorer` first; None: to the queue."""
         self.scorer = scorer
+
+    def draw(self, way: Way) -> None:
+        """How the next rollouts are acted in, of a collector whose generator can be switched."""
+        raise AssertionError("this collector's generator cannot be switched")
 
     def next_rollout(self, version: int) -> Rollout:
         """The rollout that `version` learns from. Raises SimFault (see EnvManager)."""
@@ -194,6 +198,9 @@ class RolloutCollector(Collector):
         if self.recorder is not None:
             self.recorder.restarted(seed_round)
 
+    def draw(self, way: Way) -> None:
+        self.generator.way = way
+
     def episodes(self) -> list[bytes]:
         """See `Collector.episodes`. A rollout that was begun ahead is played to its end; those that wait to be learned from go with the
         first slot's episode."""
@@ -228,14 +235,21 @@ class RolloutCollector(Collector):
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """One decision of a group ahead of time. False: the next rollout may not begin before newer weights act."""
-        if not self.keeps_weights or (patience_s == 0.0 and not self._is_ready()):
+        may_play = self._partial is not None or self._may_begin
+        if not may_play or (patience_s == 0.0 and not self._is_ready()):
             return False
         self._advance()
         return True
 
     @property
     def keeps_weights(self) -> bool:
-        return self._partial is not None or self._next_number - self.generator.version <= self.max_staleness
+        # Without staleness a rollout that was not begun is played with whatever acts when it is asked for.
+        return self._partial is not None or (self.max_staleness > 0 and self._may_begin)
+
+    @property
+    def _may_begin(self) -> bool:
+        """Whether the next rollout may be played with the present weights."""
+        return self._next_number - self.generator.version <= self.max_staleness
 
     def _see(self, whole: StepBatch) -> None:
         """All slots begin, or go on, with what this batch shows."""

@@ -1,0 +1,47 @@
+"""Methods that keep what they learn from, where a rollout worker elsewhere plays: the run of one process, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodied_rl.checkpoint import load_checkpoint
+from tests.golden.runs import RUNS
+from tests.roles.runs import assert_same_run, trained
+from tests.roles.test_within_episodes import SAC, check
+
+APART = "hybrid=disaggregated"
+DUE = ["evaluation.every_steps=64", "checkpoint.every_steps=64", "checkpoint.keep_last=9"]
+VLA = [*RUNS["bc_chunks"], "algorithm=dagger", "algorithm.rollout_steps=4", "total_steps=60", "evaluation.every_steps=40"]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(SAC, id="sac_within_episodes"),
+        pytest.param([*RUNS["rlpd"], *DUE], id="rlpd"),
+        pytest.param([*RUNS["dagger"], *DUE], id="dagger"),
+        pytest.param([*VLA, "checkpoint.every_steps=20", "checkpoint.keep_last=9"], id="dagger_chunks", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_are_kept_as_in_one_process(tmp_path: Path, task: list[str]) -> None:
+    """Warm-ups at random, an expert that plays first, evaluations and a resumed run among it."""
+    check(tmp_path, task, [APART], like=[])
+
+
+@pytest.mark.slow
+def test_two_workers_and_lent_hosts_fill_the_same_buffer(tmp_path: Path) -> None:
+    """To the last digits: which slots share a forward pass differs."""
+    task = [*RUNS["rlpd"], "sim.pipeline_groups=1", "total_steps=192"]
+    here = trained(tmp_path / "here", *task)
+    two = trained(tmp_path / "two", *task, APART, "hybrid.players=2")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*take turns.*")
+        hosts = trained(tmp_path / "hosts", *task, "hybrid=multiplexed", "sim.num_workers=2")
+    assert_same_run(here, hosts)
+    one, other = (load_checkpoint(folder).learner for folder in (here, two))
+    assert one["replay.reward"].shape == other["replay.reward"].shape
+    np.testing.assert_allclose(one["replay.observation.state"], other["replay.observation.state"], atol=1e-3)
