@@ -69,7 +69,8 @@ def trained(policy: VLAPolicy) -> set[str]:
 
 
 def test_what_is_trained(folder: Path) -> None:
-    everything = trained(build(folder))
+    whole = build(folder)
+    everything = trained(whole)
     assert any(name.startswith("model.vision_backbone.") for name in everything)
     frozen = trained(build(folder, freeze_vision=True))
     assert frozen == {name for name in everything if not name.startswith("model.vision_backbone.")}
@@ -79,7 +80,7 @@ def test_what_is_trained(folder: Path) -> None:
     language = trained(build(folder, lora_rank=2, lora_targets=("q_proj", "v_proj")))
     assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in language if "lora_" in name} == {"q_proj", "v_proj"}
     assert not any("vision_backbone" in name for name in trained(build(folder, lora_rank=2, freeze_vision=True)))
-    roles = {build(folder).role_of(name) for name in everything}
+    roles = {whole.role_of(name) for name in everything}
     assert roles == {"backbone", "head", "value"}
 
 
