@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from mani_skill.utils.building._mjcf_loader import MJCFLoader
     from mani_skill.utils.structs import Articulation, ArticulationJoint, Pose
-
-_settled = False
 
 
 class _NullMaterial:
@@ -72,19 +69,6 @@ def no_asset_prompt(task: str) -> Iterator[None]:
             yield
     except SystemExit as error:  # how it ends where there is nothing to download
         raise MissingAssetsError(f"ManiSkill task '{task}' needs a robot whose files are not on this machine.") from error
-
-
-def quick_rebuild() -> None:
-    """Take what is in memory now, the imported packages above all, out of the garbage collector's sight; once per process.
-
-    ManiSkill collects garbage each time it builds a scene anew, and looking through torch's and its own modules is 180 of the 210 ms
-    that this takes. To be called after the imports and before the first scene.
-    """
-    global _settled
-    if not _settled:
-        gc.collect()
-        gc.freeze()
-        _settled = True
 
 
 def contacts_of_their_own() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError
 from embodied_rl.sim.env import SimEnv
+from embodied_rl.sim.robots.garbage import quick_rebuild
 from embodied_rl.sim.robots.maniskill_assets import assets_message, check_arguments, registered_tasks
 from embodied_rl.sim.robots.maniskill_batch import UnsupportedTask
 from embodied_rl.sim.robots.maniskill_patches import (
@@ -17,7 +18,6 @@ from embodied_rl.sim.robots.maniskill_patches import (
     fast_tensors,
     no_asset_prompt,
     no_render_materials,
-    quick_rebuild,
     quick_torch,
 )
 from embodied_rl.sim.robots.maniskill_state import (

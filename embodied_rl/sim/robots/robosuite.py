@@ -20,8 +20,9 @@ from embodied_rl.errors import UserError, from_extra, require_known
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom
 from embodied_rl.sim.rendering import has_display, mujoco_backend
+from embodied_rl.sim.robots.garbage import quick_rebuild
 from embodied_rl.sim.robots.mujoco_model import Drawing
-from embodied_rl.sim.robots.robosuite_steps import shorten_steps
+from embodied_rl.sim.robots.robosuite_steps import keep_models, shorten_steps
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 if TYPE_CHECKING:
@@ -286,6 +287,8 @@ def import_robosuite() -> ModuleType:
         suite = importlib.import_module("robosuite")
     # Wipe prints a line in every step at a joint's limit, which is a part of its reward and no news.
     vars(importlib.import_module("robosuite.robots.robot"))["print"] = lambda *args, **kwargs: None
+    keep_models()
+    quick_rebuild()
     return suite
 
 

@@ -1,9 +1,11 @@
-"""robosuite's steps without detours: in each of the 25 physics steps of a control step it looks its arm up by name, works out each Jacobian
-twice and all places, contacts and velocities three times. The numbers are the same bit for bit (tests/sim/robots/test_known_indices.py).
+"""robosuite's steps and resets without detours: in each of the 25 physics steps of a control step it looks its arm up by name, works out
+each Jacobian twice and all places, contacts and velocities three times, and each reset compiles the model anew. The numbers are the same
+bit for bit (tests/sim/robots/test_known_indices.py).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from types import ModuleType
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from mujoco import MjModel
     from robosuite.controllers.base_controller import Controller
     from robosuite.controllers.osc import OperationalSpaceController
     from robosuite.environments.base import MujocoEnv
@@ -242,3 +245,39 @@ def _left_to_wipe(env: Wipe, sim: MjSim, bodies: np.ndarray) -> tuple[float, np.
     places = sim.data._data.xpos[bodies[left]]
     middle = np.add.reduce(places, axis=0, initial=0.0) / len(places)
     return np.max(np.linalg.norm(places - middle, axis=1)), middle, middle - env._eef_xpos
+
+
+class CompiledModels:
+    """Models by their XML. One that comes a second time in a row is kept, and copied from then on, in an eighth of the time; a task that
+    draws the sizes of its objects writes another XML each time."""
+
+    def __init__(self) -> None:
+        self._last, self._kept = "", ("", None)
+
+    def of(self, xml: str) -> MjModel:
+        """A model of its own for each caller."""
+        import mujoco
+
+        known, kept = self._kept
+        if kept is not None and known == xml:
+            return copy.copy(kept)
+        model = mujoco.MjModel.from_xml_string(xml)
+        if xml == self._last:
+            self._kept = xml, copy.copy(model)
+        self._last = xml
+        return model
+
+
+def keep_models() -> None:
+    """Have all robosuite environments of this process share what was compiled."""
+    from robosuite.environments import base
+
+    if base.MjSim.__name__ != "KeptSim":
+        models = CompiledModels()
+
+        class KeptSim(base.MjSim):  # type: ignore[misc, name-defined, unused-ignore]
+            @classmethod
+            def from_xml_string(cls, xml: str) -> KeptSim:
+                return cls(models.of(xml))
+
+        vars(base)["MjSim"] = KeptSim

@@ -12,7 +12,7 @@ import pytest
 
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots import gymnasium_robotics, metaworld, pusht, robosuite
-from embodied_rl.sim.robots.robosuite_steps import KnownSite
+from embodied_rl.sim.robots.robosuite_steps import CompiledModels, KnownSite
 from embodied_rl.types import StepBuffers
 
 TASKS = ("FetchReach-v4", "FetchPickAndPlaceDense-v4", "HandReachDense-v3")
@@ -216,6 +216,24 @@ def test_robosuites_physics_and_touch_are_mujocos() -> None:
         touching.add(found)
     sim.close()
     assert touching == {True, False}
+
+
+def test_models_that_are_copied_are_as_compiled() -> None:
+    mujoco = pytest.importorskip("mujoco")
+    first, second = (f"<mujoco><worldbody><geom name='g' size='{size}'/></worldbody></mujoco>" for size in (0.1, 0.2))
+    models, compiled = CompiledModels(), mujoco.MjModel.from_xml_string
+
+    def same(one: Any, other: Any) -> bool:
+        images = [np.zeros(mujoco.mj_sizeModel(each), np.uint8) for each in (one, other)]
+        for each, image in zip((one, other), images, strict=True):
+            mujoco.mj_saveModel(each, None, image)
+        return np.array_equal(*images)
+
+    held = [models.of(xml) for xml in (first, second, first, first, first, first, second, first)]
+    held[4].geom_size[:] = 9.0  # a copy of its own
+    for xml, found in zip((first, second, first, first, first, first, second, first), held, strict=True):
+        assert same(found, compiled(xml)) == (found is not held[4])
+    assert models._kept[0] == first
 
 
 @pytest.mark.slow
