@@ -10,13 +10,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
+    from rich.table import Table
 
 LINE_INTERVAL_S, FIRST_LINE_S = 10.0, 1.0
 """Between lines, and to the first one of a command that has said nothing yet."""
@@ -192,6 +193,17 @@ def run_clock(started: float) -> Iterator[None]:
         yield
     finally:
         _began, _display.to_stdout = before
+
+
+def figure_table(title: str, columns: Sequence[str], leading: int = 1) -> Table:
+    """An empty table for the console; its `leading` columns are names, the others figures."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.ROUNDED, caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < leading else "right", no_wrap=True)
+    return table
 
 
 def wrapped_lines(text: str, width: int, indent: int = 0) -> list[str]:

@@ -14,7 +14,7 @@ from embodied_rl.bounds import Bounds, Coefficient, Episodes, Seed, Share, Steps
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, print_tables
 from embodied_rl.errors import UserError
 from embodied_rl.files import next_free, write_atomic
-from embodied_rl.progress import progress_bar
+from embodied_rl.progress import figure_table, progress_bar
 from embodied_rl.versions import machine, versions
 
 if TYPE_CHECKING:
@@ -143,12 +143,8 @@ def refusals(estimates: Sequence[Estimate]) -> list[str]:
 
 
 def _table(shown: Shown, caption: str = "") -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=shown.title, title_justify="left", box=box.ROUNDED, caption=caption, caption_justify="left")
-    for index, column in enumerate(shown.columns):
-        table.add_column(column, justify="left" if index < shown.leading else "right", no_wrap=True)
+    table = figure_table(shown.title, shown.columns, shown.leading)
+    table.caption = caption
     for row in shown.rows:
         table.add_row(*row)
     return table

@@ -13,7 +13,7 @@ from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command,
 from embodied_rl.config import config_file, group_names
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import write_atomic
-from embodied_rl.progress import progress_bar, wrapped_lines
+from embodied_rl.progress import figure_table, progress_bar, wrapped_lines
 from embodied_rl.versions import versions
 
 if TYPE_CHECKING:
@@ -199,14 +199,9 @@ def document_of(found: Plan, workload: WorkloadConfig, cluster: Cluster, measure
 
 def tables(found: Plan, workload: WorkloadConfig, cluster: Cluster, rows: int) -> list[Table]:
     """The fastest placements, the best of each kind among them."""
-    from rich import box
-    from rich.table import Table
-
     size = f"{len(cluster.nodes)} machines, {len(cluster.gpus)} GPUs, {sum(spec.cores for spec in cluster.nodes)} cores"
-    table = Table(title=f"{workload.name} on {cluster.config.name} ({size})", title_justify="left", box=box.ROUNDED)
     columns = ("placement", "stages", "env", "gen", "train", "steps/s", "iteration s", "rollout s", "update s", "idle", "GiB", "age")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "placement" else "right", no_wrap=True)
+    table = figure_table(f"{workload.name} on {cluster.config.name} ({size})", columns)
     best = found.best_of_each_kind
     shown = [outlook for place, outlook in enumerate(found.outlooks) if place < rows or any(outlook is one for one in best)]
     for outlook in shown:

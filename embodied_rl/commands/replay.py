@@ -17,7 +17,7 @@ from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFold
 from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.errors import UserError
 from embodied_rl.files import next_free, write_atomic
-from embodied_rl.progress import progress_bar
+from embodied_rl.progress import figure_table, progress_bar
 from embodied_rl.trust import RECORDING, require_trusted, trusted_names
 from embodied_rl.versions import machine, versions
 
@@ -227,16 +227,11 @@ def _episode_document(episode: EpisodeReplay) -> dict[str, Any]:
 
 def tables(report: ReplayReport) -> list[Table]:
     """What the command prints: a row for each part of the observation, and one for each episode that is farthest off."""
-    from rich import box
-    from rich.table import Table
-
     count, exact = len(report.episodes), sum(episode.is_exact for episode in report.episodes)
     title = (
         f"{report.task}, replayed by {report.by}: {count} episodes, {exact} exact, success as recorded in {count - len(report.mismatched)}"
     )
-    parts = Table(title=title, title_justify="left", box=box.ROUNDED)
-    for column in ("", "largest difference", "mean", "first step that differs", "episodes that differ"):
-        parts.add_column(column, justify="left" if not column else "right")
+    parts = figure_table(title, ("", "largest difference", "mean", "first step that differs", "episodes that differ"))
     rows: dict[str, list[KeyDrift]] = {
         key: [episode.observation[key] for episode in report.episodes] for key in report.episodes[0].observation
     }
@@ -249,11 +244,9 @@ def tables(report: ReplayReport) -> list[Table]:
     worst = sorted((episode for episode in report.episodes if not episode.is_exact), key=lambda e: (e.success_matches, -e.max_drift))
     if not worst:
         return [parts]
-    single = Table(
-        title=f"Farthest off{f' ({_SHOWN} of {len(worst)})' if len(worst) > _SHOWN else ''}", title_justify="left", box=box.ROUNDED
-    )
-    for column in ("episode", "seed", "steps", "largest difference", "first step that differs", "success recorded", "replayed"):
-        single.add_column(column, justify="right")
+    title = f"Farthest off{f' ({_SHOWN} of {len(worst)})' if len(worst) > _SHOWN else ''}"
+    columns = ("episode", "seed", "steps", "largest difference", "first step that differs", "success recorded", "replayed")
+    single = figure_table(title, columns, leading=0)
     for episode in worst[:_SHOWN]:
         single.add_row(
             str(episode.number),

@@ -16,7 +16,7 @@ import numpy as np
 
 from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.errors import UserError
-from embodied_rl.progress import progress_bar
+from embodied_rl.progress import figure_table, progress_bar
 from embodied_rl.reporting import Figures, by_task, config_hash, episode_rows, summarise, task_figures, task_of
 from embodied_rl.statistics import bootstrap_mean_interval, holm, mcnemar_p_value, paired_rate_interval, sign_flip_p_value
 from embodied_rl.types import EpisodeSummary
@@ -135,7 +135,7 @@ def result_table(result: EvaluationResult) -> Table:
     figures = result.figures
     drawn = "" if result.temperature is None else f", drawn at temperature {result.temperature:g}"
     title = f"{result.spec.task}, {result.policy} policy{drawn}, {figures.num_episodes} held-out seeds {_seed_range(figures)}"
-    table = _table(title, ("", "value", "95% interval"))
+    table = figure_table(title, ("", "value", "95% interval"))
     for label, rate, interval in (
         ("success (once)", figures.success, figures.success_interval),
         ("success (at end)", figures.success_at_end, figures.success_at_end_interval),
@@ -160,7 +160,7 @@ def overview(players: Sequence[Player], results: Sequence[EvaluationResult], *, 
     """A row of figures for each policy; with `against` the last one is what the others are compared with."""
     first = results[0]
     title = f"{first.spec.task}, {first.figures.num_episodes} held-out seeds {_seed_range(first.figures)}, the same for all"
-    table = _table(title, ("policy", *_figure_columns(first.spec.reports_success)))
+    table = figure_table(title, ("policy", *_figure_columns(first.spec.reports_success)))
     for index, (label, result) in enumerate(zip(labels(players), results, strict=True)):
         is_last = against and index == len(results) - 1
         before_last = against and index == len(results) - 2
@@ -175,18 +175,18 @@ def comparison_table(players: Sequence[Player], results: Sequence[EvaluationResu
         return _one_comparison(f"{names[0]} against {names[-1]}", comparisons[0])
     reports_success = comparisons[0].success is not None
     columns = ("policy", *(("success (once)", "95% interval", "p") if reports_success else ()), "return", "95% interval", "p")
-    table = _table(f"Against {names[-1]}, seed by seed ({comparisons[0].num_pairs} pairs)", columns)
+    table = figure_table(f"Against {names[-1]}, seed by seed ({comparisons[0].num_pairs} pairs)", columns)
     for name, comparison, adjusted in zip(names, comparisons, adjusted_p_values(comparisons), strict=False):
         cells = [name]
         if comparison.success is not None:
             cells += [*_rate_cells(comparison.success)[:2], p_text(adjusted["success"])]
         table.add_row(*cells, *_return_cells(comparison)[:2], p_text(adjusted["return"]))
-    table.caption, table.caption_justify = "p: adjusted for the number of comparisons (Holm)", "left"
+    table.caption = "p: adjusted for the number of comparisons (Holm)"
     return table
 
 
 def _one_comparison(title: str, comparison: Comparison) -> Table:
-    table = _table(f"{title}, seed by seed ({comparison.num_pairs} pairs)", ("", "difference", "95% interval", "p"))
+    table = figure_table(f"{title}, seed by seed ({comparison.num_pairs} pairs)", ("", "difference", "95% interval", "p"))
     for label, rate in (("success (once)", comparison.success), ("success (at end)", comparison.success_at_end)):
         if rate is not None:
             table.add_row(label, *_rate_cells(rate))
@@ -195,7 +195,7 @@ def _one_comparison(title: str, comparison: Comparison) -> Table:
     if (rate := comparison.success) is not None:
         text = f"success: both {rate.both}, only this one {rate.only_policy}, only the other {rate.only_against}, neither {rate.neither}"
         left_out = f"; {comparison.num_unpaired} seeds that only one finished are left out" if comparison.num_unpaired else ""
-        table.caption, table.caption_justify = text + left_out, "left"
+        table.caption = text + left_out
     return table
 
 
@@ -217,7 +217,8 @@ def task_table(labelled: Sequence[str], results: Sequence[EvaluationResult]) -> 
         return None
     several = len(results) > 1
     reports_success = results[0].spec.reports_success
-    table = _table("By task", ("task", *(("policy",) if several else ()), "episodes", *_figure_columns(reports_success)))
+    columns = ("task", *(("policy",) if several else ()), "episodes", *_figure_columns(reports_success))
+    table = figure_table("By task", columns, leading=1 + several)
     for name in names:
         for index, (label, own) in enumerate(zip(labelled, tasks, strict=True)):
             if name in own:
@@ -242,17 +243,6 @@ def labels(players: Sequence[Player]) -> list[str]:
 def p_text(p_value: float) -> str:
     """Three digits, as one reports it."""
     return "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.ROUNDED)
-    for column in columns:
-        named = column in ("", "policy", "task")
-        table.add_column(column, justify="left" if named else "right", no_wrap=True)
-    return table
 
 
 def _figure_columns(reports_success: bool) -> tuple[str, ...]:
