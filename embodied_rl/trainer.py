@@ -262,7 +262,7 @@ class Trainer:
             "speed/steps_per_s": experience.num_steps / seconds,
             "time/simulate_s": times.simulate_s,
             "time/act_s": times.act_s,
-            "time/update_s": seconds - times.simulate_s - times.act_s,
+            "time/update_s": max(seconds - times.simulate_s - times.act_s, 0.0),  # what was played ahead counts a rollout later
             "speed/wall_clock_s": self.wall_clock_s(),
             **{f"train/{name}": value for name, value in stats.items()},
             **self.method.metrics(),

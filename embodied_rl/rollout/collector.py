@@ -194,6 +194,7 @@ class RolloutCollector(Collector):
         """
         self._partial, self._next_number, self._turn = None, seed_round, 0
         self._filled.clear()
+        self._since = CollectorTimes()
         self._see(self.manager.reset(self.seeds, seed_round=seed_round, reconfigure=reconfigure))
         if self.recorder is not None:
             self.recorder.restarted(seed_round)

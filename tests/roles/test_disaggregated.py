@@ -108,7 +108,7 @@ def test_rollouts_go_on_while_training_and_no_group_is_older_than_allowed(tmp_pa
     [
         pytest.param([*ROLLOUTS, "total_steps=384"], APART, id="rollouts"),
         pytest.param([*GROUPS, "total_steps=300"], "hybrid=ray", id="ray", marks=pytest.mark.slow),
-        pytest.param([*TEXTS, "total_steps=200"], APART, id="agents"),
+        pytest.param([*TEXTS, "total_steps=200"], APART, id="agents", marks=pytest.mark.slow),
         pytest.param([*TEXTS, "total_steps=200"], "hybrid=ray", id="agents-ray", marks=pytest.mark.slow),
         pytest.param([*GROUPS, "total_steps=300"], "hybrid.placement=disaggregated hybrid.players=2", id="workers", marks=pytest.mark.slow),
     ],

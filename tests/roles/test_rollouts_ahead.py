@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import Rollout
-from tests.roles.runs import ROLLOUTS, assert_same_run, configured, trained
+from tests.golden.runs import RUNS
+from tests.roles.runs import ROLLOUTS, assert_same_run, configured, curve, trained
 
 STEPS, SLOTS = 4, 2
 
@@ -145,6 +146,25 @@ def test_a_run_collects_the_next_rollout_while_it_learns_from_the_last(tmp_path:
         assert any(weight != pytest.approx(1.0, abs=1e-9) for weight in weights)
     else:
         assert weights == [None] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param([*RUNS["ppo_autograd"], "hybrid.precision=bfloat16", "policy.normalize_observation=true"], id="bfloat16"),
+        pytest.param([*RUNS["ppo_cnn"], "total_steps=192"], id="pictures"),
+        pytest.param(RUNS["tiny_vla_chunks"], id="chunks"),
+        pytest.param([*RUNS["flow"], "record.share=1"], id="recorded"),
+        pytest.param(RUNS["fsdp2_mlp"], id="ranks"),
+    ],
+)
+def test_every_policy_plays_ahead_with_a_copy(tmp_path: Path, task: Sequence[str]) -> None:
+    """Of which an update changes nothing, in whatever precision and on however many ranks it computes."""
+    ahead = [*task, "algorithm.max_staleness=1"]
+    elsewhere = ["hybrid.placement=disaggregated"]
+    assert_same_run(trained(tmp_path / "here", *ahead), trained(tmp_path / "apart", *ahead, *elsewhere))
+    assert [row["rollout/age_mean"] for row in curve(tmp_path / "here") if "rollout/age_mean" in row][1:2] == [1.0]
 
 
 def test_a_policy_that_acts_with_what_is_trained_plays_nothing_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
