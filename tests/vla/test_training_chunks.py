@@ -127,3 +127,22 @@ def test_training_with_chunks_does_not_notice(method: tuple[str, ...], tmp_path:
     for name, tensor in one.items():
         np.testing.assert_array_equal(tensor, other[name])
     assert 0 < len(open_recording(recorded / "episodes")) < 20
+
+
+@pytest.mark.parametrize(
+    ("method", "placement"),
+    [
+        pytest.param((*PPO, "algorithm.max_staleness=1"), ("hybrid=multiplexed", "sim.num_workers=2"), id="rollouts, hosts"),
+        pytest.param(GRPO, ("hybrid=multiplexed", "sim.num_workers=2"), id="groups, hosts", marks=pytest.mark.slow),
+        pytest.param(PPO, ("hybrid=disaggregated",), id="rollouts, another process", marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_that_are_played_elsewhere_are_recorded(method: tuple[str, ...], placement: tuple[str, ...], tmp_path: Path) -> None:
+    """Episodes move between hosts, and every recorded action leads from what was seen before it to what was seen after."""
+    run_dir = run(tmp_path / "run", *TINY, *method, *placement, "record.share=1")
+    recording = open_recording(run_dir / "episodes")
+    assert len(recording) >= 4
+    for episode in recording:
+        x = episode.observation["state"][:, 0]
+        moved = np.clip(x[:-1] + 0.2 * np.clip(np.asarray(episode.action)[:, 0], -1, 1), -1, 1)
+        np.testing.assert_allclose(x[1:], moved, atol=1e-6)
