@@ -108,3 +108,17 @@ def test_what_is_compared_with_is_what_a_warm_start_left(tmp_path: Path) -> None
         wide = ("algorithm.minibatch_size=32",) if method is CHUNKS else ()
         first = read_metrics(run(tmp_path / method[0], *method, expert, WARM, *once, *wide))[1]
         assert first["train/kl"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_two_ranks_compare_with_the_same_reference(place: str, tmp_path: Path) -> None:
+    words = (
+        *CHUNKS,
+        "hybrid.device=cpu",
+        f"algorithm.kl={{coef: 0.5, kind: k2, place: {place}, target: 0.001}}",
+        "algorithm.learning_rate=0.003",
+    )
+    one, two = (read_metrics(run(tmp_path / name, *words, *more)) for name, more in (("one", []), ("two", ["hybrid=fsdp2"])))
+    for name in ("train/kl", "train/value_loss"):
+        np.testing.assert_allclose([line[name] for line in two], [line[name] for line in one], rtol=1e-3, atol=1e-7)
