@@ -25,7 +25,7 @@ from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.short_run import last_of, told
 
-QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=2", "sim.num_slots=4", "stop_at_success=null"]
+QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=1", "sim.num_slots=4", "stop_at_success=null"]
 PENDULUM = ["sim=pendulum", *QUICK, "algorithm.rollout_steps=64", "algorithm.num_epochs=2", "algorithm.minibatch_size=64"]
 GROUPS = [
     *("sim=cartpole", "algorithm=grpo", "algorithm.groups.group_size=3", "algorithm.groups.groups_per_step=2"),
@@ -106,7 +106,7 @@ def test_other_seeds_give_other_runs(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
-    overrides = [*PENDULUM, "total_steps=100000000", "run_dir=run", "checkpoint.every_steps=null"]
+    overrides = [*PENDULUM, "sim.num_workers=2", "total_steps=100000000", "run_dir=run", "checkpoint.every_steps=null"]
     process = subprocess.Popen(
         [sys.executable, "-m", "embodied_rl.train", *last_of(overrides)],
         cwd=tmp_path,
@@ -397,7 +397,7 @@ def test_a_killed_simulator_leaves_the_curve_as_it_was(tmp_path: Path, monkeypat
     """A worker dies in the middle of the run: the run goes on, the numbers are the same, and the fault is on record."""
 
     def train_it(name: str) -> list[dict]:
-        config = load_train_config([*PENDULUM, "total_steps=2048", f"run_dir={tmp_path / name}"])
+        config = load_train_config([*PENDULUM, "sim.num_workers=2", "total_steps=2048", f"run_dir={tmp_path / name}"])
         train(config, command="python -m embodied_rl.train")
         return curve(tmp_path / name)
 
@@ -420,7 +420,7 @@ def test_a_killed_simulator_leaves_the_curve_as_it_was(tmp_path: Path, monkeypat
     )
 
 
-@pytest.mark.parametrize("changes", [["sim.num_workers=1"], ["sim.num_slots=2"], ["sim.num_slots=7"]])
+@pytest.mark.parametrize("changes", [["sim.num_workers=2"], ["sim.num_slots=2"], ["sim.num_slots=7"]])
 def test_groups_do_not_depend_on_workers_and_slots(tmp_path: Path, changes: list[str]) -> None:
     """Their episodes have seeds and noise of their own. (Forward passes of other sizes may round differently, so not bit for bit.)"""
     curves = []
