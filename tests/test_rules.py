@@ -150,8 +150,8 @@ EXAMPLES = (
     ("apart_from_recordings", f"{CARTPOLE} {APART} algorithm=bc {EXPERT}", f"learns from recordings only. {COLLOCATED}"),
     (
         "replayed_on_ray",
-        "sim=pendulum hybrid=ray algorithm=sac policy.distribution=squashed",
-        "is another actor than what asks",
+        "sim=pendulum hybrid=ray algorithm=sac policy.distribution=squashed hybrid.ray.gpus.train=1",
+        "trains where they are: in the driver",
     ),
     ("players_of_starts", f"{GROUPS} {APART} hybrid.players=2 algorithm.initialized.share=0.5", "each player knows its own only. The"),
     ("multiplexed_starts", f"{GROUPS} hybrid=multiplexed algorithm.initialized.share=0.5", "slots of a lent host wait. The nearest"),

@@ -538,9 +538,9 @@ _APART = (
     ),
     Rule(
         "replayed_on_ray",
-        lambda run: run.on_ray and run.algorithm.plays and not run.algorithm.on_policy,
-        "algorithm={algorithm.name} keeps the steps that it learns from, and with hybrid.cluster=ray what trains is another actor than "
-        "what asks for them. The nearest possible: hybrid=disaggregated.",
+        lambda run: run.on_ray and not run.algorithm.on_policy and (run.hybrid.sharding is not None or run.ray_gpus > 0),
+        "algorithm={algorithm.name} keeps the steps that it learns from, and trains where they are: in the driver, on hybrid.device, "
+        "not in an actor. Leave hybrid.sharding and hybrid.ray.gpus.train out, or take hybrid=disaggregated.",
     ),
     Rule(
         "apart_offload",

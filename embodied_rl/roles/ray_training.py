@@ -267,7 +267,10 @@ class RayRun(RemoteWorker):
         return RayTeam(config, lambda own, share: RayWorker(own, self._cluster, share))
 
     def connect(self, method: Method) -> Method:
-        """See `RemoteWorker.connect`: the method's learning half is given to an actor. Raises UserError when it cannot begin."""
+        """See `RemoteWorker.connect`: the method's learning half is given to an actor, unless it keeps the steps that it learns from, and
+        trains where they are. Raises UserError when the actor cannot begin."""
+        if not self.config.algorithm.on_policy:
+            return super().connect(method)
         trained = TrainedApart(self.config, method, self, self._cluster)
         self.at_close.append(trained.close)
         method.collector = RemoteCollector(self, trained.restart)

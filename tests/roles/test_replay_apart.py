@@ -33,6 +33,12 @@ def test_steps_are_kept_as_in_one_process(tmp_path: Path, task: list[str]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", [pytest.param(SAC, id="sac_within_episodes"), pytest.param([*RUNS["dagger"], *DUE], id="dagger")])
+def test_the_driver_trains_on_what_actors_play(tmp_path: Path, task: list[str]) -> None:
+    check(tmp_path, task, ["hybrid=ray", "hybrid.num_threads=1", "hybrid.device=cpu"], like=["hybrid.num_threads=1"])
+
+
+@pytest.mark.slow
 def test_two_workers_and_lent_hosts_fill_the_same_buffer(tmp_path: Path) -> None:
     """To the last digits: which slots share a forward pass differs."""
     task = [*RUNS["rlpd"], "sim.pipeline_groups=1", "total_steps=192"]
