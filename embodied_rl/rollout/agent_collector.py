@@ -208,7 +208,7 @@ class AgentCollector(SlotPump[_Playing]):
         while (found := self._next_slot()) is not None:
             slot, assignment = found
             greedy, start = self._greedy_member and assignment.member == 0, self._start_of(assignment)
-            record = None if self.recorder is None else AgentRecord()
+            record = None if self.recorder is None or start is not None else AgentRecord()
             self._playing[slot] = _Playing(assignment, self.agent.begin(), self.agent.budget(), greedy, record=record, start=start)
             if start is None:
                 begun.append((slot, assignment.seed))

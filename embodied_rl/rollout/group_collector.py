@@ -197,7 +197,8 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
             key = (self.seed, assignment.group, assignment.member, assignment.attempt, _NOISE_STREAM)
             noise = EpisodeNoise(self.layout, key)
             start = self._start_of(assignment)
-            recorded = self.recorder is not None and self.recorder.chooses(assignment.seed, assignment.member)
+            # One that starts inside another could not be played again from its seed.
+            recorded = start is None and self.recorder is not None and self.recorder.chooses(assignment.seed, assignment.member)
             self._playing[slot] = EpisodeRecorder(assignment, noise, start, recorded=recorded)
             if start is None:
                 begun.append((slot, assignment.seed))
@@ -224,7 +225,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
             if slot in summaries:
                 self._stop(slot)
                 episode = self._episode(recorder, batch, row, summaries[slot])
-                if self.recorder is not None:
+                if recorder.recorded and self.recorder is not None:
                     self._record(self.recorder, recorder, episode)
                 self._hand_in(recorder.assignment, episode, partial(self._taken, recorder, summaries[slot]))
             elif self.queue.should_stop(recorder.assignment):

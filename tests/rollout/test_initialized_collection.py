@@ -347,6 +347,21 @@ def test_starts_are_learned_of_when_episodes_are_scored(tmp_path: Path) -> None:
     assert kept[0] == kept[1]
 
 
+def test_what_is_recorded_begins_at_its_seed(tmp_path: Path) -> None:
+    """Of a run whose episodes mostly start inside others, those are written that can be played again."""
+    from embodied_rl.episodes.reader import open_recording
+    from embodied_rl.train import train
+    from tests.rollout.test_training_recording import play_again
+
+    recording = open_recording(
+        train(load_train_config([*RUNS["expert"], *QUICK, "record.share=1", f"run_dir={tmp_path}/run"])) / "episodes"
+    )
+    assert len(recording) > 2
+    assert {episode.metadata["start"]["source"] for episode in recording} == {None}
+    for again in play_again(recording):
+        np.testing.assert_array_equal(again["seen"], again["recorded"])
+
+
 def test_success_of_a_run_is_that_of_ordinary_starts(tmp_path: Path) -> None:
     from embodied_rl.train import train
 
