@@ -238,23 +238,8 @@ class PartReader:
             read[room][key] = self.row(column, number, time)
             if room == "observation":
                 after[key] = self.row(column, number, time + 1)
-        done = read[""]
-        return RecordedStep(
-            observation=read["observation"],
-            action=done["action"],
-            reward=float(done["reward"]),
-            terminated=bool(done["terminated"]),
-            truncated=bool(done["truncated"]),
-            success=bool(done["success"]),
-            next_observation=after,
-            sampled_action=done.get("sampled_action"),
-            log_prob=done.get("log_prob"),
-            value=float(done["value"]) if "value" in done else None,
-            policy_version=done.get("policy_version"),
-            chunk=int(done["chunk"]) if "chunk" in done else None,
-            state=read["state"] or None,
-            images=read["images"],
-        )
+        rooms = {"observation": read["observation"], "state": read["state"] or None, "images": read["images"]}
+        return RecordedStep.of(read[""], **rooms, next_observation=after)
 
     # ---- columns ----
 

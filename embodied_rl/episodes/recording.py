@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -111,19 +111,8 @@ class RecordedEpisode:
 
     def per_step(self) -> dict[str, np.ndarray]:
         """{name: rows [T, ...]} of `STEP_COLUMNS`, and of those of `OPTIONAL_COLUMNS` that are known."""
-        rows = {
-            "action": self.action,
-            "reward": self.reward,
-            "terminated": self.terminated,
-            "truncated": self.truncated,
-            "success": self.success,
-            "sampled_action": self.sampled_action,
-            "log_prob": self.log_prob,
-            "value": self.value,
-            "policy_version": self.policy_version,
-            "chunk": self.chunk,
-        }
-        return {name: column for name, column in rows.items() if column is not None}
+        rows = vars(self)
+        return {name: rows[name] for name in (*STEP_COLUMNS, *OPTIONAL_COLUMNS) if rows[name] is not None}
 
     @property
     def num_steps(self) -> int:
@@ -335,6 +324,19 @@ class RecordedStep:
     images: Mapping[str, np.ndarray] = field(default_factory=dict)
     """{camera: [H, W, 3] uint8} before the step."""
 
+    @staticmethod
+    def of(row: Mapping[str, Any], **others: Any) -> RecordedStep:
+        """From a row of `STEP_COLUMNS` and those of `OPTIONAL_COLUMNS` that are known, and the other fields."""
+        return RecordedStep(**{name: _PLAIN[name](value) if name in _PLAIN else value for name, value in row.items()}, **others)
+
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "reward": float,
+    "value": float,
+    "chunk": int,
+    **dict.fromkeys(("terminated", "truncated", "success"), bool),
+}
+
 
 @dataclass(frozen=True, eq=False)
 class EpisodeTable:
@@ -532,23 +534,10 @@ def step_of(episode: RecordedEpisode, time: int) -> RecordedStep:
     if not 0 <= time < episode.num_steps:
         raise IndexError(f"The episode has {episode.num_steps} steps, there is no step {time}.")
 
-    def at(column: np.ndarray | None) -> Any:
-        return None if column is None else column[time]
-
-    value, chunk = at(episode.value), at(episode.chunk)
-    return RecordedStep(
+    return RecordedStep.of(
+        {name: rows[time] for name, rows in episode.per_step().items()},
         observation={key: part[time] for key, part in episode.observation.items()},
-        action=episode.action[time],
-        reward=float(episode.reward[time]),
-        terminated=bool(episode.terminated[time]),
-        truncated=bool(episode.truncated[time]),
-        success=bool(episode.success[time]),
         next_observation={key: part[time + 1] for key, part in episode.observation.items()},
-        sampled_action=at(episode.sampled_action),
-        log_prob=at(episode.log_prob),
-        value=None if value is None else float(value),
-        policy_version=at(episode.policy_version),
-        chunk=None if chunk is None else int(chunk),
         state=None if episode.state is None else {name: part[time] for name, part in episode.state.items()},
         images={camera: part[time] for camera, part in episode.images.items()},
     )
