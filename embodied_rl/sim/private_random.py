@@ -24,7 +24,12 @@ class PrivateRandom:
     @contextmanager
     def active(self, seed: int | None = None) -> Iterator[None]:
         """Run the body with this state (seeded first where a seed is given), then put the process's own back."""
-        process = np.random.get_state(), random.getstate()
+        with process_state_kept(), self.taken(seed):
+            yield
+
+    @contextmanager
+    def taken(self, seed: int | None = None) -> Iterator[None]:
+        """The same, of several one after the other, within one `process_state_kept`: saving and setting a state takes 40 microseconds."""
         if seed is not None:
             np.random.seed(seed % 2**32)
             random.seed(seed)
@@ -35,8 +40,17 @@ class PrivateRandom:
             yield
         finally:
             self.state = np.random.get_state(), random.getstate()
-            np.random.set_state(process[0])
-            random.setstate(process[1])
+
+
+@contextmanager
+def process_state_kept() -> Iterator[None]:
+    """Put the process-wide generators back after the body to where they were before."""
+    process = np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        np.random.set_state(process[0])
+        random.setstate(process[1])
 
 
 def fingerprint() -> tuple[bytes, Any]:

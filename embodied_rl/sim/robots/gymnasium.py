@@ -20,7 +20,7 @@ from gymnasium.wrappers import OrderEnforcing, TimeLimit
 from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.faults import WrongShapeError
-from embodied_rl.sim.private_random import PrivateRandom, fingerprint
+from embodied_rl.sim.private_random import PrivateRandom, fingerprint, process_state_kept
 from embodied_rl.sim.robots.mujoco_model import Physics, draw_from, model_cameras, physics_of
 from embodied_rl.sim.robots.saved_state import EnvState, layers_of
 from embodied_rl.sim.robots.spaces import (
@@ -249,9 +249,10 @@ class GymnasiumSim(SimEnv):
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         if self._draws_while_stepping:
-            for row, i in enumerate(env_ids):
-                with self._random[i].active():
-                    self._step([i], actions[row : row + 1], out)
+            with process_state_kept():
+                for row, i in enumerate(env_ids):
+                    with self._random[i].taken():
+                        self._step([i], actions[row : row + 1], out)
         else:
             self._step(env_ids, actions, out)
 

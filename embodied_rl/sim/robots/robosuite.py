@@ -18,7 +18,7 @@ import numpy as np
 
 from embodied_rl.errors import UserError, from_extra, require_known
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.private_random import PrivateRandom
+from embodied_rl.sim.private_random import PrivateRandom, process_state_kept
 from embodied_rl.sim.rendering import has_display, mujoco_backend
 from embodied_rl.sim.robots.garbage import quick_rebuild
 from embodied_rl.sim.robots.mujoco_model import Drawing
@@ -217,15 +217,16 @@ class RobosuiteSim(SimEnv):
             self._write(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        for i, action in zip(env_ids, np.array(actions, np.float64), strict=True):  # a copy: controllers keep their goal
-            env = self.envs[i]
-            with self._random[i].active():
-                self._sensed[i], out.reward[i], done, info = env.step(action)
-            self._elapsed[i] += 1
-            out.terminated[i] = bool(done)
-            out.truncated[i] = self._elapsed[i] >= self._limit
-            out.success[i] = bool(env._check_success())
-            out.info[i] = {key: value for key, value in info.items() if isinstance(value, (bool, int, float, str))}
+        with process_state_kept():
+            for i, action in zip(env_ids, np.array(actions, np.float64), strict=True):  # a copy: controllers keep their goal
+                env = self.envs[i]
+                with self._random[i].taken():
+                    self._sensed[i], out.reward[i], done, info = env.step(action)
+                self._elapsed[i] += 1
+                out.terminated[i] = bool(done)
+                out.truncated[i] = self._elapsed[i] >= self._limit
+                out.success[i] = bool(env._check_success())
+                out.info[i] = {key: value for key, value in info.items() if isinstance(value, (bool, int, float, str))}
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         for i in env_ids:
