@@ -27,11 +27,6 @@ EXAMPLES = (
     # fixed rollouts
     ("rollouts_of_steps", f"{CARTPOLE} algorithm.advantage=grpo", "works on whole episodes, and algorithm.groups is null"),
     ("one_ratio_for_steps", f"{VLA} algorithm.advantage=gae_action", "set algorithm.ratio=action or token"),
-    (
-        "normalised_steps",
-        f"{VLA} algorithm.advantage=gae_action algorithm.ratio=token algorithm.normalize_reward=true",
-        "algorithm.normalize_reward is about decisions",
-    ),
     ("rollout_loss", f"{CARTPOLE} algorithm.loss=gspo", "algorithm.loss='gspo' is offered on whole episodes ("),
     ("old_without_ratio", f"{CARTPOLE} algorithm.loss=policy_gradient", "has no ratio and takes old decisions for new ones"),
     ("weighed_normalisation", f"{OWN_LOSS} algorithm.normalize_advantage=minibatch", "set normalize_advantage=batch"),

@@ -128,8 +128,11 @@ class PPO(StepRewards):
         """[T, N, K] of the steps of chunks."""
         assert rollout.executed is not None, "the configuration was checked"
         assert rollout.chunk_reward is not None, "the configuration was checked"
+        reward = rollout.chunk_reward
+        if self.reward_normalizer is not None:
+            reward = self.reward_normalizer(rollout.reward, rollout.terminated | rollout.truncated, steps=reward)
         return action_gae(
-            reward=rollout.chunk_reward,
+            reward=reward,
             executed=rollout.executed,
             value=values.value,
             last_value=values.last_value,

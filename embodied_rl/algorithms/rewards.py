@@ -99,8 +99,11 @@ class ReturnNormalizer:
     def count(self) -> float:
         return self.moments.count
 
-    def __call__(self, reward: np.ndarray, done: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
-        """Fold in rewards [T, N] with dones [T, N]; return them normalised, in the same type. `mask`: [T, N] that count; None: all."""
+    def __call__(
+        self, reward: np.ndarray, done: np.ndarray, mask: np.ndarray | None = None, *, steps: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Fold in rewards [T, N] with dones [T, N]; return them normalised, in the same type. `mask`: [T, N] that count; None: all.
+        `steps`: [T, N, K] that these are the sums of, to be divided and returned in their place."""
         from embodied_rl.algorithms.kernels import discounted_returns_kernel
 
         if self.carried is None or self.carried.shape != reward.shape[1:]:
@@ -108,7 +111,8 @@ class ReturnNormalizer:
         returns = np.empty(reward.shape, np.float64)
         discounted_returns_kernel(reward, done, self.gamma, self.carried, returns)
         self.moments = self.moments.merge(Moments.of(returns, mask))
-        return np.clip(reward / np.sqrt(self.var + self.eps), -self.clip, self.clip).astype(reward.dtype)
+        divided = (reward if steps is None else steps) / np.sqrt(self.var + self.eps)
+        return np.clip(divided, -self.clip, self.clip).astype(reward.dtype)
 
     def restart_episodes(self) -> None:
         """Forget the returns of running episodes, not the statistics."""

@@ -89,11 +89,6 @@ _FIXED_ROLLOUTS = (
         "for all of them: set algorithm.ratio=action or token.",
     ),
     Rule(
-        "normalised_steps",
-        _without_groups(lambda run: run.advantage.name == "gae_action" and run.algorithm.normalize_reward),
-        "algorithm.normalize_reward is about decisions, and advantage=gae_action about their steps: set it false.",
-    ),
-    Rule(
         "rollout_loss",
         _without_groups(lambda run: run.why_episodes is not None),
         "algorithm.loss='{algorithm.loss}' is offered on whole episodes ({run.why_episodes}): set algorithm.groups, or take a loss of "

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embodied_rl.algorithms.rewards import ReturnNormalizer
 from embodied_rl.loggers.jsonl import read_metrics
 from tests.rollout.test_training_recording import curve, weights
 from tests.short_run import train_shortly
@@ -42,6 +43,23 @@ def test_steps_of_chunks_are_clipped_one_by_one(tmp_path: Path) -> None:
     still = ("algorithm.gamma=0.5", "algorithm.advantage=gae_chunk", "algorithm.num_epochs=4", "total_steps=600")
     small, plain = (run(tmp_path / str(clip), *TINY, *CHUNKS, *still, f"algorithm.reward.clip={clip}") for clip in (0.001, 10))
     assert read_metrics(small)[-1]["train/value_loss"] < read_metrics(plain)[-1]["train/value_loss"]
+
+
+def test_steps_of_chunks_are_divided_by_the_spread_of_what_chunks_return() -> None:
+    reward = np.array([[1.0], [2.0], [4.0]], np.float32)
+    steps = np.array([[[1.0, 0.0]], [[0.5, 1.5]], [[4.0, 0.0]]], np.float32)
+    done = np.array([[False], [True], [False]])
+    # Returns 1, 2 + 0.5 · 1 and, of a new episode, 4.
+    divided = ReturnNormalizer(0.5)(reward, done, steps=steps)
+    np.testing.assert_allclose(divided, steps / np.sqrt(np.var([1.0, 2.5, 4.0]) + 1e-8), rtol=1e-6)
+
+
+def test_steps_of_chunks_go_with_divided_rewards(tmp_path: Path) -> None:
+    """A reward ten times as large is the same run: it is divided by ten times as much."""
+    actions = ("algorithm.advantage=gae_action", "algorithm.ratio=action", "policy.value=action", "algorithm.normalize_reward=true")
+    one, ten = (run(tmp_path / scale, *TINY, *CHUNKS, *actions, f"algorithm.reward.scale={scale}") for scale in ("1", "10"))
+    for name in ("train/value_loss", "train/entropy"):
+        np.testing.assert_allclose([row[name] for row in read_metrics(one)], [row[name] for row in read_metrics(ten)], rtol=1e-3)
 
 
 @METHODS
