@@ -21,7 +21,7 @@ from embodied_rl.files import next_free
 from embodied_rl.hybrid.assembly import make_engine
 from embodied_rl.loggers import Logger, check_loggers, make_loggers
 from embodied_rl.methods import Experience
-from embodied_rl.methods.expert_warm_start import clone_expert
+from embodied_rl.methods.expert_warm_start import clone_experts
 from embodied_rl.methods.streams import domains_of
 from embodied_rl.methods.training_records import start_recorders
 from embodied_rl.progress import Advance, progress_bar
@@ -199,9 +199,10 @@ class Trainer:
         before = self.evaluate(measured, first_seed=seed, title="success before cloning")
         figures: dict[str, dict[str, Any]] = {}
         with self.engine.training():
-            for name, own in starts.items():
-                policy = self.policy.acting_in(name)
-                figures[name] = dict(clone_expert(own, policy, self.run_dir, self._time_is_over, shown=self._shown, domain=name))
+            for policy in dict.fromkeys(self.config.policy_of(name) for name in starts):
+                of = {name: own for name, own in starts.items() if self.config.policy_of(name) == policy}
+                acting = self.policy.acting_in(next(iter(of)))
+                figures |= clone_experts(of, acting, self.run_dir, self._time_is_over, shown=self._shown)
             if (trained := self.method.trained_copy) is not None:
                 trained.take_weights()
         self.engine.publish(version=self.iteration)

@@ -592,10 +592,6 @@ def _move_files(source: Path, target: Path) -> None:
 # ---- Whether a checkpoint, or one domain's part of it, fits what it is to be used with: a simulator, a policy ---------
 
 
-SHARED_ROLE = "language"
-"""Whose tensors the domains without a policy of their own share."""
-
-
 def role_prefix(role: str) -> str:
     """What the names of a role's tensors begin with."""
     return f"roles.{role}."
@@ -616,7 +612,7 @@ def domain_part(checkpoint: Checkpoint, domain: str | None) -> Checkpoint:
     if domain is None:
         raise UserError(f"Checkpoint '{checkpoint.path}' is of a run with several domains: choose domain={' or domain='.join(domains)}.")
     require_known(domain, domains, f"domain={domain} is not known.")
-    prefix = role_prefix(SHARED_ROLE if domains[domain].policy is None else domain)
+    prefix = role_prefix(checkpoint.config.policy_of(domain))
     try:
         spec = SimSpec.from_dict(checkpoint.state["algorithm"]["specs"][domain])
     except (KeyError, TypeError, ValueError) as error:

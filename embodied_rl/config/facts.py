@@ -20,12 +20,11 @@ from embodied_rl.config.policy import (
     PolicyConfig,
     TinyVLAConfig,
 )
-from embodied_rl.config.run import DomainConfig, SimConfig, TrainConfig
+from embodied_rl.config.run import LANGUAGE, SHARED, DomainConfig, SimConfig, TrainConfig
 from embodied_rl.errors import did_you_mean
 from embodied_rl.hybrid.placement import Cluster, Placement
 from embodied_rl.hybrid.placement import resolve as placed
 from embodied_rl.learning.devices import resolve_device
-from embodied_rl.methods.streams import LANGUAGE
 from embodied_rl.roles.hosts import this_machine
 from embodied_rl.sim.text.program import is_program
 
@@ -219,8 +218,8 @@ class Run:
 
     @property
     def texts(self) -> list[str]:
-        """Domains of the run's own policy."""
-        return [name for name, domain in self.config.domains.items() if domain.policy is None]
+        """Domains of the run's own policy, where it speaks."""
+        return [name for name, domain in self.config.domains.items() if domain.policy is None] if self.speaks else []
 
     @property
     def played(self) -> list[str]:
@@ -229,12 +228,13 @@ class Run:
 
     @property
     def ill_named(self) -> str | None:
-        return next((name for name in self.config.domains if not name.isidentifier() or name in (LANGUAGE, "roles")), None)
+        return next((name for name in self.config.domains if not name.isidentifier() or name in (LANGUAGE, SHARED, "roles")), None)
 
     @property
-    def without_policy(self) -> str | None:
-        """A domain that neither has a policy nor shares one that speaks."""
-        return next(iter(self.texts), None) if not self.speaks else None
+    def critics(self) -> dict[str, str]:
+        """{"with", "without" a critic by its advantage: the first such domain} of those that share the run's policy."""
+        shared = [task for task in self.tasks if task.domain and self.config.domains[task.domain].policy is None]
+        return {"with" if compose(task.algorithm).needs_critic else "without": str(task.domain) for task in reversed(shared)}
 
     def first(self, found: Callable[[DomainConfig], bool]) -> str | None:
         return next((name for name, domain in self.config.domains.items() if domain.policy is not None and found(domain)), None)

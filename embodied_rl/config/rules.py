@@ -378,13 +378,13 @@ _DOMAINS = (
     Rule(
         "domain_name",
         lambda run: run.ill_named is not None,
-        "domains: '{run.ill_named}' must be made of letters, digits and _, and not be 'language'.",
+        "domains: '{run.ill_named}' must be made of letters, digits and _, and not be 'language' or 'shared'.",
     ),
     Rule(
-        "domain_without_policy",
-        lambda run: run.without_policy is not None,
-        "domains.{run.without_policy} has no policy, and the run's, policy.name='{policy.name}', is no language policy: "
-        "choose policy=language, or give domains.{run.without_policy}.policy.",
+        "shared_critic",
+        lambda run: len(run.critics) > 1,
+        "Domains that share a policy share its critic, which learns from every episode: domains.{run.critics[with]}.algorithm.advantage "
+        "needs one, and domains.{run.critics[without]}.algorithm.advantage gives it no returns. Take advantages that agree.",
     ),
     Rule(
         "two_language_policies",

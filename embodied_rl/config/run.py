@@ -106,6 +106,10 @@ CREDIT_KEYS = ("advantage", "advantage_options", "gamma", "gae_lambda", "reward"
 """The keys of `algorithm` that a domain sharing the run's policy may override: how its episodes are valued, and whom it clones first."""
 
 
+LANGUAGE, SHARED = "language", "shared"
+"""The run's policy where several domains share it, of texts and of robots."""
+
+
 @dataclass(frozen=True)
 class DomainConfig(Config, place="domains.…"):
     """One domain of a run with several: what is played there, how often, and what is different from the run's own settings."""
@@ -366,6 +370,13 @@ class TrainConfig(Config):
             recording=domain.recording,
             domains={},
         )
+
+    def policy_of(self, domain: str) -> str:
+        """Name of the policy that plays a domain, in metrics and checkpoints: the domain's where it is its own; of those that share the
+        run's, `LANGUAGE` or `SHARED`; empty: the run has one task."""
+        if not domain or self.domains[domain].policy is not None:
+            return domain
+        return LANGUAGE if self.policy.name == "language" else SHARED
 
     @property
     def language(self) -> LanguageConfig:

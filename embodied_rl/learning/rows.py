@@ -100,10 +100,38 @@ class EpisodeRows(Rows):
     unit_mask: Tensor | None = None
     """[M, L] bool: action units that were executed; None: all."""
 
+    @classmethod
+    def joined(cls, parts: Sequence[EpisodeRows]) -> EpisodeRows:
+        """One after the other, as long as the longest."""
+        if len(parts) == 1:
+            return parts[0]
+        longest = max(part.inputs["decisions"].shape[1] for part in parts)
+
+        def padded(part: EpisodeRows, name: str) -> Tensor:
+            value, steps = part.inputs[name], part.inputs["decisions"].shape[1]
+            missing = 0 if value.dim() < 2 else (longest - steps) * (value.shape[1] // steps)
+            return torch.nn.functional.pad(value, (0, missing)) if missing else value
+
+        before = np.cumsum([0, *(part.num_rows for part in parts)]).tolist()
+        masks = [part.unit_mask for part in parts if part.unit_mask is not None]
+        return cls(
+            inputs={name: torch.cat([padded(part, name) for part in parts]) for name in parts[0].inputs},
+            observation={key: torch.cat([part.observation[key] for part in parts]) for key in parts[0].observation},
+            action=torch.cat([part.action for part in parts]),
+            row=torch.cat([part.row + first for part, first in zip(parts, before, strict=False)]),
+            column=torch.cat([part.column for part in parts]),
+            unit_mask=torch.cat(masks) if masks else None,
+        )
+
     @property
     def num_rows(self) -> int:
         """B"""
         return int(self.inputs["decisions"].shape[0])
+
+    def episodes_of(self, num_decisions: int) -> int:
+        """As many episodes as have about so many decisions that count."""
+        decisions = self.inputs["decisions"]
+        return round(num_decisions * int(decisions.any(1).sum()) / max(int(decisions.sum()), 1))
 
     def chosen(self, rows: Tensor) -> EpisodeRows:
         """See `Rows.chosen`; cut to the longest of the episodes. An episode comes once."""

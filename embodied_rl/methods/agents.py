@@ -28,7 +28,6 @@ from embodied_rl.methods.streams import Stream, prefixed
 from embodied_rl.methods.warm_start import NO_START, WarmStart
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.policies.packing import TokenSequence
-from embodied_rl.rollout.domains import PLAYER_SIGN
 from embodied_rl.types import EpisodeGroup
 
 DIALOGUES = "dialogues.html"
@@ -74,8 +73,7 @@ class TokenLearner(GroupLearner):
         """See `GroupLearner.prepare`: the tokens of all domains, each with its own credit."""
         parts: list[PreparedTurns] = []
         for name, method in self._methods.items():
-            own = [group for group in gathered if not name or group.domain.partition(PLAYER_SIGN)[0] == name]
-            if own:
+            if own := self.of_domain(name, gathered):
                 parts.append(prepare_turns(method, self.learner, own, trust_sampled=self._trust_sampled))
         return joined(parts)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from embodied_rl.agents.agent import Agent
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.config import TrainConfig
+from embodied_rl.config.run import LANGUAGE, SHARED
 from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
@@ -24,7 +25,7 @@ from embodied_rl.methods.agents import TokenLearner
 from embodied_rl.methods.groups import EpisodeLearner, GroupLearner, GroupMethod
 from embodied_rl.methods.language_player import Speaking, make_agent, make_backend, make_language_policy
 from embodied_rl.methods.starts import give_starts
-from embodied_rl.methods.streams import LANGUAGE, Stream, StreamGenerators, make_queue
+from embodied_rl.methods.streams import Stream, StreamGenerators, make_queue
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import Policy, TrainedModule
 from embodied_rl.policies.build import build_policy
@@ -47,15 +48,15 @@ class RunPolicies(TrainedModule):
 
     has_description = True
 
-    def __init__(self, policies: Mapping[str, TrainedModule], language: LanguagePolicy | None) -> None:
-        """`language`: the one language policy among them."""
+    def __init__(self, policies: Mapping[str, TrainedModule], language: LanguagePolicy | None, of: Mapping[str, str]) -> None:
+        """`language`: the one language policy among them; `of`: {domain: its policy}."""
         super().__init__()
         self.roles = nn.ModuleDict(dict(policies))  # as their tensors are named in checkpoints
-        self._named = dict(policies)
+        self._named, self._of = dict(policies), dict(of)
         self._language = (language,)  # no submodule twice
 
     def acting_in(self, domain: str) -> Policy:
-        return self._named[domain].acting_in("")
+        return self._named[self._of[domain]].acting_in("")
 
     def update_statistics(self, observation: Mapping[str, Tensor]) -> None:
         """See `Policy.update_statistics`; keys are ``policy/key``."""
@@ -123,11 +124,14 @@ class ActingHere(Acting):
     def __init__(self, policies: Mapping[str, Any], language: LanguagePolicy | None, run_dir: Path) -> None:
         """`policies`: {name: policy} (`Stream.policy`); `language`: the one among them that speaks."""
         self._policies, self._language, self._run_dir = policies, language, run_dir
+        self._generators: dict[str, Generator] = {}
         self.speaking, self.weights = language, None if language is None else language.named_weights
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
         policy = self._policies[stream.policy]
-        return make_generator(stream.config.generation, policy), policy.action_layout
+        if stream.policy not in self._generators:
+            self._generators[stream.policy] = make_generator(stream.config.generation, policy)
+        return self._generators[stream.policy], policy.action_layout
 
     def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
         assert self._language is not None, "there is a language policy"
@@ -333,7 +337,7 @@ def build_elsewhere(
 
 
 def _all_generators(streams: Sequence[Stream], language: LanguagePolicy | None, playing: Playing) -> Generator:
-    robots = [stream.generator for stream in streams if stream.generator is not None and stream.agent is None]
+    robots = dict.fromkeys(stream.generator for stream in streams if stream.generator is not None and stream.agent is None)
 
     def publish(version: int) -> None:
         for backend in playing.backends.values():
@@ -359,15 +363,18 @@ def _learning(
     divided = _divided(policies, language)
     for name, policy in policies.items():
         own = [stream for stream in streams if stream.is_own and stream.policy == name]
+        configs = {stream.domain: stream.config for stream in own}
         if language is None or policy is not language:
-            learners[name] = EpisodeLearner(own[0].config if name == divided else _whole(own[0].config), policy, ranks)
+            shared = config if name == SHARED else own[0].config
+            learners[name] = EpisodeLearner(shared if name == divided else _whole(shared), configs, policy, ranks)
             continue
-        learner = learners[name] = TokenLearner(config, {stream.domain: stream.config for stream in own}, language, ranks)
+        learner = learners[name] = TokenLearner(config, configs, language, ranks)
         if generator is not None:
             learner.generator = generator
             wanted = [stream for stream in own if stream.config.algorithm.warm_start is not None]
             learner.warm_starts = {stream.domain: WarmStart(stream, stream.generator or generator) for stream in wanted}
-    trained = RunPolicies(policies, language) if streams[0].domain else policies[""]
+    of = {stream.domain: stream.policy for stream in streams}
+    trained = RunPolicies(policies, language, of) if streams[0].domain else policies[""]
     method = GroupMethod(config, streams, learners, run_dir, queue, divided=divided)
     return RunParts(trained, language, method, generator or Generator())
 
@@ -400,5 +407,23 @@ def _policies(
         further = [(stream.config.agent, stream.manager) for stream in others]
         language = language or make_language_policy(first.config, first.manager, run_dir, checkpoint, base, further)
         policies[first.policy] = language
-    robots = {stream.policy: build_policy(stream.config.policy, stream.spec) for stream in own if stream not in speaking}
+    robots: dict[str, Policy] = {}
+    for stream in own:
+        if stream in speaking:
+            continue
+        if stream.policy not in robots:
+            robots[stream.policy] = build_policy(stream.config.policy, stream.spec)
+        _check_shared(robots[stream.policy], stream)
     return policies | robots, language
+
+
+def _check_shared(policy: Policy, stream: Stream) -> None:
+    """Raises UserError where a domain's policy, which another domain's simulators were shown first, cannot play it."""
+    ours, theirs = policy.spec, stream.spec
+    differing = [key for key in policy.observation_keys if ours.observation[key] != theirs.observation.get(key)]
+    if differing or ours.action != theirs.action:
+        what = f"observation '{differing[0]}'" if differing else "action"
+        raise UserError(
+            f"domains.{stream.domain} shares policy={stream.config.policy.name} with other domains, and its {what} is another than that of "
+            f"task '{ours.task}': give it a policy of its own (domains.{stream.domain}.policy)."
+        )

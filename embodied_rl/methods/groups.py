@@ -22,7 +22,7 @@ from embodied_rl.methods.base import Experience, Method, Recordable
 from embodied_rl.methods.starts import Starts
 from embodied_rl.methods.streams import Stream, make_collector, make_queue, of_name, prefixed, recordable_streams
 from embodied_rl.policies.base import Policy, TensorObservation, TrainedModule, prepare_observation
-from embodied_rl.rollout.domains import place_of
+from embodied_rl.rollout.domains import PLAYER_SIGN, place_of
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.types import EpisodeGroup, SimSpec
 
@@ -35,10 +35,6 @@ class PreparedEpisodes:
     credit: Credit
     rows: EpisodeRows
 
-    def minibatch_rows(self, minibatch_size: int) -> int:
-        """As many episodes as have about `minibatch_size` steps."""
-        return round(minibatch_size * int(self.credit.mask.any(1).sum()) / max(int(self.credit.mask.sum()), 1))
-
 
 class GroupLearner:
     """One policy with its learner: what it learns from the groups of its streams."""
@@ -46,6 +42,11 @@ class GroupLearner:
     config: TrainConfig
     policy: TrainedModule
     learner: Learner
+
+    @staticmethod
+    def of_domain(name: str, groups: Sequence[EpisodeGroup]) -> list[EpisodeGroup]:
+        """Those that were played in a domain; the only one of a run has no name."""
+        return [group for group in groups if not name or group.domain.partition(PLAYER_SIGN)[0] == name]
 
     def gather(self, groups: Sequence[EpisodeGroup]) -> Any:
         """Its groups as `prepare` takes them; by default as they are."""
@@ -89,47 +90,54 @@ class GroupLearner:
 
 
 class EpisodeLearner(GroupLearner):
-    """Learns from a robot's episodes: a row is an episode."""
+    """Learns from robots' episodes: a row is an episode. Each domain's are valued in its own way, and one update learns from all."""
 
-    def __init__(self, config: TrainConfig, policy: Policy, ranks: RankHost | None = None) -> None:
-        """`config`: of the policy's domain; `ranks`: see `make_learner`."""
+    def __init__(self, config: TrainConfig, configs: Mapping[str, TrainConfig], policy: Policy, ranks: RankHost | None = None) -> None:
+        """`config`: of the update; `configs`: {domain that the policy plays: its own}; `ranks`: see `make_learner`."""
         self.config, self.policy = config, policy
-        self.algorithm = EpisodeMethod(config.algorithm)
+        self._methods = {name: EpisodeMethod(own.algorithm) for name, own in configs.items()}
+        self._moves = all(own.algorithm.moves_statistics for own in configs.values())
         self._objective = EpisodeObjective(policy, config.algorithm, config.hybrid.precision)
         self.learner = make_learner(self._objective, policy, config.algorithm, config.hybrid, ranks=ranks)
         self._policy = policy
 
-    def gather(self, groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
-        return EpisodeBatch.of(list(groups), lambda seen: prepare_observation(self._policy, seen))
+    def gather(self, groups: Sequence[EpisodeGroup]) -> dict[str, EpisodeBatch]:
+        """{domain: its episodes}"""
+        own = {name: self.of_domain(name, groups) for name in self._methods}
+        return {name: EpisodeBatch.of(found, lambda seen: prepare_observation(self._policy, seen)) for name, found in own.items() if found}
 
-    def observation(self, gathered: EpisodeBatch) -> TensorObservation:
-        return gathered.observation if self.config.algorithm.moves_statistics else {}
+    def observation(self, gathered: dict[str, EpisodeBatch]) -> TensorObservation:
+        batches = [batch.observation for batch in gathered.values()] if self._moves else []
+        return {key: torch.cat([seen[key] for seen in batches]) for key in batches[0]} if batches else {}
 
     def begin(self, version: int) -> None:
         """See `GroupLearner.begin`: what was cloned, if anything was, is what a KL term compares with."""
         self.learner.keep_reference()
 
-    def prepare(self, gathered: EpisodeBatch) -> PreparedEpisodes:
-        return prepare_episodes(self.algorithm, self.learner, self._objective, gathered)
+    def prepare(self, gathered: dict[str, EpisodeBatch]) -> list[PreparedEpisodes]:
+        return [prepare_episodes(self._methods[name], self.learner, self._objective, batch) for name, batch in gathered.items()]
 
-    def update(self, prepared: PreparedEpisodes, *, iteration: int, steps: int) -> dict[str, float]:
-        rows = prepared.rows
+    def update(self, prepared: list[PreparedEpisodes], *, iteration: int, steps: int) -> dict[str, float]:
+        rows, kl = EpisodeRows.joined([part.rows for part in prepared]), next(iter(self._methods.values())).kl
         if iteration < self.config.algorithm.critic_warmup:
             rows = replace(rows, inputs={**rows.inputs, "advantage": torch.zeros_like(rows.inputs["advantage"])})
         stats = self.learner.update(
             rows,
-            minibatch_rows=prepared.minibatch_rows(self.config.algorithm.minibatch_size),
+            minibatch_rows=rows.episodes_of(self.config.algorithm.minibatch_size),
             progress=min(steps / self.config.total_steps, 1.0),
             seed=[self.config.seed, iteration],
-            kl_coef=self.algorithm.kl.coefficient.value,
+            kl_coef=kl.coefficient.value,
         )
-        return {**stats, **prepared.credit.metrics, **self.algorithm.kl.measured(stats, int(prepared.credit.mask.sum()))}
+        told = {key: value for part in prepared for key, value in part.credit.metrics.items()}
+        return {**stats, **told, **kl.measured(stats, int(rows.inputs["decisions"].sum()))}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"episodes": self.algorithm.state_dict()}
+        states = {name: method.state_dict() for name, method in self._methods.items()}
+        return {"episodes": states if len(states) > 1 else next(iter(states.values()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.algorithm.load_state_dict(state["episodes"])
+        for name, method in self._methods.items():
+            method.load_state_dict(state["episodes"][name] if len(self._methods) > 1 else state["episodes"])
 
 
 @dataclass(frozen=True)

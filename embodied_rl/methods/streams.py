@@ -31,8 +31,6 @@ from embodied_rl.types import EpisodeSummary, SimSpec
 
 OWN_PLAYER = "policy"
 """In metrics: the run's own backend, beside the players of generation.mix."""
-LANGUAGE = "language"
-"""The run's language policy where there are several domains, in metrics and checkpoints; other policies have their domains' names."""
 
 
 @dataclass
@@ -46,6 +44,8 @@ class Stream:
     config: TrainConfig
     """Of the domain."""
     manager: Simulators
+    policy: str
+    """Name of the policy that learns from it (`TrainConfig.policy_of`)."""
     other: PlayerConfig | None = None
     """Of a player of generation.mix."""
     generator: Generator | None = None
@@ -71,11 +71,6 @@ class Stream:
         """Of its groups in the queue."""
         domain = self.domain or self.manager.spec.task
         return domain if self.is_own else f"{domain}{PLAYER_SIGN}{self.player}"
-
-    @property
-    def policy(self) -> str:
-        """Name of the policy that learns from it (see `LANGUAGE`); empty: the run has one, without a name."""
-        return LANGUAGE if self.domain and self.config.policy.name == "language" else self.domain
 
     @property
     def spec(self) -> SimSpec:
@@ -113,7 +108,7 @@ def streams_of(config: TrainConfig, start: Callable[[TrainConfig, int | None], S
                 own, other = config.for_domain(domain), config.generation.mix.get(player)
                 manager = start(own, None if other is None else other.num_slots)
                 stack.callback(manager.close)
-                found.append(Stream(domain, player, own, manager, other))
+                found.append(Stream(domain, player, own, manager, config.policy_of(domain), other))
         stack.pop_all()
     return found
 

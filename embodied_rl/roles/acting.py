@@ -86,9 +86,10 @@ class LoadedActing(WorkerActing):
         """Holds what was loaded so far, where only an adapter comes (the first time with its base model) and is merged here."""
 
     def policy(self, name: str, config: TrainConfig, spec: SimSpec) -> OwnPolicy:
-        """Build the policy `name` for a simulator."""
-        own = self.policies[name] = OwnPolicy(config, spec)
-        return own
+        """The policy `name`, built for the first simulator that asks for it."""
+        if name not in self.policies:
+            self.policies[name] = OwnPolicy(config, spec)
+        return self.policies[name]
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
         own = self.policy(stream.policy, stream.config, stream.spec)

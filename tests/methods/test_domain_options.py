@@ -7,10 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.checkpoint.folder import domain_part
+from embodied_rl.errors import UserError
+from embodied_rl.evaluate import evaluate_checkpoint
+from embodied_rl.learning.rows import EpisodeRows
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.methods.test_multi_domain import COMMON, DOMAINS
@@ -105,3 +110,61 @@ def test_each_domain_is_filmed_at_the_end_in_its_own_folder(tmp_path: Path, caps
     page = (run / "report.html").read_text(encoding="utf-8")
     assert "lake/" in page
     assert "pole/" in page
+
+
+def test_robots_of_several_domains_share_the_run_s_policy(tmp_path: Path) -> None:
+    """Each values its episodes in its own way, one update learns from all, and each is resumed, cloned, measured and evaluated."""
+    walls = DOOR.replace("task: KeyDoor", "task: KeyDoor, max_episode_steps: 60")
+    task = [
+        *("policy=mlp", "policy.hidden_sizes=[16]", "policy.normalize_observation=true", f"algorithm.warm_start={CLONED}"),
+        *(word for word in TWO_POLES if not word.startswith(("domains", "policy"))),
+        *(f"domains.long={{sim: {DOOR}}}", f"domains.short={{sim: {walls}, algorithm: {{gamma: 0.9}}}}"),
+        *("algorithm.groups.groups_per_step=4", "algorithm.kl.coef=0.1", "total_steps=2000", "checkpoint.every_steps=700"),
+        *("checkpoint.keep_last=9",),
+    ]
+    whole = trained(tmp_path / "whole", *task)
+    rows = curve(whole)
+    assert rows[0]["warm_start/long/loss"] == rows[0]["warm_start/short/loss"], "they are cloned together"
+    assert {key.split("/")[1] for key in rows[-1] if key.startswith("train/")} == {"shared"}
+    assert rows[-1]["domains/short/length"] <= 60
+    _, middle, *_ = sorted((whole / "checkpoints").glob("step_*"))
+    names = {name.split(".")[1] for name in load_checkpoint(middle).policy}
+    assert names == {"shared"}
+    part = tmp_path / "part"
+    shutil.copytree(middle, part / "checkpoints" / middle.name)
+    shutil.copy(whole / "metrics.jsonl", part)
+    resumed = train(configured(part, *task, "resume=auto"))
+    assert_same_run(whole, resumed)
+    results = json.loads((whole / "results.json").read_text(encoding="utf-8"))
+    for domain in ("long", "short"):
+        played = evaluate_checkpoint(domain_part(load_checkpoint(resumed), domain), 4).episodes
+        told = [(episode["return"], episode["length"]) for episode in results["episodes"] if episode["task"] == domain]
+        assert [(episode.episode_return, episode.length) for episode in played] == told
+    apart = trained(tmp_path / "apart", *task, "hybrid=disaggregated")
+    assert_same_run(whole, apart)
+
+
+def test_what_domains_cannot_share_is_said(tmp_path: Path) -> None:
+    pole = "{name: cartpole, target: 'embodied_rl.sim.robots.gymnasium:make', task: CartPole-v1, num_slots: 3, num_workers: 1}"
+    base = [*TWO_POLES[:-2], f"domains.door={{sim: {DOOR}}}"]
+    with pytest.raises(UserError, match=r"domains\.pole shares policy=actor_critic .* give it a policy of its own \(domains\.pole\.policy"):
+        trained(tmp_path / "other", *base, f"domains.pole={{sim: {pole}}}")
+
+
+def test_rows_of_two_domains_are_as_long_as_the_longest() -> None:
+    def rows(lengths: list[int], units: int) -> EpisodeRows:
+        steps = max(lengths)
+        decisions = torch.arange(steps)[None] < torch.tensor(lengths)[:, None]
+        place = decisions.nonzero()
+        mask = decisions.repeat_interleave(units, dim=1)
+        inputs = {"mask": mask, "decisions": decisions, "advantage": mask * float(lengths[0]), "positive": decisions[:, 0]}
+        seen = torch.arange(len(place)).float()[:, None]
+        return EpisodeRows(inputs, {"state": seen}, seen, place[:, 0], place[:, 1])
+
+    both = EpisodeRows.joined([rows([2, 1], 2), rows([3], 2)])
+    assert both.inputs["decisions"].tolist() == [[True, True, False], [True, False, False], [True, True, True]]
+    assert both.inputs["advantage"].tolist() == [[2, 2, 2, 2, 0, 0], [2, 2, 0, 0, 0, 0], [3] * 6]
+    assert both.inputs["positive"].tolist() == [True] * 3
+    assert both.row.tolist() == [0, 0, 1, 2, 2, 2]
+    assert both.column.tolist() == [0, 1, 0, 0, 1, 2]
+    assert both.observation["state"][:, 0].tolist() == [0, 1, 2, 0, 1, 2]

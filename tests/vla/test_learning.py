@@ -222,7 +222,7 @@ def learn(learner: Learner, batch: EpisodeBatch) -> dict[str, float]:
             for parameter in learner.policy.reference[0].parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     prepared = prepare_episodes(EpisodeMethod(config), learner, EpisodeObjective(learner.policy, config), batch)
-    size = prepared.minibatch_rows(config.minibatch_size)
+    size = prepared.rows.episodes_of(config.minibatch_size)
     return learner.update(prepared.rows, minibatch_rows=size, progress=0.0, seed=[1], kl_coef=config.kl.coef)
 
 
