@@ -74,7 +74,10 @@ class OthersLoad:
     def _now(self) -> tuple[float, float, float]:
         """(seconds, ticks in which one of the cores worked, ticks of our own processes). Raises OSError."""
         lines = [line.split() for line in Path("/proc/stat").read_text(encoding="ascii").splitlines()]
-        busy = sum(sum(map(int, line[1:4])) + int(line[6]) + int(line[7]) for line in lines if line[0] in self._cores)
+        counted = [line for line in lines if line[0] in self._cores]
+        if len(counted) < len(self._cores):  # some containers number other cores there
+            raise OSError(f"/proc/stat does not tell of all of {sorted(self._cores)}")
+        busy = sum(sum(map(int, line[1:4])) + int(line[6]) + int(line[7]) for line in counted)
         own = sum(sum(map(int, each.rpartition(")")[2].split()[11:15])) for each in _our_stats())
         return time.monotonic(), float(busy), float(own)
 
@@ -97,8 +100,8 @@ class CoreBinding:
         self._topology, self._locks, self._load = topology, locks, load
         self._bound: list[int] = []
         """Processes that are bound now."""
-        self._looked, self._seen_s, self._taken_s = time.monotonic(), 0.0, 0.0
-        """When, and since the last judgement: seconds that were looked at, and cores' seconds that others took of them."""
+        self._looked, self._pause_s, self._seen_s, self._taken_s = time.monotonic(), _LOOK_EVERY_S, 0.0, 0.0
+        """When, and for how long not again; since the last judgement: seconds that were looked at, cores' seconds that others took."""
 
     @staticmethod
     def take() -> CoreBinding | None:
@@ -138,9 +141,10 @@ class CoreBinding:
     def look(self, pids: Sequence[int]) -> None:
         """Now and then: let the workers go, for good, where others took time while we worked; bind those that have replaced a bound one."""
         passed_s = time.monotonic() - self._looked
-        if not self._bound or passed_s < _LOOK_EVERY_S:
+        if not self._bound or passed_s < self._pause_s:
             return
         self._looked, (others, own) = time.monotonic(), self._load.since()
+        self._pause_s = max(_LOOK_EVERY_S, 100 * (time.monotonic() - self._looked))  # many processes take long to look at
         if list(pids) != self._bound:
             self.bind(pids)
         if own < _RESTING:

@@ -59,6 +59,11 @@ def test_a_folder_of_somebody_elses_is_not_trusted(tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists()
 
 
+def test_load_that_cannot_be_told_is_not_taken_for_none() -> None:
+    with pytest.raises(OSError, match="does not tell of all"):
+        OthersLoad([*ALL, 100_000])
+
+
 def test_time_of_others_is_told_from_our_own() -> None:
     """A spinning process of ours counts as ours; one that has another parent, as others'."""
     spin = "import time\nuntil = time.time() + 30\nwhile time.time() < until: pass"
@@ -93,7 +98,6 @@ def affinities(manager: EnvManager) -> list[list[int]]:
 def test_workers_are_bound_until_others_take_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_binding.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(core_binding, "_SAMPLE_S", 0.0)
-    monkeypatch.setattr(core_binding, "_LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(core_binding, "_JUDGED_S", 0.0)
     others, own = 0.0, 1.0
     monkeypatch.setattr(OthersLoad, "since", lambda self: (others, own))
@@ -101,6 +105,11 @@ def test_workers_are_bound_until_others_take_time(tmp_path: Path, monkeypatch: p
         assert affinities(manager) == [ALL, ALL]
         binding = CoreBinding.take()
         assert binding is not None
+
+        def look(binding: CoreBinding = binding) -> None:
+            binding._pause_s = 0.0
+            binding.look(manager.worker_pids())
+
         assert CoreBinding.take() is None  # another run
         assert (binding.suits(1), binding.suits(2)) == (False, True)
         binding.bind(manager.worker_pids())
@@ -109,17 +118,17 @@ def test_workers_are_bound_until_others_take_time(tmp_path: Path, monkeypatch: p
         manager.core_binding = binding
         os.kill(manager.worker_pids()[0], signal.SIGKILL)
         manager.reset()
-        binding.look(manager.worker_pids())
+        look()
         assert affinities(manager) == [first, second]  # the new worker too
         others, own = 0.5, 0.1
-        binding.look(manager.worker_pids())
+        look()
         assert affinities(manager) == [first, second]  # it was not our turn
         own = 1.0
         with pytest.warns(UserWarning, match=r"Other processes take 0\.5 cores"):
-            binding.look(manager.worker_pids())
+            look()
         assert affinities(manager) == [ALL, ALL]
         others = 0.0
-        binding.look(manager.worker_pids())
+        look()
         assert affinities(manager) == [ALL, ALL]  # for good
         other = CoreBinding.take()  # and the cores are free
         assert other is not None
