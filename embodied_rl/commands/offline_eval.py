@@ -88,27 +88,10 @@ def settings_of(values: Mapping[str, Any], further: Mapping[str, Any]) -> Offlin
 
     words = [word.strip() for word in values["estimators"].split(",") if word.strip()]
     names = {"all": ALL_ESTIMATORS, "none": ()}.get(values["estimators"], tuple(dict.fromkeys(words)))
-    given = Assumptions(
-        gamma=values["gamma"],
-        confidence=values["confidence"],
-        num_samples=values["num_samples"],
-        bootstrap=values["bootstrap"],
-        seed=values["seed"],
-        min_ess=values["min_ess"],
-        max_weight=values["max_weight"],
-        reward_range=_range(values["reward_range"]),
-    )
-    return OfflineSettings(
-        given=given,
-        estimators=names,
-        target=values["target"],
-        truncation=values["truncation"],
-        fitted_q=_fitted_q(further, values["seed"]),
-        task=values["task"],
-        horizon=values["horizon"],
-        max_episodes=values["max_episodes"],
-        num_bins=values["num_bins"],
-    )
+    assumed = ("gamma", "confidence", "num_samples", "bootstrap", "seed", "min_ess", "max_weight")
+    given = Assumptions(**{name: values[name] for name in assumed}, reward_range=_range(values["reward_range"]))
+    own = {name: values[name] for name in ("target", "truncation", "task", "horizon", "max_episodes", "num_bins")}
+    return OfflineSettings(given=given, estimators=names, fitted_q=_fitted_q(further, values["seed"]), **own)
 
 
 def _range(text: str | None) -> tuple[float, float] | None:
