@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -319,6 +319,24 @@ class ContextRoom:
     """What may be sampled: the request's own limit, or less."""
     limit: LengthLimit
     """What it is that ends the completion."""
+
+
+@dataclass
+class Growing:
+    """A request's tokens so far."""
+
+    request: GenerationRequest
+    room: ContextRoom
+    token_ids: list[int] = field(init=False, default_factory=list)
+    log_prob: list[float] = field(init=False, default_factory=list)
+    sampling_log_prob: list[float] = field(init=False, default_factory=list)
+    version: list[int] = field(init=False, default_factory=list)
+    top: list[list[tuple[int, float]]] = field(init=False, default_factory=list)
+
+    def completion(self, reason: FinishReason, failure: Failure | None = None) -> Completion:
+        limit = self.room.limit if reason == "length" else None
+        known = self.token_ids, self.log_prob, self.sampling_log_prob, self.version
+        return Completion.of(self.request.request_id, *known, reason, limit=limit, failure=failure, top=self.top)
 
 
 def context_room(request: GenerationRequest, max_context: int) -> ContextRoom | Failure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,10 +20,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import (
     Completion,
-    ContextRoom,
     Failure,
     FinishReason,
     GenerationRequest,
+    Growing,
     Stepwise,
     check_new_ids,
     context_room,
@@ -243,21 +243,14 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass
-class _Row:
+class _Row(Growing):
     """A request that is being continued."""
 
-    request: GenerationRequest
-    room: ContextRoom
     uniform: np.random.Generator
     matcher: Matcher | None = None
     """Where it stands in its structure; None: it has none."""
     position_offset: int = 0
     """What positions are ahead of the number of tokens: image tokens share positions in models with rotary positions in three."""
-    token_ids: list[int] = field(default_factory=list)
-    log_prob: list[float] = field(default_factory=list)
-    sampling_log_prob: list[float] = field(default_factory=list)
-    version: list[int] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
@@ -277,18 +270,6 @@ class _Row:
         if self.token_ids[-1] in self.request.stop_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.room.max_new_tokens else None
-
-    def completion(self, reason: FinishReason) -> Completion:
-        return Completion.of(
-            self.request.request_id,
-            self.token_ids,
-            self.log_prob,
-            self.sampling_log_prob,
-            self.version,
-            reason,
-            limit=self.room.limit if reason == "length" else None,
-            top=self.top,
-        )
 
 
 class TorchTokens(Stepwise):
@@ -463,7 +444,11 @@ class TorchTokens(Stepwise):
             use_cache=True,
         )
         self._take(self._rows, output.logits[:, -1])
-        for index in reversed(range(len(self._rows))):
+        self._give_out(range(len(self._rows)))
+
+    def _give_out(self, indices: range) -> None:
+        """What has ended of these rows."""
+        for index in reversed(indices):
             reason = self._rows[index].end()
             if reason is not None:
                 self._ready.append(self._rows[index].completion(reason))
@@ -478,11 +463,7 @@ class TorchTokens(Stepwise):
             for group in self._groups(list(range(start, len(self._rows)))):
                 rows = [self._rows[index] for index in group]
                 self._take(rows, self._run_prompts(rows, group))
-            for index in reversed(range(start, len(self._rows))):
-                reason = self._rows[index].end()
-                if reason is not None:
-                    self._ready.append(self._rows[index].completion(reason))
-                    self._remove(index)
+            self._give_out(range(start, len(self._rows)))
 
     def _groups(self, indices: list[int]) -> list[list[int]]:
         """Rows whose prompts go through one forward: neighbours in length; a row with images gets its own forward."""

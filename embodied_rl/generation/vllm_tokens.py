@@ -30,6 +30,7 @@ from embodied_rl.generation.tokens import (
     Failure,
     FinishReason,
     GenerationRequest,
+    Growing,
     Stepwise,
     TokenCache,
     check_new_ids,
@@ -437,18 +438,7 @@ def _check(request: GenerationRequest, vision: VLLMVision | None) -> None:
         raise UserError(f"Request {request.request_id} has images, but the model that generates takes none.")
 
 
-@dataclass
-class _Answer:
-    """A request's tokens so far."""
-
-    request: GenerationRequest
-    room: ContextRoom
-    token_ids: list[int] = field(default_factory=list)
-    log_prob: list[float] = field(default_factory=list)
-    sampling_log_prob: list[float] = field(default_factory=list)
-    version: list[int] = field(default_factory=list)
-    top: list[list[tuple[int, float]]] = field(default_factory=list)
-
+class _Answer(Growing):
     def add(self, output: CompletionOutput) -> None:
         """Take over one vLLM CompletionOutput's new tokens; versions are the caller's."""
         unknown = 0.0 if self.request.samples_from_policy else float("nan")
@@ -462,19 +452,6 @@ class _Answer:
             if count := self.request.top_logprobs:
                 told = [(int(name), one.logprob) for name, one in found.items() if name != SAMPLING_COLUMN]
                 self.top.append(sorted(told, key=lambda one: -one[1])[:count])
-
-    def completion(self, reason: FinishReason, failure: Failure | None = None) -> Completion:
-        return Completion.of(
-            self.request.request_id,
-            self.token_ids,
-            self.log_prob,
-            self.sampling_log_prob,
-            self.version,
-            reason,
-            limit=self.room.limit if reason == "length" else None,
-            failure=failure,
-            top=self.top,
-        )
 
 
 class VLLMTokens(Stepwise, Sleeps):
