@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -31,8 +32,7 @@ class TorchGenerator(QueuedGenerator):
         super().__init__()
         self._policy = policy
         self._actor: NumpyGaussianActor | ModuleActor
-        is_small = isinstance(policy, ActorCritic) and NumpyGaussianActor.supports(policy)
-        self._actor = NumpyGaussianActor(policy) if is_small else ModuleActor(policy)  # type: ignore[arg-type]
+        self._actor = NumpyGaussianActor(policy) if NumpyGaussianActor.supports(policy) else ModuleActor(policy)
         self.shares_weights = self._actor.module is policy
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
@@ -115,7 +115,7 @@ class NumpyGaussianActor:
         self.refresh(policy)
 
     @staticmethod
-    def supports(policy: ActorCritic) -> bool:
+    def supports(policy: Policy) -> TypeGuard[ActorCritic]:
         on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in policy.parameters())
         return type(policy) is ActorCritic and on_cpu and policy.trunk is None and type(policy.head) is DiagonalGaussian
 
