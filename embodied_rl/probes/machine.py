@@ -90,7 +90,8 @@ def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> 
     chosen = affinity.choose_policy(topology, cgroup_root=cgroup)
     # What the default does here, and what else could be asked for: near the GPU where there is one.
     other: affinity.PlacementPolicy = "near_gpu" if topology.gpus else "spread"
-    rows = [*affinity.describe_topology(topology), ("sim.placement=auto", f"means {chosen} here")]
+    measured = "; a training run also measures workers on cores of their own" if chosen == "none" else ""
+    rows = [*affinity.describe_topology(topology), ("sim.placement=auto", f"means {chosen} here{measured}")]
     for policy in dict.fromkeys((chosen, other)):
         plan = affinity.plan_placement(topology, num_workers or affinity.available_cores(cgroup), policy)
         rows += [(f"{policy}: {where}", text) for where, text in affinity.describe_placements(plan)]
