@@ -25,12 +25,19 @@ def test_domains_move_between_one_and_two_ranks(tmp_path: Path) -> None:
     check_moves(tmp_path, (*HERE, *DOMAINS, "agent.evaluation_temperature=1.0", "algorithm.kl.coef=0.05"), 300, 600)
 
 
-def test_without_a_language_policy_the_largest_is_divided(tmp_path: Path) -> None:
-    """A network for pixels that acts in chunks trains on two ranks, and the small one of the pole beside them, as in one process."""
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_without_a_language_policy_the_largest_is_divided(tmp_path: Path, shared: bool) -> None:
+    """A network for pixels that acts in chunks trains on two ranks, and the small one of the pole beside them, as in one process; also
+    where it is the run's and plays two domains."""
     points = "{name: points, target: 'tests.vla.toys:PointSim', num_slots: 3, num_workers: 1}"
     vla = "{name: tiny_vla, width: 16, num_heads: 2, num_layers: 1, conv_channels: [4], num_keypoints: 4, num_bins: 9, chunk: 3}"
     task = [word for word in COMMON if not word.startswith(("policy", "agent.", "generation"))]
-    task += ["policy=mlp", DOMAINS[-1], f"domains.points={{weight: 2, sim: {points}, policy: {vla}}}", "total_steps=150"]
+    if shared:
+        own = ["policy=tiny_vla", *(f"policy.{word.replace(': ', '=')}" for word in vla[1:-1].split(", ")[1:])]
+        task += [*own, f"domains.points={{sim: {points}}}", f"domains.others={{sim: {points}, algorithm: {{gamma: 0.5}}}}"]
+    else:
+        task += ["policy=mlp", f"domains.points={{weight: 2, sim: {points}, policy: {vla}}}"]
+    task += [DOMAINS[-1], "total_steps=150"]
     ranks = ["hybrid=fsdp2", "hybrid.device=cpu", "hybrid.num_threads=1"]
     states = []
     for name, more in (("here", ["hybrid.device=cpu"]), ("ranks", ranks)):

@@ -15,7 +15,7 @@ from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.methods.test_domain_options import CLONED, DOOR
 from tests.methods.test_multi_domain import COMMON, DOMAINS
-from tests.roles.runs import TEXTS, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
+from tests.roles.runs import TEXTS, TWO_POLES, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
 
 APART = "hybrid=disaggregated"
 START = "{{player: 'embodied_rl.sim.text.{}:player', episodes: 4, num_epochs: 1, measured_episodes: 2}}"
@@ -142,3 +142,23 @@ def test_domains_are_played_while_training_and_none_is_older_than_allowed(tmp_pa
     assert ages == {("one", 0), ("one", 1), ("two", 0), ("two", 1)}, "1 is missing: nothing was played while training"
     assert len(numbers) == len(set(numbers)) == counts.consumed == 6 * iterations
     assert counts.add_up
+
+
+@pytest.mark.parametrize("where", ["hybrid=multiplexed", pytest.param("hybrid=ray", marks=pytest.mark.slow)])
+def test_robots_that_share_a_policy_elsewhere(tmp_path: Path, where: str) -> None:
+    if where == "hybrid=ray":
+        pytest.importorskip("ray", reason="ray is not installed")
+    common = [word for word in TWO_POLES if not word.startswith("domains")]
+    door = DOOR.replace("num_workers: 1", "num_workers: 2")
+    task = [
+        *common,
+        f"domains.one={{sim: {door}}}",
+        f"domains.two={{weight: 2, sim: {door}, algorithm: {{gamma: 0.9}}}}",
+        "total_steps=2500",
+    ]
+    if where == "hybrid=multiplexed":
+        task += ["algorithm.groups.max_staleness=1"]
+        rows = curve(trained(tmp_path / "shared", *task, where))
+        assert rows[-1]["groups/consumed"] == 6 * len([row for row in rows if "groups/consumed" in row])
+        return
+    assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, where))
