@@ -4,7 +4,7 @@ ARG BASE=debian:12-slim
 
 FROM ${BASE} AS system
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates git make python3 python3-venv libegl1 libgl1 libglib2.0-0 libx11-6 \
+    && apt-get install -y --no-install-recommends binutils ca-certificates git make python3 python3-venv libegl1 libgl1 libglib2.0-0 libx11-6 \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/embodied_rl
 COPY Makefile setup.cfg setup.py pyproject.toml README.md LICENSE requirements.train.lock ./

@@ -6,6 +6,7 @@ moves is one display, a run's table (`show_board`) with the bars below it: two d
 
 from __future__ import annotations
 
+import shutil
 import sys
 import textwrap
 import threading
@@ -209,6 +210,11 @@ def figure_table(title: str, columns: Sequence[str], leading: int = 1) -> Table:
 def wrapped_lines(text: str, width: int, indent: int = 0) -> list[str]:
     """Lines of at most `width` characters, where no word is longer; all but the first are indented."""
     return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
+
+
+def screen_lines(text: str, indent: int = 0) -> list[str]:
+    """Wrapped to the terminal's width, at most 100, where stdout is one; whole elsewhere."""
+    return wrapped_lines(text, min(shutil.get_terminal_size().columns, 100), indent) if sys.stdout.isatty() else [text]
 
 
 def clock_text(seconds: float | None) -> str:

@@ -19,7 +19,7 @@ from embodied_rl.commands.cli import command_line, loading, run_command, termina
 from embodied_rl.config import TrainConfig, group_names
 from embodied_rl.errors import UserError
 from embodied_rl.paths import configs_dir
-from embodied_rl.progress import run_clock, spoke, wrapped_lines
+from embodied_rl.progress import run_clock, screen_lines, spoke
 from embodied_rl.run_folder import announce, find_run_folder, replaced_keys
 from embodied_rl.trust import code_names
 
@@ -206,8 +206,7 @@ def train(
             # What follows imports torch, which takes seconds.
             what, where = plan_text(config, run_dir)
             texts = [what, *too_short(config)] if checkpoint is None else [what]
-            lines = [line for text in texts for line in (wrapped_lines(text, terminal_width()) if sys.stdout.isatty() else [text])]
-            print("\n".join([*lines, where]), flush=True)
+            print("\n".join([*(line for text in texts for line in screen_lines(text)), where]), flush=True)
             spoke()
         if checkpoint is None:
             require_time(config, time.time() - began, "before anything was started")

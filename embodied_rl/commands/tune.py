@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import PlayedEpisodes, Seed
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, loading, terminal_width
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, loading
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, brief, shown
-from embodied_rl.progress import Advance, clock_text, progress_bar, run_clock, spoke, wrapped_lines
+from embodied_rl.progress import Advance, clock_text, progress_bar, run_clock, screen_lines, spoke
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -145,7 +144,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _say(text: str) -> None:
     """A line; between words where a terminal is narrower."""
-    print("\n".join(wrapped_lines(text, terminal_width(), 2)) if sys.stdout.isatty() else text, flush=True)
+    print("\n".join(screen_lines(text, 2)), flush=True)
 
 
 def _open(folder: Path, prune: bool, seed: int) -> Study:

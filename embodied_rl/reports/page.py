@@ -20,7 +20,7 @@ from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.errors import UserError
 from embodied_rl.files import write_atomic
 from embodied_rl.paths import assets_dir
-from embodied_rl.progress import clock_text, progress_bar
+from embodied_rl.progress import clock_text, progress_bar, screen_lines
 from embodied_rl.registry import load_target
 from embodied_rl.reporting import RESULTS_FILE, RunSummary, shows_progress, write_results
 from embodied_rl.reports.charts import card, text
@@ -237,7 +237,7 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
         commands.append(("look at the curves", f"tensorboard --logdir {shlex.quote(str(run_dir))}"))
     next_steps = [f"  {name:<24} {command}" for name, command in commands]
     told = [f"{result_text(results)}.", *_cloning_text(results), f"{summary.steps:,} steps. {_time_text(results, filmed=bool(videos))}"]
-    return "\n".join(["", *told, "", *lines, "", "Next:", *next_steps])
+    return "\n".join(["", *(line for text in told for line in screen_lines(text)), "", *lines, "", "Next:", *next_steps])
 
 
 def _time_text(results: dict[str, Any], *, filmed: bool) -> str:
