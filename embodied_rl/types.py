@@ -162,29 +162,6 @@ class Rollout:
     executed: np.ndarray | None = None
     """[T, N, K] bool: steps of a chunk that were taken before the episode's end; None: decisions are single steps."""
 
-    def to_tree(self) -> dict[str, Any]:
-        """Plain values and arrays; `of_tree` gives back an equal rollout. Parts that are texts and the like become lists."""
-        tree: dict[str, Any] = {**vars(self), "episodes": [dict(vars(episode)) for episode in self.episodes]}
-        for name in ("observation", "last_observation", "final_observation"):
-            tree[name] = {key: part if part.dtype != object else (part.shape, part.ravel().tolist()) for key, part in tree[name].items()}
-        return tree
-
-    @staticmethod
-    def of_tree(tree: Mapping[str, Any]) -> Rollout:
-        """The inverse of `to_tree`."""
-
-        def part(saved: Any) -> np.ndarray:
-            if isinstance(saved, np.ndarray):
-                return saved
-            shape, values = saved
-            array = np.empty(len(values), object)
-            array[:] = values
-            return array.reshape(shape)
-
-        seen = ("observation", "last_observation", "final_observation")
-        own = {name: {key: part(saved) for key, saved in tree[name].items()} for name in seen}
-        return Rollout(**{**tree, **own, "episodes": tuple(EpisodeSummary(**episode) for episode in tree["episodes"])})
-
     def age(self, version: int) -> int:
         """How many versions the oldest action is behind `version`."""
         return version - int(self.policy_version.min())

@@ -12,6 +12,7 @@ import numpy as np
 
 from embodied_rl.generation.base import ActedBatch, Generator, Way
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
+from embodied_rl.rollout.observations import rollout_of, tree_of
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
@@ -209,7 +210,7 @@ class RolloutCollector(Collector):
             self._advance()
         first, *others = [snapshot.to_bytes() for snapshot in self.manager.snapshot(range(self.manager.num_slots))]
         if self._filled or self.max_staleness:
-            ahead = [rollout.to_tree() for rollout in self._filled]
+            ahead = [tree_of(rollout) for rollout in self._filled]
             first = encode_state({"ahead": ahead, "next_number": self._next_number, "episode": first})
         return [first, *others]
 
@@ -217,7 +218,7 @@ class RolloutCollector(Collector):
         first, *others = episodes
         found = decode_state(first)
         self._partial, self._turn, self._next_number = None, 0, found.get("next_number", self.generator.version)
-        self._filled = deque(Rollout.of_tree(tree) for tree in found.get("ahead", ()))
+        self._filled = deque(rollout_of(tree) for tree in found.get("ahead", ()))
         saved = [Snapshot.from_bytes(episode) for episode in (found.get("episode", first), *others)]
         self._see(self.manager.restore(range(self.manager.num_slots), saved))
 

@@ -1,10 +1,13 @@
-"""Rows of observations: taken out of a batch, which is overwritten, and put together again."""
+"""Rows of observations: taken out of a batch, which is overwritten, and put together again; and rollouts of them as plain values."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+
+from embodied_rl.types import EpisodeSummary, Rollout
 
 _Row = TypeVar("_Row")
 
@@ -23,3 +26,29 @@ def stacked(values: list[Any]) -> np.ndarray:
     for row, value in enumerate(values):
         rows[row] = value
     return rows
+
+
+_SEEN = ("observation", "last_observation", "final_observation")
+
+
+def tree_of(rollout: Rollout) -> dict[str, Any]:
+    """Plain values and arrays; `rollout_of` gives back an equal rollout. Parts that are texts and the like become lists."""
+    tree: dict[str, Any] = {**vars(rollout), "episodes": [dict(vars(episode)) for episode in rollout.episodes]}
+    for name in _SEEN:
+        tree[name] = {key: part if part.dtype != object else (part.shape, part.ravel().tolist()) for key, part in tree[name].items()}
+    return tree
+
+
+def rollout_of(tree: Mapping[str, Any]) -> Rollout:
+    """The inverse of `tree_of`."""
+
+    def part(saved: Any) -> np.ndarray:
+        if isinstance(saved, np.ndarray):
+            return saved
+        shape, values = saved
+        array = np.empty(len(values), object)
+        array[:] = values
+        return array.reshape(shape)
+
+    seen = {name: {key: part(saved) for key, saved in tree[name].items()} for name in _SEEN}
+    return Rollout(**{**tree, **seen, "episodes": tuple(EpisodeSummary(**episode) for episode in tree["episodes"])})
