@@ -125,7 +125,7 @@ def measured_rows(sims: Sequence[str], rounds: int, segment_s: float, minutes: f
             config = load_sim_config(name)
             fewer = dataclasses.replace(config, num_slots=FEWER_SLOTS.get(name, config.num_slots))
             rows.append(measure(fewer, rounds, segment_s))
-            print(report(rows[-1:]), flush=True)
+            print(f"{name}: auto took {rows[-1].chosen}, the best is {rows[-1].best}; {rows[-1].share:.2f} of it", flush=True)
         except (UserError, SimFault, TimeoutError) as error:
             print(f"{name}: left out: {str(error).splitlines()[0][:160]}", flush=True)
     return rows
