@@ -21,8 +21,9 @@ from embodied_rl.config import AlgorithmConfig, HybridConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
 from embodied_rl.learning.batching import AdjustedRows, adjust_rows
 from embodied_rl.learning.devices import compute_threads, keep_freed_memory, num_cores, resolve_device
+from embodied_rl.learning.episode_objectives import TokenCloning
 from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, forward_rows, forwards, is_finite, norm_name
-from embodied_rl.learning.objectives import Objective, TokenCloning
+from embodied_rl.learning.objectives import Objective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.learning.rows import TokenBatch

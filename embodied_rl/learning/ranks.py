@@ -33,8 +33,9 @@ from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
 from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.errors import UserError
 from embodied_rl.learning import fsdp
+from embodied_rl.learning.episode_objectives import EpisodeObjective, TokenCloning, TokenObjective
 from embodied_rl.learning.executors import Executor, Figures, forward_rows, forwards, objective_step
-from embodied_rl.learning.objectives import EpisodeObjective, Numbers, Objective, RolloutObjective, TokenCloning, TokenObjective
+from embodied_rl.learning.objectives import Numbers, Objective, RolloutObjective
 from embodied_rl.learning.optimizer import Optimizers
 from embodied_rl.learning.rank_hosts import LocalRanks, RankHost, RankLink, TrainWorkerError, open_store
 from embodied_rl.learning.recorded import CloningObjective, CriticsObjective, ImitationObjective, SoftPolicyObjective, StateValueObjective

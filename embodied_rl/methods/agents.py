@@ -19,8 +19,8 @@ from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
 from embodied_rl.algorithms.step_rewards import KlTerm
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
+from embodied_rl.learning.episode_objectives import TokenObjective
 from embodied_rl.learning.learner import Learner, make_learner
-from embodied_rl.learning.objectives import TokenObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import TokenBatch
 from embodied_rl.methods.groups import GroupLearner

@@ -14,8 +14,8 @@ from torch import Tensor
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
 from embodied_rl.config import SimConfig, TrainConfig
+from embodied_rl.learning.episode_objectives import EpisodeObjective
 from embodied_rl.learning.learner import Learner, make_learner
-from embodied_rl.learning.objectives import EpisodeObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import EpisodeRows
 from embodied_rl.methods.base import Experience, Method, Recordable

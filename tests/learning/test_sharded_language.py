@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from embodied_rl.config import AlgorithmConfig, GroupsConfig, HybridConfig, KlConfig, LanguageConfig, ShardingConfig
+from embodied_rl.learning.episode_objectives import TokenObjective
 from embodied_rl.learning.learner import Learner, NonFiniteLossError, make_learner
-from embodied_rl.learning.objectives import TokenObjective
 from embodied_rl.learning.rows import TokenBatch
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from tests.policies.language_models import random_sequences, tiny

@@ -23,8 +23,8 @@ from embodied_rl.compose import load_train_config
 from embodied_rl.config import AlgorithmConfig, GroupsConfig, HybridConfig, KlConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.evaluate import evaluate_checkpoint
+from embodied_rl.learning.episode_objectives import TokenObjective
 from embodied_rl.learning.learner import make_learner
-from embodied_rl.learning.objectives import TokenObjective
 from embodied_rl.methods.agents import of_turns, prepare_turns, token_batch, token_rows, turn_batch
 from embodied_rl.train import train
 from embodied_rl.types import EpisodeGroup

@@ -15,9 +15,9 @@ from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import EpisodeBatch
 from embodied_rl.config import AlgorithmConfig, CorrectionConfig, GroupsConfig, HybridConfig, KlConfig, TinyVLAConfig
+from embodied_rl.learning.episode_objectives import EpisodeObjective
 from embodied_rl.learning.executors import LocalExecutor
 from embodied_rl.learning.learner import Learner, make_learner
-from embodied_rl.learning.objectives import EpisodeObjective
 from embodied_rl.methods.groups import prepare_episodes
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.tiny_vla import TinyVLAPolicy
