@@ -209,18 +209,6 @@ class RolloutWorker:
         self.collector.restart(self.queue, seed_round=seed_round)
         self.starts.record()
 
-    def start_states(self) -> dict[str, Any]:
-        """See `Starts.state`."""
-        return {} if self.queue is None else self.starts.state(self.queue)
-
-    def load_starts(self, states: Mapping[str, Any]) -> None:
-        """See `Starts.load`."""
-        self.starts.load(states)
-
-    def start_figures(self) -> dict[str, float]:
-        """See `Starts.metrics`."""
-        return self.starts.metrics()
-
     def play(self, version: int, way: Way | None = None) -> Collected:
         """Collect for one update of the weights `version`, acted in this `way` where that can be said (`Collector.draw`).
         Raises SimFault and BatchNeverFullError."""
@@ -352,24 +340,13 @@ class RolloutWorker:
         return figures if self.lease is None else {**figures, **self.lease.figures()}
 
 
-_NAMES = (
-    "describe",
-    "texts",
-    "take_model",
-    "record",
-    "load",
-    "restart",
-    "play",
-    "demonstrate",
-    "evaluate",
-    "episodes",
-    "take_up",
-    "peek",
-    "start_states",
-    "load_starts",
-    "start_figures",
-)
-_ASKED: dict[str, Callable[..., Any]] = {name: vars(RolloutWorker)[name] for name in _NAMES}
+_NAMES = ("describe", "texts", "take_model", "record", "load", "restart", "play", "demonstrate", "evaluate", "episodes", "take_up", "peek")
+_ASKED: dict[str, Callable[..., Any]] = {
+    **{name: vars(RolloutWorker)[name] for name in _NAMES},
+    "start_states": lambda worker: worker.starts.state(worker.queue),
+    "load_starts": lambda worker, states: worker.starts.load(states),
+    "start_figures": lambda worker: worker.starts.metrics(),
+}
 """What may be asked of a worker by name."""
 
 
