@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from embodied_rl.generation.base import ActedBatch, Generator, QueuedGenerator, WrappedGenerator
+from embodied_rl.generation.base import ActedBatch, Generator, QueuedGenerator
+from embodied_rl.generation.wrapped import WrappedGenerator
 from embodied_rl.types import Observation, SimSpec
 
 _erf = np.frompyfunc(math.erf, 1, 1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from embodied_rl.generation.base import ActedBatch, Generator, WrappedGenerator
+from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.random_backend import RandomGenerator
+from embodied_rl.generation.wrapped import WrappedGenerator
 from embodied_rl.types import Observation, SimSpec
 
 
