@@ -248,10 +248,14 @@ def _time_text(results: dict[str, Any], *, filmed: bool) -> str:
 
 
 def _cloning_text(results: dict[str, Any]) -> list[str]:
-    """A warm start's success in a line; empty without one, or where the task has no success."""
-    told = results.get("warm_start") or {}
-    rates = [told.get(f"success_{when}", (told.get(when) or {}).get("success")) for when in ("before", "after")]
-    return [] if None in rates else [f"Cloning the expert: success {rates[0]:.1%} before, {rates[1]:.1%} after."]
+    """A warm start's success in a line, of each domain where there are several; empty without one, or where a task has no success."""
+    told, lines = results.get("warm_start") or {}, []
+    for name in ("", *(results.get("tasks") or ())):
+        own = told if not name else told.get(name) or {key.removeprefix(f"{name}/"): value for key, value in told.items()}
+        rates = [own.get(f"success_{when}", (own.get(when) or {}).get("success")) for when in ("before", "after")]
+        if None not in rates:
+            lines.append(f"Cloning the expert{f' of {name}' if name else ''}: success {rates[0]:.1%} before, {rates[1]:.1%} after.")
+    return lines
 
 
 def result_text(results: dict[str, Any]) -> str:

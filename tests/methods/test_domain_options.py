@@ -62,12 +62,14 @@ DOOR = "{name: key_door, target: 'embodied_rl.sim.robots.key_door:KeyDoor', task
 CLONED = "{episodes: 2, num_epochs: 2, minibatch_rows: 64, measured_episodes: 2}"
 
 
-def test_a_robot_clones_its_expert_beside_texts_that_clone_their_players(tmp_path: Path) -> None:
+def test_a_robot_clones_its_expert_beside_texts_that_clone_their_players(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One warm start for the whole run, with which the domains of text differ in the player; each is measured before and after."""
     starts = [f"domains.{name}.algorithm.warm_start.player='embodied_rl.sim.text.{module}:player'" for name, module in PLAYERS]
     door = f"domains.door={{weight: 2, sim: {DOOR}, policy: {{hidden_sizes: [16], normalize_observation: true}}}}"
     task = [*COMMON, *DOMAINS[:2], door, f"algorithm.warm_start={CLONED}", *starts, "algorithm.kl.coef=0.1", "total_steps=1000"]
     whole = trained(tmp_path / "whole", *task, "checkpoint.every_steps=300", "checkpoint.keep_last=9")
+    said = capsys.readouterr().out
+    assert all(f"Cloning the expert of {name}: success " in said for name in ("lake", "sums", "door"))
     rows = curve(whole)
     assert rows[0]["warm_start/door/episodes"] == 2.0
     assert {f"warm_start/{name}/success_{when}" for name in ("lake", "sums") for when in ("before", "after")} <= rows[1].keys()
