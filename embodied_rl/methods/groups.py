@@ -278,7 +278,8 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, learner in self.learners.items():
             learner.load_state_dict(state["roles"][name] if name else state)
-        if told := state.get("starts"):
+        if self.starts.wanted:
+            told = state["starts"]
             self.starts.load(told if self.streams[0].domain else {"": told})
         self._go_on_with(state["queue"])
 

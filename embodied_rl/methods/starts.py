@@ -32,6 +32,11 @@ class Starts:
         """{domain: its own}"""
         return {stream.domain: stream.starts for stream in self._streams if stream.starts is not None}
 
+    @property
+    def wanted(self) -> bool:
+        """Whether any group does not start ordinarily."""
+        return bool(self.libraries)
+
     def record(self) -> None:
         """Have experts play what groups are to start in, at the beginning of a run: a resumed one has it in its checkpoint.
         Raises UserError."""

@@ -245,11 +245,15 @@ class RemoteStarts(Starts):
         super().__init__(())
         self._worker = worker
 
+    @property
+    def wanted(self) -> bool:
+        return self._worker.has_starts
+
     def metrics(self) -> dict[str, float]:
-        return dict(self._worker.insist("start_figures")) if self._worker.has_starts else {}
+        return dict(self._worker.insist("start_figures")) if self.wanted else {}
 
     def state(self, queue: GroupQueue) -> dict[str, Any]:
-        if self._worker.has_starts:
+        if self.wanted:
             self._worker.start_states = dict(self._worker.insist("start_states"))
         return self._worker.start_states
 
