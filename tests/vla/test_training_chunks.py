@@ -23,6 +23,7 @@ from embodied_rl.rollout import recording as recordings
 from embodied_rl.rollout.collector import action_noise
 from embodied_rl.rollout.group_collector import EpisodeNoise
 from embodied_rl.rollout.recording import GeneratorPlayer, Recorder, RecordingPlan
+from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.instrumented import instrumented
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -167,3 +168,24 @@ def test_chunks_that_are_played_elsewhere_are_recorded(method: tuple[str, ...], 
         x = episode.observation["state"][:, 0]
         moved = np.clip(x[:-1] + 0.2 * np.clip(np.asarray(episode.action)[:, 0], -1, 1), -1, 1)
         np.testing.assert_allclose(x[1:], moved, atol=1e-6)
+
+
+def test_only_watched_slots_show_the_steps_inside_their_chunks() -> None:
+    """By the simulator's arithmetic: 0.2 a step. Scattered slots, in any order, and slots of which none is watched show nothing else."""
+    with EnvManager(SimFactory("tests.vla.toys:PointSim", None, {}), 4, num_workers=2, chunk_size=3) as manager:
+        first = manager.reset()
+        x = first.observation["state"][:, 0].copy()
+        chunks = np.zeros((4, 3, 2), np.float32)
+        chunks[..., 0] = np.array([[0.5, 0.5, 0.5], [-0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0.1, 0.2, 0.3]])
+        manager.send([3, 0], chunks[[3, 0]], [True, False])
+        manager.send([1, 2], chunks[[1, 2]], [False, True])
+        shown = manager.recv(range(4)).inner
+        for slot in (2, 3):
+            inner = x[slot] + 0.2 * np.cumsum(chunks[slot, :2, 0])
+            np.testing.assert_allclose(shown["state"][slot, :, 0], inner, atol=1e-6)
+            assert shown["instruction"][slot].tolist() == [str(first.observation["instruction"][slot])] * 2
+        for slot in (0, 1):
+            assert not shown["rgb"][slot].any(), "it was not observed there"
+            assert shown["instruction"][slot].tolist() == [None, None]
+        manager.send(range(4), chunks)
+        assert manager.recv(range(4)).inner == {}
