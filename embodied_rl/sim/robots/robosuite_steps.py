@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -168,8 +168,8 @@ class _KnownRobot:
         return super().torque_limits  # type: ignore[misc]
 
     @functools.cached_property
-    def _grips(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """{id of a gripper: its actuators, the middle and half the width of their ranges}"""
+    def _grips(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, Callable[[np.ndarray], np.ndarray]]]:
+        """{id of a gripper: its actuators, the middle and half the width of their ranges, what makes an action theirs}"""
         return {}
 
     def grip_action(self, gripper: GripperModel, gripper_action: np.ndarray) -> None:
@@ -178,9 +178,25 @@ class _KnownRobot:
         if id(gripper) not in self._grips:
             actuators = np.array([sim.model.actuator_name2id(name) for name in gripper.actuators], dtype=int)
             lowest, highest = sim.model._model.actuator_ctrlrange[actuators].T
-            self._grips[id(gripper)] = actuators, 0.5 * (highest + lowest), 0.5 * (highest - lowest)
-        actuators, middle, half = self._grips[id(gripper)]
-        sim.data._data.ctrl[actuators] = middle + half * gripper.format_action(gripper_action)
+            own = functools.partial(_open_or_close, gripper) if _is_pandas(gripper) else gripper.format_action
+            self._grips[id(gripper)] = actuators, 0.5 * (highest + lowest), 0.5 * (highest - lowest), own
+        actuators, middle, half, action_of = self._grips[id(gripper)]
+        sim.data._data.ctrl[actuators] = middle + half * action_of(gripper_action)
+
+
+def _is_pandas(gripper: GripperModel) -> bool:
+    from robosuite.models.grippers.panda_gripper import PandaGripper
+
+    return type(gripper).format_action is PandaGripper.format_action
+
+
+def _open_or_close(gripper: GripperModel, action: np.ndarray) -> np.ndarray:
+    """`PandaGripper.format_action` in plain numbers."""
+    if len(gripper.current_action) != 2 or len(action) != 1:  # the first time: one number for both fingers
+        return gripper.format_action(action)
+    change, (left, right) = float(np.sign(action[0])) * gripper.speed, gripper.current_action.tolist()
+    gripper.current_action = np.array([min(max(left - change, -1.0), 1.0), min(max(right + change, -1.0), 1.0)])
+    return gripper.current_action
 
 
 _KNOWN: dict[type, type] = {}
