@@ -50,7 +50,7 @@ def test_a_lock_ends_with_its_process_however_it_ends(tmp_path: Path) -> None:
     again.release()
 
 
-def test_a_folder_of_somebody_elses_is_not_trusted(tmp_path: Path) -> None:
+def test_links_and_folders_that_cannot_be_made_give_no_locks(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "0").symlink_to(tmp_path / "target")
