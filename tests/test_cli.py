@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import warnings
@@ -13,7 +14,7 @@ import pytest
 
 import embodied_rl
 from embodied_rl.bounds import Bounds
-from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, run_command
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, loading, run_command
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, did_you_mean
 from embodied_rl.sim.faults import FaultKind, SimFault
 
@@ -238,3 +239,22 @@ def test_help_without_a_command_of_its_own_fits_a_terminal_of_80_columns(monkeyp
     monkeypatch.setenv("COLUMNS", "80")
     for text in (catalog.usage(), episode_tools.usage()):
         assert [line for line in text.splitlines() if len(line) > 80 and "python -m" not in line] == []
+
+
+def test_nothing_is_collected_while_libraries_load_and_at_a_commands_end() -> None:
+    before = gc.get_freeze_count()
+    with loading("a caller's libraries", shown=False):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == before, "what a caller has made is collected as ever"
+
+    def body() -> None:
+        with loading("a command's libraries", shown=False):
+            pass
+        assert gc.get_freeze_count() > before
+
+    run_command(body)
+    # What is registered first is called last.
+    code = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count())); import embodied_rl.commands.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) > 1000
