@@ -113,7 +113,7 @@ class _Display:
         width = self.live.console.width if self.live is not None else 80
         # A run's table has its own bar.
         for phase in [phase for phase in self.phases[-1:] if self.board is None or phase.total is not None]:
-            bar = ProgressBar(total=phase.total, completed=phase.done, pulse=phase.total is None, width=24)
+            bar = ProgressBar(total=phase.total, completed=phase.done, pulse=phase.total is None, width=24 if width >= 100 else 12)
             left = phase.left_s()
             count = "" if phase.total is None else f"{phase.done:,}/{phase.total:,}"
             shown = "" if left is None else f"[green]{clock_text(left)} left[/green]"
