@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LINE_INTERVAL_S, FIRST_LINE_S = 10.0, 1.0
 """Between lines, and to the first one of a command that has said nothing yet."""
 _BESIDE_TITLE = 60
-"""Columns of a bar and what stands behind it; a title that leaves less has lines of its own."""
+"""Columns of a bar and what stands behind it; a title that leaves less has its own lines."""
 _began = time.time()
 """When the user's command began; `run_clock` knows better."""
 

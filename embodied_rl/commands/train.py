@@ -261,7 +261,7 @@ def _run(
             announce(f"max_minutes={config.max_minutes:g} left no time for the final evaluation. Evaluate with: {go_on}")
             return
         if checkpoint is None and started == psutil.Process().create_time() and trainer.episode_s is not None:
-            remember_start(config, trainer.start_s, trainer.episode_s)  # of a command of its own: it imported all that it needs
+            remember_start(config, trainer.start_s, trainer.episode_s)  # of a whole command: it imported all that it needs
         trainer.require_folder()
         from embodied_rl.commands.render import render_videos
         from embodied_rl.reports.page import finish_run

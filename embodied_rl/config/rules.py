@@ -112,7 +112,7 @@ _FIXED_ROLLOUTS = (
         "rollout_reward",
         _without_groups(lambda run: run.algorithm.on_policy and run.shapes_returns),
         "algorithm.reward.mean, .std, .group_by and .truncated are about returns of whole episodes, which a fixed rollout cuts at its end, "
-        "and .overlong_* about answers in words: set algorithm.groups, or algorithm.normalize_reward (.clip, .scale and .length_penalty "
+        "and .overlong_* about answers as text: set algorithm.groups, or algorithm.normalize_reward (.clip, .scale and .length_penalty "
         "are about single steps, and go with rollouts).",
     ),
     Rule(
@@ -268,7 +268,7 @@ _PROGRAMS = (
     Rule(
         "program_initialized",
         lambda run: run.of_program and run.algorithm.initialized.share > 0,
-        "algorithm.initialized starts where a simulator was saved, and an agent program is a process of its own, whose state is nowhere "
+        "algorithm.initialized starts where a simulator was saved, and an agent program is a separate process, whose state is nowhere "
         "but in it: set algorithm.initialized.share=0.",
     ),
 )
@@ -390,7 +390,7 @@ _DOMAINS = (
         "two_language_policies",
         lambda run: run.second_speaker is not None,
         "domains.{run.second_speaker}.policy: two language policies share neither weights nor gradients, and a checkpoint's folder model "
-        "is one model, as other tools read it. Leave it out (the domain shares policy=language), or train the domain in a run of its own.",
+        "is one model, as other tools read it. Leave it out (the domain shares policy=language), or train the domain in a separate run.",
     ),
     Rule(
         "domain_backend",

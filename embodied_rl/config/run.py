@@ -59,7 +59,7 @@ class SimConfig(Config, place="sim"):
     cores where that was not measured; null: as many as there are cores, at most one per slot. Results do not depend on it."""
     placement: Literal["auto", "none", "pack", "spread", "near_gpu"] = "auto"
     """Which cores and memory each worker gets; auto: near_gpu or spread on a machine with several NUMA nodes that is only ours. Elsewhere
-    none, or with num_workers=auto a core of its own, where that was faster, nothing else runs and no other run has its workers there."""
+    none, or with num_workers=auto its own core, where that was faster, nothing else runs and no other run has its workers there."""
     pipeline_groups: Slots | Literal["auto"] = "auto"
     """Slots are stepped in this many alternating groups: one group simulates while the policy acts for another. auto: the policy acts for
     two halves, one by one, and they are stepped in turns or together, whichever was the faster when `num_workers` was measured."""

@@ -38,7 +38,7 @@ WIDE_LAYER = 128
 VERY_WIDE_LAYER = 512
 """From this width on, single matrix products are worth more than one thread."""
 LEAST_IMAGES = 32
-"""Of a minibatch of images, what is worth a thread of its own."""
+"""Of a minibatch of images, what is worth its own thread."""
 _REFERENCE = "reference."
 _ADJUST = 31
 """Stream of randomness."""

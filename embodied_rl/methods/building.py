@@ -115,7 +115,7 @@ class Acting:
         raise NotImplementedError
 
     def weights_go_through(self, name: str, backend: TokenBackend) -> None:
-        """The backend `name` has a thread of its own, which takes its weights from `backend`."""
+        """The backend `name` has its own thread, which takes its weights from `backend`."""
 
 
 class ActingHere(Acting):
@@ -248,7 +248,7 @@ def _let_programs_play(stream: Stream, agent: Agent, acting: Acting, queue: Grou
 
 
 def _kind_of(stream: Stream) -> str:
-    """Where the stream's tokens are sampled; empty: nowhere, by another model, or by a backend of its own."""
+    """Where the stream's tokens are sampled; empty: nowhere, by another model, or by its own backend."""
     if stream.config.policy.name != "language" or is_program(stream.config.sim):
         return ""
     if stream.other is None:

@@ -101,7 +101,7 @@ def _simulators(config: TrainConfig, num_slots: int | None, tell: Callable[[str]
 
 
 def timed_policy(config: TrainConfig) -> TimedPolicy:
-    """How long such a policy takes to act, with weights of its own; torch's random numbers go on where they were."""
+    """How long such a policy takes to act, with random weights; torch's random numbers go on where they were."""
 
     def call_s(spec: SimSpec, observation: Observation) -> float:
         with torch.random.fork_rng(), compute_threads(1):

@@ -178,7 +178,7 @@ class RolloutWorker:
         self._collector.score_with(self.scorer)
 
     def record(self, run_dir: str, command: str) -> None:
-        """Write a share of the episodes down from now on, each of several workers into a folder of its own. Once, after `take_model`.
+        """Write a share of the episodes down from now on, each of several workers into its own folder. Once, after `take_model`.
 
         Raises UserError: see `start_recorders`.
         """

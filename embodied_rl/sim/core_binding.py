@@ -127,7 +127,7 @@ class CoreBinding:
         return 2 <= num_workers <= len(self._topology.physical_cores)
 
     def bind(self, pids: Sequence[int]) -> None:
-        """Give each of these workers cores of its own."""
+        """Give each of these workers its own cores."""
         for pid, placement in zip(pids, plan_placement(self._topology, len(pids), "spread"), strict=True):
             _set_cores(pid, placement.cores)
         self._bound = list(pids)

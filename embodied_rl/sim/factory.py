@@ -69,7 +69,7 @@ class SimWrapper(SimEnv):
 
 
 def wrapped(config: SimConfig, target: str, **own: object) -> SimConfig:
-    """The same simulator inside the `SimWrapper` that `target` names, which is made with these arguments of its own."""
+    """The same simulator inside the `SimWrapper` that `target` names, which is made with these arguments."""
     inner = {"target": config.target, "inner_task": config.task, "inner_kwargs": config.kwargs, "extra": config.extra}
     return dataclasses.replace(config, target=target, task=None, kwargs={**inner, **own})
 

@@ -36,7 +36,7 @@ class Setting:
     num_turns: int
     """Groups of slots that are stepped in turns; 1: all together."""
     bound: bool = False
-    """Whether each worker keeps to cores of its own."""
+    """Whether each worker keeps to its own cores."""
 
     def __str__(self) -> str:
         return f"{self.num_workers}x{self.num_turns}{'b' * self.bound}"

@@ -87,9 +87,7 @@ def test_bound_workers_are_taken_where_they_are_five_percent_faster_than_any_oth
     choice = WorkerChoice("toy", 8, {**rates, Setting(2, 1, True): 108.0})
     assert choice.setting == Setting(2, 1, True)
     line = "sim.num_workers=auto: 2 workers for 8 slots of toy, 1.08 times as fast as 1; sim.pipeline_groups=auto: stepped together, "
-    line += (
-        "1.07 times as fast as in two groups; sim.placement=auto: each worker on cores of its own, 1.20 times as fast as where they may "
-    )
+    line += "1.07 times as fast as in two groups; sim.placement=auto: each worker on its own cores, 1.20 times as fast as where they may "
     assert str(choice) == line + "move when it was measured here."
     assert [Setting.read(str(each)) for each in rates] == list(rates)
 

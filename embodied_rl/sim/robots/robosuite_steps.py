@@ -271,7 +271,7 @@ class CompiledModels:
         self._last, self._kept = "", ("", None)
 
     def of(self, xml: str) -> MjModel:
-        """A model of its own for each caller."""
+        """A separate model for each caller."""
         import mujoco
 
         known, kept = self._kept

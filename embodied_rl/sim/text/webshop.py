@@ -79,7 +79,7 @@ class Shop:
         self._num_customers = 0
 
     def customer(self) -> Any:
-        """A ``WebAgentTextEnv`` with sessions of its own. Raises MissingAssetsError where products or index cannot be read."""
+        """A ``WebAgentTextEnv`` with its own sessions. Raises MissingAssetsError where products or index cannot be read."""
         try:
             env = self._cls(**self._options, server=self._server, session_prefix=f"{self._num_customers}-")
         except (OSError, KeyError, AssertionError) as error:
