@@ -128,7 +128,7 @@ class WorkerChoice:
             said.append(f"sim.pipeline_groups=auto: {slots} {ways[0]}, {gain:.2f} times as fast as {ways[1]}")
         if chosen.bound:
             gain = self.steps_per_s[chosen] / max(rate for each, rate in same.items() if not each.bound)
-            said.append(f"sim.placement=auto: each worker on cores of its own, {gain:.2f} times as fast as where they may move")
+            said.append(f"sim.placement=auto: each worker on its own cores, {gain:.2f} times as fast as where they may move")
         return f"{'; '.join(said)} when it was measured here."
 
 
