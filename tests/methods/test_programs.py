@@ -128,7 +128,7 @@ def test_a_run_its_checkpoint_and_its_page(tmp_path: Path) -> None:
         evaluate_checkpoint(checkpoint, 1, policy="random")
 
 
-@pytest.mark.parametrize("placement", ["hybrid=local", "hybrid=disaggregated"])
+@pytest.mark.parametrize("placement", ["hybrid=local", pytest.param("hybrid=disaggregated", marks=pytest.mark.slow)])
 def test_programs_are_one_of_several_domains_here_and_elsewhere(tmp_path: Path, placement: str) -> None:
     """Beside a game that the agent itself plays: one model answers both, and learns from both."""
     kwargs = f"tasks: '{AGENT / 'tasks.jsonl'}', function: '{AGENT / 'agent.py'}:play', reward: return, texts: [say one colour]"

@@ -22,7 +22,7 @@ VLA = [*RUNS["bc_chunks"], "algorithm=dagger", "algorithm.rollout_steps=4", "tot
     "task",
     [
         pytest.param(SAC, id="sac_within_episodes"),
-        pytest.param([*RUNS["rlpd"], *DUE], id="rlpd"),
+        pytest.param([*RUNS["rlpd"], *DUE], id="rlpd", marks=pytest.mark.slow),
         pytest.param([*RUNS["dagger"], *DUE], id="dagger"),
         pytest.param([*VLA, "checkpoint.every_steps=20", "checkpoint.keep_last=9"], id="dagger_chunks", marks=pytest.mark.slow),
     ],

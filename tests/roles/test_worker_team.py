@@ -109,7 +109,13 @@ def test_two_players_play_every_domain_and_evaluate_in_its_order(tmp_path: Path)
     assert {row[0] for row in found["one"][6:]} == {"near", "far"}
 
 
-@pytest.mark.parametrize("task", ["sim=pendulum", "sim=cartpole", "sim=pixel_tasks policy=tiny_vla hybrid.device=cpu"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        "sim=pendulum",
+        *(pytest.param(task, marks=pytest.mark.slow) for task in ("sim=cartpole", "sim=pixel_tasks policy=tiny_vla hybrid.device=cpu")),
+    ],
+)
 def test_two_players_fill_one_rollout(tmp_path: Path, task: str) -> None:
     """Each some of its slots, with their seeds and draws: episodes that are cut, their last looks and their order are there too."""
     own = [
