@@ -182,7 +182,7 @@ def _measured(
     rates: dict[Setting, float] = {}
     for number in range(_ROUNDS + _MORE_ROUNDS):
         for each, turn in turns.items():
-            if number >= _ROUNDS and rates[each] < _IN_QUESTION * max(rates.values()):
+            if number >= _ROUNDS and max(windows[each]) < _IN_QUESTION * max(rates.values()):
                 continue
             if binding is not None:
                 binding.bind(found[each.num_workers].worker_pids()) if each.bound else binding.unbind()

@@ -22,9 +22,11 @@ WORTH = 1.03
 """More workers take more memory: they must be so many times as fast."""
 BOUND_WORTH = 1.05
 """Bound workers cannot get out of the way of other programs: they must be so many times as fast as any that may move."""
+TURNS_WORTH = 1.05
+"""Stepping in turns wakes workers more often, and is less steady for it: it must be so many times as fast as stepping together."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
-_MEASURED = 4
+_MEASURED = 5
 """To be raised when the measurement changes, so that what is remembered is measured again."""
 
 
@@ -95,16 +97,22 @@ class WorkerChoice:
     def setting(self) -> Setting:
         """The fewest workers that no larger number beats by more than `WORTH`, with the turns that suit them best; bound ones
         where they are `BOUND_WORTH` times as fast."""
-        fastest: dict[int, Setting] = {}
-        for each in sorted(self.steps_per_s, key=self.steps_per_s.__getitem__):
-            if not each.bound:
-                fastest[each.num_workers] = each
-        best = fastest[min(fastest)]
-        for _, each in sorted(fastest.items()):
+        free, bound = (self._by_workers(bound=bound) for bound in (False, True))
+        best = free[min(free)]
+        for _, each in sorted(free.items()):
             if self.steps_per_s[each] > WORTH * self.steps_per_s[best]:
                 best = each
-        bound = [each for each in self.steps_per_s if each.bound and self.steps_per_s[each] > BOUND_WORTH * self.steps_per_s[best]]
-        return max(bound, key=self.steps_per_s.__getitem__, default=best)
+        better = [each for each in bound.values() if self.steps_per_s[each] > BOUND_WORTH * self.steps_per_s[best]]
+        return max(better, key=self.steps_per_s.__getitem__, default=best)
+
+    def _by_workers(self, *, bound: bool) -> dict[int, Setting]:
+        """{number of workers: the setting with the turns that suit them}"""
+        found: dict[int, Setting] = {}
+        for each in sorted(each for each in self.steps_per_s if each.bound == bound):  # together comes first
+            least = self.steps_per_s[found[each.num_workers]] * TURNS_WORTH if each.num_workers in found else 0.0
+            if self.steps_per_s[each] > least:
+                found[each.num_workers] = each
+        return found
 
     def gain(self, other: int) -> float:
         """Times as fast as so many workers, with the turns that suit them best."""

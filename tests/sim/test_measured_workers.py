@@ -140,6 +140,11 @@ def test_bound_workers_are_measured_and_let_go_of_where_they_are_not_chosen(monk
     binding.release()
 
 
+@pytest.mark.parametrize(("in_turns", "turns"), [(104.0, 1), (106.0, 2)])
+def test_slots_are_stepped_in_turns_where_that_is_five_percent_faster(in_turns: float, turns: int) -> None:
+    assert WorkerChoice("toy", 8, {Setting(2, 1): 100.0, Setting(2, 2): in_turns}).setting == Setting(2, turns)
+
+
 def test_small_gaussian_networks_act_for_all_slots_in_one_call() -> None:
     continuous, discrete = ActionSpec.continuous([-1.0], [1.0]), ActionSpec.discrete(3)
     small, other = Acting.of(True, continuous, 2), Acting.of(True, discrete, 2)
