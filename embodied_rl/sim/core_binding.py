@@ -140,14 +140,14 @@ class CoreBinding:
 
     def look(self, pids: Sequence[int]) -> None:
         """Now and then: let the workers go, for good, where others took time while we worked; bind those that have replaced a bound one."""
-        passed_s = time.monotonic() - self._looked
+        passed_s, longest_s = time.monotonic() - self._looked, 4 * max(self._pause_s, _LOOK_EVERY_S)
         if not self._bound or passed_s < self._pause_s:
             return
         self._looked, (others, own) = time.monotonic(), self._load.since()
         self._pause_s = max(_LOOK_EVERY_S, 100 * (time.monotonic() - self._looked))  # many processes take long to look at
         if list(pids) != self._bound:
             self.bind(pids)
-        if own < _RESTING:
+        if own < _RESTING or passed_s > longest_s:  # a long look adds up what others did while we rested
             return
         self._seen_s, self._taken_s = self._seen_s + passed_s, self._taken_s + others * passed_s
         if self._seen_s >= _JUDGED_S:
