@@ -123,7 +123,9 @@ def test_workers_are_bound_until_others_take_time(tmp_path: Path, monkeypatch: p
         others, own = 0.5, 0.1
         look()
         assert affinities(manager) == [first, second]  # it was not our turn
-        own = 1.0
+        own, binding._looked = 1.0, binding._looked - 5.0
+        look()
+        assert affinities(manager) == [first, second]  # nor for most of that time
         with pytest.warns(UserWarning, match=r"Other processes take 0\.5 cores"):
             look()
         assert affinities(manager) == [ALL, ALL]
