@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from tests.chaos.kills import _MARK, still_running
 
 def test_what_is_left_is_found() -> None:
     process = subprocess.Popen(["sleep", "60"], env={**os.environ, _MARK: "here"}, start_new_session=True)
-    assert [left.pid for left in still_running("here", 0.0)] == [process.pid]
+    until = time.monotonic() + 5.0
+    while not (left := still_running("here", 0.0)) and time.monotonic() < until:
+        pass  # a program that has just begun shows no environment for a moment
+    assert [one.pid for one in left] == [process.pid]
     process.kill()
     process.wait()
     assert still_running("here", 5.0) == []
