@@ -207,7 +207,7 @@ def main() -> None:
         print("\t".join(rows[-1]), file=sys.stderr, flush=True)
     print(provenance("mujoco"))
     print(f"{NUM_ENVS} environments in one process, {options.rounds} rounds of {options.steps} steps, medians")
-    print(text_table(["simulator", "processor us a step", "physics", "drawing", "other sums", "Python", "before", "before / us"], rows))
+    print(text_table(["simulator", "processor us a step", "physics", "drawing", "other sums", "Python", "before", "before / ours"], rows))
     measured = [each for each in rows if each[5].endswith("%")]
     below = [each[0] for each in measured if float(each[5].rstrip("%")) > 50.0]
     print(f"\nfigure: Python is more than half of a step in {len(below)} of {len(measured)} simulators: {', '.join(below) or 'none'}")
