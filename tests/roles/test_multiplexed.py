@@ -46,10 +46,13 @@ def weights_of(player: RolloutWorker) -> list[tuple[str, Any]]:
     return [(f"{place}{name}", tensor.clone()) for place, policy in policies.items() for name, tensor in policy.state_dict().items()]
 
 
-def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tuple[int, int], Episode], RolloutWorker]:
+def played(
+    config: TrainConfig, num_batches: int, between: int, until_moved: bool = False
+) -> tuple[dict[tuple[int, int], Episode], RolloutWorker]:
     """{(group, place): episode} of batches that a player in this process plays with the same weights always, and the player, closed.
 
-    `between` rounds are played between a batch and the next publication, as while training.
+    `between` rounds are played between a batch and the next publication, as while training. `until_moved` plays on, for 60 batches at
+    most, until episodes have moved: how many wait for an action when a host is lent, and of which domain, is a matter of time.
     """
     player = RolloutWorker(config)
     found: dict[tuple[int, int], Episode] = {}
@@ -59,7 +62,9 @@ def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tu
         player.load(0, iter(weights))
         assert player.queue is not None
         player.restart(0, player.queue.state_dict())
-        for version in range(num_batches):
+        for version in range(60 if until_moved else num_batches):
+            if version >= num_batches and player.lease is not None and any_moved(player.lease):
+                break
             for group in player.play(version).groups:
                 assert group.number not in {number for number, _ in found}, "consumed twice"
                 found |= {(group.number, place): episode for place, episode in enumerate(group.episodes)}
@@ -72,6 +77,10 @@ def played(config: TrainConfig, num_batches: int, between: int) -> tuple[dict[tu
     finally:
         player.close()
     return found, player
+
+
+def any_moved(lease: DeviceLease) -> bool:
+    return any(hosts.counts().moves > 0 for hosts in lease.multiplexers)
 
 
 def check_lent(player: RolloutWorker) -> None:
@@ -98,11 +107,10 @@ def test_episodes_that_move_are_those_that_stay(tmp_path: Path, domains: bool) -
     steps = [f"domains.{name}.sim.{key}" for name in ("near", "far") for key in ("max_episode_steps=40", "num_workers=2")]
     task = [*TWO_POLES, *steps] if domains else [*GROUPS, "sim.max_episode_steps=40"]
     alone, _ = played(configured(tmp_path / "alone", *task), num_batches=8, between=0)
-    moved, player = played(configured(tmp_path / "shared", *task, SHARED, ONE_BEHIND), num_batches=8, between=7)
+    moved, player = played(configured(tmp_path / "shared", *task, SHARED, ONE_BEHIND), num_batches=8, between=7, until_moved=True)
     assert player.lease is not None
-    assert player.lease.num_shrinks == 8
-    # One or two a batch as a rule: how many wait for an action just then is a matter of time.
-    assert all(hosts.counts().moves > 0 for hosts in player.lease.multiplexers), "nothing moved"
+    assert player.lease.num_shrinks >= 8
+    assert any_moved(player.lease), "nothing moved in 60 batches"
     both = {number for number, _ in alone} & {number for number, _ in moved}
     assert len(both) >= 12
     for number in both:
