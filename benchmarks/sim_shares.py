@@ -4,7 +4,8 @@ around them, of the processor time of all threads.
 ``python benchmarks/sim_shares.py [NAME …]``: simulators of ``configs/sim``, each in a process of its own; without names all robots' that
 are installed here. Every native call of MuJoCo, PhysX (sapien), Chipmunk (pymunk) and their renderers is timed where it is called; "other
 sums" are robosuite's operational space (numba: inverses by singular values) and the polygons that PushT's reward cuts (GEOS). The rest of
-a step is Python. Actions are random and drawn beforehand; episodes that end begin anew outside of what is timed.
+a step is Python. Of every other step only the whole is timed, of the others only such calls, less what the clock takes for one that does
+nothing. Actions are random and drawn beforehand; episodes that end begin anew outside of what is timed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,11 +40,12 @@ DRAWING = ("mjr_render", "mjr_readPixels", "mjv_updateScene")
 CLASSES = {
     "sapien.physx": (("PhysxCpuSystem", "step", "physics"),),
     "sapien.render": (("RenderCameraComponent", "take_picture", "drawing"), ("RenderCameraComponent", "get_picture", "drawing")),
-    "pymunk": (("Space", "step", "physics"),),
     "gym_pusht.envs.pusht": (("PushTEnv", "_render", "drawing"),),
     "shapely": (("MultiPolygon", "intersection", "sums"),),
 }
 """{module: (class, method, what it does)}"""
+LIBRARIES = {"pymunk.space": ("cp", "cpSpaceStep"), "pymunk._chipmunk": ("lib", "cpSpaceStep")}
+"""{module: (what it calls the library, its function that is physics)}: a library's functions cannot be replaced, its name can."""
 COMPILED = {
     "robosuite.utils.control_utils": ("opspace_matrices", "nullspace_torques", "orientation_error"),
     "robosuite.controllers.osc": ("opspace_matrices", "nullspace_torques", "orientation_error"),
@@ -58,22 +61,48 @@ SHORTCUTS = {
 
 
 class Clock:
-    """Processor seconds of steps, and of native calls within them, by kind. A call from within another counts for the outer one."""
+    """Processor seconds of steps, and of native calls within them, by kind: of every other step whole, of the others its calls, for looking
+    at the clock costs as much as a small call. A call from within another counts for the outer one."""
 
     def __init__(self) -> None:
-        self.seconds = {"step": 0.0, "physics": 0.0, "drawing": 0.0, "sums": 0.0}
-        self._inside = True
+        self._seconds, self._calls = (dict.fromkeys(("step", "physics", "drawing", "sums"), 0.0) for _ in range(2))
+        self._own_s = 0.0
+        """What of a call's time is the clock's."""
+        self._inside, self._whole = True, False
+
+    def seconds(self) -> dict[str, float]:
+        """Of half of the steps, {"step", "physics", "drawing", "sums"}, without what the clock took."""
+        return {kind: seconds - self._calls[kind] * self._own_s for kind, seconds in self._seconds.items()}
+
+    def calibrate(self, num_calls: int = 20_000) -> None:
+        """Measure the clock on calls that do nothing. It takes more where the process has many threads: to be called once it has."""
+        before, now = self._seconds["sums"], time.process_time
+        nothing, self._inside = int, False
+        timed = self.timed(nothing, "sums")
+        for _ in range(num_calls):
+            timed()
+        started = now()
+        for _ in range(num_calls):
+            nothing()
+        self._own_s = (self._seconds["sums"] - before - (now() - started)) / num_calls
+        self._seconds["sums"], self._calls["sums"], self._inside = before, 0, True
 
     def step(self, sim: SimEnv, action: np.ndarray, out: StepBuffers) -> None:
         """A step of all environments."""
-        self._inside, started = False, time.process_time()
+        self._whole = not self._whole
+        if not self._whole:
+            self._inside = False
+            sim.step(range(NUM_ENVS), action, out)
+            self._inside = True
+            return
+        started = time.process_time()
         sim.step(range(NUM_ENVS), action, out)
-        self.seconds["step"] += time.process_time() - started
-        self._inside = True
+        self._seconds["step"] += time.process_time() - started
+        self._calls["step"] += 1
 
     def timed(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
         """The same function, whose time is counted."""
-        seconds, now = self.seconds, time.process_time
+        now = time.process_time
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
@@ -82,7 +111,8 @@ class Clock:
             try:
                 return function(*args, **kwargs)
             finally:
-                seconds[kind] += now() - started
+                self._seconds[kind] += now() - started
+                self._calls[kind] += 1
                 self._inside = False
 
         return call
@@ -98,6 +128,11 @@ class Clock:
                 for owner, method, kind in methods:
                     kept = vars(module)[owner]
                     setattr(kept, method, self.timed(getattr(kept, method), kind))
+        for name, (called, function) in LIBRARIES.items():
+            for module in imported(name):
+                library = vars(module)[called]
+                known = {each: getattr(library, each) for each in dir(library)}
+                setattr(module, called, SimpleNamespace(**{**known, function: self.timed(known[function], "physics")}))
 
     def watch_compiled(self) -> None:
         """The same for what numba compiled, once a simulator has been made."""
@@ -132,6 +167,7 @@ def measure(name: str, num_steps: int, rounds: int) -> list[dict[str, float]]:
         sims.append(SimFactory(config.target, config.task, config.kwargs, config.extra).make(NUM_ENVS))
     for clock in clocks:
         clock.watch_compiled()
+        clock.calibrate()
     players = [Player(sim, clock) for sim, clock in zip(sims, clocks, strict=True)]
     for number in range(rounds + 1):
         for player in players[:: 1 if number % 2 else -1]:
@@ -153,12 +189,12 @@ class Player:
 
     def play(self, num_steps: int) -> None:
         """A round."""
-        before, action, out = dict(self._clock.seconds), self._sim.spec.action, self._out
-        for normalised in self._rng.uniform(-1.0, 1.0, (num_steps, NUM_ENVS, action.dim)).astype(np.float32):
+        before, action, out = self._clock.seconds(), self._sim.spec.action, self._out
+        for normalised in self._rng.uniform(-1.0, 1.0, (2 * num_steps, NUM_ENVS, action.dim)).astype(np.float32):
             self._clock.step(self._sim, action.denormalise(normalised).astype(np.float32), out)
             self._begin([i for i in range(NUM_ENVS) if out.terminated[i] or out.truncated[i]])
         microseconds = 1e6 / (num_steps * NUM_ENVS)
-        self.found.append({kind: (seconds - before[kind]) * microseconds for kind, seconds in self._clock.seconds.items()})
+        self.found.append({kind: (seconds - before[kind]) * microseconds for kind, seconds in self._clock.seconds().items()})
 
     def _begin(self, env_ids: Sequence[int]) -> None:
         if env_ids:
@@ -193,7 +229,7 @@ def row(name: str, num_steps: int, rounds: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="of configs/sim; none: all robots'")
-    parser.add_argument("--steps", type=int, default=100, help="of each environment in a round")
+    parser.add_argument("--steps", type=int, default=100, help="of each environment in a round, timed, and as many whose calls are")
     parser.add_argument("--rounds", type=int, default=3, help="timed, after one that warms up")
     parser.add_argument("--only", help="measure this one in this process, and print JSON")
     options = parser.parse_args()

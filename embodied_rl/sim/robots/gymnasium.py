@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import gymnasium
 import numpy as np
@@ -173,6 +173,30 @@ def _check_alike(envs: Sequence[gymnasium.Env]) -> None:
             raise UserError(f"The {told} actions: environment 0 has {first.action_space}, {number} has {env.action_space}.")
 
 
+def short_step(env: gymnasium.Env) -> Callable[[Any], tuple[Any, Any, Any, Any, Any]]:
+    """`env.step` without calls that only hand on: whether a reset came first need not be asked for, and a limit counts in one place."""
+    while type(env).step in (gymnasium.Wrapper.step, OrderEnforcing.step) and "step" not in vars(env):
+        assert isinstance(env, gymnasium.Wrapper), env
+        env = env.env
+    if type(env) is not TimeLimit:
+        return env.step
+    inner, limit = short_step(env.env), cast(Limit, env)
+
+    def step(action: Any) -> tuple[Any, Any, Any, Any, Any]:
+        observation, reward, terminated, truncated, info = inner(action)
+        limit._elapsed_steps += 1
+        return observation, reward, terminated, truncated or limit._elapsed_steps >= limit._max_episode_steps, info
+
+    return step
+
+
+class Limit(Protocol):
+    """The counters of a `TimeLimit`, which gymnasium annotates as None."""
+
+    _elapsed_steps: int
+    _max_episode_steps: int
+
+
 class GymnasiumSim(SimEnv):
     """A list of gymnasium environments stepped one after the other in this process.
 
@@ -209,7 +233,7 @@ class GymnasiumSim(SimEnv):
         self.spec = replace(spec, snapshots="exact" if exact_snapshots else "replay")
         self._write = row_writer(parts)
         self._plain_state = len(parts) == 1 and parts[0].is_plain_vector
-        self._steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
+        self._steps = [short_step(env) for env in self.envs]
         self._to_action = action_converter(first.action_space)
         found = [on_demand(env) for env in self.envs]
         self._on_demand: list[ObservesOnDemand] = [hook for hook in found if hook is not None] if None not in found else []

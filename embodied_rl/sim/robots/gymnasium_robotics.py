@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import operator
 import warnings
 from collections.abc import Sequence
 from typing import Any, SupportsFloat
@@ -142,12 +143,13 @@ class GoalState(gymnasium.ObservationWrapper):
     def __init__(self, env: gymnasium.Env, with_achieved: bool = False) -> None:
         super().__init__(env)
         space = _parts_of(env)
-        self._keys = ("observation", "achieved_goal", "desired_goal") if with_achieved else ("observation", "desired_goal")
-        size = sum(spaces.flatdim(space[key]) for key in self._keys)
+        keys = ("observation", "achieved_goal", "desired_goal") if with_achieved else ("observation", "desired_goal")
+        self._parts = operator.itemgetter(*keys)
+        size = sum(spaces.flatdim(part) for part in self._parts(space.spaces))
         self.observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float64)
 
     def observation(self, observation: dict[str, np.ndarray]) -> np.ndarray:
-        return np.concatenate([observation[key] for key in self._keys])
+        return np.concatenate(self._parts(observation))
 
 
 class KitchenState(gymnasium.ObservationWrapper):

@@ -7,7 +7,6 @@ bit for bit (tests/sim/robots/test_known_indices.py).
 
 from __future__ import annotations
 
-import functools
 import math
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, SupportsFloat
@@ -32,33 +31,44 @@ def know_indices(env: gymnasium.Env) -> None:
     if isinstance(robot, MujocoRobotEnv) and robot._utils is mujoco_utils:
         robot._utils = KnownIndices(mujoco_utils, robot.model, robot._model_names.joint_names).functions()
     elif isinstance(robot, PointMazeEnv) and type(robot) is PointMazeEnv and type(robot.point_env) is PointEnv:
-        vars(robot)["step"] = functools.partial(_step_point_maze, robot)
+        vars(robot)["step"] = ShortMazeStep(robot).step
 
 
-def _step_point_maze(maze: PointMazeEnv, action: np.ndarray) -> tuple[dict[str, np.ndarray], SupportsFloat, bool, bool, dict[str, bool]]:
-    """`PointMazeEnv.step` with `PointEnv.step`."""
-    import mujoco
+class ShortMazeStep:
+    """`PointMazeEnv.step` with `PointEnv.step`, for views of MuJoCo's memory that are made once."""
 
-    model, data, goal = maze.point_env.model, maze.point_env.data, maze.goal
-    qpos, qvel = data.qpos, data.qvel
-    np.clip(qvel, -5.0, 5.0, out=qvel)  # a ball that is pushed would grow ever faster
-    mujoco.mj_forward(model, data)
-    data.ctrl[:] = np.clip(action, -1.0, 1.0)
-    mujoco.mj_step(model, data, nstep=maze.point_env.frame_skip)
-    mujoco.mj_rnePostConstraint(model, data)
-    observed = np.concatenate([qpos, qvel])
-    achieved = observed[:2].copy()
-    away = achieved - goal
-    near = math.sqrt(away.dot(away)) <= 0.45
-    if maze.reward_type == "dense":
-        x, y = away.tolist()
-        reward = np.exp(-math.sqrt(x * x + y * y))
-    else:
-        reward = maze.compute_reward(achieved, goal, {})
-    if near and maze.continuing_task:
-        maze.update_goal(achieved)
-    shown = {"observation": observed, "achieved_goal": achieved, "desired_goal": goal.copy()}
-    return shown, reward, near and not maze.continuing_task, False, {"success": near}
+    def __init__(self, maze: PointMazeEnv) -> None:
+        import mujoco
+
+        point = maze.point_env
+        self._maze, self._model, self._data, self._frame_skip = maze, point.model, point.data, point.frame_skip
+        self._forward, self._advance, self._forces = mujoco.mj_forward, mujoco.mj_step, mujoco.mj_rnePostConstraint
+        self._qpos, self._qvel, self._ctrl = point.data.qpos, point.data.qvel, point.data.ctrl
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], SupportsFloat, bool, bool, dict[str, bool]]:
+        """A ball is pushed towards the goal."""
+        maze, model, data, qvel, ctrl = self._maze, self._model, self._data, self._qvel, self._ctrl
+        vx, vy = qvel.tolist()
+        if not (-5.0 <= vx <= 5.0 and -5.0 <= vy <= 5.0):
+            np.clip(qvel, -5.0, 5.0, out=qvel)  # a ball that is pushed would grow ever faster
+        self._forward(model, data)
+        x, y = action.tolist()
+        ctrl[0], ctrl[1] = min(max(x, -1.0), 1.0), min(max(y, -1.0), 1.0)
+        self._advance(model, data, self._frame_skip)
+        self._forces(model, data)
+        (x, y), (vx, vy), (goal_x, goal_y) = self._qpos.tolist(), qvel.tolist(), maze.goal.tolist()
+        achieved, goal = np.array((x, y)), np.array((goal_x, goal_y))
+        away_x, away_y = x - goal_x, y - goal_y
+        squared = away_x * away_x + away_y * away_y
+        near = not squared > 0.25 and bool(np.linalg.norm(achieved - goal) <= 0.45)  # whose square may have another last bit
+        if maze.reward_type == "dense":
+            reward = np.exp(-math.sqrt(squared))
+        else:
+            reward = maze.compute_reward(achieved, goal, {})
+        if near and maze.continuing_task:
+            maze.update_goal(achieved)
+        shown = {"observation": np.array((x, y, vx, vy)), "achieved_goal": achieved, "desired_goal": goal}
+        return shown, reward, near and not maze.continuing_task, False, {"success": near}
 
 
 class KnownIndices:

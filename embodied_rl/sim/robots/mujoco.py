@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.robots.gymnasium import GymnasiumSim, make_one, newest, saved_whole
+from embodied_rl.sim.robots.gymnasium import GymnasiumSim, Limit, make_one, newest, saved_whole
 from embodied_rl.specs import Rows
 from embodied_rl.types import StepBuffers
 
@@ -46,7 +46,7 @@ class _Body:
     ctrl: np.ndarray
     copies: tuple[tuple[np.ndarray, np.ndarray], ...]
     """(our row, MuJoCo's memory): qpos, qvel and, for Ant, cfrc_ext and where the main body is."""
-    limit: TimeLimit | None
+    limit: Limit | None
     """What cuts its episodes."""
 
 
@@ -136,7 +136,7 @@ class LocomotionSim(GymnasiumSim):
         assert all(
             np.shares_memory(source, getattr(data, name)) for (_, source), name in zip(copies, ("qpos", "qvel", "cfrc_ext"), strict=False)
         )
-        return _Body(inner.model, data, data.ctrl, tuple(copies), limit if isinstance(limit, TimeLimit) else None)
+        return _Body(inner.model, data, data.ctrl, tuple(copies), cast(Limit, limit) if isinstance(limit, TimeLimit) else None)
 
     # ---- whatever moves a body outside a step -----------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class LocomotionSim(GymnasiumSim):
                 forces(body.model, body.data)
             for row, source in body.copies:
                 row[:] = source
-            limit: Any = body.limit  # gymnasium annotates its counters as None
+            limit = body.limit
             if limit is None:
                 truncated[i] = False
             else:

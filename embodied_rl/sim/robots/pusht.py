@@ -6,7 +6,9 @@ Its episodes are replayed, not saved: pymunk warm-starts its solver with the imp
 from __future__ import annotations
 
 import dataclasses
-from functools import cached_property, partial
+import math
+from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import gymnasium
@@ -61,20 +63,18 @@ class SuccessGoesOn(gymnasium.Wrapper):
     Observes on demand (`ObservesOnDemand`): gym-pusht draws pixels in every step.
     """
 
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        self.observe: Callable[[], Any] = self.task.get_obs
+        """See `ObservesOnDemand`."""
+
     def step(self, action: np.ndarray) -> tuple[np.ndarray, SupportsFloat, bool, bool, dict[str, Any]]:
         observation, reward, _, truncated, info = self.env.step(action)
         return observation, reward, False, truncated, info
 
     def set_observing(self, observing: bool) -> None:
         """See `ObservesOnDemand`."""
-        if observing:
-            vars(self.task).pop("get_obs", None)
-        else:
-            self.task.get_obs = lambda: None
-
-    def observe(self) -> np.ndarray | dict[str, np.ndarray]:
-        """See `ObservesOnDemand`."""
-        return self.task.get_obs()
+        self.task.get_obs = self.observe if observing else lambda: None
 
     @property
     def task(self) -> PushTEnv:
@@ -88,8 +88,10 @@ def shorten_steps(task: PushTEnv) -> None:
     from gym_pusht.envs.pusht import PushTEnv
 
     if type(task).step is PushTEnv.step:
-        task.step = ShortStep(task).step
-        task._handle_collision = partial(_count_contacts, task)
+        short = ShortStep(task)
+        task.step, task._get_info, task._handle_collision = short.step, short.info, short.count_contacts
+        if task.obs_type == "state":
+            task.get_obs = short.state
 
 
 class ShortStep:
@@ -99,47 +101,96 @@ class ShortStep:
         from pymunk._chipmunk import lib
 
         self._task, self._lib = task, lib
+        space = lib.cpSpaceNew()
+        self._uncounted = lib.cpSpaceAddCollisionHandler(space, 0, 0).postSolveFunc
+        """What Chipmunk does about a contact unless told otherwise: nothing."""
+        lib.cpSpaceFree(space)
+        self._covered: tuple[tuple[float, ...], float] = (), 0.0
+        """Where the T was last, and which share of the goal it covered: in most steps it rests."""
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """The agent is drawn towards the action; the reward is the covered share of the goal."""
         task, lib = self._task, self._lib
         task.n_contact_points, task._last_action = 0, action
-        body, dt, pull, brake, (x, y) = task.agent._body, task.dt, task.k_p, task.k_v, action.tolist()
+        task.collision_handeler._handler.postSolveFunc = lib.ext_cpCollisionPostSolveFunc
+        space, body, dt, pull, brake, (x, y) = task.space._space, task.agent._body, task.dt, task.k_p, task.k_v, action.tolist()
+        place, push, advance, moving = lib.cpBodyGetPosition, lib.cpBodySetVelocity, lib.cpSpaceStep, lib.cpBodyGetVelocity(body)
+        vx, vy = moving.x, moving.y  # a kinematic body: nothing that it meets changes them
         for _ in range(int(1 / (dt * task.control_hz))):
-            at, moving = lib.cpBodyGetPosition(body), lib.cpBodyGetVelocity(body)
-            vx, vy = moving.x, moving.y
-            towards_x, towards_y = pull * (x - at.x) + brake * (0 - vx), pull * (y - at.y) + brake * (0 - vy)
-            lib.cpBodySetVelocity(body, (vx + towards_x * dt, vy + towards_y * dt))
-            task.space.step(dt)
-        goal, area = self._goal
-        coverage = goal.intersection(self._placed(task.block)).area / area
+            at = place(body)
+            vx += (pull * (x - at.x) + brake * (0 - vx)) * dt
+            vy += (pull * (y - at.y) + brake * (0 - vy)) * dt
+            push(body, (vx, vy))
+            advance(space, dt)
+        coverage = self._coverage()
         is_success = coverage > task.success_threshold
         observation, info = task.get_obs(), task._get_info()
         info |= {"is_success": is_success, "coverage": coverage}
         return observation, min(max(coverage / task.success_threshold, 0.0), 1.0), is_success, False, info
 
-    @cached_property
-    def _corners(self) -> list[list[tuple[float, float]]]:
-        """Of the T's two boxes, in its own coordinates, the first again at the end."""
-        found = [[tuple(corner) for corner in shape.get_vertices()] for shape in self._task._block_shapes]
-        return [[*corners, corners[0]] for corners in found]
+    def state(self) -> np.ndarray:
+        """[5]: `PushTEnv.get_obs`."""
+        (agent, _), (x, y, angle) = self._agent(), self._pose()
+        return np.array((*agent, x, y, angle % (2 * math.pi)))
+
+    def info(self) -> dict[str, Any]:
+        """`PushTEnv._get_info`."""
+        task, (agent, moving) = self._task, self._agent()
+        return {
+            "pos_agent": np.array(agent),
+            "vel_agent": np.array(moving),
+            "block_pose": np.array(self._pose()),
+            "goal_pose": task.goal_pose.copy(),
+            "n_contacts": math.ceil(task.n_contact_points / int(1 / task.dt * task.control_hz)),
+        }
+
+    def count_contacts(self, arbiter: Arbiter, space: object, data: object) -> None:
+        """`PushTEnv._handle_collision`, for a step's first contact: `info` divides them by a thousand and rounds up."""
+        self._task.n_contact_points += self._lib.cpArbiterGetCount(arbiter._arbiter)
+        self._task.collision_handeler._handler.postSolveFunc = self._uncounted
+
+    def _agent(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Where it is, and its velocity."""
+        body, lib = self._task.agent._body, self._lib
+        at, moving = lib.cpBodyGetPosition(body), lib.cpBodyGetVelocity(body)
+        return (at.x, at.y), (moving.x, moving.y)
+
+    def _pose(self) -> tuple[float, float, float]:
+        """Of the T: x, y, angle."""
+        body, lib = self._task.block._body, self._lib
+        at = lib.cpBodyGetPosition(body)
+        return at.x, at.y, lib.cpBodyGetAngle(body)
+
+    def _coverage(self) -> float:
+        place = self._place(self._task.block)
+        if place != self._covered[0]:
+            goal, area = self._goal
+            self._covered = place, goal.intersection(self._t_at(*place)).area / area
+        return self._covered[1]
 
     @cached_property
     def _goal(self) -> tuple[MultiPolygon, float]:
         """The T where it should be, and its area."""
-        goal = self._placed(self._task.get_goal_pose_body(self._task.goal_pose))
+        goal = self._t_at(*self._place(self._task.get_goal_pose_body(self._task.goal_pose)))
         return goal, goal.area
 
-    def _placed(self, body: Body) -> MultiPolygon:
-        """The T where a body is."""
+    def _place(self, body: Body) -> tuple[float, float, float, float]:
+        """How a body is turned (cosine and sine), and where its origin is."""
+        turned, origin = self._lib.cpBodyGetRotation(body._body), self._lib.cpBodyLocalToWorld(body._body, (0.0, 0.0))
+        return turned.x, turned.y, origin.x, origin.y
+
+    def _t_at(self, cos: float, sin: float, x: float, y: float) -> MultiPolygon:
+        """The T at a place."""
         import shapely
 
-        own, place = body._body, self._lib.cpBodyLocalToWorld
-        placed = [[(at.x, at.y) for at in (place(own, corner) for corner in corners)] for corners in self._corners]
-        return shapely.multipolygons(shapely.polygons(np.array(placed)))
+        corners, shape = self._corners
+        return shapely.set_coordinates(shape, [(cos * px - sin * py + x, sin * px + cos * py + y) for px, py in corners])
 
+    @cached_property
+    def _corners(self) -> tuple[list[tuple[float, float]], MultiPolygon]:
+        """Of the T's two boxes, in its own coordinates, the first of each again at the end; and the shape that they make."""
+        import shapely
 
-def _count_contacts(task: PushTEnv, arbiter: Arbiter, space: object, data: object) -> None:
-    from pymunk._chipmunk import lib
-
-    task.n_contact_points += lib.cpArbiterGetCount(arbiter._arbiter)
+        boxes = [[tuple(corner) for corner in shape.get_vertices()] for shape in self._task._block_shapes]
+        closed = [[*corners, corners[0]] for corners in boxes]
+        return [corner for corners in closed for corner in corners], shapely.multipolygons(shapely.polygons(np.array(closed)))
