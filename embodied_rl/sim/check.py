@@ -8,14 +8,13 @@ its spec says. ``python -m embodied_rl.catalog check SIM`` prints the report.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +24,8 @@ from embodied_rl.sim.checks import rows, seeds
 from embodied_rl.sim.checks.episodes import Failed, Part, Player, Session, Skipped, Trajectory, random_actions
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory, adapt, called
+from embodied_rl.sim.private_random import process_state_kept
+from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 
 Outcome = Literal["pass", "fail", "skip"]
 _DETERMINISM, _EXACT, _ALONE = ("determinism",), ("determinism", "history"), ("determinism", "history", "siblings", "place")
@@ -196,20 +197,9 @@ def _described(error: Exception) -> str:
 @contextmanager
 def _own_random_state() -> Iterator[None]:
     """The checks disturb the process-wide generators on purpose; give them back as they were."""
-    import random
-
-    import numpy as np
-
-    states: tuple[Any, Any] = (np.random.get_state(), random.getstate())  # noqa: NPY002
     torch = sys.modules.get("torch")
-    torch_state = torch.random.get_rng_state() if torch is not None else None
-    try:
+    with process_state_kept(), torch.random.fork_rng(devices=()) if torch is not None else nullcontext():
         yield
-    finally:
-        np.random.set_state(states[0])  # noqa: NPY002
-        random.setstate(states[1])
-        if torch is not None:
-            torch.random.set_rng_state(torch_state)
 
 
 # ---- new processes --------------------------------------------------------------------------------------------------
@@ -233,31 +223,21 @@ def _play_elsewhere(
     timeout_s: float,
     parts: Mapping[int, Part],
     num_steps: int,
-    options: Mapping[str, Any] | None,
-    snapshot: tuple[bytes, int] | None,
+    options: Mapping[str, Any] | None = None,
+    snapshot: tuple[bytes, int] | None = None,
 ) -> dict[int, Trajectory]:
     """Play `parts` in a new interpreter. With a snapshot (bytes, position), restore the one environment of `parts` from it and
     play on: then the keys of the result count episodes. A text in place of the factory is the reason why there is none."""
     if isinstance(factory, str):
         raise Skipped(factory)
     try:
-        request = json.dumps(
-            {
-                "factory": {"target": factory.target, "task": factory.task, "kwargs": dict(factory.kwargs), "extra": factory.extra},
-                "num_envs": num_envs,
-                "parts": {str(i): part.to_dict() for i, part in parts.items()},
-                "num_steps": num_steps,
-                "options": options,
-                "position": None if snapshot is None else snapshot[1],
-            }
-        )
-    except TypeError as error:
-        raise Skipped(f"the simulator's arguments cannot be written as JSON for a new process: {error}") from error
+        made = {**vars(factory), "kwargs": dict(factory.kwargs)}
+        request = encode_state((made, num_envs, {i: part.to_dict() for i, part in parts.items()}, num_steps, options, snapshot))
+    except SnapshotError as error:
+        raise Skipped(f"the simulator's arguments cannot be written down for a new process: {error}") from error
     with tempfile.TemporaryDirectory(prefix="check_sim-") as name:
         folder = Path(name)
-        (folder / "request.json").write_text(request, encoding="utf-8")
-        if snapshot is not None:
-            (folder / "snapshot.bin").write_bytes(snapshot[0])
+        (folder / "request").write_bytes(request)
         # Another hash seed: an episode must not depend on the order of a set of strings.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONHASHSEED": "20231"}
         command = [sys.executable, "-m", "embodied_rl.sim.check", str(folder)]
@@ -270,27 +250,24 @@ def _play_elsewhere(
         if done.returncode != 0:
             told = [line for line in done.stderr.splitlines() if line.strip()] or ["(it printed nothing)"]
             raise Failed(f"a new process ended with status {done.returncode}: {told[-1][:300]}")
-        return {int(path.stem): Trajectory.load(path) for path in folder.glob("*.npz")}
+        return {number: Trajectory(**told) for number, told in decode_state((folder / "answer").read_bytes()).items()}
 
 
 def _answer(folder: Path) -> None:
     """The new interpreter's side of `_play_elsewhere`."""
-    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    sim = SimFactory(**request["factory"]).make(request["num_envs"])
-    parts = {int(i): Part.from_dict(part) for i, part in request["parts"].items()}
-    player, options = Player(sim, request["num_envs"]), request["options"]
-    if request["position"] is None:
+    factory, num_envs, asked, num_steps, options, snapshot = decode_state((folder / "request").read_bytes())
+    sim, parts = SimFactory(**factory).make(num_envs), {i: Part.from_dict(part) for i, part in asked.items()}
+    player = Player(sim, num_envs)
+    if snapshot is None:
         player.reset(parts, options)
-        played = player.run(request["num_steps"])
+        played = player.run(num_steps)
     else:
         ((env_id, part),) = parts.items()
         if sim.spec.steps_together:
             player.reset({env_id: Part(0, random_actions(sim.spec, len(part.actions), 0))})
-        data = (folder / "snapshot.bin").read_bytes()
-        episodes = seeds.continued(player, env_id, data, part, request["position"], request["num_steps"], options)
-        played = dict(enumerate(episodes))
-    for number, trajectory in played.items():
-        trajectory.save(folder / f"{number}.npz")
+        data, position = snapshot
+        played = dict(enumerate(seeds.continued(player, env_id, data, part, position, num_steps, options)))
+    (folder / "answer").write_bytes(encode_state({number: vars(trajectory) for number, trajectory in played.items()}))
     sim.close()
 
 

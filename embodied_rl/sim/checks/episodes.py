@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,28 +76,6 @@ class Trajectory:
         return all(rows[row].tobytes() == other.observation[key][other_row].tobytes() for key, rows in self.observation.items()) and all(
             rows[row] == other.variables[key][other_row] for key, rows in self.variables.items()
         )
-
-    def save(self, path: Path) -> None:
-        """Write as .npz without pickled objects."""
-        arrays = {f"o/{key}": np.array(rows) for key, rows in self.observation.items()}
-        arrays |= {f"v/{key}": np.frombuffer(json.dumps(rows).encode(), np.uint8) for key, rows in self.variables.items()}
-        arrays |= {f"s/{name}": np.array(values) for name, values in self.scalars.items()}
-        with path.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-
-    @staticmethod
-    def load(path: Path) -> Trajectory:
-        found = Trajectory()
-        with np.load(path, allow_pickle=False) as arrays:
-            for name, array in arrays.items():
-                kind, _, key = name.partition("/")
-                if kind == "o":
-                    found.observation[key] = list(array)
-                elif kind == "v":
-                    found.variables[key] = json.loads(array.tobytes())
-                else:
-                    found.scalars[key] = list(array)
-        return found
 
 
 @dataclass(frozen=True)
@@ -285,8 +262,8 @@ class Elsewhere(Protocol):
         self,
         parts: Mapping[int, Part],
         num_steps: int,
-        options: Mapping[str, Any] | None,
-        snapshot: tuple[bytes, int] | None,
+        options: Mapping[str, Any] | None = None,
+        snapshot: tuple[bytes, int] | None = None,
     ) -> dict[int, Trajectory]: ...
 
 
@@ -308,7 +285,7 @@ class Session:
     ) -> None:
         self.build, self.num_envs, self.steps, self.seed = build, num_envs, steps, seed
         self.continuation_steps, self.longest_episode = continuation_steps, longest_episode
-        self._elsewhere = elsewhere
+        self.elsewhere = elsewhere
         self.broken: set[str] = set()
         self.options: dict[str, Any] | None = None
         """With which a used environment begins an episode that owes nothing to earlier ones."""
@@ -350,15 +327,6 @@ class Session:
                 yield Player(sim, self.num_envs, before=before, after_step=after_step)
         else:
             yield Player(self.sim, self.num_envs, before=before, after_step=after_step)
-
-    def elsewhere(
-        self,
-        parts: Mapping[int, Part],
-        num_steps: int,
-        options: Mapping[str, Any] | None = None,
-        snapshot: tuple[bytes, int] | None = None,
-    ) -> dict[int, Trajectory]:
-        return self._elsewhere(parts, num_steps, options, snapshot)
 
     def close(self) -> None:
         self.sim.close()
