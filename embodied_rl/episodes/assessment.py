@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -141,16 +142,17 @@ def compare(
     def summary(values: np.ndarray) -> Summary:
         return _summary(values, confidence, seed)
 
-    likelihood = summary(np.array([part.sum(axis=1).mean() for part in log_prob], np.float64))
-    num_steps = sum(map(len, recorded))
+    told = partial(
+        OpenLoop,
+        horizon=horizon,
+        num_episodes=len(recorded),
+        num_steps=sum(map(len, recorded)),
+        log_likelihood=summary(np.array([part.sum(axis=1).mean() for part in log_prob], np.float64)),
+    )
     if action.kind == "discrete":
         hits = np.array([np.mean(ours == theirs) for ours, theirs in zip(predicted, recorded, strict=True)], np.float64)
         majority = _majority([part.astype(np.int64) for part in recorded])
-        return OpenLoop(
-            horizon=horizon,
-            num_episodes=len(recorded),
-            num_steps=num_steps,
-            log_likelihood=likelihood,
+        return told(
             mse=None,
             mae=None,
             mse_by_dim=(),
@@ -167,11 +169,7 @@ def compare(
     squared, absolute = np.stack([(e**2).mean(axis=0) for e in error]), np.stack([np.abs(e).mean(axis=0) for e in error])
     tokens = [token_ids(part, action, num_bins) for part in recorded]
     hit = np.stack([(token_ids(part, action, num_bins) == t).mean(axis=0) for part, t in zip(predicted, tokens, strict=True)])
-    return OpenLoop(
-        horizon=horizon,
-        num_episodes=len(recorded),
-        num_steps=num_steps,
-        log_likelihood=likelihood,
+    return told(
         mse=summary(squared.mean(axis=1)),
         mae=summary(absolute.mean(axis=1)),
         mse_by_dim=tuple(squared.mean(axis=0).tolist()),

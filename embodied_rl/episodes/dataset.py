@@ -64,14 +64,8 @@ class Transitions:
         """One after another; at least one."""
         if len(parts) == 1:
             return parts[0]
-        return Transitions(
-            observation={key: np.concatenate([part.observation[key] for part in parts]) for key in parts[0].observation},
-            action=np.concatenate([part.action for part in parts]),
-            reward=np.concatenate([part.reward for part in parts]),
-            discount=np.concatenate([part.discount for part in parts]),
-            next_observation={key: np.concatenate([part.next_observation[key] for part in parts]) for key in parts[0].next_observation},
-            executed=None if parts[0].executed is None else np.concatenate([p.executed for p in parts if p.executed is not None]),
-        )
+        first, *others = [part.columns() for part in parts]
+        return Transitions.of_columns({name: np.concatenate([rows, *(other[name] for other in others)]) for name, rows in first.items()})
 
 
 @dataclass(frozen=True)

@@ -360,17 +360,18 @@ class EpisodeTable:
     @staticmethod
     def of(episodes: list[RecordedEpisode]) -> EpisodeTable:
         """The table of episodes in memory."""
-        tasks = np.empty(len(episodes), object)
-        tasks[:] = [episode.task for episode in episodes]
-        return EpisodeTable(
-            lengths=np.array([episode.num_steps for episode in episodes], np.int64),
-            seeds=np.array([episode.seed for episode in episodes], np.int64),
-            returns=np.array([episode.episode_return for episode in episodes], np.float64),
-            success_once=np.array([episode.success_once for episode in episodes], bool),
-            success_at_end=np.array([episode.success_at_end for episode in episodes], bool),
-            complete=np.array([episode.complete for episode in episodes], bool),
-            tasks=tasks,
+        return EpisodeTable.of_rows(
+            [(e.num_steps, e.seed, e.episode_return, e.success_once, e.success_at_end, e.complete, e.task) for e in episodes]
         )
+
+    @staticmethod
+    def of_rows(rows: Sequence[tuple[int, int, float, bool, bool, bool, str | None]]) -> EpisodeTable:
+        """Of what is known of each episode, in the order of the columns."""
+        columns = []
+        for index, dtype in enumerate((np.int64, np.int64, np.float64, bool, bool, bool, object)):
+            columns.append(np.empty(len(rows), dtype))
+            columns[-1][:] = [row[index] for row in rows]
+        return EpisodeTable(*columns)
 
 
 class Recording(ABC):

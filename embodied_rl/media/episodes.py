@@ -165,20 +165,21 @@ def beside_each_other(views: Mapping[str, np.ndarray] | Sequence[np.ndarray], si
 
 def summaries(recording: Recording) -> list[EpisodeSummary]:
     """What is known of every episode without reading it."""
+    return [_summary(recording, number) for number in range(len(recording))]
+
+
+def _summary(recording: Recording, number: int, terminated: bool = False) -> EpisodeSummary:
     table = recording.table
-    return [
-        EpisodeSummary(
-            slot=0,
-            index=number,
-            seed=int(table.seeds[number]),
-            episode_return=float(table.returns[number]),
-            length=int(table.lengths[number]),
-            success_once=bool(table.success_once[number]),
-            success_at_end=bool(table.success_at_end[number]),
-            terminated=False,
-        )
-        for number in range(len(recording))
-    ]
+    return EpisodeSummary(
+        slot=0,
+        index=number,
+        seed=int(table.seeds[number]),
+        episode_return=float(table.returns[number]),
+        length=int(table.lengths[number]),
+        success_once=bool(table.success_once[number]),
+        success_at_end=bool(table.success_at_end[number]),
+        terminated=terminated,
+    )
 
 
 def recorded_cameras(episode: RecordedEpisode) -> dict[str, Any]:
@@ -262,17 +263,7 @@ class PictureSink(Sink):
 
 
 def _empty(recording: Recording, number: int, episode: RecordedEpisode) -> FilmedEpisode:
-    spec = recording.spec
-    summary = EpisodeSummary(
-        slot=0,
-        index=number,
-        seed=episode.seed,
-        episode_return=episode.episode_return,
-        length=episode.num_steps,
-        success_once=episode.success_once,
-        success_at_end=episode.success_at_end,
-        terminated=bool(episode.terminated[-1]),
-    )
+    spec, summary = recording.spec, _summary(recording, number, terminated=bool(episode.terminated[-1]))
     return FilmedEpisode(episode.seed, episode.task or spec.task, episode.instruction or spec.instruction, summary=summary)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from embodied_rl.episodes.folder import fit_problems
 from embodied_rl.episodes.recording import EpisodeTable, Fate, FieldNote, RecordedEpisode, Recording, RecordingError, RecordingInfo
@@ -25,10 +24,8 @@ _ORDER = ("lost", "filled", "changed", "extra", "kept")
 class NoteBook:
     """Collects notes while episodes go by; the same note counts once, a worse fate of the same field wins."""
 
-    def __init__(self, notes: Iterable[FieldNote] = ()) -> None:
+    def __init__(self) -> None:
         self._notes: dict[str, FieldNote] = {}
-        for note in notes:
-            self.add(note.field, note.fate, note.note)
 
     def add(self, field: str, fate: Fate, note: str = "") -> None:
         known = self._notes.get(field)
@@ -38,9 +35,6 @@ class NoteBook:
     def __iter__(self) -> Iterator[FieldNote]:
         """Worst first, and by name."""
         return iter(sorted(self._notes.values(), key=lambda note: (_ORDER.index(note.fate), note.field)))
-
-    def notes(self) -> tuple[FieldNote, ...]:
-        return tuple(self)
 
 
 SIDE_ENTRY = "embodied_rl"
@@ -95,7 +89,7 @@ class ForeignRecording(Recording):
     format: ClassVar[str]
     """Its name among `FORMATS`."""
 
-    def __init__(self, path: Path, info: RecordingInfo, table: EpisodeTable, notes: Sequence[FieldNote] = ()) -> None:
+    def __init__(self, path: Path, info: RecordingInfo, table: EpisodeTable, notes: NoteBook) -> None:
         super().__init__(path, info, table)
         self.notes = tuple(notes)
         """What the file does not say and what stands in its place."""
@@ -113,29 +107,11 @@ class ForeignRecording(Recording):
         """Episode `number`, which there is. What it raises of other kinds than RecordingError is taken for damage."""
 
 
-@dataclass
-class TableBuilder:
-    """Collects `EpisodeTable` row by row."""
-
-    rows: list[tuple[int, int, float, bool, bool, bool, str | None]]
-
-    @staticmethod
-    def empty() -> TableBuilder:
-        return TableBuilder([])
-
-    def add(self, seed: int, reward: np.ndarray, success: np.ndarray, ended: bool, task: str | None) -> None:
-        """One episode: `reward` [T], `success` [T]."""
-        total = float(reward.sum(dtype=np.float64))
-        self.rows.append((len(reward), seed, total, bool(success.any()), bool(success[-1]), ended, task))
-
-    def table(self) -> EpisodeTable:
-        def column(index: int, dtype: npt.DTypeLike) -> np.ndarray:
-            values = np.empty(len(self.rows), dtype)
-            values[:] = [row[index] for row in self.rows]
-            return values
-
-        kinds = (np.int64, np.int64, np.float64, bool, bool, bool, object)
-        return EpisodeTable(*(column(index, kind) for index, kind in enumerate(kinds)))
+def table_row(fields: Mapping[str, Any], task: str | None) -> tuple[int, int, float, bool, bool, bool, str | None]:
+    """An episode's row for `EpisodeTable.of_rows`, from its fields [T]."""
+    reward, success = fields["reward"], fields["success"]
+    ended = bool(fields["terminated"][-1] or fields["truncated"][-1])
+    return len(reward), fields["seed"], float(reward.sum(dtype=np.float64)), bool(success.any()), bool(success[-1]), ended, task
 
 
 # ---- what files say -------------------------------------------------------------------------------------------------
@@ -144,17 +120,14 @@ class TableBuilder:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises RecordingError naming the file."""
     try:
-        data = parse_text(read_regular(path))
+        return parse_json(path, read_regular(path))
     except FileNotFoundError as error:
         raise damaged(path, "is missing") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise damaged(path, f"cannot be read as JSON ({error})") from error
-    if not isinstance(data, dict):
-        raise damaged(path, f"must hold a JSON object, holds a {type(data).__name__}")
-    return data
 
 
-def parse_json(path: Path, text: str | bytes, field: str, episode: int | None = None) -> dict[str, Any]:
+def parse_json(path: Path, text: str | bytes, field: str | None = None, episode: int | None = None) -> dict[str, Any]:
     """A JSON object in an attribute or a column. Raises RecordingError."""
     try:
         data = parse_text(text)

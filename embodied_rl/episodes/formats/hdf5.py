@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.recording import RecordedEpisode, RecordingError
+from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, RecordingError
 from embodied_rl.errors import brief, from_extra
 from embodied_rl.types import SimSpec, TensorSpec
 
@@ -225,9 +225,9 @@ class H5Recording(base.ForeignRecording):
     def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
         """Everything of an episode but observations and states, by `RecordedEpisode`'s names."""
 
-    def _survey(self, num_episodes: int, notes: base.NoteBook) -> tuple[base.TableBuilder, base.ActionBounds]:
+    def _survey(self, num_episodes: int, notes: base.NoteBook) -> tuple[EpisodeTable, base.ActionBounds]:
         """Read the small columns of all episodes once. Raises RecordingError where they have actions of different sizes."""
-        table, bounds = base.TableBuilder.empty(), base.ActionBounds()
+        rows, bounds = [], base.ActionBounds()
         for number in range(num_episodes):
             fields = self._flags(number, notes)
             action: np.ndarray = fields["action"]
@@ -239,9 +239,8 @@ class H5Recording(base.ForeignRecording):
                         self._file.path, f"has {action.shape[1]} columns, earlier episodes {bounds.low.size}", number, "actions"
                     )
                 bounds.add(action)
-            ended = bool(fields["terminated"][-1] or fields["truncated"][-1])
-            table.add(fields["seed"], fields["reward"], fields["success"], ended, fields.get("task"))
-        return table, bounds
+            rows.append(base.table_row(fields, fields.get("task")))
+        return EpisodeTable.of_rows(rows), bounds
 
     def _filled(self, name: str, length: int, notes: base.NoteBook, said: str) -> np.ndarray:
         """[T] in place of a ``reward`` or ``success`` that the file does not have."""

@@ -19,7 +19,7 @@ from embodied_rl.episodes.formats import lerobot_layout as layout
 from embodied_rl.episodes.formats.hdf5 import MAX_RATIO, SMALL_BYTES
 from embodied_rl.episodes.formats.lerobot_layout import Feature, Storage
 from embodied_rl.episodes.pictures import Frames
-from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo, last_only
+from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, RecordingInfo, last_only
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class LeRobotRecording(base.ForeignRecording):
             info = None
         table, action, several = self._survey(notes, None if info is None else info.spec.action)
         info = self._foreign_info(action, several, notes) if info is None else info
-        super().__init__(path, info, table.table(), notes.notes())
+        super().__init__(path, info, table, notes)
 
     # ---- episodes ----
 
@@ -510,10 +510,10 @@ class LeRobotRecording(base.ForeignRecording):
             else:
                 notes.add(name, "lost", "no part of an episode here")
 
-    def _survey(self, notes: base.NoteBook, action: ActionSpec | None) -> tuple[base.TableBuilder, ActionSpec, bool]:
+    def _survey(self, notes: base.NoteBook, action: ActionSpec | None) -> tuple[EpisodeTable, ActionSpec, bool]:
         """Read the small columns of all episodes once."""
         small = [feature for feature in self._features if feature.field in ("action", "reward", "success", "terminated", "truncated")]
-        table, bounds, choices = base.TableBuilder.empty(), base.ActionBounds(), -1
+        rows, bounds, choices = [], base.ActionBounds(), -1
         for number in range(len(self._places)):
             fields = self._flags(number, self._rows(number, small), notes)
             if action is None and fields["action"].dtype == np.int64:
@@ -521,7 +521,7 @@ class LeRobotRecording(base.ForeignRecording):
             elif action is None and fields["action"].dtype != object:
                 bounds.add(fields["action"])
             task = self._side_episodes[number]["task"] if self._side_episodes is not None else None
-            table.add(fields["seed"], fields["reward"], fields["success"], bool(fields["terminated"][-1] or fields["truncated"][-1]), task)
+            rows.append(base.table_row(fields, task))
         if action is None:
             action = self._action_spec(bounds, choices, notes)
         notes.add("observation", "filled", "the format has none after the last step; the last one stands twice")
@@ -529,7 +529,7 @@ class LeRobotRecording(base.ForeignRecording):
             notes.add("state", "filled", "the format has none after the last step; NaN")
         if self._side_episodes is None:
             notes.add("seed", "filled", "the format has none; negative numbers, one for each episode")
-        return table, action, len(set(self._episode_tasks)) > 1
+        return EpisodeTable.of_rows(rows), action, len(set(self._episode_tasks)) > 1
 
     def _action_spec(self, bounds: base.ActionBounds, choices: int, notes: base.NoteBook) -> ActionSpec:
         feature = next(feature for feature in self._features if feature.field == "action")

@@ -127,12 +127,8 @@ def write(recording: Recording, folder: Path, target: Path, advance: Advance, vi
         for part in target.iterdir():
             part.rename(folder / part.name)
         for attempt in folder.glob("attempt_*"):
-            _remove(attempt)
+            shutil.rmtree(attempt)
         return notes
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder)
 
 
 class _Writer:
@@ -180,7 +176,7 @@ class _Writer:
                 for files in self._videos.values():
                     files.close()
         self._write_meta()
-        return self._notes.notes()
+        return tuple(self._notes)
 
     def _add(self, number: int, episode: RecordedEpisode) -> dict[str, Any]:
         """Write one episode's rows and pictures; returns its row of ``meta/episodes``."""

@@ -69,7 +69,7 @@ class ManiSkillRecording(H5Recording):
         except BaseException:
             self._file.close()
             raise
-        super().__init__(h5_path, info, table.table(), notes.notes())
+        super().__init__(h5_path, info, table, notes)
 
     def _episode(self, number: int) -> RecordedEpisode:
         return self._read(number, base.NoteBook())
@@ -228,7 +228,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: base.Advanc
     entries = _write_h5(folder / f"{NAME}.h5", recording, kept, notes, advance)
     document = _document(recording, notes) | {"episodes": entries, base.SIDE_ENTRY: base.side_info(recording.info, kept)}
     (folder / f"{NAME}.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
-    return notes.notes()
+    return tuple(notes)
 
 
 def _write_h5(

@@ -185,7 +185,7 @@ class MinariRecording(H5Recording):
         except BaseException:
             file.close()
             raise
-        super().__init__(folder, info, table.table(), notes.notes())
+        super().__init__(folder, info, table, notes)
 
     def _episode(self, number: int) -> RecordedEpisode:
         notes = base.NoteBook()
@@ -341,7 +341,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: base.Advanc
     _write_h5(data, recording, kept, notes, seen, advance)
     metadata = _metadata(recording, kept, name, seen) | {"dataset_size": round(data.stat().st_size / 1e6, 1)}
     (data.parent / METADATA_FILE).write_text(json.dumps(metadata), encoding="utf-8")
-    return notes.notes()
+    return tuple(notes)
 
 
 def dataset_id(target: Path) -> str:

@@ -73,7 +73,7 @@ class RobomimicRecording(H5Recording):
         except BaseException:
             file.close()
             raise
-        super().__init__(file.path, info, table.table(), notes.notes())
+        super().__init__(file.path, info, table, notes)
 
     def _episode(self, number: int) -> RecordedEpisode:
         return self._read(number, base.NoteBook(), self._keys)
@@ -237,7 +237,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: base.Advanc
     for field in _FLAGS:
         notes.add(field, "extra", f"{base.SIDE_ENTRY}/{field}; 'dones' says only that the episode ended")
     _write_h5(folder / NAME, recording, notes, advance)
-    return notes.notes()
+    return tuple(notes)
 
 
 def _write_h5(path: Path, recording: Recording, notes: base.NoteBook, advance: base.Advance) -> None:

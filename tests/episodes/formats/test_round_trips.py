@@ -191,7 +191,9 @@ def test_unknown_formats_and_paths(tmp_path: Path) -> None:
 
 
 def test_the_worse_fate_of_a_field_wins() -> None:
-    book = NoteBook([FieldNote("a", "kept"), FieldNote("b", "lost", "gone")])
+    book = NoteBook()
+    book.add("a", "kept")
+    book.add("b", "lost", "gone")
     book.add("a", "changed", "rounded")
     book.add("b", "kept")
     assert [str(note) for note in book] == ["lost    b: gone", "changed a: rounded"]
