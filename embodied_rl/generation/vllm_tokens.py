@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from embodied_rl.errors import UserError, from_extra
 from embodied_rl.generation.tokens import (
@@ -32,7 +28,6 @@ from embodied_rl.generation.tokens import (
     GenerationRequest,
     Growing,
     Stepwise,
-    TokenCache,
     check_new_ids,
     context_room,
     derive_seed,
@@ -76,10 +71,6 @@ def scannable_modules() -> Iterator[None]:
         looking.sys = sys
 
 
-Call = Callable[..., Any]
-"""(name of a method of the engine, arguments …) → what it returns, once it has."""
-
-
 class Sleeper:
     """Puts an engine to sleep and wakes it.
 
@@ -87,12 +78,12 @@ class Sleeper:
     `frees` is False.
     """
 
-    def __init__(self, call: Call, *, on_processors: bool) -> None:
+    def __init__(self, engine: Any, *, on_processors: bool) -> None:
         self.frees = not on_processors
         self.device = torch.device("cpu" if on_processors else "cuda")
         self.asleep = False
-        self._call, self._weights_are_here = call, True
-        self._bytes = sum(call("collective_rpc", "embodied_cache_bytes"))
+        self._engine, self._weights_are_here = engine, True
+        self._bytes = sum(engine.collective_rpc("embodied_cache_bytes"))
 
     @property
     def cache_bytes(self) -> int:
@@ -104,96 +95,21 @@ class Sleeper:
         if self.asleep:
             return 0
         before = self.cache_bytes
-        self._call("sleep", level=1, mode="keep")
+        self._engine.sleep(level=1, mode="keep")
         self.asleep, self._weights_are_here = True, False
         return before - self.cache_bytes
 
     def wake_weights(self) -> None:
         """New weights are about to be written over the old ones, which must be there for that."""
         if not self._weights_are_here:
-            self._call("wake_up", tags=["weights"])
+            self._engine.wake_up(tags=["weights"])
             self._weights_are_here = True
 
     def wake(self) -> None:
         """Go on where `sleep` stopped."""
         if self.asleep:
-            self._call("wake_up", tags=["kv_cache"] if self._weights_are_here else None)
+            self._engine.wake_up(tags=["kv_cache"] if self._weights_are_here else None)
             self.asleep, self._weights_are_here = False, True
-
-
-class Sleeps(TokenCache):
-    """What a backend whose engine can sleep reports about it."""
-
-    _sleeper: Sleeper
-
-    @property
-    def can_free_memory(self) -> bool:
-        """Whether `release_memory` gives memory back: on GPUs."""
-        return self._sleeper.frees
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model and its cache lie."""
-        return self._sleeper.device
-
-    @property
-    def cache_bytes(self) -> int:
-        """What keys and values take now."""
-        return self._sleeper.cache_bytes
-
-
-_BUCKET_BYTES = 2**30
-
-
-def load_in_place(call: Callable[[], object]) -> None:
-    """Raises UserError, in one line, when the engine refuses a tensor."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        call()
-    except EngineDeadError:
-        raise
-    except Exception as error:  # an engine in another process reports whatever happened there as a bare Exception
-        raise UserError(f"vLLM cannot take the new weights; those it serves may be half replaced: {first_line(error)}") from error
-
-
-def load_files(tensors: Iterable[tuple[str, Any]], call: Callable[[str], object]) -> None:
-    """Call `call` with the path of one file of tensors after another. Raises as `load_in_place` does."""
-    with _Exchange() as exchange:
-        for path in exchange.files(tensors):
-            load_in_place(partial(call, str(path)))
-
-
-class _Exchange:
-    """A folder in shared memory, where there is one, through which tensors reach vLLM's workers."""
-
-    def __enter__(self) -> _Exchange:
-        shared = Path("/dev/shm")
-        self._folder = Path(tempfile.mkdtemp(prefix="embodied_weights_", dir=shared if os.access(shared, os.W_OK) else None))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def files(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[Path]:
-        """A file of about a gibibyte at a time; each is gone when the next one is asked for."""
-        bucket: dict[str, Any] = {}
-        size = 0
-        for name, tensor in tensors:
-            whole = tensor.detach().contiguous().cpu()
-            bucket[name] = whole
-            size += whole.numel() * whole.element_size()
-            if size >= _BUCKET_BYTES:
-                yield from self._written(bucket)
-                bucket, size = {}, 0
-        if bucket:
-            yield from self._written(bucket)
-
-    def _written(self, bucket: dict[str, Any]) -> Iterator[Path]:
-        path = self._folder / "weights.safetensors"
-        save_file(bucket, path)
-        yield path
-        path.unlink()
 
 
 # ---- vision-language models -------------------------------------------------------------------------------------------
@@ -295,14 +211,15 @@ def keep_transformers_classes() -> None:
     setattr(base, "support_torch_compile", lambda **_: lambda cls: cls)  # noqa: B010  # an assignment is an error to type checkers
 
 
-Engine = TypeVar("Engine")
-
 _EXTENSION = "embodied_rl.generation.vllm_worker.WorkerExtension"
 SAMPLING_COLUMN = -1
 """In the worker's answers: stands where a token id would, with the log-probability under the distribution that was drawn from."""
 MAX_TOP_LOGPROBS = 20
-_START_S = 600.0
 _MAX_TEMPERATURE = 2.0
+_GPU_MEMORY_SHARE = 0.5
+"""Of a GPU, for weights and cache together."""
+_CPU_CACHE_GIB = "1"
+"""Of the key-value cache on a CPU."""
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
@@ -313,22 +230,10 @@ class VLLMOptions:
     model: str
     """Folder of the model; the weights that version 0 samples with."""
     dtype: str = "float32"
-    max_context: int | None = None
-    """Tokens of prompt and answer together; None: the model's own."""
     max_batch: int = 64
-    gpu_memory_share: float = 0.5
-    """Of a GPU, for weights and cache together."""
-    cpu_cache_gib: int = 1
-    """Of the key-value cache on a CPU."""
-    tensor_parallel: int = 1
-    eager: bool = True
-    """False compiles the model and captures graphs: slower to start, faster to run on GPUs."""
     seed: int = 0
     """Of requests that bring none."""
-    version: int = 0
     on_update: Literal["recompute", "keep"] = "recompute"
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's EngineArgs."""
 
 
 def _on_processors() -> bool:
@@ -338,26 +243,24 @@ def _on_processors() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _vision(options: VLLMOptions) -> VLLMVision | None:
-    """Raises UserError for a folder that lacks something, and for vision-language models that cannot be served here."""
-    check_model_folder(Path(options.model))
-    return VLLMVision.of(Path(options.model))
-
-
 def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[str, Any]:
     # Read by vLLM when the engine starts; what the user has set stands.
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cpu_cache_gib))
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    _import_vllm()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with from_extra("The vllm backend", "vllm-cpu"):
+        import vllm  # noqa: F401
     return {
         "model": options.model,
         "dtype": options.dtype,
-        "max_model_len": options.max_context,
         "max_num_seqs": options.max_batch,
-        "gpu_memory_utilization": options.gpu_memory_share,
-        "tensor_parallel_size": options.tensor_parallel,
-        "enforce_eager": options.eager,
+        "gpu_memory_utilization": _GPU_MEMORY_SHARE,
+        # Compiled it would be slower to start, and faster to run on GPUs.
+        "enforce_eager": True,
+        "distributed_executor_backend": "uni",
+        # Otherwise a step's tokens come out one call after they were sampled, perhaps behind new weights.
+        "async_scheduling": False,
         "seed": options.seed,
         # A tokenizer is needed for structures only.
         "skip_tokenizer_init": not _has_tokenizer(options),
@@ -373,7 +276,6 @@ def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[s
         # Its build for processors has no such memory.
         "enable_sleep_mode": not _on_processors(),
         **({} if vision is None else vision.engine_arguments()),
-        **options.extra,
     }
 
 
@@ -385,19 +287,16 @@ def _has_tokenizer(options: VLLMOptions) -> bool:
     return True
 
 
-def _import_vllm() -> None:
-    with from_extra("The vllm backend", "vllm-cpu"):
-        import vllm  # noqa: F401
+def _started(options: VLLMOptions, arguments: dict[str, Any]) -> Any:
+    """The engine. Raises UserError, in one line, when vLLM refuses the model or the machine."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
 
-
-def _start(make: Callable[[], Engine], options: VLLMOptions) -> Engine:
-    """Raises UserError, in one line, when vLLM refuses the model or the machine."""
     try:
         with scannable_modules():
-            return make()
+            return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, ImportError) as error:
-        lines = [line for line in str(error).strip().splitlines() if line.strip()]
-        raise UserError(f"vLLM cannot serve '{options.model}': {lines[0] if lines else type(error).__name__}") from error
+        raise UserError(f"vLLM cannot serve '{options.model}': {first_line(error)}") from error
 
 
 def _sampling(request: GenerationRequest, room: ContextRoom, options: VLLMOptions) -> Any:
@@ -454,7 +353,7 @@ class _Answer(Growing):
                 self.top.append(sorted(told, key=lambda one: -one[1])[:count])
 
 
-class VLLMTokens(Stepwise, Sleeps):
+class VLLMTokens(Stepwise):
     """vLLM's engine in this process; `poll` runs its steps. Implements `TokenBackend`.
 
     The simplest to debug, and weights are handed over without a copy between processes.
@@ -463,28 +362,19 @@ class VLLMTokens(Stepwise, Sleeps):
     def __init__(self, options: VLLMOptions) -> None:
         """Load the model and start the engine. Raises MissingExtraError; UserError: the folder lacks something, or vLLM refuses it."""
         super().__init__()
-        self._vision = _vision(options)
+        check_model_folder(Path(options.model))
+        self._vision = VLLMVision.of(Path(options.model))
         arguments = _engine_arguments(options, self._vision)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-
-        if options.tensor_parallel == 1:
-            arguments.setdefault("distributed_executor_backend", "uni")
         if self._vision is not None:
             keep_transformers_classes()
-        # Otherwise a step's tokens come out one call after they were sampled, perhaps behind new weights.
-        arguments.setdefault("async_scheduling", False)
-        self._engine: Any = _start(lambda: LLMEngine.from_engine_args(EngineArgs(**arguments)), options)
-        self._options, self._version = options, options.version
+        self._engine = _started(options, arguments)
+        self._options, self._version = options, 0
         self._can_constrain = _has_tokenizer(options)
         self._context = int(self._engine.model_config.max_model_len)
         if self._vision is not None:
             self._engine.collective_rpc("embodied_exclude_token", args=(self._vision.inputs.image_token_id,))
         self._answers: dict[str, _Answer] = {}
-        self._sleeper = Sleeper(
-            lambda name, *arguments, **settings: getattr(self._engine, name)(*arguments, **settings), on_processors=_on_processors()
-        )
+        self._sleeper = Sleeper(self._engine, on_processors=_on_processors())
         self._paused_before = False
 
     @property
@@ -558,15 +448,30 @@ class VLLMTokens(Stepwise, Sleeps):
         """See `TokenBackend.load_weights`: between two steps, tensor by tensor."""
         with self._turn():
             self._sleeper.wake_weights()
-            if self._options.tensor_parallel == 1:
-                load_in_place(lambda: self._engine.collective_rpc("embodied_load_tensors", args=(tensors,)))
-            else:
-                load_files(tensors, lambda path: self._engine.collective_rpc("embodied_load_file", args=(path,)))
+            try:
+                self._engine.collective_rpc("embodied_load_tensors", args=(tensors,))
+            except Exception as error:  # whatever the model's own code raises
+                raise UserError(f"vLLM cannot take the new weights; those it serves may be half replaced: {first_line(error)}") from error
             if self._options.on_update == "recompute":
                 self._engine.reset_prefix_cache(reset_running_requests=True)
             if self._vision is not None:
                 self._engine.reset_encoder_cache()
             self._version = version
+
+    @property
+    def can_free_memory(self) -> bool:
+        """Whether `release_memory` gives memory back: on GPUs."""
+        return self._sleeper.frees
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and its cache lie."""
+        return self._sleeper.device
+
+    @property
+    def cache_bytes(self) -> int:
+        """What keys and values take now."""
+        return self._sleeper.cache_bytes
 
     def release_memory(self) -> int:
         """Sleep (`Sleeper.sleep`), and sample nothing until `restore_memory`; returns the bytes of keys and values that were freed."""

@@ -14,7 +14,6 @@ import torch
 import vllm._custom_ops
 import vllm.model_executor.layers.utils
 import vllm.v1.worker.gpu_model_runner
-from safetensors import safe_open
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
@@ -91,8 +90,3 @@ class WorkerExtension:
     def embodied_exclude_token(self, token_id: int) -> None:
         """Sample it never more; see `VisionInputs.exclude`."""
         self.model_runner.sampler.embodied_excluded = token_id
-
-    def embodied_load_file(self, path: str) -> int:
-        """The same from a safetensors file, which several workers may read at once."""
-        with safe_open(path, framework="pt") as file:
-            return self.embodied_load_tensors((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118  # no mapping
