@@ -149,7 +149,6 @@ class RunSummary:
     """The final one."""
     loggers: LoggerGroup | None = None
     """Given the video and closed before the closing text is printed."""
-    peak_memory_gib: float | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     """Further figures for results.json."""
     time_for_films: bool = True

@@ -22,11 +22,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from embodied_rl.errors import UserError
 from embodied_rl.files import cannot_write, fsync
 
 _FLUSH_EVERY = 512
 """Events that are held in memory before they go to the file."""
+MOST_EVENTS = 2_000_000
+"""Further ones are counted (`Timeline.num_dropped`), not written: a file beyond 300 MB cannot be looked at any more."""
 _HEAD = '{"displayTimeUnit":"ms","traceEvents":[\n'
 
 
@@ -40,8 +41,6 @@ class Shares:
     """{role: share of the time in which at least one of its spans was open}"""
     devices: Mapping[str, float]
     """{device: the same, over all roles that use it}"""
-    num_dropped: int = 0
-    """Events that the file has no room for (`max_events`); the shares still count them."""
 
     @property
     def bubble(self) -> float:
@@ -83,21 +82,17 @@ class _Busy:
 class Timeline:
     """Writes spans and counters as they end; safe to call from several threads. The file appears whole, under its name, on `close`."""
 
-    def __init__(self, path: Path, *, devices: Mapping[str, str] | None = None, max_events: int = 2_000_000) -> None:
+    def __init__(self, path: Path, *, devices: Mapping[str, str] | None = None) -> None:
         """
         Args:
             path: of the JSON file. Until `close` it is written beside its place.
             devices: {role: device it computes on}; roles that share one have their spans joined in its utilisation.
-            max_events: further ones are counted, not written: a file beyond 300 MB cannot be looked at any more.
 
         Raises:
-            UserError: the file cannot be written, or max_events is not at least 1.
+            UserError: the file cannot be written.
         """
-        if max_events < 1:
-            raise UserError(f"max_events of a timeline must be >= 1, got {max_events}.")
         self.path = path
         self._devices = dict(devices or {})
-        self._max_events = max_events
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._roles: dict[str, int] = {}
@@ -117,10 +112,6 @@ class Timeline:
 
     # ---- events -----------------------------------------------------------------------------------------------------
 
-    def span(self, role: str, name: str, **arguments: float | str) -> _Span:
-        """A context manager: one bar of `role`, from its begin to its end, in this thread's row."""
-        return _Span(self, role, name, arguments)
-
     def record(self, role: str, name: str, begin_ns: int, end_ns: int) -> None:
         """A bar that is over, in nanoseconds of `time.perf_counter_ns`; those of one role come in their order and do not overlap."""
         self._begin(role, begin_ns)
@@ -135,10 +126,6 @@ class Timeline:
             event = {"ph": "C", "pid": os.getpid(), "tid": 0, "ts": self._micros(now), "name": name, "args": values}
             self._write(event)
 
-    def histogram(self, name: str, values: Mapping[int, int]) -> None:
-        """A distribution at this moment, ``{age: how many}``, as stacked curves."""
-        self.counter(name, **{str(key): float(count) for key, count in sorted(values.items())})
-
     def curves_of(self, metrics: Mapping[str, float]) -> None:
         """Queue lengths and ages out of a run's metrics (`rollout.queue_pump.batch_figures`), as curves."""
         lengths = {name: metrics[key] for name in ("ready", "held", "in_flight") if (key := f"groups/{name}") in metrics}
@@ -147,7 +134,7 @@ class Timeline:
         for place in ("groups", "rollout"):
             found = {key.removeprefix(f"{place}/age_"): value for key, value in metrics.items() if key.startswith(f"{place}/age_")}
             if ages := {int(age): int(count) for age, count in found.items() if age.isdigit()}:
-                self.histogram(f"{place} by age", ages)
+                self.counter(f"{place} by age", **{str(age): float(count) for age, count in sorted(ages.items())})
 
     def shares(self) -> Shares:
         """Of everything until now; spans that are open count up to now."""
@@ -156,7 +143,7 @@ class Timeline:
             elapsed = max(now - self._first_ns, 1) if self._first_ns is not None else 1
             of = {role: busy.at(now) / elapsed for role, busy in sorted(self._busy.items())}
             devices = {device: busy.at(now) / elapsed for device, busy in sorted(self._device_busy.items())}
-            return Shares(elapsed / 1e9 if self._first_ns is not None else 0.0, of, devices, self.num_dropped)
+            return Shares(elapsed / 1e9 if self._first_ns is not None else 0.0, of, devices)
 
     def close(self) -> None:
         """Complete the file and put it in its place; may be called twice. Raises UserError where that fails."""
@@ -219,7 +206,7 @@ class Timeline:
     def _write(self, event: Mapping[str, Any]) -> None:
         if self._file is None:
             return
-        if self._num_events >= self._max_events:
+        if self._num_events >= MOST_EVENTS:
             self.num_dropped += 1
             return
         self._num_events += 1
@@ -277,25 +264,15 @@ def record(role: str, name: str, begin_ns: int, end_ns: int) -> None:
 
 
 @contextmanager
-def timeline_to(path: Path, *, devices: Mapping[str, str] | None = None, max_events: int = 2_000_000) -> Iterator[Timeline]:
+def timeline_to(path: Path, *, devices: Mapping[str, str] | None = None) -> Iterator[Timeline]:
     """Record this process's `span`s and `counter`s until the block ends, also where it ends with an error.
     Raises UserError: the file cannot be written; RuntimeError: one is open already."""
     global _current
     if _current is not None:
         raise RuntimeError(f"A timeline is being written to '{_current.path}' already.")
-    with Timeline(path, devices=devices, max_events=max_events) as timeline:
+    with Timeline(path, devices=devices) as timeline:
         _current = timeline
         try:
             yield timeline
         finally:
             _current = None
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a Chrome trace. Raises UserError where the file is not one."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        events = document["traceEvents"] if isinstance(document, dict) else document
-        return [event for event in events if isinstance(event, dict)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"'{path}' is not a timeline (Chrome trace JSON): {error!r}.") from error

@@ -79,9 +79,7 @@ def step_returns(
     return returns
 
 
-def anchor_groups(
-    *, anchor: Sequence[Any], group: Tensor, similarity: float | None = None, rows: Tensor | None = None, autojunk: bool = False
-) -> Tensor:
+def anchor_groups(*, anchor: Sequence[Any], group: Tensor, similarity: float | None = None, rows: Tensor | None = None) -> Tensor:
     """Number the clusters of equal (or similar) anchors inside each episode group; equal states of two groups are never merged.
 
     Args:
@@ -91,8 +89,6 @@ def anchor_groups(
             the first cluster of its group to whose *first member* its ``difflib.SequenceMatcher`` ratio, 0 to 1, is at least this;
             or opens a new one. The clusters then depend on the order of rows.
         rows: [B] bool, rows that count; None: all. Each of the others gets its own cluster.
-        autojunk: difflib's heuristic, which leaves frequent characters of strings over 200 out. It is off, because nearly equal
-            long texts can get a ratio near 0 with it; published code has it on.
 
     Returns:
         [B] int64 cluster numbers, unique over the batch, on the device of `group`.
@@ -105,7 +101,7 @@ def anchor_groups(
     if similarity is not None and not 0.0 < similarity <= 1.0:
         raise ValueError(f"similarity must be in (0, 1] or None, got {similarity}.")
     counted = [True] * len(anchor) if rows is None else rows.tolist()
-    place = _exact_places() if similarity is None else _similar_places(similarity, autojunk)
+    place = _exact_places() if similarity is None else _similar_places(similarity)
     clusters: dict[Hashable, int] = {}
     numbers = []
     for row, (observation, owner) in enumerate(zip(anchor, group.tolist(), strict=True)):
@@ -246,7 +242,7 @@ def _exact_places() -> Callable[[int, Any, int], Hashable]:
     return lambda owner, observation, row: anchor_key(observation)
 
 
-def _similar_places(similarity: float, autojunk: bool) -> Callable[[int, Any, int], Hashable]:
+def _similar_places(similarity: float) -> Callable[[int, Any, int], Hashable]:
     matchers: dict[int, list[SequenceMatcher[str]]] = {}
     known: dict[tuple[int, str], int] = {}
 
@@ -261,8 +257,9 @@ def _similar_places(similarity: float, autojunk: bool) -> Callable[[int, Any, in
         clusters = matchers.setdefault(owner, [])
         number = next((index for index, matcher in enumerate(clusters) if _is_similar(matcher, observation, similarity)), len(clusters))
         if number == len(clusters):
-            # difflib prepares its second text, which stays, and reads through the first.
-            clusters.append(SequenceMatcher(None, "", observation, autojunk))
+            # difflib prepares its second text, which stays, and reads through the first. Without its heuristic, which
+            # published code has: it leaves out frequent characters of strings over 200, and nearly equal texts can get a ratio near 0.
+            clusters.append(SequenceMatcher(None, "", observation, autojunk=False))
         known[owner, observation] = number
         return number
 

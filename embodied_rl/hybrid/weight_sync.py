@@ -8,9 +8,8 @@ place. Destinations differ in where they live: another process of this machine (
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,18 +30,7 @@ class Published:
     seconds: float
 
 
-class TakesWeights(Protocol):
-    """Token backends, and whatever else loads weights in place."""
-
-    def load_weights(self, version: int, tensors: NamedTensors) -> None: ...
-
-
 # ---- what is sent -------------------------------------------------------------------------------------------------------
-
-
-def only(tensors: NamedTensors, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of these names."""
-    return ((name, tensor) for name, tensor in tensors if wanted(name))
 
 
 def is_lora(name: str) -> bool:

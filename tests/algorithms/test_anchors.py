@@ -140,7 +140,6 @@ def test_long_texts_keep_their_frequent_characters() -> None:
     assert SequenceMatcher(None, left, right).ratio() < 0.5
     group = torch.zeros(2, dtype=torch.long)
     assert anchor_groups(anchor=[left, right], group=group, similarity=0.95).tolist() == [0, 0]
-    assert anchor_groups(anchor=[left, right], group=group, similarity=0.95, autojunk=True).tolist() == [0, 1]
 
 
 def test_rows_that_do_not_count_are_alone() -> None:

@@ -28,7 +28,6 @@ from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
 from embodied_rl.roles.worker import RolloutWorker
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.timeline import read_events
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import Episode, Rollout
 from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, TWO_POLES, Naps, configured, curve, trained
@@ -153,7 +152,8 @@ def test_a_robots_run_trains_while_the_other_half_plays(tmp_path: Path) -> None:
     assert rows[-1]["multiplex/moved"] >= 0
     assert sum(row["multiplex/overlap_s"] for row in rows) > 0, "nobody played while training"
     assert all(0 <= row["multiplex/bubble"] <= 1 for row in rows)
-    bars = {(event["cat"], event["name"]) for event in read_events(tmp_path / "timeline.json") if event.get("ph") == "X"}
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    bars = {(event["cat"], event["name"]) for event in events if event.get("ph") == "X"}
     assert {("host 0", "generation"), ("host 0", "training"), ("host 1", "generation")} <= bars
     assert ("host 1", "training") not in bars, "it was not lent"
 
