@@ -30,8 +30,8 @@ EXAMPLES = (
     ("rollout_loss", f"{CARTPOLE} algorithm.loss=gspo", "algorithm.loss='gspo' is offered on whole episodes ("),
     ("old_without_ratio", f"{CARTPOLE} algorithm.loss=policy_gradient", "has no ratio and takes old decisions for new ones"),
     ("weighed_normalisation", f"{OWN_LOSS} algorithm.normalize_advantage=minibatch", "set normalize_advantage=batch"),
-    ("rollout_reward", f"{CARTPOLE} algorithm.reward.std=batch", "which a fixed rollout cuts at its end"),
-    ("recorded_reward", f"{CARTPOLE} algorithm=iql algorithm.reward.scale=2", "learns from stored steps or actions, as they are"),
+    ("rollout_reward", f"{CARTPOLE} algorithm.reward.std=batch", "which rollouts and stored steps do not show"),
+    ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.reward.scale=2", "imitates actions without looking at any"),
     ("initialized_rollouts", f"{CARTPOLE} algorithm.initialized.share=0.5", "choose a method with groups"),
     (
         "minibatch_of_a_rollout",
@@ -76,7 +76,7 @@ EXAMPLES = (
     # robots
     ("robot_tokens", f"{GROUPS} generation=tokens_torch", "generation.backend='tokens_torch' samples tokens"),
     ("robot_player", f"{CARTPOLE} algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
-    ("warm_start_of_recordings", f"{CARTPOLE} algorithm=bc algorithm.warm_start={{episodes:1}}", "algorithm=bc learns from recordings"),
+    ("warm_start_of_cloning", f"{CARTPOLE} algorithm=bc algorithm.warm_start={{episodes:1}}", "algorithm=bc does nothing else"),
     ("small_without_chunks", f"{CARTPOLE} algorithm.ratio=action", "need a policy that acts in chunks"),
     ("small_head_learning_rate", f"{GROUPS} algorithm.head_learning_rate=1", "policy.name='actor_critic' has none: set it null"),
     ("no_model_folder", "sim=pixel_tasks policy=openvla policy.path=nowhere", "policy.path='nowhere' is no folder"),
@@ -149,7 +149,6 @@ EXAMPLES = (
         "trains where they are: in the driver",
     ),
     ("players_of_starts", f"{GROUPS} {APART} hybrid.players=2 algorithm.initialized.share=0.5", "each player knows its own only. The"),
-    ("multiplexed_starts", f"{GROUPS} hybrid=multiplexed algorithm.initialized.share=0.5", "slots of a lent host wait. The nearest"),
     ("apart_offload", f"{CARTPOLE} hybrid=ray hybrid.offload=[gradients]", "nothing is gained by moving what is there. Leave parameters,"),
     # players
     ("players_of_one_process", f"{GROUPS} hybrid.players=2", "and with hybrid.placement=collocated what plays is one already"),

@@ -104,6 +104,11 @@ class ReturnNormalizer:
     ) -> np.ndarray:
         """Fold in rewards [T, N] with dones [T, N]; return them normalised, in the same type. `mask`: [T, N] that count; None: all.
         `steps`: [T, N, K] that these are the sums of, to be divided and returned in their place."""
+        self.fold(reward, done, mask)
+        return self.divided(reward if steps is None else steps)
+
+    def fold(self, reward: np.ndarray, done: np.ndarray, mask: np.ndarray | None = None) -> None:
+        """Count rewards [T, N] with dones [T, N]."""
         from embodied_rl.algorithms.kernels import discounted_returns_kernel
 
         if self.carried is None or self.carried.shape != reward.shape[1:]:
@@ -111,8 +116,10 @@ class ReturnNormalizer:
         returns = np.empty(reward.shape, np.float64)
         discounted_returns_kernel(reward, done, self.gamma, self.carried, returns)
         self.moments = self.moments.merge(Moments.of(returns, mask))
-        divided = (reward if steps is None else steps) / np.sqrt(self.var + self.eps)
-        return np.clip(divided, -self.clip, self.clip).astype(reward.dtype)
+
+    def divided(self, reward: np.ndarray) -> np.ndarray:
+        """Rewards by what was counted so far, clipped, in the same type."""
+        return np.clip(reward / np.sqrt(self.var + self.eps), -self.clip, self.clip).astype(reward.dtype)
 
     def restart_episodes(self) -> None:
         """Forget the returns of running episodes, not the statistics."""

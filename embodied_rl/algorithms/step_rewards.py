@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.kl import KlCoefficient, kl_estimate
@@ -76,6 +78,10 @@ class StepRewards:
         reward, figures = self.kl.penalized(reward, kl, mask)
         price = self.config.reward.length_penalty
         return (reward - price * (1.0 if mask is None else mask)) if price else reward, figures
+
+    def of_steps(self, reward: np.ndarray) -> np.ndarray:
+        """Stored steps' rewards, any shape: clipped, scaled, less what each costs; `reward_normalizer` divides them when they are drawn."""
+        return self.less_costs(self.scaled(torch.tensor(reward), None), None, None)[0].numpy()
 
     def state_dict(self) -> dict[str, Any]:
         """What resuming needs, JSON-able."""

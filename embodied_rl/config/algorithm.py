@@ -368,7 +368,7 @@ class AlgorithmConfig(Config, place="algorithm"):
     normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
     reward_clip: Positive = 10.0
-    """With normalize_reward: normalised rewards are cut to ± this."""
+    """With normalize_reward: normalised rewards are cut to ± this (of stored steps, their sum over `off_policy.n_step` decisions)."""
 
     @classmethod
     def from_value(cls, value: object, where: str | None = None) -> Self:

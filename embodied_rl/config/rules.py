@@ -109,17 +109,17 @@ _FIXED_ROLLOUTS = (
         "again: set normalize_advantage=batch.",
     ),
     Rule(
-        "rollout_reward",
-        _without_groups(lambda run: run.algorithm.on_policy and run.shapes_returns),
-        "algorithm.reward.mean, .std, .group_by and .truncated are about returns of whole episodes, which a fixed rollout cuts at its end, "
-        "and .overlong_* about answers as text: set algorithm.groups, or algorithm.normalize_reward (.clip, .scale and .length_penalty "
-        "are about single steps, and go with rollouts).",
+        "cloned_reward",
+        lambda run: run.algorithm.cloning is not None and (run.algorithm.reward != RewardConfig() or run.algorithm.normalize_reward),
+        "algorithm.reward and algorithm.normalize_reward shape rewards, and algorithm={algorithm.name} imitates actions without looking at "
+        "any: leave them out.",
     ),
     Rule(
-        "recorded_reward",
-        lambda run: not run.algorithm.on_policy and (run.algorithm.reward != RewardConfig() or run.algorithm.normalize_reward),
-        "algorithm.reward and algorithm.normalize_reward shape the rewards of what was just played; algorithm={algorithm.name} learns from "
-        "stored steps or actions, as they are: leave them out.",
+        "rollout_reward",
+        _without_groups(lambda run: run.shapes_returns),
+        "algorithm.reward.mean, .std, .group_by and .truncated are about returns of whole episodes, which rollouts and stored steps do not "
+        "show, and .overlong_* about answers as text: set algorithm.groups, or algorithm.normalize_reward (.clip, .scale and "
+        ".length_penalty are about single steps, and go with both).",
     ),
     Rule(
         "initialized_rollouts",
@@ -319,9 +319,9 @@ _ROBOTS = (
         "task's expert (algorithm.recorded.expert) or recording=…: set player=null.",
     ),
     Rule(
-        "warm_start_of_recordings",
-        lambda run: not run.speaks and run.algorithm.warm_start is not None and not run.algorithm.on_policy,
-        "algorithm.warm_start comes before learning by playing; algorithm={algorithm.name} learns from recordings.",
+        "warm_start_of_cloning",
+        lambda run: not run.speaks and run.algorithm.warm_start is not None and run.algorithm.cloning is not None,
+        "algorithm.warm_start clones the task's expert first, and algorithm={algorithm.name} does nothing else: leave it out.",
     ),
     Rule(
         "small_without_chunks",
@@ -484,12 +484,6 @@ _HERE = (
         lambda run: not run.on_ray and run.kind == "multiplexed" and run.machine.gpus and any(not task.speaks for task in run.tasks),
         "hybrid.placement=multiplexed moves unfinished answers between GPUs, and a robot's policy answers in one pass: on GPUs it is "
         f"for policy=language. {_ELSEWHERE}",
-    ),
-    Rule(
-        "multiplexed_starts",
-        lambda run: run.kind == "multiplexed" and any(task.algorithm.initialized.share > 0 and not task.speaks for task in run.tasks),
-        "algorithm.initialized takes an episode up in its slot at once, and with hybrid.placement=multiplexed slots of a lent host wait. "
-        f"{_ELSEWHERE}",
     ),
     Rule(
         "roles_without_ray",

@@ -6,7 +6,7 @@ Shape legend: T units of one sequence (steps, or messages of several steps), S s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,17 +109,34 @@ def n_step_windows(reward: np.ndarray, factor: np.ndarray | float, terminated: n
     return Windows(total.astype(np.float32), end, discount.astype(np.float32))
 
 
-def outcome(kind: RewardKind, reward: np.ndarray, terminated: np.ndarray, success: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards and ends as a learner sees them, see `RewardKind`. Raises ValueError where success is wanted and not known."""
-    if kind == "recorded":
-        return reward, terminated
-    if success is None:
-        raise ValueError("reward='success' needs the success of each step.")
-    return success.astype(np.float32), terminated | success
+@dataclass(frozen=True)
+class SeenRewards:
+    """Rewards and ends of steps as a learner sees them."""
+
+    kind: RewardKind = "recorded"
+    shaped: Callable[[np.ndarray], np.ndarray] = lambda reward: reward
+    """Each step's reward, any shape, as it is learned from (`StepRewards.of_steps`)."""
+
+    def __call__(self, reward: np.ndarray, terminated: np.ndarray, success: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """(rewards, ends). Raises ValueError where success is wanted and not known."""
+        if self.kind == "recorded":
+            return self.shaped(reward), terminated
+        if success is None:
+            raise ValueError("reward='success' needs the success of each step.")
+        return self.shaped(success.astype(np.float32)), terminated | success
+
+
+AS_RECORDED = SeenRewards()
 
 
 def rollout_transitions(
-    rollout: Rollout, keys: tuple[str, ...], action: np.ndarray, *, gamma: float, n_step: int = 1, reward: RewardKind = "recorded"
+    rollout: Rollout,
+    keys: tuple[str, ...],
+    action: np.ndarray,
+    *,
+    gamma: float,
+    n_step: int = 1,
+    rewards: SeenRewards = AS_RECORDED,
 ) -> Transitions:
     """All decisions of a rollout [T, N] as B = T·N transitions, time-major; windows are cut at the rollout's end.
 
@@ -130,7 +147,7 @@ def rollout_transitions(
         action: [B, A] as critics read it, or chunks [B, K, A]; steps that were not executed are set to 0.
     """
     steps, slots = rollout.reward.shape
-    units, executed = _decisions(rollout, gamma, reward), None
+    units, executed = decisions(rollout, gamma, rewards), None
     windows = n_step_windows(units.reward, units.factor, units.terminated, units.truncated, n_step)
     slot = np.broadcast_to(np.arange(slots), (steps, slots))
     final = np.argwhere(rollout.truncated & ~rollout.terminated)
@@ -164,12 +181,12 @@ class Units:
     truncated: np.ndarray
 
 
-def _decisions(rollout: Rollout, gamma: float, kind: RewardKind) -> Units:
+def decisions(rollout: Rollout, gamma: float, seen: SeenRewards) -> Units:
     """Of each decision of a rollout. A chunk that succeeds in its middle counts up to there where success is what is rewarded."""
     if rollout.executed is None or rollout.chunk_reward is None:
-        rewards, terminated = outcome(kind, rollout.reward, rollout.terminated, rollout.success)
+        rewards, terminated = seen(rollout.reward, rollout.terminated, rollout.success)
         return Units(rewards, np.full(rewards.shape, float(gamma)), terminated, rollout.truncated)
-    rewards, over = outcome(kind, rollout.chunk_reward, np.zeros_like(rollout.executed), rollout.chunk_success)
+    rewards, over = seen(rollout.chunk_reward, np.zeros_like(rollout.executed), rollout.chunk_success)
     before = np.cumsum(over, axis=-1) - over > 0
     counted = rollout.executed & ~before
     powers = np.power(float(gamma), np.arange(rewards.shape[-1]))
@@ -262,7 +279,7 @@ class DatasetOptions:
     """Parts of the observation that the learner reads."""
     gamma: float = 1.0
     n_step: int = 1
-    reward: RewardKind = "recorded"
+    rewards: SeenRewards = AS_RECORDED
     unit: Literal["step", "message"] = "step"
     """message: a transition for each action chunk that the recorded policy sent; its actions are [K, A]."""
     window: int | None = None
@@ -339,7 +356,7 @@ class _Units:
         if bad is not None:
             raise RecordingError(f"Recording '{recording.path}', episode {bad[0]}: NaN or infinity in {bad[1]}.")
         columns, ends = block.columns, np.cumsum(block.lengths)
-        rewards, terminated = outcome(options.reward, columns["reward"], columns["terminated"], columns["success"])
+        rewards, terminated = options.rewards(columns["reward"], columns["terminated"], columns["success"])
         acted = action.normalise(columns["action"].reshape(block.num_steps, -1), margin=options.action_margin)
         # An episode without an end is one that is cut: what follows in memory is another one.
         truncated = columns["truncated"].copy()
@@ -488,6 +505,15 @@ class EpisodeDataset:
         for index in range(self._num_windows(0)):
             table = self._table(index)
             yield {key: part[table.row] for key, part in table.observation.items()}
+
+    def rewards(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(rewards [n, 1], ends [n, 1] bool) of every recorded step once, one episode after another: for running statistics."""
+        for run in _runs_of_one_recording(self._episodes):
+            block = run[0][0].read_many([number for _, number in run], STEP_COLUMNS)
+            reward, over = self.options.rewards(*(block.columns[name] for name in ("reward", "terminated", "success")))
+            over = over.copy()
+            over[np.cumsum(block.lengths) - 1] = True
+            yield reward[:, None], over[:, None]
 
     # ---- windows ----------------------------------------------------------------------------------------------------
 

@@ -100,6 +100,11 @@ class Multiplexer:
         self.settle()
         return None if self._parked else self._roomiest()
 
+    @property
+    def num_free(self) -> int:
+        """Episodes that may begin before `room` is None."""
+        return 0 if self._parked else sum(self._free(number) for number in self.active)
+
     def started(self, key: Key, host: int) -> None:
         """An episode was begun on a host. Raises ValueError for a key in use, and for a host that is to leave."""
         if key in self._where or key in self._parked:

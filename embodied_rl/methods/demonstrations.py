@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from embodied_rl.config import SimConfig, TrainConfig
-from embodied_rl.episodes.dataset import DatasetOptions, EpisodeRef, RewardKind, check_recording, choose_episodes
+from embodied_rl.episodes.dataset import AS_RECORDED, DatasetOptions, EpisodeRef, SeenRewards, check_recording, choose_episodes
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
@@ -95,13 +95,13 @@ class Demonstrations:
             self._recordings.append(open_recording(self._folder))
         return choose_episodes(self._recordings, only_success=recorded.only_success, max_episodes=recorded.max_episodes)
 
-    def options(self, *, reward: RewardKind = "recorded", n_step: int = 1, action_margin: float = 0.0) -> DatasetOptions:
+    def options(self, *, rewards: SeenRewards = AS_RECORDED, n_step: int = 1, action_margin: float = 0.0) -> DatasetOptions:
         """What is made of the episodes for this policy. A chunk is one decision: `n_step` of them are as many times its steps."""
         return DatasetOptions(
             self.policy.observation_keys,
             self.config.algorithm.gamma,
             n_step=n_step * self.policy.chunk_size,
-            reward=reward,
+            rewards=rewards,
             action_margin=action_margin,
             window=self.policy.chunk_size if self.policy.translates else None,
         )

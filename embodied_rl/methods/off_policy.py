@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_rl.algorithms.step_rewards import StepRewards
 from embodied_rl.config import TrainConfig
-from embodied_rl.episodes.dataset import EpisodeDataset, ReplayBuffer, Transitions, rollout_transitions
+from embodied_rl.episodes.dataset import EpisodeDataset, ReplayBuffer, SeenRewards, Transitions, decisions, rollout_transitions
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.executors import Figures
@@ -35,7 +37,8 @@ class OfflineMethod(Method[Rollout | None, int]):
     """Implicit Q-learning or AWAC on recorded steps only: nothing is played.
 
     One iteration is `updates_per_iteration` gradient steps, which are the run's steps. Normalisation statistics are those of the
-    recorded observations.
+    recorded observations. Rewards are shaped as they are stored, and divided by the running statistics of all as they are drawn: what was
+    stored early is on the scale of what comes late.
     """
 
     learner: Learner
@@ -55,8 +58,10 @@ class OfflineMethod(Method[Rollout | None, int]):
         learns = config.algorithm.learns_from_recordings
         self.demonstrations = Demonstrations(config, manager, policy, run_dir) if learns else None
         self.recorded: EpisodeDataset | None = None
+        self._rewards = StepRewards(config.algorithm)
+        self._seen = SeenRewards(options.reward, self._rewards.of_steps)
         self._updates = 0
-        self._has_statistics = False
+        self._has_statistics = not config.algorithm.moves_statistics
 
     def collect(self, iteration: int) -> Experience[Rollout | None]:
         return Experience(self.options.updates_per_iteration, [], nothing_seen(self.policy), None)
@@ -79,7 +84,10 @@ class OfflineMethod(Method[Rollout | None, int]):
         """One step of critics and state value, of the policy every `policy_every` updates, and of the targets."""
         rng = np.random.default_rng(np.random.SeedSequence([self.config.seed, self._updates, _UPDATE]))
         with_policy = self._updates % self.options.policy_every == 0
-        rows = transition_rows(self.networks, self._minibatch(self._updates), rng, with_policy=with_policy)
+        drawn, normalizer = self._minibatch(self._updates), self._rewards.reward_normalizer
+        if normalizer is not None:
+            drawn = dataclasses.replace(drawn, reward=normalizer.divided(drawn.reward))
+        rows = transition_rows(self.networks, drawn, rng, with_policy=with_policy)
         self._updates += 1
         return self.learner.step(rows, rate, [self._objectives[kind] for kind in self._steps(with_policy)])
 
@@ -100,12 +108,16 @@ class OfflineMethod(Method[Rollout | None, int]):
         if self.demonstrations is None or self.recorded is not None:
             return
         demonstrations, config = self.demonstrations, self.config
-        options = demonstrations.options(reward=self.options.reward, n_step=self.options.n_step, action_margin=self._action_margin())
+        options = demonstrations.options(rewards=self._seen, n_step=self.options.n_step, action_margin=self._action_margin())
         memory_mb = config.algorithm.recorded.memory_mb
         self.recorded = EpisodeDataset(demonstrations.load(), demonstrations.spec, options, seed=config.seed, memory_mb=memory_mb)
         if not self._has_statistics:
             read_statistics(self.policy, self.recorded)
             self._has_statistics = True
+        normalizer = self._rewards.reward_normalizer
+        if normalizer is not None and normalizer.count == 0:
+            for reward, over in self.recorded.rewards():
+                normalizer.fold(reward, over)
 
     def _action_margin(self) -> float:
         """Keeps recorded actions where a squashed policy can imitate them."""
@@ -123,10 +135,11 @@ class OfflineMethod(Method[Rollout | None, int]):
         self.learner.load_state_tensors(state)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"updates": self._updates}
+        return {"updates": self._updates, **self._rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._updates, self._has_statistics = int(state["updates"]), True
+        self._rewards.load_state_dict(state)
 
 
 class MixedMethod(OfflineMethod):
@@ -160,14 +173,17 @@ class MixedMethod(OfflineMethod):
         """Store the fresh steps; how many updates they allow."""
         rollout = experience.data
         assert rollout is not None, "it plays"
-        before, options, policy = self._due(), self.options, self.policy
+        before, gamma, policy = self._due(), self.config.algorithm.gamma, self.policy
+        if (normalizer := self._rewards.reward_normalizer) is not None:
+            units = decisions(rollout, gamma, self._seen)
+            normalizer.fold(units.reward, units.terminated | units.truncated)
         fresh = rollout_transitions(
             rollout,
             policy.observation_keys,
             policy.normalised_action(rollout.action.reshape(rollout.reward.size, -1)),
-            gamma=self.config.algorithm.gamma,
-            n_step=options.n_step,
-            reward=options.reward,
+            gamma=gamma,
+            n_step=self.options.n_step,
+            rewards=self._seen,
         )
         self.buffer.add(prepared(policy, fresh))
         if self._warming_up:
@@ -191,6 +207,7 @@ class MixedMethod(OfflineMethod):
 
     def restart(self, iteration: int) -> None:
         super().restart(iteration)
+        self._rewards.restart_episodes()
         self.collector.restart(seed_round=iteration)
 
     def metrics(self) -> dict[str, float]:

@@ -73,7 +73,11 @@ class MultiplexedSimulators(Simulators):
 
     def reset(self, seeds: EpisodeSeeds | None = None, *, seed_round: int = 0, reconfigure: bool = False) -> StepBatch:
         """See `EnvManager.reset`; all hosts play. Slots have the seeds that they have in the manager."""
-        self._adopt_all()
+        self.discard()
+        for slot, host in sorted(self._host_of.items()):
+            key = self._named(slot)
+            assert self._hosts[host].adopt(key) == slot, "hosts have their slots in order"
+            self._multiplexer.started(key, host)
         return self.manager.reset(seeds, seed_round=seed_round, reconfigure=reconfigure)
 
     def snapshot(self, slots: Slots) -> list[Snapshot]:
@@ -82,19 +86,31 @@ class MultiplexedSimulators(Simulators):
         hosts = [self._multiplexer.host_of(key) for key in keys]
         return self.manager.snapshot([self._hosts[host].slot_of(key) for host, key in zip(hosts, keys, strict=True) if host is not None])
 
+    def room(self) -> int:
+        """See `Simulators.room`: free slots of hosts that are not lent."""
+        self._settle()
+        return self._multiplexer.num_free
+
     def restore(self, slots: Slots, snapshots: Sequence[Snapshot]) -> StepBatch:
-        """See `EnvManager.restore`, of all slots; all hosts play."""
-        assert len(slots) == self.num_slots, "all slots are restored together"
-        self._adopt_all()
-        return self.manager.restore(slots, snapshots)
+        """See `EnvManager.restore`, of no more slots than there is `room` for."""
+        placed: dict[int, int] = {}
+        for slot in slots:
+            self.release(slot)
+            number = self._multiplexer.room()
+            assert number is not None, "there is room"
+            key = self._named(slot)
+            placed[self._hosts[number].adopt(key)] = slot
+            self._multiplexer.started(key, number)
+        batch = self.manager.restore(list(placed), snapshots)
+        self.last_drift = {slot: self.manager.last_drift[own] for own, slot in placed.items()}
+        self.lease.note()
+        return _renamed(batch, np.asarray(list(placed.values()), np.int64))
 
     def begin(self, slots: Slots, seeds: Sequence[int] | np.ndarray) -> None:
         """See `EnvManager.begin`; an episode that finds no room begins when there is some."""
         for slot, seed in zip(slots, seeds, strict=True):
             self.release(slot)
-            self._num_begun += 1
-            self._episodes[slot] = (slot, self._num_begun)
-            self._waiting.append((self._episodes[slot], int(seed)))
+            self._waiting.append((self._named(slot), int(seed)))
         self._settle()
 
     def send(self, slots: Slots, actions: np.ndarray | Sequence[str], watched: Sequence[bool] | None = None) -> None:
@@ -160,14 +176,11 @@ class MultiplexedSimulators(Simulators):
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _adopt_all(self) -> None:
-        """Every slot plays in the manager's slot of the same number, whatever was played before."""
-        self.discard()
-        for slot, host in sorted(self._host_of.items()):
-            self._num_begun += 1
-            key = self._episodes[slot] = (slot, self._num_begun)
-            assert self._hosts[host].adopt(key) == slot, "hosts have their slots in order"
-            self._multiplexer.started(key, host)
+    def _named(self, slot: int) -> Key:
+        """The key of the episode that begins in a slot."""
+        self._num_begun += 1
+        self._episodes[slot] = (slot, self._num_begun)
+        return self._episodes[slot]
 
     def _settle(self) -> None:
         """Move what can be moved, give those that were taken up the actions that were held for them, and begin what waits."""

@@ -214,15 +214,18 @@ class AgentCollector(SlotPump[_Playing]):
                 begun.append((slot, assignment.seed))
             else:
                 restored[slot] = start
-        for slot, seen in self._restored(restored).items():
-            self._repeat(self._playing[slot].conversation, restored[slot])
-            self._look(self._playing[slot], {key: stacked([value]) for key, value in seen.items()}, 0)
-        self._ask(sorted(restored), lambda playing: playing.conversation.prompt(playing.observation))
+        taken_up = self._restored(restored)
+        for slot, seen in taken_up.items():
+            playing = self._playing[slot]
+            self._repeat(playing.conversation, playing.start)
+            self._look(playing, {key: stacked([value]) for key, value in seen.items()}, 0)
+        self._ask(sorted(taken_up), lambda playing: playing.conversation.prompt(playing.observation))
         self._begin(begun)
 
-    def _repeat(self, conversation: Conversation, start: Start) -> None:
+    def _repeat(self, conversation: Conversation, start: Start | None) -> None:
         """Have a conversation go as the one that a start lies in, up to there."""
         assert self._starts is not None, "it gave the start"
+        assert start is not None, "it was taken up"
         source = self._starts.source_of(start)
         for (shown, sampled), action in zip(source.said[: start.step], source.actions, strict=False):
             token_ids = np.asarray(self.agent.answer_ids(action) if sampled is None else sampled, np.int64)

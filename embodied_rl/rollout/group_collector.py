@@ -163,9 +163,10 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         """
         self._begin_idle()
         scored = self._take_scores()
-        if self._in_step == 0 and not self._unanswered and not self._awaited:
+        playing = self._in_step > 0 or bool(self._to_restore)
+        if not playing and not self._unanswered and not self._awaited:
             return scored
-        if self._in_step:
+        if playing:
             before = time.perf_counter()
             # In lockstep all of them: a part of them, whenever a step takes long, would be acted on in batches that time decides.
             with span("env", "wait"):
@@ -204,8 +205,9 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
                 begun.append((slot, assignment.seed))
             else:
                 restored[slot] = start
-        self._unanswered |= self._restored(restored)
-        if restored and self.min_ready is not None:
+        seen = self._restored(restored)
+        self._unanswered |= seen
+        if seen and self.min_ready is not None:
             self._act()  # not to wait for others
         self._begin(begun)
 

@@ -127,6 +127,8 @@ class SlotPump(QueuePump, Generic[Playing]):
         self._idle = list(range(manager.num_slots))
         self._in_step = 0
         """Slots that the simulators will answer for."""
+        self._to_restore: dict[int, Start] = {}
+        """Slots whose start waits for room (`Simulators.room`)."""
 
     def _next_slot(self) -> tuple[int, Assignment] | None:
         """An idle slot and what it is to play, as long as there are both."""
@@ -145,8 +147,12 @@ class SlotPump(QueuePump, Generic[Playing]):
         return {"start": {"source": None if start is None else start.source, "step": 0 if start is None else start.step}}
 
     def _restored(self, wanted: Mapping[int, Start]) -> dict[int, dict[str, Any]]:
-        """Take up the start of each slot; {slot: {key: what is seen there}}."""
-        return self._snapshot_cache.restore(wanted) if wanted and self._snapshot_cache is not None else {}
+        """Take up the start of each slot, and of those that waited, as far as there is room; {slot: {key: what is seen there}}."""
+        self._to_restore |= wanted
+        if not self._to_restore or self._snapshot_cache is None:
+            return {}
+        now = [slot for slot, _ in zip(self._to_restore, range(self.manager.room()), strict=False)]
+        return self._snapshot_cache.restore({slot: self._to_restore.pop(slot) for slot in now})
 
     def _begin(self, begun: list[tuple[int, int]]) -> None:
         """Start episodes: (slot, seed) of each."""
@@ -169,6 +175,7 @@ class SlotPump(QueuePump, Generic[Playing]):
         self.manager.discard()
         self.queue = queue
         self._playing.clear()
+        self._to_restore.clear()
         self._awaited.clear()
         self._idle, self._in_step = list(range(self.manager.num_slots)), 0
         if self._starts is not None and self._snapshot_cache is not None:

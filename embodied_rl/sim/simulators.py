@@ -67,6 +67,10 @@ class Simulators:
         """Save the running episodes of these slots; see `EnvManager.snapshot`."""
         raise self._no_steps()
 
+    def room(self) -> int:
+        """Slots that `restore` can take up at once; `begin` has those wait that find none."""
+        return self.num_slots
+
     def restore(self, slots: Slots, snapshots: Sequence[Snapshot]) -> StepBatch:
         """Take up saved episodes in these slots; see `EnvManager.restore`."""
         raise self._no_steps()

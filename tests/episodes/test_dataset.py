@@ -10,6 +10,7 @@ import pytest
 from embodied_rl.episodes.dataset import (
     DatasetOptions,
     EpisodeDataset,
+    SeenRewards,
     TransitionTable,
     check_recording,
     choose_episodes,
@@ -80,7 +81,8 @@ def test_messages_are_transitions_between_messages() -> None:
 
 def test_success_as_reward() -> None:
     source = recording([episode(4, success=np.array([0, 1, 0, 1], bool))])
-    found = TransitionTable(refs(source), SPEC.action, dataclasses.replace(OPTIONS, reward="success", n_step=2)).gather(np.arange(4))
+    options = dataclasses.replace(OPTIONS, rewards=SeenRewards("success"), n_step=2)
+    found = TransitionTable(refs(source), SPEC.action, options).gather(np.arange(4))
     # Each success ends it: 0 + 1/2; 1; 0 + 1/2; 1.
     np.testing.assert_allclose(found.reward, [0.5, 1.0, 0.5, 1.0])
     np.testing.assert_allclose(found.discount, [0, 0, 0, 0])

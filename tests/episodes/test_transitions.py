@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied_rl.episodes.dataset import n_step_windows, outcome, rollout_transitions
+from embodied_rl.episodes.dataset import SeenRewards, n_step_windows, rollout_transitions
 from embodied_rl.errors import UserError
 from embodied_rl.types import ActionSpec, Rollout
 
@@ -115,11 +115,11 @@ def test_two_steps_of_a_rollout() -> None:
 
 
 def test_success_as_reward_ends_the_episode() -> None:
-    found = rollout_transitions(make_rollout(), ("state",), ACTED, gamma=0.5, reward="success")
+    found = rollout_transitions(make_rollout(), ("state",), ACTED, gamma=0.5, rewards=SeenRewards("success"))
     np.testing.assert_allclose(found.reward, [0, 0, 0, 1, 0, 0])
     np.testing.assert_allclose(found.discount, [0.5, 0.0, 0.5, 0.0, 0.5, 0.5])
     with pytest.raises(ValueError, match="success of each step"):
-        outcome("success", np.zeros(1), np.zeros(1, bool), None)
+        SeenRewards("success")(np.zeros(1), np.zeros(1, bool), None)
 
 
 def chunks_of_two() -> Rollout:
@@ -160,7 +160,7 @@ def test_a_chunk_is_one_decision() -> None:
 
 
 def test_a_chunk_that_succeeds_in_its_middle_counts_up_to_there() -> None:
-    found = rollout_transitions(chunks_of_two(), ("state",), np.zeros((4, 2, 1), np.float32), gamma=0.5, reward="success")
+    found = rollout_transitions(chunks_of_two(), ("state",), np.zeros((4, 2, 1), np.float32), gamma=0.5, rewards=SeenRewards("success"))
     np.testing.assert_allclose(found.reward, [0, 1, 0, 0])
     np.testing.assert_allclose(found.discount, [1 / 4, 0, 1 / 4, 0])
 

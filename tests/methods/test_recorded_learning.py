@@ -134,6 +134,20 @@ def test_critics_find_what_is_good_in_bad_data(tmp_path: Path, algorithm: str) -
     assert success(offline) >= success(cloned) + 0.15
 
 
+def test_critics_learn_beside_a_policy_that_was_cloned_first(tmp_path: Path) -> None:
+    """Updates without any rate leave what was cloned, and so does what is played: the statistics of observations stay."""
+    start = "+algorithm.warm_start={episodes: 2, num_epochs: 2, minibatch_rows: 32, learning_rate: 0.003, measured_episodes: 2}"
+    words = [*KEY_DOOR, *RLPD[1:], "algorithm=sac", "algorithm.off_policy.warmup_steps=16", start, "algorithm.learning_rate=1e-30"]
+    more = ["policy.normalize_observation=true", "checkpoint.keep_last=9", "evaluation.num_episodes=2"]
+    folder = run(tmp_path, "sac", *words, *more, "total_steps=32")
+    cloned, last = (load_file(folder / "checkpoints" / step / "policy.safetensors") for step in ("step_000000000", "last"))
+    assert rows(folder)[-1]["train/updates"] == 4
+    for name, tensor in cloned.items():
+        np.testing.assert_array_equal(tensor, last[name], err_msg=name)
+    with open_recording(folder / "demonstrations") as recording:
+        assert cloned["normalizer.count"] == recording.num_steps
+
+
 class CartPoleController:
     """Pushes towards where the pole falls; balances for hundreds of steps."""
 
@@ -183,6 +197,7 @@ RESUMED = {
         *QUICK,
         *RLPD[1:],
         "algorithm=sac",
+        "algorithm.normalize_reward=true",
         "algorithm.minibatch_size=32",
         "checkpoint.every_steps=64",
         "total_steps=320",

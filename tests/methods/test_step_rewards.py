@@ -9,29 +9,56 @@ import numpy as np
 import pytest
 
 from embodied_rl.algorithms.rewards import ReturnNormalizer
+from embodied_rl.compose import load_train_config
+from embodied_rl.episodes.reader import open_recording
 from embodied_rl.loggers.jsonl import read_metrics
+from embodied_rl.train import train
 from tests.rollout.test_training_recording import curve, weights
-from tests.short_run import train_shortly
+from tests.short_run import QUICK
 from tests.vla.test_runs import PPO as CHUNKS
 from tests.vla.test_runs import TINY, run
 
-ROLLOUTS = ("sim=cartpole", "algorithm.rollout_steps=32", "algorithm.minibatch_size=64", "total_steps=512")
+ROLLOUTS = ("sim=cartpole", "algorithm.num_epochs=1", "algorithm.rollout_steps=32", "algorithm.minibatch_size=64", "total_steps=512")
 EPISODES = (
     "sim=cartpole",
     "algorithm=ppo_episodes",
+    "algorithm.num_epochs=1",
     "algorithm.groups.groups_per_step=8",
     "algorithm.minibatch_size=64",
     "total_steps=600",
 )
+RECORDED = (
+    *(
+        "sim=cartpole",
+        "sim.max_episode_steps=60",
+        "algorithm=iql",
+        "algorithm.off_policy.hidden_sizes=[16]",
+        "algorithm.off_policy.updates_per_iteration=10",
+    ),
+    *("algorithm.recorded.expert=tests.methods.test_recorded_learning:CartPoleController", "algorithm.recorded.expert_episodes=2"),
+    "total_steps=30",
+)
+STORED = (
+    *(*RECORDED, "algorithm=awac", "algorithm.off_policy={fresh: true, recorded_share: 0.5, warmup_steps: 64, updates_per_step: 0.1}"),
+    *("algorithm.rollout_steps=32", "total_steps=384"),
+)
+"""Recorded steps and those that the run plays."""
 METHODS = pytest.mark.parametrize("method", [ROLLOUTS, EPISODES], ids=["rollouts", "episodes"])
+ALL = pytest.mark.parametrize("method", [ROLLOUTS, EPISODES, STORED], ids=["rollouts", "episodes", "stored"])
 
 
-@METHODS
+def shortly(run_dir: Path, *words: str) -> Path:
+    """`train_shortly`, of methods without epochs too."""
+    quick = [word for word in QUICK if word != "algorithm.num_epochs=1"]
+    return train(load_train_config([*quick, *words, f"run_dir={run_dir}"]))
+
+
+@ALL
 def test_half_of_a_reward_of_one_is_half_of_it_whatever_took_the_rest(method: tuple[str, ...], tmp_path: Path) -> None:
     """CartPole gives 1 a step: clipped to 0.5, times 0.5 or less a price of 0.5 are the same run, bit for bit."""
     words = ("clip: 0.5", "scale: 0.5", "length_penalty: 0.5")
-    runs = [train_shortly(tmp_path / word[:4], *method, f"algorithm.reward={{{word}}}") for word in words]
-    plain = train_shortly(tmp_path / "plain", *method)
+    runs = [shortly(tmp_path / word[:4], *method, f"algorithm.reward={{{word}}}") for word in words]
+    plain = shortly(tmp_path / "plain", *method)
     assert curve(runs[0]) == curve(runs[1]) == curve(runs[2]) != curve(plain)
     for name, tensor in weights(runs[0]).items():
         np.testing.assert_array_equal(tensor, weights(runs[1])[name])
@@ -62,14 +89,29 @@ def test_steps_of_chunks_go_with_divided_rewards(tmp_path: Path) -> None:
         np.testing.assert_allclose([row[name] for row in read_metrics(one)], [row[name] for row in read_metrics(ten)], rtol=1e-3)
 
 
-@METHODS
+def test_recorded_rewards_are_divided_by_the_spread_of_recorded_returns(tmp_path: Path) -> None:
+    words = (*RECORDED, "algorithm.gamma=0.9")
+    divided = shortly(tmp_path / "divided", *words, "algorithm.normalize_reward=true")
+    returns: list[float] = []
+    with open_recording(divided / "demonstrations") as recording:
+        for episode in recording:
+            running = 0.0
+            for reward in episode.reward.tolist():
+                running = reward + 0.9 * running
+                returns.append(running)
+    scaled = shortly(tmp_path / "scaled", *words, f"algorithm.reward.scale={1 / np.std(returns)}")
+    for name, tensor in weights(scaled).items():
+        np.testing.assert_allclose(tensor, weights(divided)[name], rtol=1e-4, atol=1e-6)
+
+
+@ALL
 def test_rewards_divided_by_the_spread_of_returns_go_on_after_a_resume(method: tuple[str, ...], tmp_path: Path) -> None:
     words = (*method, "algorithm.normalize_reward=true", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
-    whole = train_shortly(tmp_path / "whole", *words)
-    assert curve(whole) != curve(train_shortly(tmp_path / "plain", *method))
+    whole = shortly(tmp_path / "whole", *words)
+    assert curve(whole) != curve(shortly(tmp_path / "plain", *method))
     first = sorted((whole / "checkpoints").glob("step_*"))[0]
     shutil.copytree(first, tmp_path / "resumed" / "checkpoints" / first.name)
-    resumed = train_shortly(tmp_path / "resumed", *words, "resume=auto")
+    resumed = shortly(tmp_path / "resumed", *words, "resume=auto")
     for name, tensor in weights(whole).items():
         np.testing.assert_array_equal(tensor, weights(resumed)[name])
 
@@ -78,9 +120,9 @@ def test_rewards_divided_by_the_spread_of_returns_go_on_after_a_resume(method: t
 def test_a_critic_is_trained_first(method: tuple[str, ...], tmp_path: Path) -> None:
     """While it is, the actor stays what it was at first."""
     words = (*method, "algorithm.entropy_coef=0", "policy.normalize_observation=false")
-    first = weights(train_shortly(tmp_path / "first", *words, "algorithm.learning_rate=1e-30"))
-    warm = weights(train_shortly(tmp_path / "warm", *words, "algorithm.critic_warmup=100"))
-    trained = weights(train_shortly(tmp_path / "trained", *words))
+    first = weights(shortly(tmp_path / "first", *words, "algorithm.learning_rate=1e-30"))
+    warm = weights(shortly(tmp_path / "warm", *words, "algorithm.critic_warmup=100"))
+    trained = weights(shortly(tmp_path / "trained", *words))
     for name, tensor in first.items():
         of_critic = "value" in name or "critic" in name
         assert np.allclose(tensor, warm[name], rtol=0, atol=1e-20) != of_critic, name

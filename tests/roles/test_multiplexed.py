@@ -94,17 +94,27 @@ def check_lent(player: RolloutWorker) -> None:
     assert player.queue is not None
     counts, episodes = [multiplexer.counts() for multiplexer in player.lease.multiplexers], player.queue.episode_counts()
     assert all(one.add_up for one in counts)
-    waiting = sum(len(simulators._waiting) for simulators in managers)
+    waiting = sum(len(stream.pump.manager._waiting) + len(stream.pump._to_restore) for stream in player.streams)  # type: ignore[attr-defined]
     assert sum(one.started for one in counts) + waiting == episodes.started
     assert sum(one.running + one.parked for one in counts) + waiting == episodes.running
     assert sum(one.finished for one in counts) == episodes.accepted + episodes.failed + episodes.timed_out + episodes.abandoned
 
 
-@pytest.mark.parametrize("domains", [False, True])
-def test_episodes_that_move_are_those_that_stay(tmp_path: Path, domains: bool) -> None:
-    """Group by group what one host plays without a pause: an episode is what its seeds and the weights make it, in each domain."""
-    steps = [f"domains.{name}.sim.{key}" for name in ("near", "far") for key in ("max_episode_steps=40", "num_workers=2")]
-    task = [*TWO_POLES, *steps] if domains else [*GROUPS, "sim.max_episode_steps=40"]
+SHORT = [*GROUPS, "sim.max_episode_steps=40"]
+SHORT_DOMAINS = [f"domains.{name}.sim.{key}" for name in ("near", "far") for key in ("max_episode_steps=40", "num_workers=2")]
+WITHIN = [
+    *("experiment=initialized_sampling", *QUICK, "algorithm.groups.group_size=3", "algorithm.groups.groups_per_step=2"),
+    *("policy.hidden_sizes=[16]", "algorithm.initialized={mode: parallel, share: 0.7, expert_episodes: 2}"),
+]
+"""Groups that start inside an expert's episodes."""
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(SHORT, id="one"), pytest.param([*TWO_POLES, *SHORT_DOMAINS], id="domains"), pytest.param(WITHIN, id="starts")]
+)
+def test_episodes_that_move_are_those_that_stay(tmp_path: Path, task: list[str]) -> None:
+    """Group by group what one host plays without a pause: an episode is what its seeds, its start and the weights make it, in each domain.
+    Where it starts inside another it waits for room as it would at its beginning."""
     alone, _ = played(configured(tmp_path / "alone", *task), num_batches=8, between=0)
     moved, player = played(configured(tmp_path / "shared", *task, SHARED, ONE_BEHIND), num_batches=8, between=7, until_moved=True)
     assert player.lease is not None
@@ -112,17 +122,23 @@ def test_episodes_that_move_are_those_that_stay(tmp_path: Path, domains: bool) -
     assert any_moved(player.lease), "nothing moved in 60 batches"
     both = {number for number, _ in alone} & {number for number, _ in moved}
     assert len(both) >= 12
+    assert (task is WITHIN) == any(episode.metadata.get("start", {}).get("step") for (group, _), episode in moved.items() if group in both)
     for number in both:
         # Members are taken in the order in which they end.
-        mine = sorted((episode for (group, _), episode in moved.items() if group == number), key=lambda episode: episode.action.tobytes())
-        theirs = sorted((episode for (group, _), episode in alone.items() if group == number), key=lambda episode: episode.action.tobytes())
+        mine, theirs = (
+            sorted(
+                (episode for (group, _), episode in some.items() if group == number), key=lambda episode: episode.action.ravel().tolist()
+            )
+            for some in (moved, alone)
+        )
         for one, other in zip(mine, theirs, strict=True):
-            np.testing.assert_array_equal(one.action, other.action)
-            np.testing.assert_array_equal(one.reward, other.reward)
+            # A forward pass of some rows differs from one of all in its last bits.
+            np.testing.assert_allclose(one.action, other.action, atol=1e-5)
+            np.testing.assert_allclose(one.reward, other.reward, atol=1e-5)
             for key, seen in one.observation.items():
-                np.testing.assert_array_equal(seen, other.observation[key])
+                np.testing.assert_allclose(seen, other.observation[key], atol=1e-5)
             np.testing.assert_allclose(one.log_prob, other.log_prob, atol=1e-5)
-            assert one.seed == other.seed
+            assert (one.seed, one.metadata.get("start")) == (other.seed, other.metadata.get("start"))
             assert sorted(one.policy_version.tolist()) == one.policy_version.tolist(), "weights only become newer"
 
 

@@ -22,7 +22,10 @@ OWN = [
 @pytest.mark.parametrize(
     ("task", "where"),
     [
-        pytest.param(EXPERT, APART, id="expert"),
+        pytest.param(EXPERT, APART, id="expert", marks=pytest.mark.slow),
+        pytest.param(
+            EXPERT, "hybrid=multiplexed", id="multiplexed", marks=pytest.mark.filterwarnings("ignore:hybrid.placement=multiplexed")
+        ),
         pytest.param(EXPERT, "hybrid=ray", id="ray", marks=pytest.mark.slow),
         pytest.param(OWN, APART, id="domains", marks=pytest.mark.slow),
     ],
