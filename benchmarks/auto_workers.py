@@ -1,13 +1,17 @@
 """What a run gets that leaves `sim.num_workers`, `sim.pipeline_groups` and `sim.placement` alone, against every fixed setting of all three.
 
-    python benchmarks/auto_workers.py
-    python benchmarks/auto_workers.py --sims halfcheetah ant --rounds 9
+    python benchmarks/auto_workers.py --minutes 12
+    python benchmarks/auto_workers.py --only halfcheetah ant --seconds 60
 
-For each simulator `auto` first chooses with nothing remembered, as a training run's start does. Then what it chose and all fixed settings
-take turns: every number of workers with one group and with two, free to move and bound to cores, with a policy's thinking in between
-(`Acting`). Rates are over all rounds; the setting that auto chose has been measured twice then, and both count for it. A policy of discrete
-actions acts for two halves by two calls where auto steps them together.
+For each simulator `auto` first chooses with nothing remembered: before the run, and in the first rollouts of a real policy with random
+weights, as a training run does. Then its setting and the others take turns in playing such rollouts, each after something like an update:
+one worker and several, together, in two groups and one by one, free to move and bound to cores. A number of workers that was far behind
+before the run is left out.
 
+A ratio is auto's rate over another setting's, over rounds in which both played side by side, with twice its standard error. It is a miss
+where all of that is below 0.95. Another setting is played no more once it is slower than auto's beyond doubt.
+
+Rows go into a file as they come; with the same file, `--into FILE`, a second call goes on with the simulators that are not in it.
 Simulators that are not installed here are left out with a line each; robosuite's, which starts slowly, has fewer slots.
 """
 
@@ -15,22 +19,32 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
+import torch
 from tables import provenance, text_table
 
-from embodied_rl.config import SimConfig
-from embodied_rl.config.files import load_sim_config
+from embodied_rl.config import TrainConfig
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
+from embodied_rl.generation import make_generator
+from embodied_rl.methods.rollout import make_rollout_collector
+from embodied_rl.policies.build import build_policy
+from embodied_rl.roles.components import start_simulators
+from embodied_rl.sim.core_binding import CoreBinding
 from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.sim.measured_workers import Turns, start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.worker_choice import Acting, Setting, settings
+from embodied_rl.sim.worker_choice import AS_READY, Setting
 
 SIMS = (
     *("cartpole", "pendulum", "halfcheetah", "hopper", "walker2d", "ant", "humanoid", "key_door", "pixel_reach", "pixel_tasks", "pusht"),
@@ -38,144 +52,238 @@ SIMS = (
     *("metaworld_push", "metaworld_button_press", "pointmaze", "aloha_transfer_cube", "robosuite_lift"),
 )
 """Of configs/sim, what is neither text nor stepped as a batch."""
-PIXELS = ("pixel_reach", "pixel_tasks", "pusht_pixels")
-"""Whose policies are no small networks."""
-GROUPS = (1, 2)
-FEWER_SLOTS = {"robosuite_lift": 4}
-"""Of simulators that take long to start."""
+OVERRIDES = {
+    "pixel_reach": ("policy=cnn",),
+    "pixel_tasks": ("experiment=tiny_vla",),
+    "pusht_pixels": ("policy=cnn",),
+    "robosuite_lift": ("sim.num_slots=4",),
+}
 LONGEST_START_S = 45.0
 """What takes longer to start is left out."""
+UPDATE_S, SAMPLE_S = 0.01, 0.1
 REACH = 0.95
-"""Auto is to reach this share of the best fixed setting's rate."""
-SEEDS = EpisodeSeeds.training(0)
+"""Auto is to reach this share of the best setting's rate."""
+CHOOSING = 0.4
+"""Of a simulator's seconds, at most, until auto has decided; it plays with the fastest so far then."""
+FAR_BEHIND = 1.3
+"""Times as fast before the run: the other number of workers is not compared."""
+
+
+class Player:
+    """A manager with a policy that plays rollouts in it."""
+
+    def __init__(self, config: TrainConfig, manager: EnvManager) -> None:
+        self.manager, self._version = manager, 0
+        torch.manual_seed(0)
+        policy = build_policy(config.policy, manager.spec)
+        generator = make_generator(config.generation, policy)
+        generator.publish(0)
+        self._collector = make_rollout_collector(config, manager, generator, policy.action_layout)
+        self._collector.restart(reconfigure=False)
+        self._binding: CoreBinding | None = None
+
+    def rollout(self) -> tuple[float, int]:
+        """(seconds, steps) of one, after something like an update."""
+        until = time.perf_counter() + UPDATE_S
+        while time.perf_counter() < until:
+            pass
+        rollout = self._collector.next_rollout(self._version)
+        self._version += 1
+        return self._collector.times.simulate_s + self._collector.times.act_s, rollout.num_steps
+
+    def seconds(self, setting: Setting, binding: CoreBinding | None) -> float:
+        """Of a step, in a sample."""
+        self.manager.core_binding = binding
+        self.manager.step_as(setting)
+        seconds, steps = 0.0, 0
+        while seconds < SAMPLE_S:
+            one = self.rollout()
+            seconds, steps = seconds + one[0], steps + one[1]
+        if binding is not None:
+            binding.unbind()
+        self.manager.core_binding = None
+        return seconds / steps
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One simulator."""
+class Chosen:
+    """What auto came to."""
 
-    sim: str
-    num_slots: int
-    rates: dict[Setting, float]
-    """{setting: environment steps per second}, of the chosen one over both of its measurements"""
-    chosen: Setting
-    again: float
-    """The larger rate of the chosen setting's two measurements over the smaller one."""
-    start_s: float
-    """Of the manager, the measurement included."""
-    plain_start_s: float
-    """Of a manager with the chosen number."""
-
-    @property
-    def best(self) -> Setting:
-        """The fastest setting."""
-        return max(self.rates, key=lambda setting: self.rates[setting])
-
-    @property
-    def share(self) -> float:
-        """Auto's rate over the best fixed setting's."""
-        return self.rates[self.chosen] / self.rates[self.best]
-
-    @property
-    def share_free(self) -> float:
-        """The same where the best may not be bound."""
-        return self.rates[self.chosen] / max(rate for each, rate in self.rates.items() if not each.bound)
+    setting: Setting
+    decided: bool
+    seconds: float
+    """Of start and rollouts until then."""
 
 
-def measure(config: SimConfig, rounds: int, segment_s: float) -> Row:
-    """Choose, then compare. Raises UserError or SimFault where the simulator cannot be had here, TimeoutError where it starts slowly."""
-    begun, small = time.perf_counter(), config.name not in PIXELS
-    managers: dict[tuple[int, bool] | None, EnvManager] = {None: start_measured(config, SEEDS, tell=print, small=small)}
-    try:
-        auto = managers[None]
-        start_s, acting = time.perf_counter() - begun, Acting.of(small, auto.spec.action, config.num_groups)
-        if start_s > LONGEST_START_S:
-            raise TimeoutError(f"took {start_s:.0f} s to start.")
-        chosen = Setting(auto.num_workers, auto.num_turns or config.num_groups, auto.core_binding is not None)
-        turns: dict[Setting | None, Turns] = {None: Turns(auto, chosen.num_turns, acting.think_s(chosen.num_turns))}
-        starts: dict[int, float] = {}
-        for setting in settings(config, [each for each in GROUPS if each <= config.num_slots], lambda number: number > 1):
-            own = setting.num_workers, setting.bound
-            if own not in managers:
-                begun = time.perf_counter()
-                fixed = dataclasses.replace(config, num_workers=setting.num_workers, placement="spread" if setting.bound else "none")
-                managers[own] = EnvManager.from_config(fixed, SEEDS)
-                starts.setdefault(setting.num_workers, time.perf_counter() - begun)
-            turns[setting] = Turns(managers[own], setting.num_turns, acting.call_s)
-        rates: dict[Setting | None, list[float]] = {setting: [] for setting in turns}
-        for _ in range(rounds):
-            for each, turn in turns.items():
-                rates[each].append(turn.steps_per_s(segment_s))
-    finally:
-        for manager in managers.values():
-            manager.close()
-    twice = [statistics.harmonic_mean(rates[None]), statistics.harmonic_mean(rates[chosen])]
-    rates[chosen] += rates.pop(None)
-    means = {setting: statistics.harmonic_mean(own) for setting, own in rates.items() if setting is not None}
-    return Row(config.name, config.num_slots, means, chosen, max(twice) / min(twice), start_s, starts[chosen.num_workers])
+def choose(config: TrainConfig, seconds: float, undo: ExitStack) -> tuple[Player, Chosen, str]:
+    """Start as a run does, and play until auto has decided. Returns auto's line too. Raises UserError, SimFault, TimeoutError."""
+    began, told = time.perf_counter(), list[str]()
+    manager = start_simulators(config, told.append).simulators
+    undo.callback(manager.close)
+    assert isinstance(manager, EnvManager)
+    if (start_s := time.perf_counter() - began) > LONGEST_START_S:
+        raise TimeoutError(f"took {start_s:.0f} s to start.")
+    player, until = Player(config, manager), time.perf_counter() + seconds
+    while manager.trials is not None and time.perf_counter() < until:
+        player.rollout()
+    decided = manager.trials is None
+    if manager.trials is not None:
+        manager.step_as(manager.trials.leader, for_good=True)
+        manager.trials = None
+    bound = manager.core_binding is not None
+    if manager.core_binding is not None:
+        manager.core_binding.release()
+        manager.core_binding = None
+    turns = config.sim.num_groups if manager.num_turns is None else manager.num_turns
+    return player, Chosen(Setting(manager.num_workers, turns, bound), decided, time.perf_counter() - began), told[0] if told else ""
 
 
-def measured_rows(sims: Sequence[str], rounds: int, segment_s: float, minutes: float) -> list[Row]:
-    """One for each simulator that is here and begins in time; a line says why another does not."""
-    rows, until = [], time.monotonic() + 60.0 * minutes
-    for name in sims:
-        try:
-            if time.monotonic() > until:
-                raise TimeoutError("the minutes are over.")
-            config = load_sim_config(name)
-            fewer = dataclasses.replace(config, num_slots=FEWER_SLOTS.get(name, config.num_slots))
-            rows.append(measure(fewer, rounds, segment_s))
-            print(f"{name}: auto took {rows[-1].chosen}, the best is {rows[-1].best}; {rows[-1].share:.2f} of it", flush=True)
-        except (UserError, SimFault, TimeoutError) as error:
-            print(f"{name}: left out: {str(error).splitlines()[0][:160]}", flush=True)
-    return rows
+def ratio(own: list[float], other: list[float]) -> tuple[float, float]:
+    """(auto's rate over the other's, twice its standard error), of seconds a step side by side."""
+    mean = statistics.mean(other) / statistics.mean(own)
+    apart = [(theirs - mean * mine) / statistics.mean(own) for mine, theirs in zip(own, other, strict=True)]
+    return mean, 2 * statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 2 else math.inf
 
 
-def report(rows: list[Row]) -> str:
-    """The table, and whether auto kept what we want of it."""
-    lines = [
-        [
-            row.sim,
-            str(row.num_slots),
-            "  ".join(f"{setting}: {rate:,.0f}" for setting, rate in sorted(row.rates.items())),
-            str(row.chosen),
-            f"{row.again:.2f}",
-            f"{row.share_free:.2f}",
-            str(row.best),
-            f"{row.share:.2f}",
-            f"{row.start_s - row.plain_start_s:.1f}",
+def compare(
+    chosen: Setting, settings: list[Setting], seconds_of: Callable[[Setting], float], until: float
+) -> dict[Setting, tuple[list[float], list[float]]]:
+    """{setting: seconds a step of auto's, and its own, in rounds that both were in}; auto's own is measured twice."""
+    pairs: dict[Setting, tuple[list[float], list[float]]] = {each: ([], []) for each in settings}
+    going, number = list(settings), 0
+    while time.perf_counter() < until or number <= 2:
+        # Auto's setting is played in the middle of the others, which begin with another one each time.
+        order = going[number % len(going) :] + going[: number % len(going)]
+        order.insert(len(order) // 2, chosen)
+        taken = [(each, seconds_of(each)) for each in order]
+        own = taken.pop(len(order) // 2)[1]
+        for each, seconds in taken:
+            pairs[each][0].append(own)
+            pairs[each][1].append(seconds)
+        for each in list(going):
+            mean, error = ratio(*pairs[each])
+            if each != chosen and mean - error > 1.02 and number > 2:
+                going.remove(each)
+        number += 1
+    return pairs
+
+
+def measure(name: str, seconds: float) -> dict[str, Any]:
+    """A row. Raises UserError or SimFault where the simulator cannot be had here, TimeoutError where it starts slowly."""
+    began = time.perf_counter()
+    config = load_train_config([f"sim={name}", "hybrid.device=cpu", *OVERRIDES.get(name, ())])
+    with ExitStack() as undo:
+        player, chosen, line = choose(config, seconds * CHOOSING, undo)
+        print(f"{name}: {line}", flush=True)
+        players = {player.manager.num_workers: player}
+        cores = len(os.sched_getaffinity(0))
+        gains = [float(part.split(" times")[0].rsplit(" ", 1)[-1]) for part in line.split(";") if "sim.num_workers=auto" in part]
+        for number in {1, min(cores, config.sim.num_slots)} - players.keys():
+            if not gains or gains[0] < FAR_BEHIND:
+                sim = dataclasses.replace(config.sim, num_workers=number)
+                manager = EnvManager.from_config(sim, EpisodeSeeds.training(config.seed), chunk_size=config.policy.chunk_size)
+                undo.callback(manager.close)
+                players[number] = Player(config, manager)
+        binding = CoreBinding.take()
+        if binding is not None:
+            undo.callback(binding.release)
+        settings = [
+            Setting(number, turns, bound)
+            for number in players
+            for turns in ((1, 2, AS_READY) if number > 1 else (1, 2))
+            for bound in ((False, True) if number > 1 and binding is not None else (False,))
         ]
-        for row in rows
-    ]
+
+        def seconds_of(setting: Setting) -> float:
+            return players[setting.num_workers].seconds(setting, binding)
+
+        pairs = compare(chosen.setting, settings, seconds_of, began + seconds)
+    found = {str(each): ratio(*pair) for each, pair in pairs.items()}
+    return {
+        "sim": name,
+        "slots": config.sim.num_slots,
+        "auto": str(chosen.setting),
+        "decided": chosen.decided,
+        "choosing_s": round(chosen.seconds, 1),
+        "steps_per_s": round(1 / statistics.mean(pairs[chosen.setting][0])),
+        "rounds": len(pairs[chosen.setting][0]),
+        "ratios": {each: [round(mean, 3), round(error, 3)] for each, (mean, error) in found.items()},
+    }
+
+
+def worst(row: dict[str, Any]) -> tuple[str, float, float]:
+    """(the setting that auto is furthest behind, ratio, twice its standard error)"""
+    others = {each: one for each, one in row["ratios"].items() if each != row["auto"]} or {row["auto"]: (1.0, 0.0)}
+    name = min(others, key=lambda each: others[each][0])
+    return name, *others[name]
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """The table, and whether auto kept what we want of it."""
+    lines, missed = [], []
+    for row in rows:
+        name, mean, error = worst(row)
+        if mean + error < REACH:
+            missed.append(row["sim"])
+        again, noise = row["ratios"][row["auto"]]
+        others = "  ".join(f"{each}: {one[0]:.2f}±{one[1]:.2f}" for each, one in row["ratios"].items() if each != row["auto"])
+        chosen = row["auto"] + ("" if row["decided"] else "?")
+        lines.append(
+            [
+                *(row["sim"], str(row["slots"]), chosen, f"{row['choosing_s']:.0f}", f"{row['steps_per_s']:,}", str(row["rounds"])),
+                *(f"{again:.2f}±{noise:.2f}", name, f"{mean:.2f}±{error:.2f}", others),
+            ]
+        )
     heads = [
         "simulator",
         "slots",
-        "steps/s with workers x groups (b: bound)",
         "auto",
-        "again",
-        "auto / best free",
-        "best",
+        "chosen after s",
+        "steps/s",
+        "rounds",
+        "auto again",
+        "best other",
         "auto / best",
-        "measuring, s",
+        "auto / others",
     ]
-    free, kept = sum(row.share_free >= REACH for row in rows), sum(row.share >= REACH for row in rows)
+    within = sum(worst(row)[1] >= REACH for row in rows)
+    told = f" ({', '.join(missed)})" if missed else ""
     return (
-        f"{text_table(heads, lines)}\n\nfigure: auto reaches {REACH:.0%} of the best fixed workers and groups with {free} of "
-        f"{len(rows)} simulators, of the best fixed setting of all with {kept}"
+        f"{text_table(heads, lines)}\n\nworkers x turns (0: one by one; b: bound; ?: not yet decided, the fastest so far)\n"
+        f"figure: auto is beyond doubt behind {REACH:.0%} of the best setting with {len(missed)} of {len(rows)} simulators{told}; "
+        f"its mean is at {REACH:.0%} or more with {within}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sims", nargs="+", default=list(SIMS), help="names of configs/sim")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--segment-s", type=float, default=0.1, help="seconds that each setting is measured in each round")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after so many no further simulator begins")
+    parser.add_argument("--only", nargs="+", default=list(SIMS), metavar="NAME", help="names of configs/sim")
+    parser.add_argument("--minutes", type=float, default=12.0, help="for all that are left; no simulator begins later")
+    parser.add_argument("--seconds", type=float, default=None, help="for each simulator; by default its share of the minutes")
+    parser.add_argument("--into", type=Path, default=None, help="rows as they come, one JSON object a line; what is there is not repeated")
     arguments = parser.parse_args()
     print(provenance())
+    torch.set_num_threads(1)
+    into: Path | None = arguments.into
+    rows = [json.loads(line) for line in into.read_text().splitlines()] if into is not None and into.exists() else []
+    left, until = [name for name in arguments.only if name not in {row["sim"] for row in rows}], time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
-        rows = measured_rows(arguments.sims, arguments.rounds, arguments.segment_s, arguments.minutes)
+        while left and (left_s := until - time.monotonic()) > 0:
+            name = left.pop(0)
+            try:
+                row = measure(name, arguments.seconds or left_s / (len(left) + 1))
+            except (UserError, SimFault, TimeoutError) as error:
+                print(f"{name}: left out: {str(error).splitlines()[0][:160]}", flush=True)
+                continue
+            rows.append(row)
+            best, mean, noise = worst(row)
+            print(f"{name}: auto took {row['auto']}: {mean:.2f} ± {noise:.2f} of {best}, the best other", flush=True)
+            if into is not None:
+                with into.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    if left:
+        print(f"The minutes are over. Left: {', '.join(left)}. Go on with --into FILE.")
     print(f"\n{report(rows)}")
 
 

@@ -75,20 +75,34 @@ def test_prototype_takes_every_step_once_and_its_ratio_is_of_rounds(monkeypatch:
     assert rows["2"] == ["5.00", "4.00", "1.50x", "kept"]
 
 
-def test_auto_is_held_against_the_best_fixed_setting() -> None:
+def test_auto_is_held_against_every_other_setting() -> None:
     import auto_workers
     from auto_workers import Setting
 
-    one, two, bound = Setting(1, 2), Setting(2, 2), Setting(2, 1, bound=True)
+    assert auto_workers.ratio([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]) == (2.0, pytest.approx(2 / 3**0.5))
+    first, second, third = Setting(2, 1), Setting(2, 2), Setting(1, 2)
+    asked: list[Setting] = []
+
+    def seconds_of(setting: Setting) -> float:
+        asked.append(setting)
+        return {first: 1.0, second: 1.0, third: 2.0}[setting]
+
+    pairs = auto_workers.compare(first, [first, second, third], seconds_of, until=0.0)
+    assert pairs == {first: ([1.0] * 3, [1.0] * 3), second: ([1.0] * 3, [1.0] * 3), third: ([1.0] * 3, [2.0] * 3)}
+    assert [asked.count(each) for each in (first, second, third)] == [6, 3, 3]  # auto's twice, to see the noise
+    row = {"slots": 8, "auto": "2x1", "decided": True, "choosing_s": 3.0, "steps_per_s": 1000, "rounds": 9}
+    behind = {"2x1": [1.0, 0.02], "2x2": [0.90, 0.03], "1x2": [1.8, 0.1]}
+    noise = {"2x1": [1.0, 0.02], "2x2": [0.93, 0.03], "1x2": [1.8, 0.1]}
     rows = [
-        auto_workers.Row("quick", 8, {one: 200.0, two: 100.0, bound: 250.0}, chosen=one, again=1.04, start_s=3.5, plain_start_s=2.0),
-        auto_workers.Row("slow", 16, {one: 96.0, two: 160.0, bound: 80.0}, chosen=one, again=1.0, start_s=9.0, plain_start_s=9.0),
+        {**row, "sim": "behind", "ratios": behind},
+        {**row, "sim": "noise", "ratios": noise},
+        {**row, "sim": "best", "ratios": {"2x1": [1.0, 0.02]}},
     ]
+    assert auto_workers.worst(rows[0]) == ("2x2", 0.90, 0.03)
     text = auto_workers.report(rows)
-    found = columns(text.splitlines(), below="simulator")
-    assert found["quick"] == ["8", "1x2: 200", "2x1b: 250", "2x2: 100", "1x2", "1.04", "1.00", "2x1b", "0.80", "1.5"]
-    assert found["slow"] == ["16", "1x2: 96", "2x1b: 80", "2x2: 160", "1x2", "1.00", "0.60", "2x2", "0.60", "0.0"]  # 96 / 160
-    assert "95% of the best fixed workers and groups with 1 of 2 simulators, of the best fixed setting of all with 0" in text
+    assert "behind 95% of the best setting with 1 of 3 simulators (behind)" in text
+    assert text.endswith("its mean is at 95% or more with 1")
+    assert "0.93±0.03" in text
 
 
 def test_default_is_what_a_user_gets_who_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

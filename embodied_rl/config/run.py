@@ -59,10 +59,10 @@ class SimConfig(Config, place="sim"):
     cores where that was not measured; null: as many as there are cores, at most one per slot. Results do not depend on it."""
     placement: Literal["auto", "none", "pack", "spread", "near_gpu"] = "auto"
     """Which cores and memory each worker gets; auto: near_gpu or spread on a machine with several NUMA nodes that is only ours. Elsewhere
-    none, or with num_workers=auto its own core, where that was faster, nothing else runs and no other run has its workers there."""
+    none, or with num_workers=auto its own core, where rollouts were faster so, nothing else runs and no other run has its workers there."""
     pipeline_groups: Slots | Literal["auto"] = "auto"
     """Slots are stepped in this many alternating groups: one group simulates while the policy acts for another. auto: the policy acts for
-    two halves, one by one, and they are stepped in turns or together, whichever was the faster when `num_workers` was measured."""
+    two halves, and these are stepped in turns, together or slot by slot, whichever was the fastest in rollouts with num_workers=auto."""
     max_episode_steps: Annotated[int, Bounds(1, 1_000_000_000)] | None = None
     """Truncate after this many steps; null: what the simulator says."""
     success_ends_episode: bool = False

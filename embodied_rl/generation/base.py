@@ -33,6 +33,11 @@ class ActedBatch:
     given: np.ndarray | None = None
     """[n, A], or chunks [n, K, A], in the simulator's units: what it gets of actions that are not its own. None: `action`, denormalised."""
 
+    def rows(self, index: np.ndarray) -> ActedBatch:
+        """Some of its rows."""
+        given = None if self.given is None else self.given[index]
+        return ActedBatch(self.slots[index], self.action[index], self.log_prob[index], self.version, given)
+
     def for_simulator(self, action: ActionSpec, chunk_size: int = 1) -> np.ndarray:
         """What `EnvManager.send` takes: [n, A], or [n, k, A] where the manager plays chunks of up to `chunk_size` steps."""
         given = action.denormalise(self.action) if self.given is None else self.given

@@ -37,7 +37,7 @@ from embodied_rl.sim.measured_workers import start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import is_program
-from embodied_rl.sim.worker_choice import TimedPolicy
+from embodied_rl.sim.worker_choice import AS_READY, TimedPolicy
 from embodied_rl.types import Observation, SimSpec
 
 _TIMED_CALLS = 5
@@ -96,8 +96,20 @@ def _simulators(config: TrainConfig, num_slots: int | None, tell: Callable[[str]
         autoreset=autoreset,
         chunk_size=chunk_size,
         small=small if autoreset else None,
+        tried=_tried(config) if autoreset else (),
         timed=None if small or policy.name not in MADE_OF_SIZES else timed_policy(config),
     )
+
+
+def _tried(config: TrainConfig) -> tuple[int, ...]:
+    """The numbers of turns that rollouts try. What is played ahead shares its time with training; what is written down while it is played
+    has its episodes in the order of their ends."""
+    groups = config.sim.num_groups
+    if config.algorithm.max_staleness:
+        return ()
+    if config.sim.pipeline_groups != "auto" or groups == 1:
+        return (groups,)
+    return (1, groups) if config.record.share else (1, groups, AS_READY)
 
 
 def timed_policy(config: TrainConfig) -> TimedPolicy:

@@ -134,6 +134,9 @@ class RolloutCollector(Collector):
 
     In lockstep groups of slots take turns. With `min_ready` each slot goes through its decisions as its simulator answers: one whose host
     is lent to training waits, and the others fill their share meanwhile. What a slot draws depends on neither.
+
+    Between two rollouts the manager may have other turns (`Simulators.num_turns`), which changes nothing but time: the policy acts for the
+    same groups at the same places, whatever part of them is ready.
     """
 
     layout: ActionLayout
@@ -154,8 +157,7 @@ class RolloutCollector(Collector):
         """
         Args:
             rollout_steps: decisions of each slot: chunks, where the policy acts in chunks.
-            num_groups: of slots, that are acted for one by one; stepped in turns, or together where `manager.num_turns` is 1. 1 with
-                `min_ready`.
+            num_groups: of slots, that are acted for one by one; stepped as `manager.num_turns` says. 1 with `min_ready`.
             layout: of the policy's actions; None: they are the simulator's own.
             max_staleness: S; 0: `pump` does nothing.
             share: which slots of a rollout these are: they see and draw what they do in a rollout of all of them.
@@ -168,13 +170,15 @@ class RolloutCollector(Collector):
         self.seeds = EpisodeSeeds.training(seed, before=share.slots_before)
         self.times = CollectorTimes()
         self.min_ready = min_ready
-        slots = range(manager.num_slots)
-        self._groups = split_slots(slots, num_groups)
+        self._acted_groups = split_slots(range(manager.num_slots), num_groups)
+        self._num_turns: int | None = None
+        self._groups = self._acted_groups
+        """What is stepped together."""
         self._parts: list[slice] = []
-        """Of a group, those that are acted for one by one; none: it is acted for whole."""
-        if manager.num_turns == 1 and num_groups > 1:
-            # As bits go, what is acted for stays as it is: a product of all rows may sum in another order than those of two halves.
-            self._parts, self._groups = [slice(part.start, part.stop) for part in self._groups], [slots]
+        """Of a group, those that are acted for one by one; none: it is acted for whole. As bits go, what is acted for stays as it is: a
+        product of all rows may sum in another order than those of two halves."""
+        self._enough = min_ready
+        """Slots to wait for in this rollout; None: a group."""
         self._batches: list[StepBatch] = []
         """What each group sees now."""
         self._turn = 0
@@ -193,9 +197,10 @@ class RolloutCollector(Collector):
 
         What was collected ahead is given up.
         """
-        self._partial, self._next_number, self._turn = None, seed_round, 0
+        self._partial, self._next_number = None, seed_round
         self._filled.clear()
         self._since = CollectorTimes()
+        self._arrange()
         self._see(self.manager.reset(self.seeds, seed_round=seed_round, reconfigure=reconfigure))
         if self.recorder is not None:
             self.recorder.restarted(seed_round)
@@ -217,7 +222,8 @@ class RolloutCollector(Collector):
     def take_up(self, episodes: Sequence[bytes]) -> None:
         first, *others = episodes
         found = decode_state(first)
-        self._partial, self._turn, self._next_number = None, 0, found.get("next_number", self.generator.version)
+        self._partial, self._next_number = None, found.get("next_number", self.generator.version)
+        self._arrange()
         self._filled = deque(rollout_of(tree) for tree in found.get("ahead", ()))
         saved = [Snapshot.from_bytes(episode) for episode in (found.get("episode", first), *others)]
         self._see(self.manager.restore(range(self.manager.num_slots), saved))
@@ -233,7 +239,9 @@ class RolloutCollector(Collector):
         while not self._filled:
             self._advance()
         self.times, self._since = self._since, CollectorTimes()
-        return self._filled.popleft()
+        rollout = self._filled.popleft()
+        self.manager.rollout_took(self.times.simulate_s + self.times.act_s, rollout.num_steps)
+        return rollout
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """One decision of a group ahead of time. False: the next rollout may not begin before newer weights act."""
@@ -253,9 +261,19 @@ class RolloutCollector(Collector):
         """Whether the next rollout may be played with the present weights."""
         return self._next_number - self.generator.version <= self.max_staleness
 
+    def _arrange(self) -> None:
+        """Groups of slots as the manager has them stepped now."""
+        turns, slots = self.manager.num_turns, range(self.manager.num_slots)
+        self._num_turns, self._turn = turns, 0
+        if self.min_ready is not None or turns is None or turns == len(self._acted_groups):
+            self._groups, self._parts, self._enough = self._acted_groups, [], self.min_ready
+        else:
+            self._groups, self._parts = [slots], [slice(part.start, part.stop) for part in self._acted_groups]
+            self._enough = None if turns else max(1, len(slots) // 4)
+
     def _see(self, whole: StepBatch) -> None:
         """All slots begin, or go on, with what this batch shows."""
-        if self.min_ready is not None:  # rows are put in place as they come
+        if self._enough is not None:  # rows are put in place as they come
             whole = replace(whole, observation={key: part.copy() for key, part in whole.observation.items()})
         self._batches = [_rows(whole, group) for group in self._groups]
 
@@ -263,7 +281,7 @@ class RolloutCollector(Collector):
         """The next decision of a group, or of the slots that are ready; after the last one, what came of it."""
         started, waited_before = time.perf_counter(), self._since.simulate_s
         partial = self._partial = self._partial or self._begin()
-        if self.min_ready is None:
+        if self._enough is None:
             self._advance_group(partial)
         else:
             self._advance_ready(partial, self._batches[0])
@@ -295,10 +313,18 @@ class RolloutCollector(Collector):
             seen.observation[key][batch.slots] = part
         going = batch.slots[partial.decided[batch.slots] < self.rollout_steps]
         if going.size:
-            shown = {key: part[going] for key, part in seen.observation.items()}
-            self._act(partial, replace(seen, slots=going, observation=shown), going)
+            self._act(partial, seen, going)
 
     def _begin(self) -> _PartialRollout:
+        if self.manager.num_turns != self._num_turns:
+            seen = [batch.observation for batch in self._batches]
+            whole = replace(
+                self._batches[0],
+                slots=np.arange(self.manager.num_slots),
+                observation={key: np.concatenate([part[key] for part in seen]) for key in seen[0]},
+            )
+            self._arrange()
+            self._see(whole)
         before, own = self._share.slots_before, self.manager.num_slots
         noise = action_noise(self.layout, (self.rollout_steps, self._share.all_slots or own), self.seed, self._next_number)
         self._next_number += 1
@@ -308,25 +334,43 @@ class RolloutCollector(Collector):
         """Wait for a group's simulators, or with None for any, and note what came of their last decision."""
         before = time.perf_counter()
         with span("env", "wait"):
-            batch = self.manager.recv(group) if group is not None else self.manager.recv(min_ready=self.min_ready, timeout_s=PATIENCE_S)
+            batch = self.manager.recv(group) if group is not None else self.manager.recv(min_ready=self._enough, timeout_s=PATIENCE_S)
         self._since.simulate_s += time.perf_counter() - before
         partial.received(batch.slots if group is None else group, batch)
         if self.recorder is not None:
             self.recorder.stepped(batch)
         return batch
 
-    def _act(self, partial: _PartialRollout, batch: StepBatch, group: range | np.ndarray) -> None:
-        """Decide for a group, or for single slots, and send it on."""
-        noise = partial.noise[partial.place(group)]
-        if self._parts:
-            acted = self.generator.act_in_parts(batch.slots, batch.observation, noise, self._parts)
+    def _act(self, partial: _PartialRollout, seen: StepBatch, group: range | np.ndarray) -> None:
+        """Decide for a group that `seen` is of, or for single slots of all that `seen` shows, and send it on."""
+        slots, observation = seen.slots, seen.observation
+        if isinstance(group, range):
+            acted = self._acted(slots, observation, partial.noise[partial.place(group)], self._parts)
         else:
-            self.generator.send(batch.slots, batch.observation, noise)
-            acted = self.generator.recv()
-        partial.acted(group, batch.observation, acted)
+            # The policy acts for whole parts, in which every row keeps its place: what comes of a row does not depend on which are ready.
+            parts = [part for part in self._parts if ((part.start <= group) & (group < part.stop)).any()]
+            rows = np.concatenate([np.arange(part.start, part.stop) for part in parts]) if parts else group
+            steps = np.minimum(partial.decided[rows], self.rollout_steps - 1)
+            sent = {key: part[rows] for key, part in observation.items()}
+            acted = self._acted(slots[rows], sent, partial.noise[steps, rows], _from_zero(parts)).rows(np.searchsorted(rows, group))
+            slots, observation = group, {key: part[group] for key, part in observation.items()}
+        partial.acted(group, observation, acted)
         given = acted.for_simulator(self.manager.spec.action, self.manager.chunk_size)
-        watched = None if self.recorder is None else self.recorder.acted(batch.slots, batch.observation, acted, given)
+        watched = None if self.recorder is None else self.recorder.acted(slots, observation, acted, given)
         self.manager.send(group if isinstance(group, range) else group.tolist(), given, watched)
+
+    def _acted(self, slots: np.ndarray, observation: Observation, noise: np.ndarray, parts: Sequence[slice]) -> ActedBatch:
+        """What the generator does for these rows, in these parts of them; none: for all of them at once."""
+        if parts:
+            return self.generator.act_in_parts(slots, observation, noise, parts)
+        self.generator.send(slots, observation, noise)
+        return self.generator.recv()
+
+
+def _from_zero(parts: Sequence[slice]) -> list[slice]:
+    """These parts, one right after the other."""
+    ends = np.cumsum([part.stop - part.start for part in parts]).tolist()
+    return [slice(end - (part.stop - part.start), end) for part, end in zip(parts, ends, strict=True)]
 
 
 class _PartialRollout:
@@ -363,7 +407,8 @@ class _PartialRollout:
         self._final: dict[str, list[np.ndarray]] = {key: [] for key in observation}
         self._cut: list[np.ndarray] = []
         """Where the rows of `_final` belong, as places in the flat rollout."""
-        self._episodes: list[EpisodeSummary] = []
+        self._episodes: list[tuple[int, EpisodeSummary]] = []
+        """With the decision that each ended with."""
 
     def place(self, slots: range | np.ndarray, ago: int = 0) -> tuple[Any, Any]:
         """Index [T, N] of the decision that these slots make next, or made `ago`; those of a range are at the same one."""
@@ -401,7 +446,7 @@ class _PartialRollout:
             rollout.chunk_reward[rows], rollout.executed[rows] = chunk_reward, executed
         if not batch.episodes and batch.aborted is None:
             return
-        self._episodes.extend(batch.episodes)
+        self._episodes += [(int(self.decided[episode.slot]), episode) for episode in batch.episodes]
         cut = np.flatnonzero(batch.truncated & ~batch.terminated)
         if cut.size:
             slots = batch.slots[cut]
@@ -420,7 +465,7 @@ class _PartialRollout:
                 key: np.concatenate(parts)[order] if parts else np.empty((0, *seen[key].shape[2:]), seen[key].dtype)
                 for key, parts in self._final.items()
             },
-            episodes=tuple(self._episodes),
+            episodes=tuple(episode for _, episode in sorted(self._episodes, key=lambda ended: (ended[0], ended[1].slot))),
         )
 
 

@@ -100,6 +100,8 @@ class CoreBinding:
         self._topology, self._locks, self._load = topology, locks, load
         self._bound: list[int] = []
         """Processes that are bound now."""
+        self.released = False
+        """Whether the locks are gone."""
         self._looked, self._pause_s, self._seen_s, self._taken_s = time.monotonic(), _LOOK_EVERY_S, 0.0, 0.0
         """When, and for how long not again; since the last judgement: seconds that were looked at, cores' seconds that others took."""
 
@@ -122,9 +124,10 @@ class CoreBinding:
             return None
         return None if locks is None else CoreBinding(topology, locks, load)
 
-    def suits(self, num_workers: int) -> bool:
-        """Whether so many workers have a core each, and there are several."""
-        return 2 <= num_workers <= len(self._topology.physical_cores)
+    @property
+    def most_workers(self) -> int:
+        """So many have a core each."""
+        return len(self._topology.physical_cores)
 
     def bind(self, pids: Sequence[int]) -> None:
         """Give each of these workers its own cores."""
@@ -160,6 +163,7 @@ class CoreBinding:
         """Unbind the workers and let go of the locks; may be called twice."""
         self.unbind()
         self._locks.release()
+        self.released = True
 
 
 def _set_cores(pid: int, cores: Sequence[int]) -> None:

@@ -1,21 +1,19 @@
-"""`sim.num_workers=auto`, `sim.pipeline_groups=auto` and `sim.placement=auto`, measured before a run begins: the same slots over different
-numbers of workers take turns in being stepped, half of the slots after the other and all together, by workers that may move and by ones
-that keep to cores of their own.
+"""`sim.num_workers=auto`, `sim.pipeline_groups=auto` and `sim.placement=auto`, measured: before a run begins, which number of workers, with
+the same slots over different numbers of them; in the first rollouts of the run, what can be changed between two: whether slots are stepped
+together, in turns or each by itself, and whether workers keep to cores of their own.
 
-Measured is what a rollout does: groups of slots in turns, with a policy's thinking in between that takes a core while the others
-simulate. Actions are those that hold still. The measured workers are ended, or, where they give the same numbers afterwards as before,
-go on as the run's: the choice changes nothing but time.
+Before the run, measured is what a rollout does: groups of slots in turns, with a policy's thinking in between that takes a core while the
+others simulate. Actions are those that hold still. The measured workers are ended, or, where they give the same numbers afterwards as
+before, go on as the run's: the choice changes nothing but time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +26,14 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.worker_choice import (
     Acting,
+    Circumstances,
+    Comparison,
     Setting,
     TimedPolicy,
+    Trials,
     WorkerChoice,
     candidates,
     check_auto,
-    remember,
-    remembered,
-    settings,
 )
 from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import ActionSpec, Observation, StepBatch
@@ -46,12 +44,10 @@ faster the more workers there are."""
 _LEAST_START_S = 1.25
 """Of processor time, of each worker: below, it was the machine that was busy, and up to `_BUSY` times as long may have passed."""
 _BUSY = 4
-_UPDATE_S, _WINDOW_S = 0.01, 0.045
-_ROUNDS, _MORE_ROUNDS, _IN_QUESTION = 2, 4, 0.8
-"""Each setting is stepped so long, so often, each time after something like an update; those that reach that share of the fastest, some
-times more."""
-_STEADY = 1.5
-"""Largest rate over smallest, beyond which a choice holds for this run only."""
+_UPDATE_S, _WINDOW_S = 0.01, 0.03
+"""Each setting is stepped so long in each round, after something like an update."""
+_LONGEST_S, _LEAST_ROUNDS = 1.5, 2
+"""No further round begins after so long: the next run goes on where the number of workers is in question still."""
 _COMPARED_STEPS = 8
 _NOT_MEASURED = ("embodied_rl.sim.remote:",)
 """Begins of targets whose simulators are elsewhere: their services are asked for episodes, and for nothing else."""
@@ -68,14 +64,16 @@ def start_measured(
     autoreset: bool = True,
     chunk_size: int = 1,
     small: bool | None = None,
+    tried: Sequence[int] = (),
     timed: TimedPolicy | None = None,
 ) -> EnvManager:
-    """`EnvManager.from_config` for a run that will last: what ``num_workers=auto`` stands for is measured where it is not yet known, and
-    with it ``pipeline_groups=auto``: `num_turns` of the manager.
+    """`EnvManager.from_config` for a run that will last: what ``auto`` stands for is measured where it is not yet known, the number of
+    workers now and the rest, where rollouts try it, in the first of them (`EnvManager.rollout_took`).
 
     Args:
-        tell: takes the line that says what was chosen.
+        tell: takes the lines that say what was chosen.
         small: whether the policy is a small Gaussian network; None: slots are not stepped together, but as they come.
+        tried: numbers of turns that rollouts try, see `Circumstances`.
         timed: of another policy, how its time is found out; None: a fraction of a millisecond is taken for it.
 
     Raises:
@@ -90,115 +88,111 @@ def start_measured(
     if config.num_workers != "auto" or num_slots not in (None, config.num_slots):
         return manager(None)
     check_auto(config)
-    groups = config.num_groups
-    turns = (1, groups) if small is not None and config.pipeline_groups == "auto" and groups > 1 else (groups,)
-    described = None if timed is None else timed.described
     numbers = candidates(config.num_slots)
     with ExitStack() as undo:
         binding = CoreBinding.take() if config.placement == "auto" and max(numbers) > 1 and small is not None else None
-        may_bind = None if binding is None else binding.suits
         if binding is not None:
             undo.callback(binding.release)
-        if (choice := remembered(config, chunk_size, small=small, policy=described, turns=turns, may_bind=may_bind)) is not None:
-            started = manager(choice.setting.num_workers)
-        elif len(numbers) * len(turns) == 1 or config.target.startswith(_NOT_MEASURED):
+        described = None if timed is None else timed.described
+        asked = Circumstances(config, chunk_size, small, described, tuple(tried), 0 if binding is None else binding.most_workers)
+        if len(asked.at_start()) == 1 or config.target.startswith(_NOT_MEASURED):
             return manager(None)
+        choice = asked.remembered()
+        if choice is not None and choice.has_number:
+            started = manager(choice.setting.num_workers)
         else:
-            started, choice = _chosen(config, manager, turns, chunk_size, small, timed, binding)
+            started, choice = _Measurement(asked, manager, binding, timed).chosen(choice)
         if choice is not None:
-            _settle(started, choice, turns, tell)
-        if choice is not None and choice.setting.bound and binding is not None:
-            binding.bind(started.worker_pids())
-            started.core_binding = binding
             undo.pop_all()
+            started.core_binding = binding
+            _settle(started, asked, choice, tell)
         return started
 
 
-def _chosen(
-    config: SimConfig,
-    manager: Callable[[int | None], EnvManager],
-    turns: tuple[int, ...],
-    chunk_size: int,
-    small: bool | None,
-    timed: TimedPolicy | None,
-    binding: CoreBinding | None,
-) -> tuple[EnvManager, WorkerChoice | None]:
-    """The manager that measuring says to take; as many workers as there are cores where it cannot say."""
-    numbers = candidates(config.num_slots)
-    began = time.perf_counter()
-    found = {numbers[-1]: manager(numbers[-1])}
-    slow = _starts_slowly(found[numbers[-1]], time.perf_counter() - began)
-    spec = found[numbers[-1]].spec
-    # Text is answered by models and judges, which cost; what steps all its environments together may draw for all of them at once.
-    if slow or spec.action.kind == "text" or spec.steps_together:
-        return found[numbers[-1]], None
-    try:
-        others = {number: partial(manager, number) for number in numbers[:-1]}
-        call_s = 0.0 if timed is None else timed.call_s(spec, _of_group(found[numbers[-1]], config.num_groups))
-        choice, steady = _measured(config, found, others, turns, Acting.of(small, spec.action, config.num_groups, call_s), binding)
-        if steady:
-            remember(config, choice, chunk_size, small=small, policy=None if timed is None else timed.described)
-    except (SimFault, UserError, ValueError):
-        choice = None  # whatever it is, the run meets it in its own words
-    chosen = numbers[-1] if choice is None else choice.setting.num_workers
-    for number in [number for number in found if choice is None or number != chosen]:
-        found.pop(number).close()
-    return found.pop(chosen) if chosen in found else manager(chosen), choice
+def _settle(manager: EnvManager, asked: Circumstances, choice: WorkerChoice, tell: Told) -> None:
+    """Step as was chosen, and try in the run's rollouts what is in question."""
+
+    def note() -> None:
+        asked.remember(choice)
+        if choice.decided:
+            tell(str(choice))
+
+    if line := str(choice):
+        tell(line)
+    if not choice.decided and choice.run.open:
+        manager.try_settings(Trials(choice.run, note))
+    else:
+        manager.step_as(choice.setting, for_good=True)
+
+
+class _Measurement:
+    """Managers with different numbers of workers, all alive, and what is measured of them."""
+
+    def __init__(
+        self, asked: Circumstances, manager: Callable[[int | None], EnvManager], binding: CoreBinding | None, timed: TimedPolicy | None
+    ) -> None:
+        """`manager` starts one with so many workers."""
+        self._asked, self._manager, self._binding, self._timed = asked, manager, binding, timed
+        self._numbers = candidates(asked.config.num_slots)
+        self._found: dict[int, EnvManager] = {}
+
+    def chosen(self, before: WorkerChoice | None) -> tuple[EnvManager, WorkerChoice | None]:
+        """The manager that measuring says to take; as many workers as there are cores where it cannot say. `before`: what was measured."""
+        began, most = time.perf_counter(), self._numbers[-1]
+        first = self._found[most] = self._manager(most)
+        slow = _starts_slowly(first, time.perf_counter() - began)
+        # Text is answered by models and judges, which cost; what steps all its environments together may draw for all of them at once.
+        if slow or first.spec.action.kind == "text" or first.spec.steps_together:
+            return first, None
+        choice = None
+        try:
+            start = Comparison(self._asked.at_start(), [] if before is None else before.start.rounds)
+            self._measure(start)
+            choice = self._asked.choice(start)
+            self._asked.remember(choice)
+        except (SimFault, UserError, ValueError):
+            pass  # whatever it is, the run meets it in its own words
+        number = most if choice is None else choice.setting.num_workers
+        for other in [other for other in self._found if choice is None or other != number]:
+            self._found.pop(other).close()
+        return self._found.pop(number) if number in self._found else self._manager(number), choice
+
+    def _measure(self, start: Comparison) -> None:
+        """Start the others too, measure all, and keep the chosen one where it is as it was at its start."""
+        spec, groups = self._found[self._numbers[-1]].spec, self._asked.config.num_groups
+        call_s = 0.0 if self._timed is None else self._timed.call_s(spec, _of_group(self._found[self._numbers[-1]], groups))
+        acting = Acting.of(self._asked.small, spec.action, groups, call_s)
+        for number in self._numbers[:-1]:
+            self._found[number] = self._manager(number)
+        before = {number: _first_steps(manager) for number, manager in self._found.items()}
+        turns = {each: Turns(self._found[each.num_workers], each.num_turns, acting.think_s(each.num_turns)) for each in start.open}
+        began, rounds = time.perf_counter(), 0
+        while len({each.num_workers for each in start.open}) > 1 or rounds == 0:
+            if rounds >= _LEAST_ROUNDS and time.perf_counter() - began > _LONGEST_S:
+                break
+            start.add({each: self._seconds(each, turns[each]) for each in start.open})
+            rounds += 1
+        number = start.leader.num_workers
+        if _first_steps(self._found[number]) == before[number] and not self._found[number].fault_records:
+            self._found[number].reset()
+        else:  # the past of these workers shows
+            self._found.pop(number).close()
+
+    def _seconds(self, setting: Setting, turns: Turns) -> float:
+        """Of a step, in one window."""
+        if self._binding is not None:
+            self._binding.bind(self._found[setting.num_workers].worker_pids()) if setting.bound else self._binding.unbind()
+        try:
+            return 1.0 / turns.steps_per_s(_WINDOW_S)
+        finally:
+            if self._binding is not None:
+                self._binding.unbind()
 
 
 def _of_group(manager: EnvManager, num_groups: int) -> Observation:
     """What the first of so many groups of slots sees at its beginning."""
     group = split_slots(range(manager.num_slots), num_groups)[0]
     return {key: part[group.start : group.stop] for key, part in manager.reset().observation.items()}
-
-
-def _settle(manager: EnvManager, choice: WorkerChoice, turns: tuple[int, ...], tell: Told) -> None:
-    """Take the turns that were chosen, where there was a choice."""
-    if len(turns) > 1:
-        manager.num_turns = choice.setting.num_turns
-    tell(str(choice))
-
-
-def _measured(
-    config: SimConfig,
-    found: dict[int, EnvManager],
-    others: Mapping[int, Callable[[], EnvManager]],
-    ways: tuple[int, ...],
-    acting: Acting,
-    binding: CoreBinding | None,
-) -> tuple[WorkerChoice, bool]:
-    """Start the others too, measure all, and leave the chosen one in `found` if it is as it was at its start.
-
-    Returns the choice, and whether it was measured steadily enough to be remembered: other work on the machine may have come in between.
-    """
-    for number, start in others.items():
-        found[number] = start()
-    before = {number: _first_steps(manager) for number, manager in found.items()}
-    compared = settings(config, ways, None if binding is None else binding.suits)
-    turns = {each: Turns(found[each.num_workers], each.num_turns, acting.think_s(each.num_turns)) for each in compared}
-    windows: dict[Setting, list[float]] = {each: [] for each in turns}
-    # The rate over all windows. More processes than cores are twice as fast in one window as in the next, depending on which of them the
-    # kernel puts on one core when they wake; a run has the slow ones too, and they take most of its time.
-    rates: dict[Setting, float] = {}
-    for number in range(_ROUNDS + _MORE_ROUNDS):
-        for each, turn in turns.items():
-            if number >= _ROUNDS and max(windows[each]) < _IN_QUESTION * max(rates.values()):
-                continue
-            if binding is not None:
-                binding.bind(found[each.num_workers].worker_pids()) if each.bound else binding.unbind()
-            windows[each].append(turn.steps_per_s(_WINDOW_S))
-        rates = {each: statistics.harmonic_mean(own) for each, own in windows.items()}
-    if binding is not None:
-        binding.unbind()
-    choice = WorkerChoice(config.name, config.num_slots, rates)
-    manager = found[choice.setting.num_workers]
-    same = _first_steps(manager) == before[choice.setting.num_workers] and not manager.fault_records
-    if not same:  # the past of these workers shows
-        found.pop(choice.setting.num_workers).close()
-    else:
-        manager.reset()
-    chosen = windows[choice.setting]
-    return choice, max(chosen) < _STEADY * min(chosen)
 
 
 def _starts_slowly(manager: EnvManager, seconds: float) -> bool:

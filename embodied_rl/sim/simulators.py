@@ -31,7 +31,8 @@ class Simulators:
     autoreset: bool = True
     """A slot whose episode ended begins the next one in the same step; False: it waits for `begin`."""
     num_turns: int | None = None
-    """Groups of slots that are best stepped in turns, where that was measured; None: it was not."""
+    """Groups of slots that are stepped in turns in the next rollout; 1: all together; 0: each slot by itself, as it is ready; None: as
+    the collector has them."""
     last_drift: Mapping[int, float | None] = {}
     """{slot: how far the episode that was restored last is off what was saved}, where it was played again."""
     plays_itself: bool = False
@@ -56,6 +57,9 @@ class Simulators:
     def is_ready(self, slots: range) -> bool:
         """Whether `recv` of these would not wait."""
         return True
+
+    def rollout_took(self, seconds: float, num_steps: int) -> None:
+        """A rollout of so many steps is over, and the next one may have other turns."""
 
     def release(self, slot: int) -> None:
         """What this slot plays is over, or needed no more."""

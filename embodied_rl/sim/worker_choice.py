@@ -3,11 +3,10 @@ machine."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +17,25 @@ from embodied_rl.files import RememberedAnswers
 from embodied_rl.sim.affinity import available_cores
 from embodied_rl.types import ActionSpec, Observation, SimSpec
 
-WORTH = 1.03
-"""More workers take more memory: they must be so many times as fast."""
-BOUND_WORTH = 1.05
-"""Bound workers cannot get out of the way of other programs: they must be so many times as fast as any that may move."""
-TURNS_WORTH = 1.05
-"""Stepping in turns wakes workers more often, and is less steady for it: it must be so many times as fast as stepping together."""
+WORTH = 1.02
+"""More workers take more memory, slots that are not stepped together wake workers more often, bound workers cannot get out of the way of
+other programs: each of these must be so many times as fast."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
-_MEASURED = 5
+_MEASURED = 6
 """To be raised when the measurement changes, so that what is remembered is measured again."""
+_TOLERANCE = 0.03
+"""A setting is out of the question once it is not so much faster than the fastest, beyond doubt."""
+_LEAST_NOISE = 0.02
+"""Of a round, whatever the spread of a few rounds looks like."""
+_MOST_ROUNDS = 40
+"""After so many the fastest is taken: the others are as fast, or what is measured is noise."""
+_FAR_BEHIND = 1.5
+"""Times as slow as the fastest at the start: not tried in the run."""
+_SAMPLE_S = 0.1
+"""Rollouts that took so long together are a sample."""
+AS_READY = 0
+"""Number of turns where slots are stepped each by itself, and acted for as they are ready."""
 
 
 @dataclass(frozen=True, order=True)
@@ -36,7 +44,7 @@ class Setting:
 
     num_workers: int
     num_turns: int
-    """Groups of slots that are stepped in turns; 1: all together."""
+    """Groups of slots that are stepped in turns; 1: all together; `AS_READY`: each slot by itself."""
     bound: bool = False
     """Whether each worker keeps to its own cores."""
 
@@ -48,6 +56,105 @@ class Setting:
         """The inverse of `str`. Raises ValueError."""
         workers, turns = text.removesuffix("b").split("x")
         return Setting(int(workers), int(turns), text.endswith("b"))
+
+
+class Comparison:
+    """Settings that are measured in turns, round by round, until the others are slower than the fastest, or no faster worth a word, beyond
+    doubt.
+
+    Times of a round stand side by side: what the machine or the policy did meanwhile, it did to all of them. Compared are mean times, since
+    a run has the slow moments too.
+    """
+
+    def __init__(self, settings: Iterable[Setting], rounds: Iterable[Mapping[Setting, float]] = ()) -> None:
+        """`rounds`: what was measured before. Raises KeyError for a round that lacks a setting which was in question then."""
+        self.open = sorted(settings)
+        """In question."""
+        self.rounds: list[dict[Setting, float]] = []
+        """Seconds a step, of what was in question then."""
+        numbers = sorted({each.num_workers for each in self.open})
+        self._price = {each: WORTH ** (numbers.index(each.num_workers) + (each.num_turns != 1) + each.bound) for each in self.open}
+        for each in rounds:
+            self.add(each)
+
+    def add(self, seconds: Mapping[Setting, float]) -> None:
+        """One more round: seconds a step of all settings that are in question. Raises KeyError."""
+        self.rounds.append({each: seconds[each] for each in self.open})
+        leader = self.leader
+        self.open = [leader] if len(self.rounds) >= _MOST_ROUNDS else [each for each in self.open if not self._is_out(each, leader)]
+
+    @property
+    def met(self) -> Iterable[Setting]:
+        """All that were measured."""
+        return self.rounds[0] if self.rounds else ()
+
+    @property
+    def leader(self) -> Setting:
+        """The fastest of those that are in question, its price paid."""
+        return min(self.open, key=lambda each: sum(self._price[each] * seconds[each] for seconds in self.rounds))
+
+    def _is_out(self, setting: Setting, leader: Setting) -> bool:
+        if setting == leader or len(self.rounds) < 2:
+            return False
+        best = [self._price[leader] * seconds[leader] for seconds in self.rounds]
+        own = [self._price[setting] * seconds[setting] for seconds in self.rounds]
+        behind = [(one - other) / statistics.mean(best) for one, other in zip(own, best, strict=True)]
+        error = max(statistics.stdev(behind), _LEAST_NOISE) / math.sqrt(len(behind))
+        # About Student's 97.5%: 2 of many rounds, 4 of three.
+        return statistics.mean(behind) - (2 + 4 / (len(behind) - 1)) * error > -_TOLERANCE
+
+    def gain(self, setting: Setting, other: Setting) -> float:
+        """Times as fast, over the rounds that both were in; 1 where they never met."""
+        both = [(each[setting], each[other]) for each in self.rounds if setting in each and other in each]
+        return sum(theirs for _, theirs in both) / sum(own for own, _ in both) if both else 1.0
+
+
+class Trials:
+    """The settings that are in question take turns over the rollouts of a run, until the fastest is known."""
+
+    def __init__(self, comparison: Comparison, note: Callable[[], object]) -> None:
+        """`note` is called when it is decided, and when the run ends before."""
+        self._comparison, self._note = comparison, note
+        self._round: dict[Setting, float] = {}
+        self._sample: list[tuple[float, int]] | None = None
+        """(seconds, steps) of rollouts with the present setting; None: the next one does not count, in which everything warms up."""
+
+    @property
+    def setting(self) -> Setting:
+        """Of the next rollout: each round begins with another one, and what was decided stays."""
+        left = [each for each in self._comparison.open if each not in self._round]
+        return left[len(self._comparison.rounds) % len(left)]
+
+    @property
+    def leader(self) -> Setting:
+        """The fastest so far."""
+        return self._comparison.leader
+
+    @property
+    def decided(self) -> bool:
+        """Whether it is the only one left."""
+        return len(self._comparison.open) == 1
+
+    def took(self, seconds: float, num_steps: int) -> None:
+        """A rollout of so many steps with `setting` took so long."""
+        if self._sample is None:
+            self._sample = []
+            return
+        self._sample.append((seconds, num_steps))
+        if (sampled_s := sum(each for each, _ in self._sample)) < _SAMPLE_S:
+            return
+        self._round[self.setting] = sampled_s / sum(steps for _, steps in self._sample)
+        self._sample = []
+        if len(self._round) == len(self._comparison.open):
+            self._comparison.add(self._round)
+            self._round = {}
+            if self.decided:
+                self._note()
+
+    def end(self) -> None:
+        """The run is over: what is known so far goes into the next one."""
+        if not self.decided and self._comparison.rounds:
+            self._note()
 
 
 @dataclass(frozen=True)
@@ -90,54 +197,66 @@ class WorkerChoice:
 
     sim: str
     num_slots: int
-    steps_per_s: Mapping[Setting, float]
-    """{setting: environment steps per second}"""
+    start: Comparison
+    """Before a run began: which number of workers."""
+    run: Comparison
+    """In rollouts, with so many; none where nothing is tried there."""
 
-    @functools.cached_property
+    @property
     def setting(self) -> Setting:
-        """The fewest workers that no larger number beats by more than `WORTH`, with the turns that suit them best; bound ones
-        where they are `BOUND_WORTH` times as fast."""
-        free, bound = (self._by_workers(bound=bound) for bound in (False, True))
-        best = free[min(free)]
-        for _, each in sorted(free.items()):
-            if self.steps_per_s[each] > WORTH * self.steps_per_s[best]:
-                best = each
-        better = [each for each in bound.values() if self.steps_per_s[each] > BOUND_WORTH * self.steps_per_s[best]]
-        return max(better, key=self.steps_per_s.__getitem__, default=best)
+        """The fastest so far."""
+        return self.run.leader if self.run.rounds else self.start.leader
 
-    def _by_workers(self, *, bound: bool) -> dict[int, Setting]:
-        """{number of workers: the setting with the turns that suit them}"""
-        found: dict[int, Setting] = {}
-        for each in sorted(each for each in self.steps_per_s if each.bound == bound):  # together comes first
-            least = self.steps_per_s[found[each.num_workers]] * TURNS_WORTH if each.num_workers in found else 0.0
-            if self.steps_per_s[each] > least:
-                found[each.num_workers] = each
-        return found
+    @property
+    def decided(self) -> bool:
+        """Whether nothing is in question any more."""
+        return self.has_number and len(self.run.open) <= 1
 
-    def gain(self, other: int) -> float:
-        """Times as fast as so many workers, with the turns that suit them best."""
-        theirs = max(rate for each, rate in self.steps_per_s.items() if each.num_workers == other)
-        return self.steps_per_s[self.setting] / theirs
+    @property
+    def has_number(self) -> bool:
+        """Whether the number of workers is not in question."""
+        return len({each.num_workers for each in self.start.open}) == 1
 
     def __str__(self) -> str:
-        said, chosen = [], self.setting
-        if len(numbers := {each.num_workers for each in self.steps_per_s}) > 1:
-            workers = "1 worker" if chosen.num_workers == 1 else f"{chosen.num_workers} workers"
-            other = max(numbers) if chosen.num_workers == 1 else 1
-            said.append(
-                f"sim.num_workers=auto: {workers} for {self.num_slots} slots of {self.sim}, {self.gain(other):.2f} times as fast as {other}"
-            )
-        same = {each: rate for each, rate in self.steps_per_s.items() if each.num_workers == chosen.num_workers}
-        others = [rate for each, rate in same.items() if each.bound == chosen.bound and each != chosen]
-        if others:
-            ways = ("together", "in two groups") if chosen.num_turns == 1 else ("in two groups", "together")
-            slots = "stepped" if said else f"{self.num_slots} slots of {self.sim} are stepped"
-            gain = self.steps_per_s[chosen] / max(others)
-            said.append(f"sim.pipeline_groups=auto: {slots} {ways[0]}, {gain:.2f} times as fast as {ways[1]}")
+        """One line of what is known by now, and what it gains; empty: nothing is."""
+        said = self._of_workers()
+        if len(self.run.open) <= 1:
+            said += self._of_the_rest(after=bool(said))
+        return f"{'; '.join(said)} when it was measured here." if said else ""
+
+    def _of_workers(self) -> list[str]:
+        number = self.start.leader.num_workers
+        others = [each for each in self.start.met if each.num_workers != number]
+        if not others:
+            return []
+        other = 1 if number > 1 else max(each.num_workers for each in others)
+        gain = min(self.start.gain(self.start.leader, each) for each in others if each.num_workers == other)
+        workers = "1 worker" if number == 1 else f"{number} workers"
+        return [f"sim.num_workers=auto: {workers} for {self.num_slots} slots of {self.sim}, {gain:.2f} times as fast as {other}"]
+
+    def _of_the_rest(self, after: bool) -> list[str]:
+        chosen, compared = self.setting, self.run if self.run.rounds else self.start
+        gains = {each: compared.gain(chosen, each) for each in compared.met if each.num_workers == chosen.num_workers and each != chosen}
+        said, ways = [], {each.num_turns: gain for each, gain in gains.items() if each.bound == chosen.bound}
+        if ways:
+            slots = "stepped" if after else f"{self.num_slots} slots of {self.sim} are stepped"
+            other = min(ways, key=ways.__getitem__)
+            gain = f"{ways[other]:.2f} times as fast as {_way(other)}"
+            said.append(f"sim.pipeline_groups=auto: {slots} {_way(chosen.num_turns)}, {gain}")
         if chosen.bound:
-            gain = self.steps_per_s[chosen] / max(rate for each, rate in same.items() if not each.bound)
-            said.append(f"sim.placement=auto: each worker on its own cores, {gain:.2f} times as fast as where they may move")
-        return f"{'; '.join(said)} when it was measured here."
+            free = [gain for each, gain in gains.items() if not each.bound]
+            # Where all that may move were far behind before the run, rollouts tried none.
+            free = free or [
+                self.start.gain(self.start.leader, each)
+                for each in self.start.met
+                if each.num_workers == chosen.num_workers and not each.bound
+            ]
+            said.append(f"sim.placement=auto: each worker on its own cores, {min(free):.2f} times as fast as where they may move")
+        return said
+
+
+def _way(num_turns: int) -> str:
+    return {AS_READY: "one by one", 1: "together", 2: "in two groups"}.get(num_turns, f"in {num_turns} groups")
 
 
 def check_auto(config: SimConfig) -> None:
@@ -154,45 +273,77 @@ def candidates(num_slots: int) -> list[int]:
     return sorted({min(max(number, 1), num_slots) for number in (1, cores // 2, cores)})
 
 
-def settings(config: SimConfig, turns: Sequence[int], may_bind: Callable[[int], bool] | None = None) -> list[Setting]:
-    """What is compared, ascending: every number of workers with each of these numbers of turns, also bound where so many may be."""
-    numbers = candidates(config.num_slots)
-    free = [Setting(number, each) for number in numbers for each in turns]
-    return sorted(free + [dataclasses.replace(each, bound=True) for each in free if may_bind is not None and may_bind(each.num_workers)])
+@dataclass(frozen=True)
+class Circumstances:
+    """What a choice depends on. It is remembered for these, on this machine."""
+
+    config: SimConfig
+    chunk_size: int = 1
+    small: bool | None = None
+    """See `Acting.of`; None: with episodes of groups."""
+    policy: str | None = None
+    """What a `TimedPolicy` is remembered for; None: one that is not timed."""
+    tried: tuple[int, ...] = ()
+    """Numbers of turns that rollouts try; empty: they try nothing."""
+    most_bound: int = 0
+    """So many workers may be bound to a core each now."""
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """What is compared before the run."""
+        groups = self.config.num_groups
+        return (1, groups) if self.small is not None and self.config.pipeline_groups == "auto" and groups > 1 else (groups,)
+
+    def at_start(self) -> list[Setting]:
+        """What is compared before the run, ascending: every number of workers, with all turns, also bound where they may be."""
+        return [each for number in candidates(self.config.num_slots) for each in self._with(number, self.turns)]
+
+    def in_run(self, start: Comparison) -> list[Setting]:
+        """What rollouts try with the number of workers that was chosen: what was not far behind, and what was not measured."""
+        number = start.leader.num_workers
+        every = self._with(number, [each for each in self.tried if each != AS_READY or number > 1])
+        found = [each for each in every if each not in start.met or start.gain(start.leader, each) < _FAR_BEHIND]
+        return found if len(found) > 1 else []
+
+    def _with(self, number: int, turns: Iterable[int]) -> list[Setting]:
+        bound = (False, True) if 1 < number <= self.most_bound else (False,)
+        return [Setting(number, each, how) for each in turns for how in bound]
+
+    def choice(self, start: Comparison, run: Iterable[Mapping[Setting, float]] = ()) -> WorkerChoice:
+        """What comes of these measurements. Raises KeyError for rounds of other settings."""
+        return WorkerChoice(self.config.name, self.config.num_slots, start, Comparison(self.in_run(start), run))
+
+    def remembered(self) -> WorkerChoice | None:
+        """What was measured before; None: nothing was."""
+        answer: Any = RememberedAnswers(_FOLDER).read(*self._question())
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            start, run = (
+                [{Setting.read(key): _positive(seconds) for key, seconds in each.items()} for each in answer[part]]
+                for part in ("start", "run")
+            )
+            if start:
+                return self.choice(Comparison(self.at_start(), start), run)
+        return None
+
+    def remember(self, choice: WorkerChoice) -> None:
+        """Keep what was measured. A folder that cannot be written keeps nothing: it is measured again next time."""
+        kept = {
+            part: [{str(each): float(f"{seconds:.4g}") for each, seconds in one.items()} for one in comparison.rounds]
+            for part, comparison in (("start", choice.start), ("run", choice.run))
+        }
+        RememberedAnswers(_FOLDER).write(*self._question(), kept)
+        number = {"num_workers": choice.start.leader.num_workers}
+        RememberedAnswers(_FOLDER).write(*_simulator(self.config, self.chunk_size), number)
+
+    def _question(self) -> tuple[str, object]:
+        name, simulator = _simulator(self.config, self.chunk_size)
+        return name, [simulator, self.config.pipeline_groups, self.small, self.policy, self.tried, self.most_bound]
 
 
-def remembered(
-    config: SimConfig,
-    chunk_size: int = 1,
-    *,
-    small: bool | None = None,
-    policy: str | None = None,
-    turns: Sequence[int] = (),
-    may_bind: Callable[[int], bool] | None = None,
-) -> WorkerChoice | None:
-    """What was chosen for this simulator, these slots and this machine; None: it has not been measured.
-
-    Args:
-        small: see `Acting.of`; None: with episodes of groups.
-        policy: what a `TimedPolicy` is remembered for; None: the last one, or one that was not timed.
-        turns: what has to be among what was measured; empty: whatever was.
-        may_bind: whether so many workers may be bound now, which then has to be among it; None: none may, whatever was measured.
-    """
-    answer: Any = RememberedAnswers(_FOLDER).read(*_question(config, chunk_size, small, policy))
-    with suppress(ValueError, TypeError, KeyError, AttributeError):
-        rates = {Setting.read(key): float(rate) for key, rate in answer.items()}
-        known = settings(config, turns or sorted({each.num_turns for each in rates}), may_bind)
-        measured = {each: rates[each] for each in known}
-        if measured and all(0 < rate < math.inf for rate in measured.values()):
-            return WorkerChoice(config.name, config.num_slots, measured)
-    return None
-
-
-def remember(config: SimConfig, choice: WorkerChoice, chunk_size: int = 1, *, small: bool | None = None, policy: str | None = None) -> None:
-    """Keep what was measured. A folder that cannot be written keeps nothing: it is measured again next time."""
-    rates = {str(each): round(rate, 1) for each, rate in sorted(choice.steps_per_s.items())}
-    for described in {policy, None}:
-        RememberedAnswers(_FOLDER).write(*_question(config, chunk_size, small, described), rates)
+def _positive(seconds: float) -> float:
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{seconds} seconds")
+    return float(seconds)
 
 
 def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | None:
@@ -202,12 +353,13 @@ def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | No
     check_auto(config)
     number = config.fixed_workers
     if config.num_workers == "auto" and num_slots == config.num_slots:
-        found = (remembered(config, chunk_size, small=small) for small in (True, False, None))
-        number = next((choice.setting.num_workers for choice in found if choice is not None), None)
+        found = (RememberedAnswers(_FOLDER).read(*_simulator(config, chunk_size)) or {}).get("num_workers")
+        number = found if isinstance(found, int) and found > 0 else None
     return None if number is None else min(number, num_slots)
 
 
-def _question(config: SimConfig, chunk_size: int, small: bool | None, policy: str | None) -> tuple[str, object]:
-    simulator = [config.target, config.task, sorted(config.kwargs.items(), key=str), config.num_slots, config.pipeline_groups, chunk_size]
+def _simulator(config: SimConfig, chunk_size: int) -> tuple[str, object]:
+    """A simulator, its slots and this machine."""
+    simulator = [config.target, config.task, sorted(config.kwargs.items(), key=str), config.num_slots, chunk_size]
     machine = [platform.node(), platform.machine(), available_cores(), config.placement]
-    return config.name, [_MEASURED, simulator, machine, small, policy]
+    return config.name, [_MEASURED, simulator, machine]

@@ -26,6 +26,7 @@ from embodied_rl.sim.process import Patience, WorkerProcess, close_all, done
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY
+from embodied_rl.sim.worker_choice import Setting, Trials
 from embodied_rl.sim.worker_pool import WorkerPool, WorkerPoolPlan
 from embodied_rl.stopping import waiting
 from embodied_rl.types import SimSpec, StepBatch
@@ -379,7 +380,9 @@ class WorkerSimulators(Simulators):
         self._idle_pools: dict[str, WorkerPool] = {}
         self._offloaded = False
         self.core_binding: CoreBinding | None = None
-        """Keeps the workers on cores of their own, as long as nothing else wants these."""
+        """May keep the workers on cores of their own, as long as nothing else wants these."""
+        self.trials: Trials | None = None
+        """What rollouts try."""
         cores = {core for placement in plan.placements or () for core in placement["cores"]}
         self._core_locks = CoreLocks.take(sorted(cores)) if cores else None
         """Held so that no other run binds its workers to the same cores by its own choice."""
@@ -395,6 +398,9 @@ class WorkerSimulators(Simulators):
 
     def close(self) -> None:
         """End the workers and let go of the memory; may be called twice. Views that were handed out stay readable."""
+        if self.trials is not None:
+            self.trials.end()
+            self.trials = None
         for held in (self.core_binding, self._core_locks):
             if held is not None:
                 held.release()
@@ -409,6 +415,38 @@ class WorkerSimulators(Simulators):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    # ---- how slots are stepped ----------------------------------------------------------------------------------------
+
+    def step_as(self, setting: Setting, *, for_good: bool = False) -> None:
+        """Step slots so from the next rollout on, with the workers that are there. `for_good`: it is not changed any more."""
+        self.num_turns = setting.num_turns
+        if self.core_binding is None:
+            return
+        if setting.bound:
+            self.core_binding.bind(self.worker_pids())
+        elif not for_good:
+            self.core_binding.unbind()
+        else:
+            self.core_binding.release()
+            self.core_binding = None
+
+    def try_settings(self, trials: Trials) -> None:
+        """Let the next rollouts try them, until one is known to be the fastest."""
+        self.trials = trials
+        self.step_as(trials.setting)
+
+    def rollout_took(self, seconds: float, num_steps: int) -> None:
+        if self.trials is None:
+            return
+        if self.core_binding is not None and self.core_binding.released:  # others take time: what is measured says nothing
+            self.step_as(dataclasses.replace(self.trials.leader, bound=False), for_good=True)
+            self.trials = None
+            return
+        self.trials.took(seconds, num_steps)
+        self.step_as(self.trials.setting, for_good=self.trials.decided)
+        if self.trials.decided:
+            self.trials = None
 
     def _take_pool(self, pool: WorkerPool) -> None:
         if pool.slab is None:

@@ -111,7 +111,7 @@ def test_workers_are_bound_until_others_take_time(tmp_path: Path, monkeypatch: p
             binding.look(manager.worker_pids())
 
         assert CoreBinding.take() is None  # another run
-        assert (binding.suits(1), binding.suits(2)) == (False, True)
+        assert binding.most_workers >= 2
         binding.bind(manager.worker_pids())
         first, second = affinities(manager)
         assert not set(first) & set(second)

@@ -1,4 +1,5 @@
-"""`sim.num_workers=auto`: what is chosen of given rates, by hand; what is measured, in real workers; that it changes nothing but time."""
+"""What `auto` chooses of given rates, by hand; what is measured before a run and tried in it, with real workers; that it
+changes nothing but time."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.measured_workers import start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.topology import Topology
-from embodied_rl.sim.worker_choice import Acting, Setting, TimedPolicy, WorkerChoice, remember, remembered
+from embodied_rl.sim.worker_choice import AS_READY, Acting, Circumstances, Comparison, Setting, TimedPolicy, Trials, auto_workers
 from embodied_rl.train import train
 from embodied_rl.types import ActionSpec, Observation, Rollout, SimSpec, TensorSpec
 
@@ -47,10 +48,13 @@ def toy(name: str = "CountingSim", **kwargs: Any) -> SimConfig:
     return SimConfig(name="toy", target=f"tests.sim.toy:{name}", kwargs=kwargs, num_slots=4)
 
 
-def measured(rates: dict[int, float], sim: str = "toy", num_slots: int = 4, together: dict[int, float] | None = None) -> WorkerChoice:
-    """{workers: steps per second} in two turns, and of slots that are stepped together."""
-    turns = {2: rates, **({1: together} if together else {})}
-    return WorkerChoice(sim, num_slots, {Setting(number, each): rate for each, own in turns.items() for number, rate in own.items()})
+def compared(rates: Mapping[Setting, float], num_rounds: int = 3) -> Comparison:
+    """As if rounds had found these rates, in steps per second, each time."""
+    return Comparison(rates, [{each: 1.0 / rate for each, rate in rates.items()}] * num_rounds)
+
+
+def of_workers(rates: Mapping[int, float], num_turns: int = 2) -> dict[Setting, float]:
+    return {Setting(number, num_turns): rate for number, rate in rates.items()}
 
 
 def three_steps(manager: EnvManager) -> list[bytes]:
@@ -59,36 +63,138 @@ def three_steps(manager: EnvManager) -> list[bytes]:
     return seen + [manager.step(np.full((4, 1), 0.5 + step, np.float32)).observation["state"].tobytes() for step in range(3)]
 
 
+# ---- the rule, with given numbers ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("rates", "chosen"),
     [
-        ({1: 100.0, 2: 102.0}, 1),  # 2% are not worth a process
+        ({1: 100.0, 2: 101.0}, 1),  # 1% is not worth a process
         ({1: 100.0, 2: 104.0}, 2),
         ({1: 100.0, 4: 150.0, 8: 152.0}, 4),
         ({1: 100.0, 4: 90.0, 8: 120.0}, 8),
         ({1: 100.0, 2: 60.0}, 1),
     ],
 )
-def test_fewest_workers_that_no_more_of_them_beat_by_three_percent(rates: dict[int, float], chosen: int) -> None:
-    choice = measured(rates)
-    assert choice.setting == Setting(chosen, 2)
-    assert choice.gain(1) == pytest.approx(rates[chosen] / 100.0)
+def test_more_workers_must_be_two_percent_faster(rates: dict[int, float], chosen: int) -> None:
+    assert compared(of_workers(rates), 1).leader == Setting(chosen, 2)
 
 
-def test_slots_are_stepped_together_where_that_is_faster() -> None:
-    choice = WorkerChoice("toy", 8, {Setting(1, 1): 10_000.0, Setting(1, 2): 9_000.0, Setting(2, 1): 8_000.0, Setting(2, 2): 10_200.0})
-    assert choice.setting == Setting(1, 1)  # 10,200 with two workers are not worth a process
-    assert dataclasses.replace(choice, steps_per_s={**choice.steps_per_s, Setting(2, 1): 11_000.0}).setting == Setting(2, 1)
+@pytest.mark.parametrize(
+    ("other", "worth_it"), [(Setting(2, 2), True), (Setting(2, AS_READY), True), (Setting(2, 1, True), True), (Setting(2, 2, True), False)]
+)
+def test_turns_and_binding_must_each_be_two_percent_faster(other: Setting, worth_it: bool) -> None:
+    together = Setting(2, 1)
+    assert compared({together: 100.0, other: 103.0}, 1).leader == (other if worth_it else together)  # 1.02 * 1.02 > 1.03
+    assert compared({together: 100.0, other: 101.0}, 1).leader == together
 
 
-def test_bound_workers_are_taken_where_they_are_five_percent_faster_than_any_others() -> None:
-    rates = {Setting(1, 2): 100.0, Setting(2, 1): 90.0, Setting(2, 1, True): 104.0, Setting(2, 2, True): 101.0}
-    assert WorkerChoice("toy", 8, rates).setting == Setting(1, 2)
-    choice = WorkerChoice("toy", 8, {**rates, Setting(2, 1, True): 108.0})
-    assert choice.setting == Setting(2, 1, True)
-    line = "sim.num_workers=auto: 2 workers for 8 slots of toy, 1.08 times as fast as 1; sim.pipeline_groups=auto: stepped together, "
-    line += "1.07 times as fast as in two groups; sim.placement=auto: each worker on its own cores, 1.20 times as fast as where they may "
-    assert str(choice) == line + "move when it was measured here."
+def test_what_is_behind_or_no_faster_beyond_doubt_is_out_of_the_question() -> None:
+    """Standard errors by hand: of n rounds with a spread below 2%, 0.02 / sqrt(n), times 2 + 4 / (n - 1)."""
+    fast, slow = Setting(2, AS_READY), Setting(2, 2)  # of the same price
+    found = Comparison([fast, slow])
+    for number, left in ((1, 2), (2, 2), (3, 1)):  # 0.04 - 6 * 0.0141 = -0.045; 0.04 - 4 * 0.0115 = -0.006, and -0.03 is enough
+        found.add({fast: 1.0, slow: 1.04})
+        assert (len(found.rounds), len(found.open)) == (number, left)
+    assert found.leader == fast
+    equal = Comparison([fast, slow])
+    for number in range(1, 6):  # 0 - 3.33 * 0.01 at four, 0 - 3 * 0.0089 at five
+        equal.add({fast: 1.0, slow: 1.0})
+        assert len(equal.open) == (1 if number == 5 else 2)
+
+
+def test_noise_keeps_the_question_open_and_not_for_ever() -> None:
+    first, second = Setting(2, 1), Setting(2, AS_READY)
+    found = Comparison([first, second])
+    for number in range(40):
+        assert found.open == [second, first]
+        found.add({first: 1.0, second: 1.45 if number % 2 else 0.5})  # 2.5% faster on average, by 50% noise
+    assert found.open == [second]  # 1.02 * 0.975 < 1
+    assert found.gain(second, first) == pytest.approx(1 / 0.975)
+
+
+def test_what_is_out_is_not_measured_again() -> None:
+    rates = {Setting(1, 2): 50.0, Setting(2, 1): 100.0, Setting(2, 2): 103.0}
+    found = compared(rates, 2)
+    assert found.open == [Setting(2, 1), Setting(2, 2)]
+    found.add(dict.fromkeys(found.open, 0.01))
+    assert found.rounds[-1] == dict.fromkeys(found.open, 0.01)
+    again = Comparison(rates, found.rounds)  # as another run reads it
+    assert (again.open, again.rounds) == (found.open, found.rounds)
+    with pytest.raises(KeyError):
+        Comparison([*rates, Setting(2, AS_READY)], found.rounds)
+
+
+def test_settings_in_question_take_turns_over_rollouts() -> None:
+    settings, noted = [Setting(2, AS_READY), Setting(2, 1)], list[str]()
+    comparison = Comparison(settings)
+    trials = Trials(comparison, lambda: noted.append("decided" if len(comparison.open) == 1 else "not yet"))
+    trials.took(9.0, 100)  # everything warms up
+    begun = []
+    for _ in range(2):
+        begun.append(trials.setting)
+        for _ in settings:
+            took_s = 0.08 if trials.setting == settings[0] else 0.04
+            before = trials.setting
+            trials.took(took_s, 100)
+            while took_s < 0.1:  # several short ones are one sample
+                assert trials.setting == before
+                trials.took(0.04, 100)
+                took_s += 0.04
+    assert begun == settings  # another one begins each time
+    assert comparison.rounds[0] == {settings[0]: pytest.approx(6e-4), settings[1]: pytest.approx(4e-4)}
+    assert (trials.decided, trials.setting, trials.leader, noted) == (True, settings[1], settings[1], ["decided"])
+    trials.end()
+    assert noted == ["decided"]
+
+
+def test_a_run_that_ends_before_it_is_decided_notes_what_it_knows() -> None:
+    settings, noted = [Setting(2, 1), Setting(2, 2)], list[int]()
+    comparison = Comparison(settings)
+    trials = Trials(comparison, lambda: noted.append(len(comparison.rounds)))
+    for _ in range(4):
+        trials.took(0.2, 100)
+    trials.end()
+    assert noted == [1]  # the second round had only begun
+    Trials(Comparison(settings), lambda: pytest.fail("there is nothing to note")).end()
+
+
+# ---- what is said and remembered ----------------------------------------------------------------------------------------
+
+
+def test_line_says_what_was_chosen_and_what_it_gained() -> None:
+    asked = Circumstances(dataclasses.replace(toy(), num_slots=8), small=True)
+    one, two = of_workers({1: 100.0, 2: 150.0}), of_workers({1: 90.0, 2: 180.0}, num_turns=1)
+    line = "sim.num_workers=auto: 2 workers for 8 slots of toy, 1.80 times as fast as 1; sim.pipeline_groups=auto: stepped together, "
+    assert str(asked.choice(compared({**one, **two}))) == line + "1.20 times as fast as in two groups when it was measured here."
+    line = "sim.num_workers=auto: 1 worker for 8 slots of toy, 1.25 times as fast as 2 when it was measured here."
+    assert str(asked.choice(compared(of_workers({1: 100.0, 2: 80.0})))) == line
+    line = "sim.pipeline_groups=auto: 8 slots of toy are stepped in two groups, 1.25 times as fast as together when it was measured here."
+    assert str(asked.choice(compared({Setting(1, 1): 80.0, Setting(1, 2): 100.0}))) == line
+
+
+def test_line_of_what_rollouts_tried() -> None:
+    asked = Circumstances(dataclasses.replace(toy(), num_slots=8), small=True, tried=(1, 2, AS_READY), most_bound=2)
+    start = compared(
+        {**of_workers({1: 100.0, 2: 199.0}), **of_workers({1: 100.0, 2: 200.0}, 1), Setting(2, 1, True): 190.0, Setting(2, 2, True): 90.0}
+    )
+    begun = asked.choice(start)
+    workers = "sim.num_workers=auto: 2 workers for 8 slots of toy, 2.00 times as fast as 1"
+    assert str(begun) == f"{workers} when it was measured here."  # the rest is in question
+    assert [str(each) for each in begun.run.open] == ["2x0", "2x0b", "2x1", "2x1b", "2x2"]  # 2x2b was far behind
+    rates = {
+        Setting(2, AS_READY): 100.0,
+        Setting(2, AS_READY, True): 120.0,
+        Setting(2, 1): 80.0,
+        Setting(2, 1, True): 90.0,
+        Setting(2, 2): 70.0,
+    }
+    done = asked.choice(start, compared(rates).rounds)
+    assert done.setting == Setting(2, AS_READY, True)
+    ways = (
+        "sim.pipeline_groups=auto: stepped one by one, 1.33 times as fast as together; sim.placement=auto: each worker on its own cores, "
+    )
+    assert str(done) == f"{workers}; {ways}1.20 times as fast as where they may move when it was measured here."
     assert [Setting.read(str(each)) for each in rates] == list(rates)
 
 
@@ -100,49 +206,99 @@ def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_binding.OthersLoad, "since", lambda self: (0.0, 1.0))
 
 
+def asked_of(config: SimConfig, most_bound: int = 0) -> Circumstances:
+    return Circumstances(config, small=True, tried=(1, 2), most_bound=most_bound)
+
+
+FREE = {Setting(number, turns): 100.0 * number for number in (1, 2) for turns in (1, 2)}
+BOUND = {Setting(2, 1, True): 500.0, Setting(2, 2, True): 400.0}
+
+
 @pytest.mark.usefixtures("free_cores")
 def test_a_remembered_binding_holds_only_while_the_cores_are_free() -> None:
-    rates = {Setting(number, turns): 100.0 * number for number in (1, 2) for turns in (1, 2)}
-    bound = {Setting(2, 1, True): 500.0, Setting(2, 2, True): 400.0}
-    remember(toy(), WorkerChoice("toy", 4, {**rates, **bound}), small=True)
-    with start_measured(toy(), SEEDS, tell=lambda line: None, small=True) as manager:
+    most = len(Topology.read(with_gpus=False).physical_cores)
+    with_cores, without = asked_of(toy(), most), asked_of(toy())
+    with_cores.remember(with_cores.choice(compared({**FREE, **BOUND}), compared(BOUND).rounds))
+    without.remember(without.choice(compared(FREE), compared({Setting(2, 1): 9.0, Setting(2, 2): 7.0}).rounds))
+    told: list[str] = []
+    with start_measured(toy(), SEEDS, tell=told.append, small=True, tried=(1, 2)) as manager:
         first, second = (os.sched_getaffinity(pid) for pid in manager.worker_pids())
         assert not first & second
         assert manager.num_turns == 1
-        seen, told = three_steps(manager), list[str]()
-        with start_measured(toy(), SEEDS, tell=told.append, small=True) as other:  # another run, whose workers may move
+        seen = three_steps(manager)
+        with start_measured(toy(), SEEDS, tell=told.append, small=True, tried=(1, 2)) as other:  # another run, whose workers may move
             assert [os.sched_getaffinity(pid) for pid in other.worker_pids()] == [os.sched_getaffinity(0)] * 2
             assert seen == three_steps(other)
-        assert "placement" not in told[0]
-    with start_measured(dataclasses.replace(toy(), placement="none"), SEEDS, tell=told.append, small=True) as manager:
+    assert ["placement" in line for line in told] == [True, False]
+    binding = core_binding.CoreBinding.take()  # nothing holds the cores any more
+    assert binding is not None
+    binding.release()
+    fixed = dataclasses.replace(toy(), placement="none")
+    asked_of(fixed).remember(asked_of(fixed).choice(compared(FREE)))
+    with start_measured(fixed, SEEDS, tell=told.append, small=True, tried=(1, 2)) as manager:
         assert manager.core_binding is None
-    assert remembered(toy(), small=True, turns=(1, 2), may_bind=lambda number: number > 1) is not None
-    remember(toy(), WorkerChoice("toy", 4, rates), small=True)
-    assert remembered(toy(), small=True, turns=(1, 2), may_bind=lambda number: number > 1) is None  # to be measured, now that it can be
 
 
 @pytest.mark.usefixtures("free_cores")
-def test_bound_workers_are_measured_and_let_go_of_where_they_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[Setting] = []
+def test_rollouts_bind_workers_and_let_go_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are given: bound workers lose before the run and are not tried, or they are, and lose there."""
+    whole = os.sched_getaffinity(0)
+    for bound in (5.0, 100.0):
+        rates = {Setting(1, 1): 10.0, Setting(1, 2): 9.0, Setting(2, 1): 100.0, Setting(2, 2): 95.0}
+        rates |= {Setting(2, 1, True): bound, Setting(2, 2, True): bound}
+        monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting, __, rates=rates: 1.0 / rates[setting])
+        told, bindings = list[str](), set[bool]()
+        with start_measured(toy(length=int(bound)), SEEDS, tell=told.append, small=True, tried=(1, 2)) as manager:
+            assert manager.num_workers == 2
+            while manager.trials is not None:
+                setting = manager.trials.setting
+                bindings.add(setting.bound)
+                affinities = [os.sched_getaffinity(pid) for pid in manager.worker_pids()]
+                assert (affinities != [whole] * 2) == setting.bound
+                assert manager.num_turns == setting.num_turns
+                manager.rollout_took({(1, False): 1.0, (2, False): 2.0}.get((setting.num_turns, setting.bound), 3.0), 100)
+            assert bindings == ({False, True} if bound == 100.0 else {False})
+            assert (manager.num_turns, manager.core_binding) == (1, None)
+            assert [os.sched_getaffinity(pid) for pid in manager.worker_pids()] == [whole] * 2
+        assert ["pipeline_groups" in line for line in told] == [False, True]
+        binding = core_binding.CoreBinding.take()
+        assert binding is not None
+        binding.release()
 
-    def noted(sim: str, num_slots: int, rates: Mapping[Setting, float]) -> WorkerChoice:
-        compared.extend(rates)
-        return WorkerChoice(sim, num_slots, {each: 100.0 + each.num_workers for each in rates})
 
-    monkeypatch.setattr(measured_workers, "WorkerChoice", noted)
-    with start_measured(toy(), SEEDS, tell=lambda line: None, small=True) as manager:
-        assert manager.num_workers == 1
-        assert manager.core_binding is None
-        assert os.sched_getaffinity(manager.worker_pids()[0]) == os.sched_getaffinity(0)
-    assert sorted(map(str, compared)) == ["1x1", "1x2", "2x1", "2x1b", "2x2", "2x2b"]
-    binding = core_binding.CoreBinding.take()
-    assert binding is not None
-    binding.release()
+@pytest.mark.usefixtures("free_cores")
+def test_trials_end_where_others_take_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {**FREE, **dict.fromkeys(BOUND, 190.0)}
+    monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting, __: 1.0 / rates[setting])
+    with start_measured(toy(), SEEDS, tell=lambda line: None, small=True, tried=(1, 2)) as manager:
+        assert manager.core_binding is not None
+        manager.core_binding.release()
+        manager.rollout_took(1.0, 100)
+        assert manager.trials is None
+        assert manager.num_turns in (1, 2)
 
 
-@pytest.mark.parametrize(("in_turns", "turns"), [(104.0, 1), (106.0, 2)])
-def test_slots_are_stepped_in_turns_where_that_is_five_percent_faster(in_turns: float, turns: int) -> None:
-    assert WorkerChoice("toy", 8, {Setting(2, 1): 100.0, Setting(2, 2): in_turns}).setting == Setting(2, turns)
+def test_the_next_run_goes_on_where_one_ended_before_it_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(toy(), placement="none")
+    monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting, __: 1.0 / setting.num_workers)
+    told: list[str] = []
+    for known in (0, 1):
+        with start_measured(config, SEEDS, tell=told.append, small=True, tried=(1, 2, AS_READY)) as manager:
+            assert manager.trials is not None
+            for _ in range(4):  # one to warm up, and a round
+                manager.rollout_took(1.0, 100)
+        choice = Circumstances(config, small=True, tried=(1, 2, AS_READY)).remembered()
+        assert choice is not None
+        assert (len(choice.run.rounds), choice.decided) == (known + 1, False)
+        monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda *_: pytest.fail("the number of workers is known"))
+    with start_measured(config, SEEDS, tell=told.append, small=True, tried=(1, 2, AS_READY)) as manager:
+        while manager.trials is not None:
+            manager.rollout_took(1.0 if manager.trials.setting.num_turns == AS_READY else 1.5, 100)
+        assert manager.num_turns == AS_READY
+    with start_measured(config, SEEDS, tell=told.append, small=True, tried=(1, 2, AS_READY)) as manager:
+        assert (manager.trials, manager.num_turns) == (None, AS_READY)
+    assert ["one by one" in line for line in told] == [False, False, False, True, True]
+    assert told[-1] == told[-2]
 
 
 def test_small_gaussian_networks_act_for_all_slots_in_one_call() -> None:
@@ -156,26 +312,13 @@ def test_small_gaussian_networks_act_for_all_slots_in_one_call() -> None:
     assert Acting.of(False, continuous, 2, call_s=3.0).think_s(2) == Acting.LONGEST_S
 
 
-def test_line_says_what_was_chosen_and_what_it_gained() -> None:
-    line = "sim.num_workers=auto: 2 workers for 8 slots of toy, 1.50 times as fast as 1 when it was measured here."
-    assert str(measured({1: 100.0, 2: 150.0}, num_slots=8)) == line
-    line = "sim.num_workers=auto: 1 worker for 8 slots of toy, 1.25 times as fast as 2 when it was measured here."
-    assert str(measured({1: 100.0, 2: 80.0}, num_slots=8)) == line
-    both = measured({1: 100.0, 2: 150.0}, num_slots=8, together={1: 90.0, 2: 180.0})
-    line = "sim.num_workers=auto: 2 workers for 8 slots of toy, 1.80 times as fast as 1; sim.pipeline_groups=auto: stepped together, "
-    assert str(both) == line + "1.20 times as fast as in two groups when it was measured here."
-    only = WorkerChoice("toy", 8, {Setting(1, 1): 80.0, Setting(1, 2): 100.0})
-    line = "sim.pipeline_groups=auto: 8 slots of toy are stepped in two groups, 1.25 times as fast as together when it was measured here."
-    assert str(only) == line
-
-
 @pytest.mark.parametrize("autoreset", [True, False])
 def test_measured_workers_go_on_as_if_they_had_just_begun(autoreset: bool) -> None:
     told: list[str] = []
     with start_measured(toy(), SEEDS, tell=told.append, autoreset=autoreset, small=True if autoreset else None) as manager:
         seen = three_steps(manager)
-        assert manager.num_turns in ((1, 2) if autoreset else (None,))
-        assert ("pipeline_groups" in told[0]) == autoreset
+        assert manager.num_turns in ((1, 2) if autoreset else (2,))
+        assert ("pipeline_groups" in told[0]) == autoreset  # no rollout tries anything
         chosen = manager.num_workers
     other = 3 - chosen
     with EnvManager.from_config(SimConfig(**{**vars(toy()), "num_workers": other}), SEEDS, autoreset=autoreset) as fresh:
@@ -185,7 +328,8 @@ def test_measured_workers_go_on_as_if_they_had_just_begun(autoreset: bool) -> No
     assert line.startswith(f"sim.num_workers=auto: {chosen} worker")
 
 
-def test_policies_that_take_long_are_timed_with_what_a_group_sees() -> None:
+def test_policies_that_take_long_are_timed_with_what_a_group_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting, __: 1.0 / setting.num_workers)
     asked: list[tuple[str, list[int]]] = []
 
     def call_s(spec: SimSpec, observation: Observation) -> float:
@@ -196,13 +340,10 @@ def test_policies_that_take_long_are_timed_with_what_a_group_sees() -> None:
     for _ in range(2):  # the second finds what the first remembered
         with start_measured(config, SEEDS, tell=print, small=False, timed=TimedPolicy("slow", call_s)):
             pass
-        task, rows = asked[0]
-        assert (task, set(rows)) == ("count", {2})
-        if remembered(config, small=False, policy="slow") is None:
-            pytest.skip("other work on the machine made the measurement unsteady, and nothing was remembered")
-    assert len(asked) == 1
-    assert remembered(config, small=False) == remembered(config, small=False, policy="slow")
-    assert remembered(config, small=False, policy="another") is None
+    (seen,) = asked
+    assert seen[0] == "count"
+    assert set(seen[1]) == {2}
+    assert Circumstances(config, small=False, policy="another").remembered() is None
 
 
 def test_timing_a_policy_leaves_the_random_numbers_where_they_are() -> None:
@@ -222,26 +363,26 @@ def test_workers_whose_past_shows_are_started_anew() -> None:
 
 
 def test_what_was_measured_is_remembered_until_the_slots_or_the_machine_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = measured({1: 300.0, 2: 200.0})
-    remember(toy(), choice)
-    assert remembered(toy()) == choice
-    assert remembered(toy(), turns=(1, 2)) is None  # groups of episodes were played here, and nothing was stepped together
-    monkeypatch.setattr(measured_workers, "_measured", lambda *_: pytest.fail("it is known"))
+    groups, rollouts = Circumstances(toy()), Circumstances(toy(), small=True)
+    groups.remember(groups.choice(compared(of_workers({1: 300.0, 2: 200.0}))))
+    found = groups.remembered()
+    assert found is not None
+    assert found.setting == Setting(1, 2)
+    assert rollouts.remembered() is None  # groups of episodes were played here, and nothing was stepped together
+    monkeypatch.setattr(measured_workers._Measurement, "chosen", lambda *_: pytest.fail("it is known"))
     told: list[str] = []
     with start_measured(toy(), SEEDS, tell=told.append) as manager:
         assert manager.num_workers == 1
-        assert manager.num_turns is None
-    assert told == [str(choice)]
-    more = measured({1: 300.0, 2: 200.0}, together={1: 250.0, 2: 400.0})
-    remember(toy(), more, small=True)
-    assert remembered(toy(), small=False) is None
+    assert told == [str(found)]
+    rollouts.remember(rollouts.choice(compared({**of_workers({1: 300.0, 2: 200.0}), **of_workers({1: 250.0, 2: 400.0}, 1)})))
     with start_measured(toy(), SEEDS, tell=told.append, small=True) as manager:
         assert (manager.num_workers, manager.num_turns) == (2, 1)
     with EnvManager.from_config(toy(), SEEDS) as manager:  # evaluation, recording, …: what training found
         assert manager.num_workers == 2
-    assert remembered(toy(length=6)) is None
+    for other in ({"config": toy(length=6)}, {"chunk_size": 2}, {"small": False}, {"policy": "slow"}, {"tried": (1, 2)}, {"most_bound": 2}):
+        assert dataclasses.replace(rollouts, **other).remembered() is None
     monkeypatch.setattr(worker_choice, "available_cores", lambda: 4)
-    assert remembered(toy()) is None
+    assert rollouts.remembered() is None
 
 
 def test_slow_start_is_the_simulators_only_where_it_used_the_processor() -> None:
@@ -261,17 +402,21 @@ def test_nothing_is_chosen_where_the_simulator_fails_or_takes_text() -> None:
     with start_measured(toy("TalkingSim"), SEEDS, tell=told.append):
         pass
     assert told == []
-    assert remembered(failing) is None
+    assert Circumstances(failing).remembered() is None
 
 
-@pytest.mark.parametrize(
-    "damage", ["", "[]", "{", "{}", '{"1x2": 1.0, "9x2": 2.0}', '{"1x2": 1.0, "2x2": -1}', '{"1x2": [], "2x2": 1}', '{"1": 1}']
-)
+DAMAGE = ['{"1x2": 1.0, "9x2": 2.0}', '{"1x2": 1.0, "2x2": -1}', '{"1x2": [], "2x2": 1}', '{"1": 1}', "1"]
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{", "{}", *(f'{{"start": [{each}], "run": []}}' for each in DAMAGE), '{"num_workers": "x"}'])
 def test_damaged_memory_is_none(damage: str, tmp_path: Path) -> None:
-    remember(toy(), measured({1: 300.0, 2: 200.0}))
-    (path,) = (tmp_path / "cache").rglob("*.json")
-    path.write_text(damage)
-    assert remembered(toy()) is None
+    asked = Circumstances(toy())
+    asked.remember(asked.choice(compared(of_workers({1: 300.0, 2: 200.0}))))
+    assert auto_workers(toy(), 4, 1) == 1
+    for path in (tmp_path / "cache").rglob("*.json"):
+        path.write_text(damage)
+    assert asked.remembered() is None
+    assert auto_workers(toy(), 4, 1) is None
 
 
 SHORT = ("sim.num_workers=auto", "sim.num_slots=16", "hybrid.device=cpu", "algorithm.rollout_steps=16", "total_steps=768")
@@ -292,25 +437,32 @@ MODES = {
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=[] if mode == "numpy" else pytest.mark.slow) for mode in MODES])
 def test_weights_do_not_depend_on_the_choice(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One worker or two, slots stepped in turns or together: not a bit of what is learned is another."""
-    found, groups, collect = [], [], RolloutCollector.next_rollout
+    """One worker or two, slots stepped in turns, together or one by one, or in another way in each rollout while it is in question: not a
+    bit of what is learned is another."""
+    found, turns, collect = [], list[list[int | None]](), RolloutCollector.next_rollout
 
     def noted(self: RolloutCollector, version: int) -> Rollout:
-        groups.append(len(self._groups))
+        turns[-1].append(self.manager.num_turns)
         return collect(self, version)
 
     monkeypatch.setattr(RolloutCollector, "next_rollout", noted)
-    for number, together in ((1, False), (1, True), (2, True)):
-        folder = f"run_dir={tmp_path / f'{number}{together}'}"
-        config = load_train_config([*MODES[mode], "video.enabled=no", "logger=quiet", "evaluation.num_episodes=2", folder])
-        rates = {1: 100.0, 2: 50.0 if number == 1 else 150.0}
-        given = measured(rates, num_slots=16, together={each: rate * (2.0 if together else 0.5) for each, rate in rates.items()})
+    monkeypatch.setattr(worker_choice, "_SAMPLE_S", 0.0)
+    for chosen in (Setting(1, 2), Setting(1, 1), Setting(2, 1), Setting(2, AS_READY), None):
+        turns.append([])
+        folder = f"run_dir={tmp_path / str(chosen)}"
+        config = load_train_config(
+            [*MODES[mode], "sim.placement=none", "video.enabled=no", "logger=quiet", "evaluation.num_episodes=2", folder]
+        )
+        number = 2 if chosen is None else chosen.num_workers
         for small in (True, False):
-            remember(config.sim, given, small=small)
+            asked = Circumstances(config.sim, small=small, tried=(1, 2, AS_READY))
+            start = compared({each: 100.0 if each.num_workers == number else 50.0 for each in asked.at_start()})
+            rates = {each: 200.0 if each == chosen else 100.0 for each in asked.in_run(start)}
+            asked.remember(asked.choice(start, [] if chosen is None else compared(rates).rounds))
         run = train(config, command="python -m embodied_rl.train")
         (path,) = (run / "checkpoints" / "last").resolve().glob("policy*.safetensors")
         found.append(load_file(path))
-    assert groups == [2] * 3 + [1] * 6  # three rollouts of each run
+    assert turns == [[2] * 3, [1] * 3, [1] * 3, [AS_READY] * 3, [AS_READY, AS_READY, 1]]  # the first rollout warms up
     first, *others = found
     for weights in others:
         assert first.keys() == weights.keys()
