@@ -154,9 +154,10 @@ def compare(
     while time.perf_counter() < until or number <= 2:
         # Auto's setting is played in the middle of the others, which begin with another one each time.
         order = going[number % len(going) :] + going[: number % len(going)]
-        order.insert(len(order) // 2, chosen)
+        middle = len(order) // 2
+        order.insert(middle, chosen)
         taken = [(each, seconds_of(each)) for each in order]
-        own = taken.pop(len(order) // 2)[1]
+        own = taken.pop(middle)[1]
         for each, seconds in taken:
             pairs[each][0].append(own)
             pairs[each][1].append(seconds)
