@@ -7,11 +7,7 @@ tasks, whose tasks take turns from episode to episode, each with its language in
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
-import math
-from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, MethodType
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -20,6 +16,7 @@ import numpy as np
 from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
+from embodied_rl.sim.robots.metaworld_steps import shorten_steps
 from embodied_rl.sim.robots.mujoco import cheapen_rendering
 from embodied_rl.sim.robots.mujoco_model import camera_in_use
 from embodied_rl.sim.snapshots import SnapshotError
@@ -27,7 +24,6 @@ from embodied_rl.types import SimSpec, StepBuffers, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
     from metaworld.sawyer_xyz_env import SawyerXYZEnv
-    from mujoco import MjData
 
 SETS = ("MT10", "MT25", "MT50")
 """Tasks of `make` that stand for several: Meta-World's own sets for multi-task learning."""
@@ -240,144 +236,6 @@ class SeededTask(gymnasium.Wrapper):
     def render(self) -> np.ndarray:
         frame = np.asarray(self.env.render())
         return np.ascontiguousarray(frame[::-1, ::-1]) if camera_in_use(self) in UPSIDE_DOWN_CAMERAS else frame
-
-
-def shorten_steps(env: SawyerXYZEnv) -> None:
-    """Take detours out of a task's steps. The numbers are the same bit for bit (tests/sim/robots/test_known_indices.py)."""
-    touch_quickly(env)
-    turn_quickly(env)
-    observe_quickly(env)
-    reward_utils = importlib.import_module("metaworld.utils.reward_utils")
-    if "__wrapped__" not in vars(reward_utils.tolerance):
-        vars(reward_utils)["tolerance"] = quick_tolerance(reward_utils.tolerance)
-
-
-def turn_quickly(env: SawyerXYZEnv) -> None:
-    """Have a task that says how an object is turned compute the quaternion itself: scipy first makes sure, for 25 microseconds a step, that
-    MuJoCo's matrix is a rotation."""
-    task = type(env)
-    own: Any = task._get_quat_objects
-    if own.__globals__.get("Rotation") is not None:
-        with_ours = FunctionType(own.__code__, {**own.__globals__, "Rotation": _Turned}, own.__name__, own.__defaults__, own.__closure__)
-        vars(env)["_get_quat_objects"] = MethodType(with_ours, env)
-
-
-class _Turned:
-    """What tasks use of scipy's `Rotation`."""
-
-    def __init__(self, quaternion: np.ndarray) -> None:
-        self._quaternion = quaternion
-
-    @staticmethod
-    def from_matrix(matrix: np.ndarray) -> _Turned:
-        """Markley 2008, "Unit quaternion from rotation matrix", as scipy has it: divided by the largest of four, real part last."""
-        a, b, c, d, e, f, g, h, i = matrix.ravel().tolist()
-        trace = a + e + i
-        largest = max(a, e, i, trace)
-        if a == largest:
-            x, y, z, w = 1 - trace + 2 * a, d + b, g + c, h - f
-        elif e == largest:
-            y, z, x, w = 1 - trace + 2 * e, h + f, b + d, c - g
-        elif i == largest:
-            z, x, y, w = 1 - trace + 2 * i, c + g, f + h, d - b
-        else:
-            x, y, z, w = h - f, c - g, d - b, 1 + trace
-        norm = math.sqrt(x * x + y * y + z * z + w * w)
-        return _Turned(np.array([x / norm, y / norm, z / norm, w / norm]))
-
-    def as_quat(self) -> np.ndarray:
-        """[4]"""
-        return self._quaternion
-
-
-def observe_quickly(env: SawyerXYZEnv) -> None:
-    """Have a task put its observation together in one array, where Meta-World finds hand and fingers by name and stacks a dozen pieces."""
-    from metaworld.sawyer_xyz_env import SawyerXYZEnv
-
-    if type(env)._get_curr_obs_combined_no_goal is SawyerXYZEnv._get_curr_obs_combined_no_goal:
-        bodies = [env.model.body(name).id for name in ("hand", "rightclaw", "leftclaw")]
-        vars(env)["_get_curr_obs_combined_no_goal"] = functools.partial(_observation, env, *bodies)
-    if type(env)._get_obs is SawyerXYZEnv._get_obs:
-        vars(env)["_get_obs"] = functools.partial(_stacked, env)
-    if type(env)._set_pos_site is SawyerXYZEnv._set_pos_site:
-        sites = {env.model.site(index).name: index for index in range(env.model.nsite)}
-        vars(env)["_set_pos_site"] = functools.partial(_place_site, env, sites)
-
-
-def _stacked(env: SawyerXYZEnv) -> np.ndarray:
-    """[39]: what is seen, what was seen before, and the goal."""
-    goal = env._get_pos_goal()
-    seen = env._get_curr_obs_combined_no_goal()
-    both = np.concatenate((seen, env._prev_obs, np.zeros_like(goal) if env._partially_observable else goal))
-    env._prev_obs = seen
-    return both
-
-
-def _place_site(env: SawyerXYZEnv, sites: Mapping[str, int], name: str, pos: np.ndarray) -> None:
-    env.data.site_xpos[sites[name]] = pos[:3]
-
-
-def quick_tolerance(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of which Meta-World's rewards are made, in plain numbers for a number and the sigmoid that nearly all of them take. It
-    takes the package's place in the whole process, with the same numbers bit for bit."""
-    scales = {0.1: math.sqrt(1 / 0.1 - 1)}
-
-    @functools.wraps(own)
-    def tolerance(
-        x: Any,
-        bounds: tuple[float, float] = (0.0, 0.0),
-        margin: float = 0.0,
-        sigmoid: str = "gaussian",
-        value_at_margin: float = 0.1,
-    ) -> Any:
-        lower, upper = bounds
-        plain = sigmoid == "long_tail" and value_at_margin in scales and isinstance(x, float)
-        if not (plain and isinstance(margin, float) and margin > 0 and lower <= upper):
-            return own(x, bounds, margin, sigmoid, value_at_margin)
-        if lower <= x <= upper:
-            return 1.0
-        beyond = float((lower - x if x < lower else x - upper) / margin)
-        return 1 / ((beyond * scales[value_at_margin]) ** 2 + 1)
-
-    return tolerance
-
-
-def _observation(env: SawyerXYZEnv, hand: int, right: int, left: int) -> np.ndarray:
-    """[18]: the hand's place, how far the fingers are apart, each object's place and turn, zeros."""
-    places = env.data.xpos
-    seen = np.zeros(4 + env._obs_obj_max_len)
-    seen[:3] = places[hand]
-    apart = places[right] - places[left]
-    seen[3] = min(max(math.sqrt(apart.dot(apart)) / 0.1, 0.0), 1.0)
-    positions, turns = env._get_pos_objects(), env._get_quat_objects()
-    for number in range(len(positions) // 3):
-        first = 4 + 7 * number
-        seen[first : first + 3] = positions[3 * number : 3 * number + 3]
-        seen[first + 3 : first + 7] = turns[4 * number : 4 * number + 4]
-    return seen
-
-
-def touch_quickly(env: SawyerXYZEnv) -> None:
-    """Have a task look at all contacts at once, where Meta-World makes an object of every contact, four times a step and more. What it
-    finds is the same bit for bit; a task that overrides `touching_object` keeps its own."""
-    from metaworld.sawyer_xyz_env import SawyerXYZEnv
-
-    shapes = [env.model.geom(index).name for index in range(env.model.ngeom)]
-    if type(env)._get_id_main_object is SawyerXYZEnv._get_id_main_object and "objGeom" in shapes:
-        vars(env)["_get_id_main_object"] = functools.partial(int, shapes.index("objGeom"))
-    if type(env).touching_object is SawyerXYZEnv.touching_object:
-        pads = env.model.geom("leftpad_geom").id, env.model.geom("rightpad_geom").id
-        vars(env)["touching_object"] = functools.partial(_touching, env.data, pads)
-
-
-def _touching(data: MjData, pads: tuple[int, int], object_geom_id: int) -> bool:
-    """Whether both pads of the gripper press against the object."""
-    geoms, addresses = data.contact.geom, data.contact.efc_address
-    of_object = (geoms == object_geom_id).any(axis=1)
-    if not of_object.any():
-        return False
-    pressing = (addresses[of_object & (geoms == pad).any(axis=1)] for pad in pads)
-    return all(sum(data.efc_force[address] for address in found) > 0 for found in pressing)
 
 
 def _classes() -> Mapping[str, type]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots import gymnasium_robotics, metaworld, pusht, robosuite
+from embodied_rl.sim.robots import gymnasium_robotics, metaworld, metaworld_steps, pusht, robosuite
 from embodied_rl.sim.robots.robosuite_steps import CompiledModels, KnownSite
 from embodied_rl.types import StepBuffers
 
@@ -103,7 +103,7 @@ def test_metaworlds_tolerances_are_its_own() -> None:
     """Of numbers within bounds, beyond them and on them, of numpy's type and of Python's; and what is no such number is its own."""
     utils = pytest.importorskip("metaworld.utils.reward_utils")
     rng, own = np.random.default_rng(0), vars(utils.tolerance).get("__wrapped__", utils.tolerance)
-    quick = metaworld.quick_tolerance(own)
+    quick = metaworld_steps.quick_tolerance(own)
     for number in range(3000):
         x, lower, width = rng.normal(0.0, 0.2, 3)
         bounds = (float(lower), float(lower + abs(width)) if number % 5 else np.inf)
@@ -125,28 +125,40 @@ def test_quaternions_are_scipys() -> None:
     for turn in np.concatenate([rng.normal(size=(300, 4)), small, quarters[quarters.any(axis=1)]]):
         mujoco.mju_quat2Mat(matrix, turn / np.linalg.norm(turn))
         expected = rotation.from_matrix(matrix.reshape(3, 3)).as_quat()
-        assert metaworld._Turned.from_matrix(matrix.reshape(3, 3)).as_quat().tobytes() == expected.tobytes()
+        assert metaworld_steps._Turned.from_matrix(matrix.reshape(3, 3)).as_quat().tobytes() == expected.tobytes()
 
 
-def test_a_pressed_object_is_felt_as_metaworld_feels_it() -> None:
+def test_a_grasped_object_is_felt_and_rewarded_as_metaworld_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pushed and carried by Meta-World's expert, who closes the gripper around it."""
     pytest.importorskip("metaworld")
     from metaworld.policies import ENV_POLICY_MAP
     from metaworld.sawyer_xyz_env import SawyerXYZEnv
+    from metaworld.utils import reward_utils
 
-    sim = metaworld.make("push-v3", 1)
-    assert isinstance(sim, metaworld.GymnasiumSim)
-    env: Any = sim.envs[0].unwrapped
-    out, felt = StepBuffers.allocate(sim.spec, 1), set[bool]()
-    expert = ENV_POLICY_MAP["push-v3"]()
-    sim.reset([0], [0], out)
-    for number in range(80):
-        action = np.clip(expert.get_action(out.observation["state"][0].astype(np.float64)), -1.0, 1.0)
-        sim.step([0], action[None].astype(np.float32), out)
-        for geom in range(env.model.ngeom) if number % 10 == 9 else ():
-            touched = env.touching_object(geom)
-            assert touched == SawyerXYZEnv.touching_object(env, geom)
-            felt.add(bool(touched))
-    sim.close()
+    felt = set[bool]()
+
+    def play() -> list[Any]:
+        sim = metaworld.make("push-v3", 1)
+        assert isinstance(sim, metaworld.GymnasiumSim)
+        env: Any = sim.envs[0].unwrapped
+        out, found, expert = StepBuffers.allocate(sim.spec, 1), [], ENV_POLICY_MAP["push-v3"]()
+        sim.reset([0], [0], out)
+        for number in range(80):
+            action = np.clip(expert.get_action(out.observation["state"][0].astype(np.float64)), -1.0, 1.0)
+            sim.step([0], action[None].astype(np.float32), out)
+            told = [np.float64(value) for value in (out.info[0] or {}).values()]
+            found.append([out.observation["state"].copy(), out.reward.copy(), env.tcp_center, env.data.qpos.copy(), *told])
+            for geom in range(env.model.ngeom) if number % 10 == 9 else ():
+                touched = env.touching_object(geom)
+                assert touched == SawyerXYZEnv.touching_object(env, geom)
+                felt.add(bool(touched))
+        sim.close()
+        return found
+
+    ours = play()
+    monkeypatch.setattr(metaworld, "shorten_steps", lambda env: None)
+    monkeypatch.setattr(reward_utils, "tolerance", reward_utils.tolerance.__wrapped__)
+    require_equal(ours, play())
     assert felt == {True, False}
 
 
