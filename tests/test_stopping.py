@@ -158,7 +158,7 @@ def test_an_agent_behind_a_server_that_never_answers(tmp_path: Path, proxies: li
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, errors
     assert "Interrupted and saved at" in errors
-    assert (folder / "checkpoints/last/policy.safetensors").is_file()
+    assert (folder / "checkpoints/last/model/model.safetensors").is_file()
 
 
 def test_a_player_that_takes_no_weights_costs_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
