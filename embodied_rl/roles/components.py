@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from embodied_rl.config import HybridConfig, TrainConfig
@@ -21,6 +19,7 @@ from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.methods import Method, make_method, training_sim
 from embodied_rl.methods.building import build_elsewhere, build_here
 from embodied_rl.methods.language_apart import model_files
+from embodied_rl.methods.rollout import make_rollout_collector
 from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.build import MADE_OF_SIZES, build_policy
@@ -29,19 +28,19 @@ from embodied_rl.roles.remote import RemoteStarts, RemoteWorker, WorkerHandle
 from embodied_rl.roles.worker import make_scorer
 from embodied_rl.roles.worker_process import WorkerProcess
 from embodied_rl.roles.worker_team import WorkerTeam
-from embodied_rl.rollout.collector import action_noise
 from embodied_rl.rollout.groups import WHOLE, Share
 from embodied_rl.rollout.programs import make_manager
+from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.sim.manager import EnvManager
-from embodied_rl.sim.measured_workers import start_measured
+from embodied_rl.sim.measured_workers import Player, start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import is_program
-from embodied_rl.sim.worker_choice import AS_READY, TimedPolicy
-from embodied_rl.types import Observation, SimSpec
+from embodied_rl.sim.worker_choice import AS_READY
+from embodied_rl.types import SimSpec
 
-_TIMED_CALLS = 5
-"""The fastest counts: the first ones warm up."""
+_PLAYED_STEPS = 16
+"""Of each slot, in a rollout of those that are measured before a run."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,6 @@ def _simulators(config: TrainConfig, num_slots: int | None, tell: Callable[[str]
     autoreset, chunk_size = config.algorithm.groups is None, config.policy.chunk_size
     if tell is None:
         return EnvManager.from_config(sim, seeds, num_slots=num_slots, autoreset=autoreset, chunk_size=chunk_size)
-    policy = config.policy
-    small = policy.name == "actor_critic" and policy.encoder == "mlp" and policy.distribution == "gaussian"
     return start_measured(
         sim,
         seeds,
@@ -95,9 +92,9 @@ def _simulators(config: TrainConfig, num_slots: int | None, tell: Callable[[str]
         num_slots=num_slots,
         autoreset=autoreset,
         chunk_size=chunk_size,
-        small=small if autoreset else None,
+        rollouts=autoreset,
         tried=_tried(config) if autoreset else (),
-        timed=None if small or policy.name not in MADE_OF_SIZES else timed_policy(config),
+        player=rollout_player(config) if autoreset and config.policy.name in MADE_OF_SIZES else None,
     )
 
 
@@ -112,25 +109,27 @@ def _tried(config: TrainConfig) -> tuple[int, ...]:
     return (1, groups) if config.record.share else (1, groups, AS_READY)
 
 
-def timed_policy(config: TrainConfig) -> TimedPolicy:
-    """How long such a policy takes to act, with random weights; torch's random numbers go on where they were."""
+def rollout_player(config: TrainConfig) -> Player:
+    """A policy as configured, with random weights, that plays short rollouts; torch's random numbers go on where they were."""
+    algorithm = dataclasses.replace(config.algorithm, rollout_steps=_PLAYED_STEPS, max_staleness=0)
+    own = dataclasses.replace(config, algorithm=algorithm)
 
-    def call_s(spec: SimSpec, observation: Observation) -> float:
-        with torch.random.fork_rng(), compute_threads(1):
-            policy = build_policy(config.policy, spec).to(resolve_device(config.hybrid.device))
-            generator = make_generator(config.generation, policy)
-            generator.publish(0)
-            slots = np.arange(len(next(iter(observation.values()))))
-            noise = action_noise(policy.action_layout, (len(slots),), config.seed, 0)
-            taken = []
-            for _ in range(_TIMED_CALLS):
-                started = time.perf_counter()
-                generator.send(slots, observation, noise)
-                generator.recv()
-                taken.append(time.perf_counter() - started)
-        return min(taken)
+    def seconds(manager: EnvManager) -> Callable[[], tuple[float, int]]:
+        with torch.random.fork_rng():
+            policy = build_policy(config.policy, plain_spec(manager.spec)).to(resolve_device(config.hybrid.device))
+        generator = make_generator(config.generation, policy)
+        generator.publish(0)
+        collector = make_rollout_collector(own, manager, generator, policy.action_layout)
+        collector.restart(reconfigure=False)
 
-    return TimedPolicy(repr((config.policy, config.hybrid.device)), call_s)
+        def play() -> tuple[float, int]:
+            with compute_threads(1):
+                rollout = collector.next_rollout(0)
+            return collector.times.simulate_s + collector.times.act_s, rollout.num_steps
+
+        return play
+
+    return Player(repr((config.policy, config.hybrid.device, config.generation)), seconds)
 
 
 def _around_manager(

@@ -2,9 +2,9 @@
 the same slots over different numbers of them; in the first rollouts of the run, what can be changed between two: whether slots are stepped
 together, in turns or each by itself, and whether workers keep to cores of their own.
 
-Before the run, measured is what a rollout does: groups of slots in turns, with a policy's thinking in between that takes a core while the
-others simulate. Actions are those that hold still. The measured workers are ended, or, where they give the same numbers afterwards as
-before, go on as the run's: the choice changes nothing but time.
+Before the run, measured are rollouts too, by a policy of the run's kind with random weights. Of policies that are not built for that, and
+for episodes of groups, time that passes stands for acting, and actions hold still. The measured workers are ended, or, where they give
+the same numbers afterwards as before, go on as the run's: the choice changes nothing but time.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.worker_choice import (
-    Acting,
     Circumstances,
     Comparison,
     Setting,
-    TimedPolicy,
     Trials,
     WorkerChoice,
     candidates,
     check_auto,
 )
 from embodied_rl.sim.worker_pool import split_slots
-from embodied_rl.types import ActionSpec, Observation, StepBatch
+from embodied_rl.types import ActionSpec, StepBatch
 
 _LONGEST_START_S = 2.5
 """A simulator that takes longer to start is not started again to be measured: what takes long to start takes long to step, and is the
@@ -49,10 +47,25 @@ _UPDATE_S, _WINDOW_S = 0.01, 0.03
 _LONGEST_S, _LEAST_ROUNDS = 1.5, 2
 """No further round begins after so long: the next run goes on where the number of workers is in question still."""
 _COMPARED_STEPS = 8
+_STEPS = 16
+"""Of each slot, in a short rollout."""
 _NOT_MEASURED = ("embodied_rl.sim.remote:",)
 """Begins of targets whose simulators are elsewhere: their services are asked for episodes, and for nothing else."""
 
+_THINK_S = 200e-6
+"""Of a call of a policy that does not play, which takes a core meanwhile."""
+
 Told = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Player:
+    """A policy of the run's kind, that plays rollouts while workers are chosen."""
+
+    described: str
+    """What its time depends on: a choice is remembered for it."""
+    seconds: Callable[[EnvManager], Callable[[], tuple[float, int]]]
+    """A manager → what plays a short rollout in it, stepped as `EnvManager.num_turns` says: (seconds, steps)."""
 
 
 def start_measured(
@@ -63,18 +76,18 @@ def start_measured(
     num_slots: int | None = None,
     autoreset: bool = True,
     chunk_size: int = 1,
-    small: bool | None = None,
+    rollouts: bool = False,
     tried: Sequence[int] = (),
-    timed: TimedPolicy | None = None,
+    player: Player | None = None,
 ) -> EnvManager:
     """`EnvManager.from_config` for a run that will last: what ``auto`` stands for is measured where it is not yet known, the number of
     workers now and the rest, where rollouts try it, in the first of them (`EnvManager.rollout_took`).
 
     Args:
         tell: takes the lines that say what was chosen.
-        small: whether the policy is a small Gaussian network; None: slots are not stepped together, but as they come.
+        rollouts: whether rollouts of all slots are played; False: slots are not stepped together, but as they come.
         tried: numbers of turns that rollouts try, see `Circumstances`.
-        timed: of another policy, how its time is found out; None: a fraction of a millisecond is taken for it.
+        player: plays while it is measured; None: a fraction of a millisecond stands for each call of the policy.
 
     Raises:
         UserError: the simulator rejects its configuration.
@@ -90,18 +103,18 @@ def start_measured(
     check_auto(config)
     numbers = candidates(config.num_slots)
     with ExitStack() as undo:
-        binding = CoreBinding.take() if config.placement == "auto" and max(numbers) > 1 and small is not None else None
+        binding = CoreBinding.take() if config.placement == "auto" and max(numbers) > 1 and rollouts else None
         if binding is not None:
             undo.callback(binding.release)
-        described = None if timed is None else timed.described
-        asked = Circumstances(config, chunk_size, small, described, tuple(tried), 0 if binding is None else binding.most_workers)
+        described = None if player is None else player.described
+        asked = Circumstances(config, chunk_size, rollouts, described, tuple(tried), 0 if binding is None else binding.most_workers)
         if len(asked.at_start()) == 1 or config.target.startswith(_NOT_MEASURED):
             return manager(None)
         choice = asked.remembered()
         if choice is not None and choice.has_number:
             started = manager(choice.setting.num_workers)
         else:
-            started, choice = _Measurement(asked, manager, binding, timed).chosen(choice)
+            started, choice = _Measurement(asked, manager, binding, player).chosen(choice)
         if choice is not None:
             undo.pop_all()
             started.core_binding = binding
@@ -129,12 +142,13 @@ class _Measurement:
     """Managers with different numbers of workers, all alive, and what is measured of them."""
 
     def __init__(
-        self, asked: Circumstances, manager: Callable[[int | None], EnvManager], binding: CoreBinding | None, timed: TimedPolicy | None
+        self, asked: Circumstances, manager: Callable[[int | None], EnvManager], binding: CoreBinding | None, player: Player | None
     ) -> None:
         """`manager` starts one with so many workers."""
-        self._asked, self._manager, self._binding, self._timed = asked, manager, binding, timed
+        self._asked, self._manager, self._binding, self._player = asked, manager, binding, player
         self._numbers = candidates(asked.config.num_slots)
         self._found: dict[int, EnvManager] = {}
+        self._plays: dict[int, Callable[[], tuple[float, int]]] = {}
 
     def chosen(self, before: WorkerChoice | None) -> tuple[EnvManager, WorkerChoice | None]:
         """The manager that measuring says to take; as many workers as there are cores where it cannot say. `before`: what was measured."""
@@ -159,40 +173,41 @@ class _Measurement:
 
     def _measure(self, start: Comparison) -> None:
         """Start the others too, measure all, and keep the chosen one where it is as it was at its start."""
-        spec, groups = self._found[self._numbers[-1]].spec, self._asked.config.num_groups
-        call_s = 0.0 if self._timed is None else self._timed.call_s(spec, _of_group(self._found[self._numbers[-1]], groups))
-        acting = Acting.of(self._asked.small, spec.action, groups, call_s)
         for number in self._numbers[:-1]:
             self._found[number] = self._manager(number)
         before = {number: _first_steps(manager) for number, manager in self._found.items()}
-        turns = {each: Turns(self._found[each.num_workers], each.num_turns, acting.think_s(each.num_turns)) for each in start.open}
+        if self._player is not None:
+            self._plays = {number: self._player.seconds(manager) for number, manager in self._found.items()}
         began, rounds = time.perf_counter(), 0
         while len({each.num_workers for each in start.open}) > 1 or rounds == 0:
             if rounds >= _LEAST_ROUNDS and time.perf_counter() - began > _LONGEST_S:
                 break
-            start.add({each: self._seconds(each, turns[each]) for each in start.open})
+            start.add({each: self._seconds(each) for each in start.open})
             rounds += 1
+        for manager in self._found.values():
+            manager.num_turns = None
         number = start.leader.num_workers
         if _first_steps(self._found[number]) == before[number] and not self._found[number].fault_records:
             self._found[number].reset()
         else:  # the past of these workers shows
             self._found.pop(number).close()
 
-    def _seconds(self, setting: Setting, turns: Turns) -> float:
-        """Of a step, in one window."""
+    def _seconds(self, setting: Setting) -> float:
+        """Of a step, in one window after something like an update, in which the workers fall asleep; what wakes them does not count."""
+        manager = self._found[setting.num_workers]
+        manager.num_turns = setting.num_turns
+        if self._binding is not None and setting.bound:
+            self._binding.bind(manager.worker_pids())
+        play = self._plays.get(setting.num_workers) or Turns(manager, setting.num_turns, self._asked.config.num_groups).play
+        _think(_UPDATE_S)
+        play()
+        seconds, steps = 0.0, 0
+        while seconds < _WINDOW_S:
+            one = play()
+            seconds, steps = seconds + one[0], steps + one[1]
         if self._binding is not None:
-            self._binding.bind(self._found[setting.num_workers].worker_pids()) if setting.bound else self._binding.unbind()
-        try:
-            return 1.0 / turns.steps_per_s(_WINDOW_S)
-        finally:
-            if self._binding is not None:
-                self._binding.unbind()
-
-
-def _of_group(manager: EnvManager, num_groups: int) -> Observation:
-    """What the first of so many groups of slots sees at its beginning."""
-    group = split_slots(range(manager.num_slots), num_groups)[0]
-    return {key: part[group.start : group.stop] for key, part in manager.reset().observation.items()}
+            self._binding.unbind()
+        return seconds / steps
 
 
 def _starts_slowly(manager: EnvManager, seconds: float) -> bool:
@@ -208,36 +223,28 @@ def _starts_slowly(manager: EnvManager, seconds: float) -> bool:
 
 
 class Turns:
-    """The slots of a manager, stepped in turns as a rollout does. Several may share a manager, one after another."""
+    """The slots of a manager, stepped in turns as a rollout does, by actions that hold still."""
 
-    def __init__(self, manager: EnvManager, num_groups: int, think_s: float) -> None:
-        """Resets all slots. `think_s`: of the policy, for each group."""
-        self._manager = manager
-        self._groups = [group for group in split_slots(range(manager.num_slots), min(num_groups, manager.num_slots)) if len(group)]
+    def __init__(self, manager: EnvManager, num_turns: int, num_calls: int) -> None:
+        """Resets all slots. `num_calls`: of the policy, for all slots."""
+        self._manager, num_groups = manager, min(num_turns, manager.num_slots)
+        self._groups = [group for group in split_slots(range(manager.num_slots), num_groups) if len(group)]
         self._actions = [still_actions(manager, len(group)) for group in self._groups]
-        self._think_s = think_s
+        self._think_s = _THINK_S * num_calls / len(self._groups)
         manager.reset()
 
-    def steps_per_s(self, seconds: float) -> float:
-        """Environment steps per second of about so long, after something like an update, in which the workers fall asleep; the first
-        round, in which they wake, does not count."""
-        _think(_UPDATE_S)
+    def play(self) -> tuple[float, int]:
+        """(seconds, steps) of some steps of all slots."""
         for group, actions in zip(self._groups, self._actions, strict=True):
             self._manager.send(group, actions)
-        self._round()
-        started, rounds = time.perf_counter(), 0
-        while (taken := time.perf_counter() - started) < seconds or rounds < 2:
-            self._round()
-            rounds += 1
-        for group in self._groups:
-            begin_ended(self._manager, self._manager.recv(group))
-        return rounds * self._manager.num_slots / max(taken, 1e-9)
-
-    def _round(self) -> None:
-        for group, actions in zip(self._groups, self._actions, strict=True):
-            begin_ended(self._manager, self._manager.recv(group))
-            _think(self._think_s)
-            self._manager.send(group, actions)
+        started = time.perf_counter()
+        for number in range(_STEPS):
+            for group, actions in zip(self._groups, self._actions, strict=True):
+                begin_ended(self._manager, self._manager.recv(group))
+                if number < _STEPS - 1:
+                    _think(self._think_s)
+                    self._manager.send(group, actions)
+        return time.perf_counter() - started, _STEPS * self._manager.num_slots
 
 
 def _think(seconds: float) -> None:

@@ -15,14 +15,13 @@ from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.files import RememberedAnswers
 from embodied_rl.sim.affinity import available_cores
-from embodied_rl.types import ActionSpec, Observation, SimSpec
 
 WORTH = 1.02
 """More workers take more memory, slots that are not stepped together wake workers more often, bound workers cannot get out of the way of
 other programs: each of these must be so many times as fast."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
-_MEASURED = 6
+_MEASURED = 7
 """To be raised when the measurement changes, so that what is remembered is measured again."""
 _TOLERANCE = 0.03
 """A setting is out of the question once it is not so much faster than the fastest, beyond doubt."""
@@ -158,40 +157,6 @@ class Trials:
 
 
 @dataclass(frozen=True)
-class TimedPolicy:
-    """A policy whose acting takes long enough to be timed before workers are chosen beside it."""
-
-    described: str
-    """What its time depends on: a choice is remembered for it."""
-    call_s: Callable[[SimSpec, Observation], float]
-    """(the simulator's spec, observations [n, ...]) → seconds of a call for these rows."""
-
-
-@dataclass(frozen=True)
-class Acting:
-    """How a policy acts, as far as a rollout's time depends on it."""
-
-    call_s: float
-    """Of one call, with what the collector does around it; both take a core."""
-    calls: int
-    """For all slots, where these are stepped together; each group that is stepped by itself takes one."""
-    LONGEST_S = 0.01
-    """A call that takes longer is taken for one of this: stepping hides behind either, and a window holds some of these."""
-
-    @staticmethod
-    def of(small: bool | None, action: ActionSpec, num_groups: int, call_s: float = 0.0) -> Acting:
-        """Of a small Gaussian network, which numpy computes for all slots at once (`Generator.act_in_parts`), or of another policy, whose
-        calls take `call_s` by themselves."""
-        if small and action.kind == "continuous":
-            return Acting(30e-6, 1)
-        return Acting(min(max(200e-6, call_s), Acting.LONGEST_S), num_groups)
-
-    def think_s(self, num_turns: int) -> float:
-        """Seconds of thinking in each of so many turns."""
-        return self.call_s * (self.calls if num_turns == 1 else 1)
-
-
-@dataclass(frozen=True)
 class WorkerChoice:
     """What was measured, and the setting that is the fastest."""
 
@@ -279,10 +244,10 @@ class Circumstances:
 
     config: SimConfig
     chunk_size: int = 1
-    small: bool | None = None
-    """See `Acting.of`; None: with episodes of groups."""
+    rollouts: bool = False
+    """Whether rollouts of all slots are played; False: episodes of groups, for which slots are stepped as they come."""
     policy: str | None = None
-    """What a `TimedPolicy` is remembered for; None: one that is not timed."""
+    """Of the policy that plays while it is measured; None: time that passes stands for it."""
     tried: tuple[int, ...] = ()
     """Numbers of turns that rollouts try; empty: they try nothing."""
     most_bound: int = 0
@@ -292,7 +257,7 @@ class Circumstances:
     def turns(self) -> tuple[int, ...]:
         """What is compared before the run."""
         groups = self.config.num_groups
-        return (1, groups) if self.small is not None and self.config.pipeline_groups == "auto" and groups > 1 else (groups,)
+        return (1, groups) if self.rollouts and self.config.pipeline_groups == "auto" and groups > 1 else (groups,)
 
     def at_start(self) -> list[Setting]:
         """What is compared before the run, ascending: every number of workers, with all turns, also bound where they may be."""
@@ -337,7 +302,7 @@ class Circumstances:
 
     def _question(self) -> tuple[str, object]:
         name, simulator = _simulator(self.config, self.chunk_size)
-        return name, [simulator, self.config.pipeline_groups, self.small, self.policy, self.tried, self.most_bound]
+        return name, [simulator, self.config.pipeline_groups, self.rollouts, self.policy, self.tried, self.most_bound]
 
 
 def _positive(seconds: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.policies.actor_critic import build_policy
-from embodied_rl.roles.components import timed_policy
+from embodied_rl.roles.components import rollout_player
 from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.sim import core_binding, measured_workers, worker_choice
 from embodied_rl.sim.factory import SimFactory
@@ -27,9 +27,9 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.measured_workers import start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.topology import Topology
-from embodied_rl.sim.worker_choice import AS_READY, Acting, Circumstances, Comparison, Setting, TimedPolicy, Trials, auto_workers
+from embodied_rl.sim.worker_choice import AS_READY, Circumstances, Comparison, Setting, Trials, auto_workers
 from embodied_rl.train import train
-from embodied_rl.types import ActionSpec, Observation, Rollout, SimSpec, TensorSpec
+from embodied_rl.types import ActionSpec, Rollout, SimSpec, TensorSpec
 
 SEEDS = EpisodeSeeds.training(3)
 
@@ -163,7 +163,7 @@ def test_a_run_that_ends_before_it_is_decided_notes_what_it_knows() -> None:
 
 
 def test_line_says_what_was_chosen_and_what_it_gained() -> None:
-    asked = Circumstances(dataclasses.replace(toy(), num_slots=8), small=True)
+    asked = Circumstances(dataclasses.replace(toy(), num_slots=8), rollouts=True)
     one, two = of_workers({1: 100.0, 2: 150.0}), of_workers({1: 90.0, 2: 180.0}, num_turns=1)
     line = "sim.num_workers=auto: 2 workers for 8 slots of toy, 1.80 times as fast as 1; sim.pipeline_groups=auto: stepped together, "
     assert str(asked.choice(compared({**one, **two}))) == line + "1.20 times as fast as in two groups when it was measured here."
@@ -174,7 +174,7 @@ def test_line_says_what_was_chosen_and_what_it_gained() -> None:
 
 
 def test_line_of_what_rollouts_tried() -> None:
-    asked = Circumstances(dataclasses.replace(toy(), num_slots=8), small=True, tried=(1, 2, AS_READY), most_bound=2)
+    asked = Circumstances(dataclasses.replace(toy(), num_slots=8), rollouts=True, tried=(1, 2, AS_READY), most_bound=2)
     start = compared(
         {**of_workers({1: 100.0, 2: 199.0}), **of_workers({1: 100.0, 2: 200.0}, 1), Setting(2, 1, True): 190.0, Setting(2, 2, True): 90.0}
     )
@@ -207,7 +207,7 @@ def free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked_of(config: SimConfig, most_bound: int = 0) -> Circumstances:
-    return Circumstances(config, small=True, tried=(1, 2), most_bound=most_bound)
+    return Circumstances(config, rollouts=True, tried=(1, 2), most_bound=most_bound)
 
 
 FREE = {Setting(number, turns): 100.0 * number for number in (1, 2) for turns in (1, 2)}
@@ -221,12 +221,12 @@ def test_a_remembered_binding_holds_only_while_the_cores_are_free() -> None:
     with_cores.remember(with_cores.choice(compared({**FREE, **BOUND}), compared(BOUND).rounds))
     without.remember(without.choice(compared(FREE), compared({Setting(2, 1): 9.0, Setting(2, 2): 7.0}).rounds))
     told: list[str] = []
-    with start_measured(toy(), SEEDS, tell=told.append, small=True, tried=(1, 2)) as manager:
+    with start_measured(toy(), SEEDS, tell=told.append, rollouts=True, tried=(1, 2)) as manager:
         first, second = (os.sched_getaffinity(pid) for pid in manager.worker_pids())
         assert not first & second
         assert manager.num_turns == 1
         seen = three_steps(manager)
-        with start_measured(toy(), SEEDS, tell=told.append, small=True, tried=(1, 2)) as other:  # another run, whose workers may move
+        with start_measured(toy(), SEEDS, tell=told.append, rollouts=True, tried=(1, 2)) as other:  # another run, whose workers may move
             assert [os.sched_getaffinity(pid) for pid in other.worker_pids()] == [os.sched_getaffinity(0)] * 2
             assert seen == three_steps(other)
     assert ["placement" in line for line in told] == [True, False]
@@ -235,7 +235,7 @@ def test_a_remembered_binding_holds_only_while_the_cores_are_free() -> None:
     binding.release()
     fixed = dataclasses.replace(toy(), placement="none")
     asked_of(fixed).remember(asked_of(fixed).choice(compared(FREE)))
-    with start_measured(fixed, SEEDS, tell=told.append, small=True, tried=(1, 2)) as manager:
+    with start_measured(fixed, SEEDS, tell=told.append, rollouts=True, tried=(1, 2)) as manager:
         assert manager.core_binding is None
 
 
@@ -246,9 +246,9 @@ def test_rollouts_bind_workers_and_let_go_of_them(monkeypatch: pytest.MonkeyPatc
     for bound in (5.0, 100.0):
         rates = {Setting(1, 1): 10.0, Setting(1, 2): 9.0, Setting(2, 1): 100.0, Setting(2, 2): 95.0}
         rates |= {Setting(2, 1, True): bound, Setting(2, 2, True): bound}
-        monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting, __, rates=rates: 1.0 / rates[setting])
+        monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting, rates=rates: 1.0 / rates[setting])
         told, bindings = list[str](), set[bool]()
-        with start_measured(toy(length=int(bound)), SEEDS, tell=told.append, small=True, tried=(1, 2)) as manager:
+        with start_measured(toy(length=int(bound)), SEEDS, tell=told.append, rollouts=True, tried=(1, 2)) as manager:
             assert manager.num_workers == 2
             while manager.trials is not None:
                 setting = manager.trials.setting
@@ -269,8 +269,8 @@ def test_rollouts_bind_workers_and_let_go_of_them(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("free_cores")
 def test_trials_end_where_others_take_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {**FREE, **dict.fromkeys(BOUND, 190.0)}
-    monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting, __: 1.0 / rates[setting])
-    with start_measured(toy(), SEEDS, tell=lambda line: None, small=True, tried=(1, 2)) as manager:
+    monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting: 1.0 / rates[setting])
+    with start_measured(toy(), SEEDS, tell=lambda line: None, rollouts=True, tried=(1, 2)) as manager:
         assert manager.core_binding is not None
         manager.core_binding.release()
         manager.rollout_took(1.0, 100)
@@ -280,42 +280,31 @@ def test_trials_end_where_others_take_the_cores(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_next_run_goes_on_where_one_ended_before_it_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     config = dataclasses.replace(toy(), placement="none")
-    monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting, __: 1.0 / setting.num_workers)
+    monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting: 1.0 / setting.num_workers)
     told: list[str] = []
     for known in (0, 1):
-        with start_measured(config, SEEDS, tell=told.append, small=True, tried=(1, 2, AS_READY)) as manager:
+        with start_measured(config, SEEDS, tell=told.append, rollouts=True, tried=(1, 2, AS_READY)) as manager:
             assert manager.trials is not None
             for _ in range(4):  # one to warm up, and a round
                 manager.rollout_took(1.0, 100)
-        choice = Circumstances(config, small=True, tried=(1, 2, AS_READY)).remembered()
+        choice = Circumstances(config, rollouts=True, tried=(1, 2, AS_READY)).remembered()
         assert choice is not None
         assert (len(choice.run.rounds), choice.decided) == (known + 1, False)
         monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda *_: pytest.fail("the number of workers is known"))
-    with start_measured(config, SEEDS, tell=told.append, small=True, tried=(1, 2, AS_READY)) as manager:
+    with start_measured(config, SEEDS, tell=told.append, rollouts=True, tried=(1, 2, AS_READY)) as manager:
         while manager.trials is not None:
             manager.rollout_took(1.0 if manager.trials.setting.num_turns == AS_READY else 1.5, 100)
         assert manager.num_turns == AS_READY
-    with start_measured(config, SEEDS, tell=told.append, small=True, tried=(1, 2, AS_READY)) as manager:
+    with start_measured(config, SEEDS, tell=told.append, rollouts=True, tried=(1, 2, AS_READY)) as manager:
         assert (manager.trials, manager.num_turns) == (None, AS_READY)
     assert ["one by one" in line for line in told] == [False, False, False, True, True]
     assert told[-1] == told[-2]
 
 
-def test_small_gaussian_networks_act_for_all_slots_in_one_call() -> None:
-    continuous, discrete = ActionSpec.continuous([-1.0], [1.0]), ActionSpec.discrete(3)
-    small, other = Acting.of(True, continuous, 2), Acting.of(True, discrete, 2)
-    assert small.think_s(1) == small.think_s(2) < other.think_s(2)
-    assert other.think_s(1) == 2 * other.think_s(2)
-    assert Acting.of(False, continuous, 2) == Acting.of(None, continuous, 2) == other
-    slow = Acting.of(False, continuous, 2, call_s=0.004)
-    assert (slow.think_s(1), slow.think_s(2)) == (0.008, 0.004)
-    assert Acting.of(False, continuous, 2, call_s=3.0).think_s(2) == Acting.LONGEST_S
-
-
 @pytest.mark.parametrize("autoreset", [True, False])
 def test_measured_workers_go_on_as_if_they_had_just_begun(autoreset: bool) -> None:
     told: list[str] = []
-    with start_measured(toy(), SEEDS, tell=told.append, autoreset=autoreset, small=True if autoreset else None) as manager:
+    with start_measured(toy(), SEEDS, tell=told.append, autoreset=autoreset, rollouts=autoreset) as manager:
         seen = three_steps(manager)
         assert manager.num_turns in ((1, 2) if autoreset else (2,))
         assert ("pipeline_groups" in told[0]) == autoreset  # no rollout tries anything
@@ -328,32 +317,36 @@ def test_measured_workers_go_on_as_if_they_had_just_begun(autoreset: bool) -> No
     assert line.startswith(f"sim.num_workers=auto: {chosen} worker")
 
 
-def test_policies_that_take_long_are_timed_with_what_a_group_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting, __: 1.0 / setting.num_workers)
-    asked: list[tuple[str, list[int]]] = []
+def test_workers_are_chosen_by_rollouts_of_the_runs_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played by a real policy in real simulators: whole rollouts, in every setting, and torch's random numbers go on where they were."""
+    config = load_train_config(
+        ["sim=pendulum", "policy.distribution=squashed", "hybrid.device=cpu", "sim.num_slots=4", "sim.placement=none"]
+    )
+    player, played = rollout_player(config), list[tuple[int, int | None, int]]()
 
-    def call_s(spec: SimSpec, observation: Observation) -> float:
-        asked.append((spec.task, [len(part) for part in observation.values()]))
-        return 0.002
+    def noted(manager: EnvManager) -> Callable[[], tuple[float, int]]:
+        play = player.seconds(manager)
 
-    config = dataclasses.replace(toy(), placement="none")  # where workers may be bound too, is not what is asked
-    for _ in range(2):  # the second finds what the first remembered
-        with start_measured(config, SEEDS, tell=print, small=False, timed=TimedPolicy("slow", call_s)):
-            pass
-    (seen,) = asked
-    assert seen[0] == "count"
-    assert set(seen[1]) == {2}
-    assert Circumstances(config, small=False, policy="another").remembered() is None
+        def note() -> tuple[float, int]:
+            seconds, steps = play()
+            assert seconds > 0.0
+            played.append((manager.num_workers, manager.num_turns, steps))
+            return seconds, steps
 
+        return note
 
-def test_timing_a_policy_leaves_the_random_numbers_where_they_are() -> None:
-    config = load_train_config(["sim=pendulum", "policy.distribution=squashed", "hybrid.device=cpu", "sim.num_slots=4"])
+    monkeypatch.setattr(measured_workers, "_WINDOW_S", 1e-9)
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    with EnvManager.from_config(config.sim, SEEDS) as manager:
-        seconds = timed_policy(config).call_s(manager.spec, manager.reset().observation)
-    assert 0.0 < seconds < 1.0
+    given = dataclasses.replace(player, seconds=noted)
+    with start_measured(config.sim, SEEDS, tell=print, rollouts=True, player=given) as manager:
+        assert manager.num_turns in (1, 2)
     assert torch.equal(torch.get_rng_state(), before)
+    assert set(played[:8]) == {(workers, turns, 64) for workers in (1, 2) for turns in (1, 2)}  # 16 steps of 4 slots
+    choice = Circumstances(config.sim, rollouts=True, policy=player.described).remembered()
+    assert choice is not None
+    assert [sorted(map(str, choice.start.met))] == [["1x1", "1x2", "2x1", "2x2"]]
+    assert Circumstances(config.sim, rollouts=True, policy="another").remembered() is None
 
 
 def test_workers_whose_past_shows_are_started_anew() -> None:
@@ -363,7 +356,7 @@ def test_workers_whose_past_shows_are_started_anew() -> None:
 
 
 def test_what_was_measured_is_remembered_until_the_slots_or_the_machine_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, rollouts = Circumstances(toy()), Circumstances(toy(), small=True)
+    groups, rollouts = Circumstances(toy()), Circumstances(toy(), rollouts=True)
     groups.remember(groups.choice(compared(of_workers({1: 300.0, 2: 200.0}))))
     found = groups.remembered()
     assert found is not None
@@ -375,11 +368,18 @@ def test_what_was_measured_is_remembered_until_the_slots_or_the_machine_change(m
         assert manager.num_workers == 1
     assert told == [str(found)]
     rollouts.remember(rollouts.choice(compared({**of_workers({1: 300.0, 2: 200.0}), **of_workers({1: 250.0, 2: 400.0}, 1)})))
-    with start_measured(toy(), SEEDS, tell=told.append, small=True) as manager:
+    with start_measured(toy(), SEEDS, tell=told.append, rollouts=True) as manager:
         assert (manager.num_workers, manager.num_turns) == (2, 1)
     with EnvManager.from_config(toy(), SEEDS) as manager:  # evaluation, recording, …: what training found
         assert manager.num_workers == 2
-    for other in ({"config": toy(length=6)}, {"chunk_size": 2}, {"small": False}, {"policy": "slow"}, {"tried": (1, 2)}, {"most_bound": 2}):
+    for other in (
+        {"config": toy(length=6)},
+        {"chunk_size": 2},
+        {"rollouts": False},
+        {"policy": "slow"},
+        {"tried": (1, 2)},
+        {"most_bound": 2},
+    ):
         assert dataclasses.replace(rollouts, **other).remembered() is None
     monkeypatch.setattr(worker_choice, "available_cores", lambda: 4)
     assert rollouts.remembered() is None
@@ -454,11 +454,10 @@ def test_weights_do_not_depend_on_the_choice(mode: str, tmp_path: Path, monkeypa
             [*MODES[mode], "sim.placement=none", "video.enabled=no", "logger=quiet", "evaluation.num_episodes=2", folder]
         )
         number = 2 if chosen is None else chosen.num_workers
-        for small in (True, False):
-            asked = Circumstances(config.sim, small=small, tried=(1, 2, AS_READY))
-            start = compared({each: 100.0 if each.num_workers == number else 50.0 for each in asked.at_start()})
-            rates = {each: 200.0 if each == chosen else 100.0 for each in asked.in_run(start)}
-            asked.remember(asked.choice(start, [] if chosen is None else compared(rates).rounds))
+        asked = Circumstances(config.sim, rollouts=True, policy=rollout_player(config).described, tried=(1, 2, AS_READY))
+        start = compared({each: 100.0 if each.num_workers == number else 50.0 for each in asked.at_start()})
+        rates = {each: 200.0 if each == chosen else 100.0 for each in asked.in_run(start)}
+        asked.remember(asked.choice(start, [] if chosen is None else compared(rates).rounds))
         run = train(config, command="python -m embodied_rl.train")
         (path,) = (run / "checkpoints" / "last").resolve().glob("policy*.safetensors")
         found.append(load_file(path))
