@@ -44,7 +44,7 @@ _LEAST_START_S = 1.25
 _BUSY = 4
 _UPDATE_S, _WINDOW_S = 0.01, 0.03
 """Each setting is stepped so long in each round, after something like an update."""
-_LONGEST_S, _LEAST_ROUNDS = 1.5, 2
+_LONGEST_S, _LEAST_ROUNDS = 1.5, 3
 """No further round begins after so long: the next run goes on where the number of workers is in question still."""
 _COMPARED_STEPS = 8
 _STEPS = 16
@@ -179,7 +179,7 @@ class _Measurement:
         if self._player is not None:
             self._plays = {number: self._player.seconds(manager) for number, manager in self._found.items()}
         began, rounds = time.perf_counter(), 0
-        while len({each.num_workers for each in start.open}) > 1 or rounds == 0:
+        while len({each.num_workers for each in start.open}) > 1 or rounds < _LEAST_ROUNDS:
             if rounds >= _LEAST_ROUNDS and time.perf_counter() - began > _LONGEST_S:
                 break
             start.add({each: self._seconds(each) for each in start.open})

@@ -27,10 +27,10 @@ _TOLERANCE = 0.03
 """A setting is out of the question once it is not so much faster than the fastest, beyond doubt."""
 _LEAST_NOISE = 0.02
 """Of a round, whatever the spread of a few rounds looks like."""
-_MOST_ROUNDS = 40
-"""After so many the fastest is taken: the others are as fast, or what is measured is noise."""
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 40
+"""Before the first of these nothing is out; after the second the fastest is taken: the others are as fast, or what is measured is noise."""
 _FAR_BEHIND = 1.5
-"""Times as slow as the fastest at the start: not tried in the run."""
+"""Times as slow as the fastest at the start, each in its best moment: not tried in the run."""
 _SAMPLE_S = 0.1
 """Rollouts that took so long together are a sample."""
 AS_READY = 0
@@ -93,7 +93,7 @@ class Comparison:
         return min(self.open, key=lambda each: sum(self._price[each] * seconds[each] for seconds in self.rounds))
 
     def _is_out(self, setting: Setting, leader: Setting) -> bool:
-        if setting == leader or len(self.rounds) < 2:
+        if setting == leader or len(self.rounds) < _LEAST_ROUNDS:
             return False
         best = [self._price[leader] * seconds[leader] for seconds in self.rounds]
         own = [self._price[setting] * seconds[setting] for seconds in self.rounds]
@@ -101,6 +101,10 @@ class Comparison:
         error = max(statistics.stdev(behind), _LEAST_NOISE) / math.sqrt(len(behind))
         # About Student's 97.5%: 2 of many rounds, 4 of three.
         return statistics.mean(behind) - (2 + 4 / (len(behind) - 1)) * error > -_TOLERANCE
+
+    def least_s(self, setting: Setting) -> float:
+        """In its best round: what else the machine does only takes time."""
+        return min(seconds[setting] for seconds in self.rounds if setting in seconds)
 
     def gain(self, setting: Setting, other: Setting) -> float:
         """Times as fast, over the rounds that both were in; 1 where they never met."""
@@ -267,7 +271,7 @@ class Circumstances:
         """What rollouts try with the number of workers that was chosen: what was not far behind, and what was not measured."""
         number = start.leader.num_workers
         every = self._with(number, [each for each in self.tried if each != AS_READY or number > 1])
-        found = [each for each in every if each not in start.met or start.gain(start.leader, each) < _FAR_BEHIND]
+        found = [each for each in every if each not in start.met or start.least_s(each) < _FAR_BEHIND * start.least_s(start.leader)]
         return found if len(found) > 1 else []
 
     def _with(self, number: int, turns: Iterable[int]) -> list[Setting]:
