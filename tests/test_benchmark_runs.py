@@ -97,7 +97,6 @@ def test_env_offload_runs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_ppo_cpu_runs() -> None:
     pytest.importorskip("stable_baselines3")
     small = ["sim.num_slots=2", "sim.num_workers=1", "algorithm.rollout_steps=64", "algorithm.num_epochs=2", "algorithm.minibatch_size=32"]

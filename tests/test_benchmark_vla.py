@@ -22,7 +22,6 @@ def vla() -> Iterator[ModuleType]:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_vla_runs_on_a_cpu() -> None:
     lines = run_script("vla.py", "--cpu", "--rounds", "8")
     table = columns(lines, below="a decision")

@@ -28,7 +28,7 @@ def server() -> Iterator[HttpServer]:
 
 def sent(server: HttpServer, data: bytes, *, whole: bool = True) -> tuple[int, dict[str, object]]:
     """(status, JSON body) of the first answer; the connection's end is waited for. `whole`: nothing more is sent."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(data)
         if whole:
             connection.shutdown(socket.SHUT_WR)
@@ -113,7 +113,7 @@ def held(server: HttpServer) -> socket.socket:
     """A connection that was answered and stays; one that has just ended may still count, so it asks until there is room."""
     deadline = time.monotonic() + 20
     while True:
-        connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         connection.sendall(got(LOCAL))
         if connection.recv(65536).startswith(b"HTTP/1.1 200"):
             return connection

@@ -31,10 +31,6 @@ def test_a_robot_arm_learns_to_push_a_cube(tmp_path: Path, lean: dict[str, str])
     assert results["success"] >= 0.9, results
     low, high = results["success_interval_95"]
     assert low < results["success"] <= high
-    random = [sys.executable, "-m", "embodied_rl.evaluate", "checkpoint=run", "policy=random", "num_episodes=20", "output=random.json"]
-    subprocess.run(random, cwd=tmp_path, check=True, capture_output=True, timeout=280)
-    # The task is not one that anything solves.
-    assert json.loads((tmp_path / "random.json").read_text(encoding="utf-8"))["success"] <= 0.1
 
 
 @pytest.mark.slow
@@ -53,3 +49,10 @@ def test_it_runs_on_a_machine_without_vulkan_and_says_why_there_is_no_video(tmp_
     insisting = subprocess.run([*again, "video.enabled=yes"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert insisting.returncode == 2
     assert "no Vulkan device" in insisting.stderr
+
+
+@pytest.mark.slow
+def test_the_task_is_not_one_that_anything_solves(tmp_path: Path) -> None:
+    words = ["sim=maniskill_pushcube", "policy=random", "num_episodes=20", "output=random.json"]
+    subprocess.run([sys.executable, "-m", "embodied_rl.evaluate", *words], cwd=tmp_path, check=True, capture_output=True, timeout=280)
+    assert json.loads((tmp_path / "random.json").read_text(encoding="utf-8"))["success"] <= 0.1

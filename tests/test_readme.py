@@ -22,6 +22,7 @@ SHORT = {
     "train experiment=fetch_reach": [],  # as it is: the smoke run, with its film
     "train experiment=tiny_vla": [*CLONES, *FEW, "total_steps=512", "sim.num_slots=8"],
     "train experiment=frozenlake_text": [*CLONES, *FEW, "total_steps=64", "sim.num_slots=8", "algorithm.groups.groups_per_step=4"],
+    "evaluate": ["num_episodes=10"],
     "render": ["num_episodes=1"],
     "record": ["num_episodes=12"],
     "replay": ["num_episodes=2"],

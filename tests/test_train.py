@@ -69,7 +69,7 @@ def test_cartpole_learns_from_the_command_line(tmp_path: Path) -> None:
         pytest.param(
             [*PENDULUM, "sim=maniskill_pushcube", "evaluation.every_steps=512", "sim.num_workers=1"],
             id="maniskill",
-            marks=[pytest.mark.slow, pytest.mark.ci_sample],
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -162,8 +162,8 @@ def test_a_program_prints(run: Any) -> None:
 
 
 def test_time_memory_and_files_are_limited(run: Any) -> None:
-    result = run("print('begun', flush=True)\nwhile True: pass", 3.0)
-    assert "did not end within 3 s" in result.text or "of processor time" in result.text
+    result = run("import time\nprint('begun', flush=True)\ntime.sleep(600)", 6.0)
+    assert "did not end within 6 s" in result.text
     assert "begun" in result.text
     assert "MemoryError" in run("x = bytearray(10**9)").text
     assert run("open('big', 'wb').write(bytes(2 * 2**20))").failed

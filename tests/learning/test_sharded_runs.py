@@ -104,7 +104,6 @@ def test_groups_move_between_one_and_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample
 def test_a_language_agent_with_lora_moves_between_one_and_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check_moves(tmp_path, TINY_LANGUAGE, 100, 200)
     # Only the adapter was saved.

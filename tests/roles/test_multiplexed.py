@@ -419,6 +419,7 @@ def test_answers_that_move_keep_every_token(tmp_path: Path) -> None:
         assert 0 < len(turn.token_ids) <= 16, "what was sampled before a move counts"
 
 
+@pytest.mark.slow
 def test_an_agents_run_trains_while_the_other_host_answers(tmp_path: Path) -> None:
     episodes, trainer = run_texts(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -42,6 +42,7 @@ def test_a_run_with_ray_is_the_run_without_it_bit_for_bit(tmp_path: Path, sessio
     assert curve(there)[-1]["reward_worker/scored"] > 0
 
 
+@pytest.mark.slow
 def test_agent_programs_with_ray(tmp_path: Path, session: Any) -> None:
     """Programs and their proxy are beside the collector, the model that answers is another actor; it learns from what it said."""
     task = ["total_steps=12", "evaluation.num_episodes=3", "hybrid.num_threads=1", "hybrid.device=cpu", "algorithm.groups.filters=[]"]

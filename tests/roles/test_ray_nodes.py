@@ -125,7 +125,7 @@ def test_a_driver_that_dies_leaves_nobody_behind_and_its_run_goes_on(tmp_path: P
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     steps_then = curve(run_dir)[-1]["step"]
-    gone, left = psutil.wait_procs(below, timeout=10)
+    gone, left = psutil.wait_procs(below, timeout=DEADLINE_S)
     assert not left, [part.name() for part in left]
     assert gone
     done = subprocess.run(
@@ -184,7 +184,7 @@ def test_a_cluster_that_was_started_here_ends_with_its_driver(how: str) -> None:
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "closed\n"
-    _, left = psutil.wait_procs(below, timeout=10)
+    _, left = psutil.wait_procs(below, timeout=DEADLINE_S)
     process.kill()
     process.communicate()
     assert [" ".join(part.cmdline()) for part in left] == []

@@ -155,7 +155,7 @@ def nearly_the_same(one: Path, other: Path) -> None:
 
 
 def test_a_run_of_two_players_is_that_of_one(tmp_path: Path) -> None:
-    """Also where each rollout is played while the one before is learned from, and one that began within the episodes of a checkpoint."""
+    """Also one that began within the episodes of a checkpoint."""
     within = ["checkpoint.every_steps=256", "checkpoint.keep_last=9", "checkpoint.within_episodes=true", "total_steps=512"]
     one = trained(tmp_path / "one", *ROLLOUTS, *within, TWO[0])
     two = trained(tmp_path / "two", *ROLLOUTS, *within, *TWO)
@@ -166,6 +166,10 @@ def test_a_run_of_two_players_is_that_of_one(tmp_path: Path) -> None:
         shutil.copy(whole / "metrics.jsonl", tmp_path / name)
         resumed = trained(tmp_path / name, *ROLLOUTS, *within, *TWO, "resume=auto")
         (nearly_the_same if whole is one else assert_same_run)(whole, resumed)
+
+
+@pytest.mark.slow
+def test_rollouts_of_two_players_that_play_ahead_are_those_of_one(tmp_path: Path) -> None:
     ahead = [*ROLLOUTS, "algorithm.max_staleness=1", "total_steps=512"]
     nearly_the_same(trained(tmp_path / "ahead", *ahead, TWO[0]), trained(tmp_path / "ahead two", *ahead, *TWO))
 

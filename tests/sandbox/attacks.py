@@ -104,8 +104,8 @@ def box_of(name: str, level: Level) -> Box:
 
 
 def tree_is_gone(mark: str) -> bool:
-    """Whether no process has `mark` in its command line; looked for during five seconds."""
-    until = time.monotonic() + 5.0
+    """Whether no process has `mark` in its command line; looked for during a minute."""
+    until = time.monotonic() + 60.0
     while time.monotonic() < until:
         found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mark.encode() in _read(path)]
         if not found:
@@ -148,7 +148,7 @@ def outlives_us(level: Level, folder: Path) -> bool:
     assert list(folder.glob("sandbox-*")), "it has a scratch folder"
     process.send_signal(signal.SIGKILL)
     process.wait()
-    is_left, until = not tree_is_gone(mark), time.monotonic() + 5.0
+    is_left, until = not tree_is_gone(mark), time.monotonic() + 60.0
     while list(folder.glob("sandbox-*")) and time.monotonic() < until:
         time.sleep(0.05)
     return is_left or bool(list(folder.glob("sandbox-*")))

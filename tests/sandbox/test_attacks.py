@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -68,15 +67,12 @@ def test_what_a_program_reaches(attack: Attack, level: Level, victim: Victim) ->
 @pytest.mark.parametrize("name", USED)
 def test_what_a_program_uses(name: str, level: Level) -> None:
     need(level)
-    began = time.monotonic()
     ended = run_boxed(f"{USED[name]}\n{DONE}", box_of(name, level))
     assert "done" not in ended.output, ended
-    assert time.monotonic() - began < 50
-    if name == "time":
-        assert ended.timed_out
-    elif name in ("processor", "memory", "unmapped"):
+    assert ended.timed_out == (name == "time"), ended
+    if name in ("processor", "memory", "unmapped"):
         assert {"processor": "processor time", "memory": "of memory", "unmapped": "it wrote"}[name] in ended.stopped, ended
-    else:
+    elif name != "time":
         assert ended.stopped or "Error" in ended.output, ended
 
 
@@ -90,7 +86,7 @@ def test_processor_time_of_children_that_nobody_waits_for_counts(level: Level) -
         "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n    if not os.fork():\n"
         "        while time.process_time() < 0.02: pass\n        os._exit(0)\n    time.sleep(0.025)"
     )
-    ended = run_boxed(code, replace(PythonLimits(timeout_s=30.0).box(level, network=False), cpu_s=1.0))
+    ended = run_boxed(code, replace(PythonLimits(timeout_s=240.0).box(level, network=False), cpu_s=1.0))
     assert "processor time" in ended.stopped, ended
     group = cgroup.new_group()
     assert group is not None

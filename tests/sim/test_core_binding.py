@@ -66,7 +66,7 @@ def test_load_that_cannot_be_told_is_not_taken_for_none() -> None:
 
 def test_time_of_others_is_told_from_our_own() -> None:
     """A spinning process of ours counts as ours; one that has another parent, as others'."""
-    spin = "import time\nuntil = time.time() + 30\nwhile time.time() < until: pass"
+    spin = "import time\nuntil = time.time() + 600\nwhile time.time() < until: pass"
     quiet = "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
     orphan = f"import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', {spin!r}], {quiet}).pid, flush=True)"
     ours = subprocess.Popen([sys.executable, "-c", spin])

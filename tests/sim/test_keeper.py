@@ -65,12 +65,12 @@ def test_what_a_simulator_started_ends_with_its_worker(tmp_path: Path, how: str)
             for pid in {worker, psutil.Process(worker).ppid() if how.startswith("keeper") else worker}:
                 os.kill(pid, signal.SIGSTOP)
         if how == "worker":
-            assert left(pids, 30.0) == []
+            assert left(pids, 120.0) == []
             manager.step(np.zeros((1, 1)))
             assert [record.kind for record in manager.fault_records] == [FaultKind.DIED]
     if how.startswith("keeper"):  # what left the group is out of reach then: the session of its own, and the daemon
         pids = [pid for pid in pids if (tmp_path / "first" / str(pid)).read_text() in ("child", "fork")]
-    assert left(pids, 30.0) == []
+    assert left(pids, 120.0) == []
     for path in (tmp_path / "first").iterdir():
         if _runs(int(path.name)):
             os.kill(int(path.name), signal.SIGKILL)
@@ -81,10 +81,10 @@ def test_a_keeper_that_is_killed_takes_its_worker_along_and_the_run_goes_on(tmp_
         manager.reset()
         worker, pids = manager.worker_pids()[0], started(tmp_path / "first")
         os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
-        assert left([worker], 30.0) == []
+        assert left([worker], 120.0) == []
         assert manager.step(np.ones((1, 1))).observation["state"][0, 1:].tolist() == [1.0, 1.0]
         grouped = [pid for pid in pids if (tmp_path / "first" / str(pid)).read_text() in ("child", "fork")]
-        assert left(grouped, 30.0) == []
+        assert left(grouped, 120.0) == []
         for pid in left(pids, 0.0):  # out of reach
             os.kill(pid, signal.SIGKILL)
 
@@ -117,4 +117,4 @@ def test_what_a_simulator_started_ends_with_a_killed_manager(tmp_path: Path, beg
     process.kill()
     process.wait(60)
     process.stdout.close()
-    assert left([*workers, *keepers, *pids], 30.0) == []
+    assert left([*workers, *keepers, *pids], 120.0) == []
