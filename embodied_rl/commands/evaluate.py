@@ -559,18 +559,13 @@ def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:
         generator = make_agent_generator(config, policy, manager.spec, folder)
         generator.publish(0)
         return generator
-    from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
+    from embodied_rl.methods.building import served_tokens
     from embodied_rl.rollout.agent_generator import AgentGenerator
 
     server = player.server
-    assert server.base_url is not None, "the configuration was checked"
-    assert server.model is not None, "the configuration was checked"
-    options = OpenAIOptions(
-        server.base_url, server.model, api=server.api, api_key_env=server.api_key_env, timeout_s=server.timeout_s, seed=config.seed
-    )
     agent = make_agent(config.agent, policy, manager.spec)
     agent.writes_messages = server.api == "chat"
-    return AgentGenerator(agent, OpenAITokens(options, policy.tokenizer), temperature=server.temperature, seed=config.seed)
+    return AgentGenerator(agent, served_tokens(server, policy.tokenizer, config.seed), temperature=server.temperature, seed=config.seed)
 
 
 def _tell_untrained(player: Untrained, result: EvaluationResult, values: Mapping[str, Any], command: str) -> None:

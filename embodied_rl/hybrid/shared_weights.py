@@ -201,6 +201,22 @@ class SharedWeightsReader:
             self._fd = -1
 
 
+class AnnouncedWeights:
+    """Of publishers whose path comes with each version: another path is another publisher."""
+
+    def __init__(self) -> None:
+        self._reader: tuple[str, SharedWeightsReader] | None = None
+
+    @contextmanager
+    def hold(self, version: int, path: str) -> Iterator[HeldWeights]:
+        """See `SharedWeightsReader.hold`."""
+        if self._reader is None or self._reader[0] != path:
+            self._reader = (path, SharedWeightsReader(path))
+        with self._reader[1].hold() as held:
+            assert held.version == version, "weights are published before they are announced"
+            yield held
+
+
 def _lay_out(specs: Mapping[str, Tensor]) -> tuple[dict[str, _Place], int]:
     places, offset = {}, 0
     for name, tensor in specs.items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from embodied_rl.agents.agent import Agent
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.config import TrainConfig
-from embodied_rl.config.run import LANGUAGE, SHARED
+from embodied_rl.config.run import LANGUAGE, SHARED, PlayerConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
@@ -29,6 +29,7 @@ from embodied_rl.methods.streams import Stream, StreamGenerators, make_queue
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import Policy, TrainedModule
 from embodied_rl.policies.build import build_policy
+from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.agent_generator import AgentGenerator
@@ -280,6 +281,11 @@ def _others_backend(stream: Stream, agent: Agent, speaking: Speaking) -> TokenBa
         if not agent.config.actions:
             raise UserError("generation.mix: backend=random needs a list of actions, and agent.actions is empty: any text may be answered.")
         return RandomTokens(choices=[agent.answer_ids(action) for action in agent.config.actions], seed=seed)
+    return served_tokens(player, speaking.tokenizer, seed)
+
+
+def served_tokens(player: PlayerConfig, tokenizer: ChatTokenizer, seed: int) -> TokenBackend:
+    """Of a server that speaks OpenAI's interface."""
     from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
 
     assert player.base_url is not None, "the configuration was checked"
@@ -287,7 +293,7 @@ def _others_backend(stream: Stream, agent: Agent, speaking: Speaking) -> TokenBa
     options = OpenAIOptions(
         player.base_url, player.model, api=player.api, api_key_env=player.api_key_env, timeout_s=player.timeout_s, seed=seed
     )
-    return OpenAITokens(options, speaking.tokenizer)
+    return OpenAITokens(options, tokenizer)
 
 
 # ---- what learns --------------------------------------------------------------------------------------------------------

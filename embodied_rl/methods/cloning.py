@@ -19,7 +19,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.executors import Figures
-from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.learner import Learner, make_learner, scheduled
 from embodied_rl.learning.recorded import CloningObjective, read_statistics, step_rows
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
@@ -91,8 +91,7 @@ class CloningMethod(Method[Rollout | None, None]):
 
     def update(self, prepared: None, *, iteration: int, steps: int) -> dict[str, float]:
         algorithm = self.config.algorithm
-        share = 1.0 - steps / self.config.total_steps if algorithm.lr_schedule == "linear" else 1.0
-        rate = algorithm.learning_rate * max(share, 0.0)
+        rate = scheduled(algorithm, steps / self.config.total_steps)
         figures = []
         for _ in range(algorithm.num_epochs):
             figures.append(self._epoch(rate))

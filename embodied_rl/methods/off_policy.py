@@ -17,7 +17,7 @@ from embodied_rl.episodes.dataset import EpisodeDataset, ReplayBuffer, SeenRewar
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.executors import Figures
-from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.learner import Learner, make_learner, scheduled
 from embodied_rl.learning.recorded import CriticsObjective, prepared, read_statistics, steps_of, transition_rows
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import mean_figures, single_threaded
@@ -71,9 +71,7 @@ class OfflineMethod(Method[Rollout | None, int]):
 
     def update(self, prepared: int, *, iteration: int, steps: int) -> dict[str, float]:
         """Take `prepared` gradient steps; metrics averaged over them."""
-        algorithm = self.config.algorithm
-        share = 1.0 - steps / self.config.total_steps if algorithm.lr_schedule == "linear" else 1.0
-        rate = algorithm.learning_rate * max(share, 0.0)
+        rate = scheduled(self.config.algorithm, steps / self.config.total_steps)
         taken = [self._step(rate) for _ in range(prepared)]
         return {**mean_figures(taken), "learning_rate": rate, "updates": float(self._updates)}
 

@@ -27,7 +27,7 @@ from embodied_rl.distributed.link import Link
 from embodied_rl.distributed.processes import started
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, TokenBackend, check_new_ids, refuse_structures
-from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
+from embodied_rl.hybrid.shared_weights import AnnouncedWeights, SharedWeightsPublisher
 from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.methods.language_apart import ModelFiles, blank_backend, write_model_files
 from embodied_rl.roles.failures import encode_error
@@ -180,12 +180,18 @@ class _Host:
         self._link, self._descriptor, self.backend = link, descriptor, backend
         self._in_flight: set[int] = set()
         self._stands = False
-        self._reader: tuple[str, SharedWeightsReader] | None = None
+        self._weights = AnnouncedWeights()
+        calls: dict[str, Callable[[], object]] = {
+            "pause": backend.pause,
+            "resume": backend.resume,
+            "release_memory": backend.release_memory,
+            "restore_memory": backend.restore_memory,
+        }
         self._asked: dict[str, Callable[..., None]] = {
             "submit": self._submit,
             "abort": self._abort,
             "load": self._load,
-            **{name: functools.partial(self._do, name) for name in ("pause", "resume", "release_memory", "restore_memory")},
+            **{name: functools.partial(self._do, name, call) for name, call in calls.items()},
         }
         """What may be asked, by name."""
 
@@ -218,23 +224,13 @@ class _Host:
         if not self._stands:
             self._send(self.backend.poll(1, 0.0))
 
-    def _do(self, what: str) -> None:
-        backend = self.backend
-        calls: dict[str, Callable[[], object]] = {
-            "pause": backend.pause,
-            "resume": backend.resume,
-            "release_memory": backend.release_memory,
-            "restore_memory": backend.restore_memory,
-        }
-        calls[what]()
+    def _do(self, what: str, call: Callable[[], object]) -> None:
+        call()
         self._stands = what == "pause" or (self._stands and what != "resume")
         self._done()
 
     def _load(self, version: int, path: str) -> None:
-        if self._reader is None or self._reader[0] != path:
-            self._reader = (path, SharedWeightsReader(path))
-        with self._reader[1].hold() as held:
-            assert held.version == version, "weights are published before they are announced"
+        with self._weights.hold(version, path) as held:
             self.backend.load_weights(version, held.tensors.items())
         self._done()
 

@@ -21,7 +21,7 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.distributed.link import Link
 from embodied_rl.distributed.processes import started
-from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
+from embodied_rl.hybrid.shared_weights import AnnouncedWeights, SharedWeightsPublisher
 from embodied_rl.roles.failures import RoleLost, encode_error
 from embodied_rl.roles.role_process import RoleProcess
 from embodied_rl.roles.wire import pack, unpack
@@ -88,7 +88,7 @@ class _LinkInbox(Inbox):
 
     def __init__(self, link: Link, descriptor: int) -> None:
         self._link, self._descriptor = link, descriptor
-        self._reader: tuple[str, SharedWeightsReader] | None = None
+        self._announced = AnnouncedWeights()
 
     def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
         if not wait and not select.select([self._descriptor], [], [], 0.0)[0]:
@@ -103,10 +103,7 @@ class _LinkInbox(Inbox):
         return message["do"], arguments, self._answer
 
     def _weights(self, version: int, path: str) -> dict[str, Any]:
-        if self._reader is None or self._reader[0] != path:
-            self._reader = (path, SharedWeightsReader(path))
-        with self._reader[1].hold() as held:
-            assert held.version == version, "weights are published before they are announced"
+        with self._announced.hold(version, path) as held:
             return {"version": version, "tensors": {name: tensor.clone() for name, tensor in held.tensors.items()}.items()}
 
     def _answer(self, value: object, error: BaseException | None) -> None:

@@ -156,10 +156,7 @@ class AgentCollector(SlotPump[_Playing]):
         taken = self._take_scores()
         self._begin_idle()
         if not self._playing:
-            if self._awaited and self.scorer is not None:
-                self.scorer.wait(patience_s)
-                self._tick()
-            return taken or bool(self._awaited)
+            return self._wait_for_scores(patience_s) or taken
         if self._in_step:
             before = time.perf_counter()
             # With requests or tool calls in flight the collector does not block on a simulator.
@@ -191,10 +188,6 @@ class AgentCollector(SlotPump[_Playing]):
 
     def close(self) -> None:
         self.agent.close()
-
-    def metrics(self) -> dict[str, float]:
-        """`figures`, as they are logged; those of the last batch (`batch_figures`), and of the scores of reward workers."""
-        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **self._common_metrics()}
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
 

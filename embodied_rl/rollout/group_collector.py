@@ -179,10 +179,6 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         self._tick()
         return True
 
-    def metrics(self) -> dict[str, float]:
-        """Of the last batch (`batch_figures`), and of the scores of reward workers."""
-        return self._common_metrics()
-
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
         self._forget_all(queue)

@@ -294,10 +294,7 @@ class ProgramCollector(QueuePump):
         scored = self._take_scores()
         self._start()
         if not self.runner.num_running:
-            if self._awaited and self.scorer is not None:
-                self.scorer.wait(patience_s)
-                self._tick()
-            return scored or bool(self._awaited)
+            return self._wait_for_scores(patience_s) or scored
         for played in self.runner.wait(min(patience_s, _LOOK_S)):
             self._finish(played)
         self._look()
@@ -306,11 +303,9 @@ class ProgramCollector(QueuePump):
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """End every running program and go on with another queue."""
-        assert queue is not None, "groups are asked for by a queue"
         self.runner.stop_all()
         self._turns.clear()
-        self._awaited.clear()
-        self.queue = queue
+        self._go_on_with(queue)
 
     def figures(self) -> dict[str, float]:
         """Since the last call: programs that ended and those that failed by kind; of the others, seconds, turns and tokens each."""
@@ -319,10 +314,6 @@ class ProgramCollector(QueuePump):
         means = {f"{name}_per_program": counts[name] / good for name in ("turns", "conversations", "answer_tokens", "seconds")}
         failed = {name: float(value) for name, value in sorted(counts.items()) if name.startswith("failed")}
         return {"episodes": float(counts["episodes"]), "failed": 0.0, **failed, **means}
-
-    def metrics(self) -> dict[str, float]:
-        """`figures`, as they are logged, and those of the last batch (`batch_figures`) and of its scores."""
-        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **self._common_metrics()}
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

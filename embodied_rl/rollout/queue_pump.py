@@ -108,9 +108,23 @@ class QueuePump(Collector, abc.ABC):
                 taken()
         return bool(scored)
 
-    def _common_metrics(self) -> dict[str, float]:
-        """Of the last batch, and of its scores."""
-        return {**self._batch, **({} if self.scorer is None else self.scorer.metrics())}
+    def _wait_for_scores(self, patience_s: float) -> bool:
+        """Of a pump that has nothing else to wait for; whether there are any to come."""
+        if self._awaited and self.scorer is not None:
+            self.scorer.wait(patience_s)
+            self._tick()
+        return bool(self._awaited)
+
+    def _go_on_with(self, queue: GroupQueue | None) -> None:
+        """Fill another queue; what was to be handed in to the last one is dropped."""
+        assert queue is not None, "groups are asked for by a queue"
+        self.queue = queue
+        self._awaited.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """`figures`, as they are logged; those of the last batch (`batch_figures`), and of the scores of reward workers."""
+        scores = {} if self.scorer is None else self.scorer.metrics()
+        return {**{f"agent/{name}": value for name, value in self.figures().items()}, **self._batch, **scores}
 
 
 class SlotPump(QueuePump, Generic[Playing]):
@@ -171,12 +185,10 @@ class SlotPump(QueuePump, Generic[Playing]):
 
     def _forget_all(self, queue: GroupQueue | None) -> None:
         """Give every running episode up and go on with another queue."""
-        assert queue is not None, "groups are asked for by a queue"
         self.manager.discard()
-        self.queue = queue
+        self._go_on_with(queue)
         self._playing.clear()
         self._to_restore.clear()
-        self._awaited.clear()
         self._idle, self._in_step = list(range(self.manager.num_slots)), 0
         if self._starts is not None and self._snapshot_cache is not None:
             self._starts.discard()
@@ -235,14 +247,9 @@ class DomainCollector(QueuePump):
         }
         return groups
 
-    def metrics(self) -> dict[str, float]:
-        """Of the last batch (`batch_figures`), of its agents, and of its scores."""
-        return self._common_metrics()
-
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """Give every running episode up and go on with another queue."""
-        assert queue is not None, "groups are asked for by a queue"
-        self.queue = queue
+        self._go_on_with(queue)
         for collector in self.collectors.values():
             collector.restart(queue)
 
