@@ -149,7 +149,8 @@ _WHOLE_EPISODES = (
     Rule(
         "episodes_of_chunks",
         _with_groups(lambda run, groups: run.advantage.name in _OF_CHUNKS),
-        "algorithm.advantage='{algorithm.advantage}' needs a policy that acts in chunks; this one acts step by step: take gae.",
+        "algorithm.advantage='{algorithm.advantage}' looks into the chunks of fixed rollouts; whole episodes (algorithm.groups) "
+        "have one reward and one value for each chunk: take gae, or algorithm=ppo.",
     ),
     Rule(
         "group_of_one",

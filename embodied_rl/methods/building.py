@@ -431,5 +431,5 @@ def _check_shared(policy: Policy, stream: Stream) -> None:
         what = f"observation '{differing[0]}'" if differing else "action"
         raise UserError(
             f"domains.{stream.domain} shares policy={stream.config.policy.name} with other domains, and its {what} is another than that of "
-            f"task '{ours.task}': give it a policy of its own (domains.{stream.domain}.policy)."
+            f"task '{ours.task}': give it a separate policy (domains.{stream.domain}.policy)."
         )

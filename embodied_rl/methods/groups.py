@@ -147,7 +147,7 @@ class Gathered:
     groups: list[EpisodeGroup]
     """Those that are learned from, ascending by number."""
     of: dict[str, Any]
-    """{policy: what its `GroupLearner.gather` made of its own}, of those that have any."""
+    """{policy: what its `GroupLearner.gather` made of its groups}, of those that have any."""
 
 
 class LearnersStart:

@@ -59,7 +59,7 @@ class _Moving:
     """A range of slots whose steps come in other arrays each time: they are copied to where a group finds them, all slots at once."""
 
     def __init__(self, place: StepBatch, given: tuple[str, ...], keys: Sequence[str], group: SteadyGroup) -> None:
-        """`place`: a batch of its own arrays, in which the group's steps leave their outcome; `keys`: of what is seen and written."""
+        """`place`: a batch with separate arrays, in which the group's steps leave their outcome; `keys`: of what is seen and written."""
         self.given, self.group = given, group
         self._place, self._keys = place, tuple(keys)
         self._last: np.ndarray | None = None

@@ -149,7 +149,7 @@ def test_robots_of_several_domains_share_the_run_s_policy(tmp_path: Path) -> Non
 def test_what_domains_cannot_share_is_said(tmp_path: Path) -> None:
     pole = "{name: cartpole, target: 'embodied_rl.sim.robots.gymnasium:make', task: CartPole-v1, num_slots: 3, num_workers: 1}"
     base = [*TWO_POLES[:-2], f"domains.door={{sim: {DOOR}}}"]
-    with pytest.raises(UserError, match=r"domains\.pole shares policy=actor_critic .* give it a policy of its own \(domains\.pole\.policy"):
+    with pytest.raises(UserError, match=r"domains\.pole shares policy=actor_critic .* give it a separate policy \(domains\.pole\.policy"):
         trained(tmp_path / "other", *base, f"domains.pole={{sim: {pole}}}")
 
 

@@ -235,7 +235,7 @@ def read_chat(body: Mapping[str, Any]) -> ChatRequest:
     tools = _tools(body)
     options, top = body.get("stream_options"), whole_number(body, "top_logprobs", 0, _MAX_TOP_LOGPROBS) or 0
     if top and not body.get("logprobs"):
-        raise bad("'top_logprobs' are told only beside 'logprobs': true.")
+        raise bad("'top_logprobs' come only beside 'logprobs': true.")
     return ChatRequest(
         messages=tuple(plain_message(message, place) for place, message in enumerate(messages)),
         tools=tools,
