@@ -104,7 +104,7 @@ class MultiplexedSimulators(Simulators):
         batch = self.manager.restore(list(placed), snapshots)
         self.last_drift = {slot: self.manager.last_drift[own] for own, slot in placed.items()}
         self.lease.note()
-        return _renamed(batch, np.asarray(list(placed.values()), np.int64))
+        return _renamed(batch, np.asarray([placed[own] for own in batch.slots.tolist()], np.int64))
 
     def begin(self, slots: Slots, seeds: Sequence[int] | np.ndarray) -> None:
         """See `EnvManager.begin`; an episode that finds no room begins when there is some."""
