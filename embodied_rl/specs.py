@@ -135,14 +135,7 @@ class ActionSpec:
         return np.clip(np.where(flat, 0.0, unit), -limit, limit).astype(np.float32)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "dim": self.dim,
-            "low": list(self.low),
-            "high": list(self.high),
-            "num_actions": self.num_actions,
-            "max_bytes": self.max_bytes,
-        }
+        return {**vars(self), "low": list(self.low), "high": list(self.high)}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ActionSpec:
@@ -231,19 +224,9 @@ class SimSpec:
         return {key: part for key, part in self.observation.items() if isinstance(part, VariableSpec)}
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "task": self.task,
-            "observation": {key: spec.to_dict() for key, spec in self.observation.items()},
-            "action": self.action.to_dict(),
-            "max_episode_steps": self.max_episode_steps,
-            "control_hz": self.control_hz,
-            "instruction": self.instruction,
-            "reports_success": self.reports_success,
-            "can_render": self.can_render,
-            "snapshots": self.snapshots,
-            "steps_together": self.steps_together,
-            **({"spaces": dict(self.spaces)} if self.spaces else {}),
-        }
+        parts = {"observation": {key: spec.to_dict() for key, spec in self.observation.items()}, "action": self.action.to_dict()}
+        whole = {**vars(self), **parts, "spaces": dict(self.spaces)}
+        return whole if self.spaces else {name: value for name, value in whole.items() if name != "spaces"}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> SimSpec:

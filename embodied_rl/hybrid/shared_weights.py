@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.weight_sync import NamedTensors, Published
+from embodied_rl.hybrid.weight_sync import NamedTensors
 
 _MAGIC = 0x454D4257
 _PAGE = 4096
@@ -65,7 +65,6 @@ class SharedWeightsPublisher:
             {name: [place.offset, list(place.shape), str(place.dtype).removeprefix("torch.")] for name, place in places.items()}
         ).encode()
         self._timeout_s, self._places, self._size = timeout_s, places, size
-        self.version: int | None = None
         self._fd = os.memfd_create("embodied_rl_weights", os.MFD_CLOEXEC)
         total = _first_buffer(len(text)) + 2 * size
         try:
@@ -87,18 +86,17 @@ class SharedWeightsPublisher:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @torch.no_grad()
-    def publish(self, version: int, tensors: NamedTensors, *, only_changed: bool = False) -> Published:
-        """Write every tensor of the layout, then let readers see them.
+    def publish(self, version: int, tensors: NamedTensors, *, only_changed: bool = False) -> int:
+        """Write every tensor of the layout, then let readers see them; returns how many bytes were written.
 
         Args:
             only_changed: compare first and write what differs from the version that this buffer held. Reading is cheaper than writing where
-                most is frozen; `num_bytes` reports what was written.
+                most is frozen.
 
         Raises:
             ValueError: a tensor is missing, unknown or of another shape; readers keep the version before.
             TimeoutError: a reader did not let go of the older version.
         """
-        started = time.perf_counter()
         target = 1 - int(self._header[_ACTIVE]) if self._header[_ACTIVE] >= 0 else 0
         _lock(self._fd, target, fcntl.F_WRLCK, self._timeout_s, f"a reader still holds version {self._header[_VERSION + target]}")
         try:
@@ -120,8 +118,7 @@ class SharedWeightsPublisher:
             self._header[_ACTIVE] = target
         finally:
             _unlock(self._fd, target)
-        self.version = version
-        return Published(version, len(self._places), written, time.perf_counter() - started)
+        return written
 
     def close(self) -> None:
         """Signal to readers that nothing follows; what they hold stays valid. May be called twice."""

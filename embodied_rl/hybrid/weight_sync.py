@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,17 +16,6 @@ from torch import Tensor
 NamedTensors = Iterable[tuple[str, Tensor]]
 INDEX, VALUE, BASE = "::index", "::value", "::base_version"
 """Endings of the names in a stream of differences."""
-
-
-@dataclass(frozen=True)
-class Published:
-    """What one publication cost."""
-
-    version: int
-    num_tensors: int
-    num_bytes: int
-    """Written or sent; less than the model where only a part was."""
-    seconds: float
 
 
 # ---- what is sent -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -12,36 +11,33 @@ import torch
 from torch import Tensor
 
 from embodied_rl.errors import from_extra
-from embodied_rl.hybrid.weight_sync import NamedTensors, Published, buckets
+from embodied_rl.hybrid.weight_sync import NamedTensors, buckets
 
 BUCKET_BYTES = 256 * 2**20
 
 
 class RayPublisher:
-    """Buckets in Ray's object store: readers on one node share one copy.
-
-    `message` is what actors receive: (version, [reference, …]); `ray_tensors` reads it. The objects go when the next version is published.
-    """
+    """Buckets in Ray's object store: readers on one node share one copy. The objects go when the next version is published."""
 
     def __init__(self, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         """Raises MissingExtraError without Ray."""
         self._ray = _import_ray()
         self._bucket_bytes = bucket_bytes
-        self.message: tuple[int, list[Any]] = (-1, [])
+        self._references: list[Any] = []
 
-    def publish(self, version: int, tensors: NamedTensors) -> Published:
-        """Hand over `tensors` as `version`; they may be overwritten afterwards."""
-        started, count, size, references = time.perf_counter(), 0, 0, []
+    def publish(self, tensors: NamedTensors) -> tuple[list[Any], int]:
+        """(references, which `ray_tensors` reads, bytes) of tensors, which may be overwritten afterwards."""
+        references, size = [], 0
         for bucket in buckets(tensors, self._bucket_bytes):
             text, payload = pack_tensors(bucket, torch.device("cpu"))
             references.append(self._ray.put((text, payload.numpy())))
-            count, size = count + len(bucket), size + payload.numel()
-        self.message = (version, references)
-        return Published(version, count, size, time.perf_counter() - started)
+            size += payload.numel()
+        self._references = references
+        return list(references), size
 
 
 def ray_tensors(references: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a `RayPublisher.message`, bucket by bucket."""
+    """(name, tensor) of what a `RayPublisher` published, bucket by bucket."""
     ray = _import_ray()
     for reference in references:
         text, payload = ray.get(reference)

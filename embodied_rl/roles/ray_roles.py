@@ -179,8 +179,7 @@ class RayWorker:
         stream: NamedTensors = tensors.items()
         if self._differences is not None:
             stream = self._differences.stream(version, stream)
-        published = self._publisher.publish(version, stream)
-        return list(self._publisher.message[1]), published.num_bytes
+        return self._publisher.publish(stream)
 
     def close(self) -> None:
         """End the actors: the simulators in order, as long as their actor lives."""

@@ -102,14 +102,13 @@ class TrainWorker:
 
         return outcome_of(learn)
 
-    def weights(self, version: int) -> Outcome:
+    def weights(self) -> Outcome:
         """Put the policy's state into the object store; references for `ray_tensors`, valid until the next call."""
 
         def publish() -> list[Any]:
             if self._ranks is not None:
                 self._ranks.write_back()
-            self._publisher.publish(version, self.policy.state_dict().items())
-            return self._publisher.message[1]
+            return self._publisher.publish(self.policy.state_dict().items())[0]
 
         return outcome_of(publish)
 
@@ -188,7 +187,7 @@ class TrainedApart(Method[Any, Experience]):
 
     def write_back(self) -> None:
         """Bring the trained weights and statistics into the whole policy of this process."""
-        references = self._ask(self._worker.weights.remote(0))
+        references = self._ask(self._worker.weights.remote())
         self._policy.load_state_dict(dict(ray_tensors(references)))
 
     def take_weights(self) -> None:

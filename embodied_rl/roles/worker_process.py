@@ -62,12 +62,12 @@ class WorkerProcess:
             self._weights, self._names = publisher, set(tensors)
         assert self._weights is not None
         try:
-            published = self._weights.publish(version, tensors.items(), only_changed=self._only_changed)
+            num_bytes = self._weights.publish(version, tensors.items(), only_changed=self._only_changed)
         except TimeoutError as error:
             raise RoleLost(f"the rollout worker does not take weights: {error}") from error
         self._role.tell("load", version=version, path=self._weights.path)
         self._answer()
-        return published.num_bytes
+        return num_bytes
 
     def close(self) -> None:
         """End the process. May be called twice."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Literal, TypedDict, get_args
+from typing import IO, Literal, TypedDict, cast, get_args
 
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.sandbox import landlock
@@ -106,30 +106,11 @@ class Box:
         network = _NETWORK if self.network != "none" else ()
         readable = [*_SYSTEM, *(f"/etc/{name}" for name in _ETC.split()), *network, *interpreter_folders(), *self.readable]
         is_seen = self.level == "prlimit" or any(is_below(cwd, path) for path in (*self.readable, *self.writable, scratch))
-        return Spec(
-            level=self.level,
-            network=self.network,
-            ports=list(self.ports),
-            landlock_abi=landlock.version() if self.landlock_abi is None else self.landlock_abi,
-            readable=readable,
-            shown=list(_SHOWN),
-            writable=list(self.writable),
-            devices=list(_DEVICES),
-            temp=os.path.dirname(scratch),
-            scratch=scratch,
-            cwd=cwd if is_seen else scratch,
-            memory_mb=self.memory_mb,
-            address_mb=self.address_mb,
-            processes=self.processes,
-            open_files=self.open_files,
-            cpu_s=self.cpu_s,
-            timeout_s=self.timeout_s,
-            scratch_mb=self.scratch_mb,
-            parent=os.getpid(),
-            report=report,
-            words=list(words),
-            code_bytes=code_bytes,
-        )
+        mine = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        mine |= {"landlock_abi": landlock.version() if self.landlock_abi is None else self.landlock_abi, "readable": readable}
+        places = {"temp": os.path.dirname(scratch), "scratch": scratch, "cwd": cwd if is_seen else scratch}
+        about = {"parent": os.getpid(), "report": report, "words": list(words), "code_bytes": code_bytes}
+        return cast(Spec, {**mine, "shown": list(_SHOWN), "devices": list(_DEVICES), **places, **about})
 
 
 def interpreter_folders() -> list[str]:

@@ -97,8 +97,7 @@ def an_actor(config: TrainConfig, files: ModelFiles, weights: dict[str, torch.Te
     acting.files = files
     backend = acting.tokens("", config)
     publisher = RayPublisher()
-    publisher.publish(1, weights.items())
-    acting.load(*publisher.message)
+    acting.load(1, publisher.publish(weights.items())[0])
     yield backend
     ray.shutdown()
 
