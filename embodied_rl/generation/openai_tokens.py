@@ -7,7 +7,6 @@ weights up to date. Others answer in text: they serve evaluation, as a baseline 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import email.utils
 import ipaddress
 import json
@@ -283,16 +282,12 @@ class BackgroundLoop:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
 
-    def start(self, coroutine: Coroutine[Any, Any, Result]) -> concurrent.futures.Future[Result]:
-        """Begin without waiting."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
     def call(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
         """Wait for the result. Raises what the coroutine raises, or TimeoutError."""
-        future = self.start(coroutine)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
+        except TimeoutError:
             future.cancel()
             raise
 
@@ -312,71 +307,6 @@ class BackgroundLoop:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_END_S)
         self.loop.close()
-
-
-class Mailbox:
-    """Counts requests in flight and hands out completions; for one thread that answers and any number that ask."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._in_flight: set[int] = set()
-        self._ready: list[Completion] = []
-        self._paused = False
-        self._broken: BaseException | None = None
-
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
-
-    def expect(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take note of new requests. Raises UserError when an id is in flight already."""
-        with self._condition:
-            check_new_ids(requests, self._in_flight)
-            self._in_flight.update(request.request_id for request in requests)
-
-    def put(self, completion: Completion) -> None:
-        """An answer. A request that has had one already (it was aborted while it ended) gets no second."""
-        with self._condition:
-            if completion.request_id not in self._in_flight:
-                return
-            self._in_flight.discard(completion.request_id)
-            self._ready.append(completion)
-            self._condition.notify_all()
-
-    def expects(self, request_ids: Iterable[int]) -> list[int]:
-        """Those of the ids that are in flight."""
-        with self._condition:
-            return [request_id for request_id in request_ids if request_id in self._in_flight]
-
-    def set_paused(self, paused: bool) -> None:
-        with self._condition:
-            self._paused = paused
-            self._condition.notify_all()
-
-    def break_down(self, error: BaseException) -> None:
-        """The thread that answers has died: `take` raises RuntimeError from `error`."""
-        with self._condition:
-            self._broken = error
-            self._condition.notify_all()
-
-    def take(self, min_ready: int, timeout_s: float | None) -> list[Completion]:
-        """What `TokenBackend.poll` returns. Raises RuntimeError, from its cause, when the thread that answers has died."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._condition:
-            while True:
-                if self._broken is not None:
-                    raise RuntimeError("The generation backend has died.") from self._broken
-                left = None if deadline is None else deadline - time.monotonic()
-                enough = len(self._ready) >= max(min_ready, 1) or not self._in_flight
-                if enough or (left is not None and left <= 0) or (self._paused and deadline is None):
-                    ready, self._ready = self._ready, []
-                    return ready
-                with waiting:
-                    self._condition.wait(left)
 
 
 @dataclass(frozen=True)
@@ -402,8 +332,6 @@ class OpenAIOptions:
     """What the tokens are stamped with."""
     seed: int = 0
     """Of requests that bring none."""
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    """Sent with every request."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url)
@@ -430,7 +358,12 @@ class OpenAITokens(TokenBackend):
         if options.api == "completions" and tokenizer is None:
             raise UserError("api 'completions' sends prompts as text and needs the tokenizer that they were made with.")
         self._options, self._tokenizer = options, tokenizer
-        self._mailbox = Mailbox()
+        self._condition = threading.Condition()
+        self._in_flight: set[int] = set()
+        self._ready: list[Completion] = []
+        self._paused = False
+        self._broken: BaseException | None = None
+        """Of what the loop's thread has died."""
         self._loop = BackgroundLoop("openai")
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._gate, self._client, self._places = self._loop.call(self._open())
@@ -456,7 +389,7 @@ class OpenAITokens(TokenBackend):
     @property
     def num_in_flight(self) -> int:
         """Requests that are waited for."""
-        return self._mailbox.num_in_flight
+        return len(self._in_flight)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `TokenBackend.submit`. Raises UserError for images, and for a chat without messages."""
@@ -470,7 +403,9 @@ class OpenAITokens(TokenBackend):
                 )
             if self._options.api != "token_ids" and request.top_k:
                 raise UserError(f"Request {request.request_id}: top_k is no part of OpenAI's interface; set it to 0.")
-        self._mailbox.expect(requests)
+        with self._condition:
+            check_new_ids(requests, self._in_flight)
+            self._in_flight.update(request.request_id for request in requests)
         self._loop.call(self._begin(requests))
 
     async def _begin(self, requests: Sequence[GenerationRequest]) -> None:
@@ -495,17 +430,39 @@ class OpenAITokens(TokenBackend):
                 completion = self._completion(request, reply, reply.finish_reason or "stop")
             else:
                 completion = Completion.failed(request.request_id, failure)
-            self._mailbox.put(completion)
+            self._put(completion)
         except asyncio.CancelledError:
-            self._mailbox.put(self._completion(request, reply, "aborted"))
+            self._put(self._completion(request, reply, "aborted"))
         except BaseException as error:
-            self._mailbox.break_down(error)
+            with self._condition:
+                self._broken = error
+                self._condition.notify_all()
             raise
         finally:
             self._tasks.pop(request.request_id, None)
 
+    def _put(self, completion: Completion) -> None:
+        """An answer. A request that has had one already (it was aborted while it ended) gets no second."""
+        with self._condition:
+            if completion.request_id in self._in_flight:
+                self._in_flight.discard(completion.request_id)
+                self._ready.append(completion)
+                self._condition.notify_all()
+
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        return self._mailbox.take(min_ready, timeout_s)
+        """See `TokenBackend.poll`. Raises RuntimeError, from its cause, when the thread that answers has died."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._condition:
+            while True:
+                if self._broken is not None:
+                    raise RuntimeError("The generation backend has died.") from self._broken
+                left = None if deadline is None else deadline - time.monotonic()
+                enough = len(self._ready) >= max(min_ready, 1) or not self._in_flight
+                if enough or (left is not None and left <= 0) or (self._paused and deadline is None):
+                    ready, self._ready = self._ready, []
+                    return ready
+                with waiting:
+                    self._condition.wait(left)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """See `TokenBackend.abort`: closes the connections, at which servers stop sampling."""
@@ -516,10 +473,10 @@ class OpenAITokens(TokenBackend):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for request_id in self._mailbox.expects(request_ids):
+        for request_id in [one for one in request_ids if one in self._in_flight]:
             # Cancelled before its first line ran.
             self._tasks.pop(request_id, None)
-            self._mailbox.put(Completion.of(request_id, [], [], [], [], "aborted"))
+            self._put(Completion.of(request_id, [], [], [], [], "aborted"))
 
     def pause(self) -> None:
         """Send nothing new."""
@@ -531,7 +488,9 @@ class OpenAITokens(TokenBackend):
 
     def _set_paused(self, paused: bool) -> None:
         self._loop.loop.call_soon_threadsafe(self._gate.set_paused, paused)
-        self._mailbox.set_paused(paused)
+        with self._condition:
+            self._paused = paused
+            self._condition.notify_all()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Raises UserError: the weights are the server's own."""
@@ -576,7 +535,7 @@ class OpenAITokens(TokenBackend):
             body["prompt"] = self._tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
         if options.api != "token_ids" and request.seed is not None:
             body["seed"] = request.seed
-        return {**body, **options.extra_body}
+        return body
 
     def _completion(self, request: GenerationRequest, reply: Reply, reason: FinishReason) -> Completion:
         if self._options.api == "token_ids":

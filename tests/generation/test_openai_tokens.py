@@ -83,7 +83,7 @@ def whole(exchange: Exchange) -> None:
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_token_ids_and_log_probs(serve: Any, streams: bool) -> None:
-    server, backend = serve(stream if streams else whole, stream=streams, version=7, seed=3, extra_body={"user": "me"})
+    server, backend = serve(stream if streams else whole, stream=streams, version=7, seed=3)
     (found,) = ask(backend, request(stop_ids=(2,), seed=None))
     assert found.token_ids.tolist() == [10, 11, 12, 2]
     np.testing.assert_allclose(found.log_prob, [-1.0, -1.1, -1.2, -0.2], rtol=1e-6)
@@ -106,7 +106,6 @@ def test_token_ids_and_log_probs(serve: Any, streams: bool) -> None:
         "ignore_eos": True,
         "skip_special_tokens": False,
         "stream": streams,
-        "user": "me",
     }
     assert backend.version == 7
     assert backend.num_in_flight == 0
