@@ -10,6 +10,7 @@ import atexit
 import errno
 import functools
 import gc
+import glob
 import shlex
 import shutil
 import signal
@@ -189,6 +190,21 @@ def serve_until_stopped(close: Callable[[], object], message: str) -> None:
         ended.wait()
     finally:
         close()
+
+
+def expand_paths(text: str, what: str, example: str, keep: Callable[[str], bool] = lambda path: True) -> list[str]:
+    """Paths of ``A``, ``A,B`` or patterns of the shell, each once; of a pattern those to `keep`.
+    Raises UserError where a pattern matches nothing: `what` is looked for, and an `example`."""
+    if Path(text).exists():  # a name may hold a comma or a bracket
+        return [text]
+    paths: list[str] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        is_pattern = any(letter in word for letter in "*?[") and not Path(word).exists()
+        found = [path for path in sorted(glob.glob(word)) if keep(path)] if is_pattern else [word]
+        if not found:
+            raise UserError(f"No {what} matches '{word}'. Patterns are those of the shell: {example}.")
+        paths += found
+    return list(dict.fromkeys(paths))
 
 
 def explain() -> None:

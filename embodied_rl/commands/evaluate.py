@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.bounds import Episodes, HeldOutSeed, Temperature
-from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, command_line, print_tables
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, command_line, expand_paths, print_tables
 from embodied_rl.config import PlayerConfig, SimConfig, config_file, group_names, load_sim_config
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import next_free, write_atomic
@@ -162,13 +161,23 @@ def make_generator(
     if checkpoint.config.policy.name == "language":
         return _language_generator(checkpoint, spec, policy, same_task, seed)
     if policy == "random":
-        from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
+        return random_generator(spec, seed)
+    return acting(make_policy(checkpoint, spec, same_task=same_task))
 
-        return NoisyGenerator(RandomGenerator(spec), spec, seed)
+
+def random_generator(spec: SimSpec, seed: int) -> Generator:
+    """Random actions, also for callers that give no noise."""
+    from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
+
+    return NoisyGenerator(RandomGenerator(spec), spec, seed)
+
+
+def acting(policy: Policy, version: int = 0) -> Generator:
+    """What acts with a policy's present weights, as a `version`."""
     from embodied_rl.generation.torch_backend import TorchGenerator
 
-    generator = TorchGenerator(make_policy(checkpoint, spec, same_task=same_task))
-    generator.publish(0)
+    generator = TorchGenerator(policy)
+    generator.publish(version)
     return generator
 
 
@@ -282,15 +291,7 @@ def expand_checkpoints(text: str) -> list[str]:
     """Paths of ``A``, ``A,B`` or a pattern such as ``runs/*/checkpoints/step_*``, each once.
     Raises UserError: nothing is named, a pattern matches nothing, or there are more than `MAX_CHECKPOINTS`."""
 
-    if Path(text).exists():  # a name may hold a comma or a bracket
-        return [text]
-    paths: list[str] = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        found = sorted(glob.glob(word)) if any(letter in word for letter in "*?[") and not Path(word).exists() else [word]
-        if not found:
-            raise UserError(f"No checkpoint matches '{word}'. Patterns are those of the shell: runs/fetch_reach/*, …/checkpoints/step_*.")
-        paths += found
-    paths = list(dict.fromkeys(paths))
+    paths = expand_paths(text, "checkpoint", "runs/fetch_reach/*, …/checkpoints/step_*")
     if not 1 <= len(paths) <= MAX_CHECKPOINTS:
         raise UserError(f"checkpoint={text} names {len(paths)} checkpoints; between 1 and {MAX_CHECKPOINTS} can be played at once.")
     return paths
@@ -530,19 +531,14 @@ def _generator(player: Untrained, folder: Path, manager: Simulators) -> Generato
     if config.policy.name == "language" and (player.kind != "random" or spec.action.kind == "text"):
         return _speaking(player, manager, folder)
     if player.kind == "random":
-        from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
-
-        return NoisyGenerator(RandomGenerator(spec), spec, config.seed)
-    from embodied_rl.generation.torch_backend import TorchGenerator
+        return random_generator(spec, config.seed)
     from embodied_rl.learning.devices import resolve_device
     from embodied_rl.policies.build import build_policy
 
     policy = build_policy(config.policy, spec)
     policy.to(resolve_device(config.hybrid.device))
     policy.train(False)
-    generator = TorchGenerator(policy)
-    generator.publish(0)
-    return generator
+    return acting(policy)
 
 
 def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:

@@ -223,16 +223,13 @@ def load_policy(path: Path | str, *, domain: str | None = None, trust: Sequence[
         UserError: there is no checkpoint, or it cannot be read.
         IncompatibleCheckpointError: its tensors do not fit its configuration.
     """
-    from embodied_rl.commands.evaluate import load_to_play, make_generator, make_policy
-    from embodied_rl.generation.torch_backend import TorchGenerator
+    from embodied_rl.commands.evaluate import acting, load_to_play, make_generator, make_policy
 
     checkpoint = load_to_play(path, domain=domain, overrides=("sim",), trust=trust)
     if checkpoint.config.policy.name == "language":
         return LoadedPolicy(make_generator(checkpoint, checkpoint.spec), checkpoint.spec, list(checkpoint.spec.observation))
     policy = make_policy(checkpoint, checkpoint.spec)
-    generator = TorchGenerator(policy)
-    generator.publish(0)
-    return LoadedPolicy(generator, checkpoint.spec, policy.observation_keys)
+    return LoadedPolicy(acting(policy), checkpoint.spec, policy.observation_keys)
 
 
 @dataclass(frozen=True)

@@ -167,8 +167,9 @@ def main(argv: Sequence[str]) -> None:
         checkpoints = load_checkpoints(values["checkpoint"], trusted_names(values["trust"]))
     with open_recording(values["recording"]) as recording:
         study = _study(recording, checkpoints, settings)
+        folder = Path(values["output"]) if values["output"] else next_free(checkpoints[0][1].run_dir / "offline_eval")
         _show(study)
-        _write(study, recording, _folder(values["output"], checkpoints[0][1]), command_line("offline_eval", argv), started)
+        _write(study, recording, folder, command_line("offline_eval", argv), started)
 
 
 def _study(recording: Recording, checkpoints: Sequence[tuple[str, Checkpoint]], settings: OfflineSettings) -> OfflineStudy:
@@ -218,7 +219,3 @@ def _finite(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not abs(value) < float("inf") else value
-
-
-def _folder(output: str | None, checkpoint: Checkpoint) -> Path:
-    return Path(output) if output else next_free(checkpoint.run_dir / "offline_eval")

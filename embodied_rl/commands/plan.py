@@ -122,11 +122,11 @@ def _find(group: str, name: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     if "/" in name or name.endswith((".yaml", ".yml")):
-        raise _user_error(f"{group}={name}: there is no such file.")
+        raise UserError(f"{group}={name}: there is no such file.")
     found = config_file(group, name)
     if found is None:
         known = [*group_names(group), *(["here"] if group == "cluster" else [])]
-        raise _user_error(f"{group}={name} is neither known nor a file (docs/planning.md describes one).{did_you_mean(name, known)}")
+        raise UserError(f"{group}={name} is neither known nor a file (docs/planning.md describes one).{did_you_mean(name, known)}")
     return found
 
 
@@ -166,14 +166,14 @@ def _measure(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Measure
 
 def _check(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     if values["measure"] == (values["workload"] is not None):
-        raise _user_error(
+        raise UserError(
             "Say what an iteration takes: either workload=NAME (known times), or measure=true experiment=NAME (this machine's)."
         )
     if not values["measure"]:
         wrong = [key for key in overrides if not key.startswith("workload.")]
         wrong += [name for name in (*_RUN, "save") if values[name] is not None]
         if wrong:
-            raise _user_error(f"{wrong[0]} goes with measure=true: known times are changed by workload.…=….")
+            raise UserError(f"{wrong[0]} goes with measure=true: known times are changed by workload.…=….")
 
 
 def _save(path: Path, workload: WorkloadConfig) -> None:
@@ -231,7 +231,3 @@ def _explain(found: Plan, measured: Measurement | None) -> None:
         print(f"Measured here: {measured.steps_per_s:,.0f} steps/s, collocated, {measured.num_stages} stages.")
     text = yaml.safe_dump({"hybrid": {"placement": found.best.placement.to_dict()}}, sort_keys=False, default_flow_style=None)
     print("The fastest, as configuration:", text.rstrip(), sep="\n")
-
-
-def _user_error(message: str) -> Exception:
-    return UserError(message)

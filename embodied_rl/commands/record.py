@@ -197,7 +197,7 @@ def _player(
     noise_seed: int,
 ) -> tuple[Player, dict[str, Any]]:
     """Who acts, and what the recording says about it."""
-    from embodied_rl.commands.evaluate import is_own_task
+    from embodied_rl.commands.evaluate import acting, is_own_task, make_policy
     from embodied_rl.rollout.recording import ExpertPlayer, GeneratorPlayer
 
     if policy == "expert":
@@ -211,20 +211,15 @@ def _player(
     assert checkpoint is not None, "a policy comes from a checkpoint"
     if checkpoint.config.policy.name == "language":
         raise UserError("record writes vectors and choices; policy.name='language' answers in tokens. Use evaluate or render.")
-    from embodied_rl.commands.evaluate import make_policy
-    from embodied_rl.generation.torch_backend import TorchGenerator
-
     module = make_policy(checkpoint, spec, same_task=is_own_task(checkpoint, sim))
     layout = module.action_layout if module.translates else None
-    generator = TorchGenerator(module)
     version = int(checkpoint.state.get("iteration", 0))
-    generator.publish(version)
     who: dict[str, Any] = {"kind": "checkpoint", "step": checkpoint.step, "version": version, "sha256": checkpoint.weights_sha256()}
     who |= {"sample": sample, **({"noise_seed": noise_seed} if sample else {})}
     if layout is not None:
         who |= layout.about_units()  # what was drawn is no vector in [-1, 1]
     has_critic = getattr(module, "value_head", True) is not None
-    return GeneratorPlayer(generator, spec.action, draws=sample, layout=layout, values=has_critic), who
+    return GeneratorPlayer(acting(module, version), spec.action, draws=sample, layout=layout, values=has_critic), who
 
 
 def _info(

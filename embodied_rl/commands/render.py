@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command
-from embodied_rl.config import load_sim_config
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.files import require_writable
 from embodied_rl.media.overlays import FORMATS, Film, file_name, write_videos
@@ -210,17 +209,14 @@ def _actor(
     checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvManager, film: Film
 ) -> tuple[Generator, Callable[[Observation], np.ndarray] | None]:
     """What acts, and its estimates where they are to be drawn."""
-    from embodied_rl.commands.evaluate import is_own_task, make_generator, make_policy, value_estimate
-    from embodied_rl.generation.torch_backend import TorchGenerator
+    from embodied_rl.commands.evaluate import acting, is_own_task, make_generator, make_policy, value_estimate
     from embodied_rl.media.overlays import parse_overlays
 
     same_task = is_own_task(checkpoint, sim)
     if policy == "random" or checkpoint.config.policy.name == "language":
         return make_generator(checkpoint, manager.spec, policy=policy, same_task=same_task, seed=film.seed), None
     module = make_policy(checkpoint, manager.spec, same_task=same_task)
-    generator = TorchGenerator(module)
-    generator.publish(0)
-    return generator, value_estimate(module) if "value" in parse_overlays(film.overlay) else None
+    return acting(module), value_estimate(module) if "value" in parse_overlays(film.overlay) else None
 
 
 def _rows(players: Sequence[tuple[Checkpoint, str]], shown: Sequence[Sequence[FilmedEpisode]], spec: SimSpec) -> list[Row]:
@@ -411,6 +407,7 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
 
 
 def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
+    from embodied_rl.commands.replay import chosen_sim
     from embodied_rl.episodes.reader import open_recording
     from embodied_rl.media.dialogues import film_captured, is_captured
 
@@ -424,21 +421,11 @@ def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], fil
     recording = open_recording(values["recording"])
     try:
         trust = trusted_names(values["trust"])
-        sim = recording_sim(recording, values["sim"], overrides, trust)
+        sim = None if values["sim"] is None and not overrides else chosen_sim(recording, values["sim"], overrides, trust)
         output = require_writable(Path(values["output"]) if values["output"] else recording.path.resolve().parent / "videos")
         return film_recording(recording, output, film, sim=sim, trust=trust)
     finally:
         recording.close()
-
-
-def recording_sim(recording: Recording, name: str | None, overrides: Mapping[str, Any], trust: Sequence[str] = ()) -> SimConfig | None:
-    """The simulator for a replay that the command line asks for; None: the recording's own. Raises UserError for an unknown key."""
-    from embodied_rl.commands.evaluate import override_sim
-    from embodied_rl.commands.replay import sim_of
-
-    if name is None and not overrides:
-        return None
-    return override_sim(load_sim_config(name) if name is not None else sim_of(recording, trust, list(overrides)), overrides)
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -163,6 +163,13 @@ def sim_of(recording: Recording, trust: Sequence[str] = (), replaced: Sequence[s
     return SimConfig.from_dict(info.sim)
 
 
+def chosen_sim(recording: Recording, name: str | None, overrides: Mapping[str, Any], trust: Sequence[str]) -> SimConfig:
+    """The recording's simulator, or the named one, with values changed. Raises UserError as `sim_of`, and for an unknown key."""
+    from embodied_rl.commands.evaluate import override_sim
+
+    return override_sim(sim_of(recording, trust, list(overrides)) if name is None else load_sim_config(name), overrides)
+
+
 def _writer(
     recording: Recording, output: Path | None, image_size: int | None, video: Literal["mp4", "png", "raw"]
 ) -> RecordingWriter | None:
@@ -274,7 +281,7 @@ def main(argv: Sequence[str]) -> None:
         from embodied_rl.episodes.reader import open_recording
 
         recording = open_recording(Path(values["recording"]))
-        sim = _sim(recording, values, overrides)
+        sim = chosen_sim(recording, values["sim"], overrides, trusted_names(values["trust"]))
         output = _output(values, recording) if values["render"] else None
         report = replay(
             recording,
@@ -311,15 +318,6 @@ def _judge(report: ReplayReport, tolerance: float | None) -> None:
 def _check(values: Mapping[str, Any]) -> None:
     if values["output"] is not None and not values["render"]:
         raise UserError("output goes with render=true: without pictures there is nothing to write but the report (report=…).")
-
-
-def _sim(recording: Recording, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> SimConfig:
-    from embodied_rl.commands.evaluate import override_sim
-
-    name = values["sim"]
-    return override_sim(
-        sim_of(recording, trusted_names(values["trust"]), list(overrides)) if name is None else load_sim_config(name), overrides
-    )
 
 
 def _output(values: Mapping[str, Any], recording: Recording) -> Path:

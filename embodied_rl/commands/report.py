@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Sequence
 from pathlib import Path
 
-from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command
-from embodied_rl.errors import UserError
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, expand_paths
 from embodied_rl.progress import progress_bar
 
 COMMAND = Command(
@@ -36,18 +34,10 @@ def expand_runs(words: Sequence[str]) -> list[Path]:
 
     from embodied_rl.loggers.jsonl import METRICS_FILE
 
-    paths: list[Path] = []
-    for word in words:
-        for part in [word] if Path(word).exists() else filter(None, (piece.strip() for piece in word.split(","))):
-            if Path(part).exists() or not any(letter in part for letter in "*?["):
-                paths.append(Path(part))
-                continue
-            found = [Path(path) for path in sorted(glob.glob(part))]
-            runs = [path for path in found if any((path / name).exists() for name in ("results.json", METRICS_FILE, "checkpoints"))]
-            if not runs:
-                raise UserError(f"No run matches '{part}'. Patterns are those of the shell: 'runs/fetch_reach/*'.")
-            paths += runs
-    return list(dict.fromkeys(paths))
+    def is_run(path: str) -> bool:
+        return any(Path(path, name).exists() for name in ("results.json", METRICS_FILE, "checkpoints"))
+
+    return list(dict.fromkeys(Path(path) for word in words for path in expand_paths(word, "run", "'runs/fetch_reach/*'", is_run)))
 
 
 @as_command
