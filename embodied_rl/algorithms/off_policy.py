@@ -119,6 +119,7 @@ def rejection_mask(
     high: float,
     low: float = 0.0,
     level: Level = "geometric",
+    token_veto: float = 0.0,
     mask: Tensor | None = None,
     chunk_id: Tensor | None = None,
 ) -> Tensor:
@@ -129,10 +130,18 @@ def rejection_mask(
 
     Args:
         level: whose ratio is looked at; ``sequence``, ``geometric`` and ``chunk`` keep or drop the whole of it.
+        token_veto: a row with any entry whose own ratio is below this is dropped as a whole (0: none); a single action that the
+            trainer finds all but impossible is a sign of a broken generator rather than of an old one.
     """
     _check_bounds(low, high)
+    if not 0.0 <= token_veto <= 1.0:
+        raise ValueError(f"token_veto must be between 0 and 1, got {token_veto}.")
     ratio = log_ratio_at(level, log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask, chunk_id=chunk_id).exp()
     kept = (ratio >= low) & (ratio <= high)
+    if token_veto > 0.0:
+        own = log_ratio_at("token", log_prob=log_prob, old_log_prob=behaviour_log_prob, mask=mask).exp()
+        vetoed = own < token_veto
+        kept = kept & ~(vetoed if vetoed.dim() == 1 else vetoed.any(-1, keepdim=True))
     return kept if mask is None else kept & mask
 
 

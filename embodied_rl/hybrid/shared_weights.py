@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.weight_sync import NamedTensors
+from embodied_rl.hybrid.weight_sync import NamedTensors, TakesWeights
 
 _MAGIC = 0x454D4257
 _PAGE = 4096
@@ -190,6 +190,15 @@ class SharedWeightsReader:
             yield HeldWeights(int(self._header[_VERSION + active]), self._buffers[active])
         finally:
             _unlock(self._fd, active)
+
+    def update(self, backend: TakesWeights, present_version: int | None) -> int | None:
+        """Load the newest version into `backend` where it is not the present one; returns the version that the backend has then."""
+        newest = self.version
+        if newest is None or newest == present_version:
+            return present_version
+        with self.hold() as held:
+            backend.load_weights(held.version, held.tensors.items())
+            return held.version
 
     def close(self) -> None:
         """Let go of the memory. May be called twice."""

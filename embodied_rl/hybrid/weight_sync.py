@@ -8,7 +8,8 @@ place. Destinations differ in where they live: another process of this machine (
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +19,18 @@ INDEX, VALUE, BASE = "::index", "::value", "::base_version"
 """Endings of the names in a stream of differences."""
 
 
+class TakesWeights(Protocol):
+    """Token backends, and whatever else loads weights in place."""
+
+    def load_weights(self, version: int, tensors: NamedTensors) -> None: ...
+
+
 # ---- what is sent -------------------------------------------------------------------------------------------------------
+
+
+def only(tensors: NamedTensors, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these names."""
+    return ((name, tensor) for name, tensor in tensors if wanted(name))
 
 
 def is_lora(name: str) -> bool:

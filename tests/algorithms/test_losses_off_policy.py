@@ -75,7 +75,9 @@ def test_rejection_mask() -> None:
     assert kept(high=1.5) == [[True] * 3, [False] * 3]
     assert kept(high=1.5, level="token") == [[True, True, False], [False] * 3]
     assert kept(high=5.0, low=3.0, level="sequence") == [[False] * 3, [True, True, False]]
-    one_per_row = rejection_mask(log_prob=double(0.0, 1.0), behaviour_log_prob=double(0.0, 0.0), high=2.0)
+    # One entry of the first row has a ratio of 0.5: vetoed as a whole. The hidden 1e9 of the second row has no say.
+    assert kept(high=5.0, token_veto=0.6) == [[False] * 3, [True, True, False]]
+    one_per_row = rejection_mask(log_prob=double(0.0, 1.0), behaviour_log_prob=double(0.0, 0.0), high=2.0, token_veto=0.5)
     assert one_per_row.tolist() == [True, False]
 
 
@@ -215,6 +217,8 @@ def test_bounds_are_checked() -> None:
         importance_weights(log_prob=x, behaviour_log_prob=x, high=0.5, low=0.6)
     with pytest.raises(ValueError, match="clamp or mask"):
         importance_weights(log_prob=x, behaviour_log_prob=x, high=0.5, mode="truncate")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="token_veto"):
+        rejection_mask(log_prob=x, behaviour_log_prob=x, high=2.0, token_veto=2.0)
     with pytest.raises(ValueError, match="clip_low must be between 0 and 1"):
         cispo_loss(log_prob=x, old_log_prob=x, advantage=x, clip_low=1.5, clip_high=0.2)
     with pytest.raises(ValueError, match="dual_clip must be > 1"):

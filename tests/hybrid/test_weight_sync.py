@@ -18,7 +18,7 @@ from torch import Tensor
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
-from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, apply_delta, buckets, is_lora
+from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, apply_delta, buckets, is_lora, only
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from tests.policies.language_models import tiny
@@ -50,7 +50,7 @@ def test_buckets_keep_the_order_and_the_bound() -> None:
 
 def test_only_lora() -> None:
     names = ["model.q_proj.base_layer.weight", "model.q_proj.lora_A.default.weight", "value_head.weight"]
-    assert [name for name in names if is_lora(name)] == [names[1]]
+    assert [name for name, _ in only(((name, torch.zeros(1)) for name in names), is_lora)] == [names[1]]
 
 
 # ---- differences --------------------------------------------------------------------------------------------------------
