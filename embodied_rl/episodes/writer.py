@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from embodied_rl.episodes.buffers import Encoder, EpisodeRows
-from embodied_rl.episodes.folder import INDEX_FILE, RECORDING_FILE, EpisodeAbout, Index, part_folders, read_columns, read_index, read_info
+from embodied_rl.episodes.folder import INDEX_FILE, RECORDING_FILE, EpisodeAbout, part_folders, read_columns, read_index, read_info
 from embodied_rl.episodes.layout import Column, VideoFormat, is_extra, layout_for
 from embodied_rl.episodes.part import Gathered, PartWriter, create_part, resume_part
 from embodied_rl.episodes.pictures import frame_rate
@@ -190,7 +190,9 @@ class RecordingWriter:
         if resume:
             self._resumable = part_folders(self.folder)
             for part in self._resumable:
-                self._learn(read_index(part / INDEX_FILE, len(read_columns(part))))
+                index = read_index(part / INDEX_FILE, len(read_columns(part)))
+                for entry in map(index.entry, range(index.num_episodes)):
+                    self._remember(EpisodeAbout(entry["seed"], entry["task"], None, entry["metadata"]))
 
     @property
     def seeds(self) -> AbstractSet[int]:
@@ -315,11 +317,6 @@ class RecordingWriter:
             resumed = create_part(self.folder, columns)
         self._parts.append(resumed)
         return resumed
-
-    def _learn(self, index: Index) -> None:
-        for number in range(index.num_episodes):
-            entry = index.entry(number)
-            self._remember(EpisodeAbout(entry["seed"], entry["task"], None, entry["metadata"]))
 
     def _key(self, about: EpisodeAbout) -> tuple[int, str, str]:
         policy = about.metadata.get("policy")

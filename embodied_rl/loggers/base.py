@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from embodied_rl.errors import UserError
 from embodied_rl.registry import Registry
@@ -46,8 +46,6 @@ class LoggedRun:
     """Environment steps that the run aims at."""
     resume_step: int | None = None
     """The step that the run continues from: what was logged after it is dropped, so that no curve is doubled. None: a new run."""
-    stream: TextIO | None = None
-    """Where the console writes; None: standard output."""
 
 
 class Logger(ABC):
@@ -149,13 +147,12 @@ def make_loggers(
     total_steps: int,
     *,
     resume_step: int | None = None,
-    stream: TextIO | None = None,
     further: Sequence[Logger] = (),
 ) -> LoggerGroup:
     """Build the loggers that ``config.names`` lists; `further` ones come last, and the other arguments are those of `LoggedRun`.
     Raises MissingExtraError: a logger's packages are not installed; UserError: a logger is not known, or the folder cannot be written."""
     check_loggers(config)
-    run, loggers = LoggedRun(run_dir, run_config, total_steps, resume_step, stream), list[Logger]()
+    run, loggers = LoggedRun(run_dir, run_config, total_steps, resume_step), list[Logger]()
     try:
         # The plot reads the curve so far from metrics.jsonl, so that file is put right first.
         for name in sorted(config.names, key=lambda name: name != "jsonl"):

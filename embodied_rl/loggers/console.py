@@ -84,7 +84,7 @@ class ConsoleLogger(Logger):
         sim, limits = run.run_config.get("sim") or {}, Limits.of(run.run_config)
         title = str(sim.get("task") or sim.get("name") or run.run_dir.name)
         caption = SUCCESS_ENDS if sim.get("success_ends_episode") else ""
-        return cls(run.total_steps, title=title, resume_step=run.resume_step, stream=run.stream, limits=limits, caption=caption)
+        return cls(run.total_steps, title=title, resume_step=run.resume_step, limits=limits, caption=caption)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._logged_s = step, self._clock()

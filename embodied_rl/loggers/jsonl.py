@@ -30,7 +30,7 @@ class JsonlLogger(Logger):
                 if resume_step is None:
                     self.path.rename(next_free(self.path))
                 else:
-                    _keep_until(self.path, resume_step)
+                    write_atomic(self.path, "".join(line for logged, line in _rows(self.path) if logged <= resume_step))
             self._file = self.path.open("a+b", buffering=0)
         except OSError as error:
             raise cannot_write(self.path, error) from error
@@ -85,10 +85,6 @@ def _whole_lines(path: Path) -> Iterator[str]:
         except ValueError:
             continue
         yield line if line.endswith("\n") else line + "\n"
-
-
-def _keep_until(path: Path, step: int) -> None:
-    write_atomic(path, "".join(line for logged, line in _rows(path) if logged <= step))
 
 
 CURVES_FILE = "curves.png"

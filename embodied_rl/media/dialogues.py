@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -93,12 +94,8 @@ def film_captured(folder: Path, tokenizer: str | None, output: Path, film: Film)
     base = output / f"{folder.resolve().name}{'' if selection.kind == 'first' else '_' + selection.kind}"
     paths = write_videos(Pictures([Row("", filmed)], overlays, reports_success=True), base, film)
     (page,) = free_names(base.with_name(f"{base.name}_dialogues"), ["html"])
-    to_text = _decoder(words)
+    to_text = partial(words.decode, skip_special_tokens=False)
     return [*paths, write_dialogues(page, episodes, to_text, f"{folder}: {len(episodes)} sessions")]
-
-
-def _decoder(words: ChatTokenizer) -> Decode:
-    return lambda token_ids: words.decode(token_ids, skip_special_tokens=False)
 
 
 def _summary(number: int, session: CapturedSession) -> EpisodeSummary:

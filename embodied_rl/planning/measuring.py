@@ -23,6 +23,10 @@ from embodied_rl.types import Observation
 if TYPE_CHECKING:
     from embodied_rl.methods import Experience
 
+_STEP_S = 2.0
+"""How long single steps are timed."""
+_ACT_REPEATS = 12
+"""Batches of actions of each size."""
 _Z95 = 1.6449
 """Of the standard normal distribution: where 95% lie below."""
 
@@ -38,14 +42,12 @@ class Measurement:
     """Of that iteration."""
 
 
-def measure(config: TrainConfig, *, iterations: int = 4, step_s: float = 2.0, act_repeats: int = 12) -> Measurement:
+def measure(config: TrainConfig, *, iterations: int = 4) -> Measurement:
     """Run some iterations of a training run, and time single steps and batches of actions.
 
     Args:
         config: of the run; nothing is logged or kept.
         iterations: how many; the first, in which kernels are compiled and memory is taken, does not count.
-        step_s: how long single steps are timed.
-        act_repeats: batches of actions of each size.
 
     Raises:
         UserError: the algorithm plays no episodes, or its policy does not act on observations in batches: give the times instead.
@@ -66,8 +68,8 @@ def measure(config: TrainConfig, *, iterations: int = 4, step_s: float = 2.0, ac
                     f"sim={config.sim.name} is played with text, whose generation cannot be timed in batches of observations. Give the "
                     "times: workload=FILE."
                 )
-            act = act_time(trainer, observation, act_repeats)
-            step = step_time(trainer, step_s)
+            act = act_time(trainer, observation, _ACT_REPEATS)
+            step = step_time(trainer, _STEP_S)
         workload = _workload(config, trainer, experience, train_s, act, step)
         return Measurement(
             workload, experience.num_steps / seconds, (trainer.manager.num_turns or config.sim.num_groups) if workload.rollout_steps else 1

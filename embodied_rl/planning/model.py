@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.config.hybrid import BatchTimeConfig, NodesConfig, PlacementConfig, PlacementKind, SpreadConfig, WorkloadConfig
+from embodied_rl.config.hybrid import BatchTimeConfig, PlacementConfig, PlacementKind, SpreadConfig, WorkloadConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster, Device, Placement, resolve
 from embodied_rl.planning.stations import EpisodeRun, EpisodeSimulation, iterations, pipelined_rollout, slowest_of, stage_steps
@@ -51,7 +51,7 @@ def costs(workload: WorkloadConfig, placement: Placement, cluster: Cluster) -> C
     host = _host_gib(workload, placement, cluster, len(both) if offloads else 0)
     switch = 2 * workload.switch_s if both else 0.0
     if offloads:
-        link = min(_spec(cluster, device).host_link_gb_s for device in both)
+        link = min(cluster.nodes[device.node].host_link_gb_s for device in both)
         states = workload.train_state_gib / len(train) + workload.weights_gib / workload.devices_per_copy
         switch += 2 * states * _GB / link
     share = (len(train) - 1) / len(train)
@@ -129,10 +129,6 @@ def _does_not_fit(workload: WorkloadConfig, placement: Placement, cluster: Clust
         copies = math.ceil(workload.weights_gib / (room - workload.cache_gib - _simulating_gib(workload, placement)))
         return f"{text} The nearest possible: workload.devices_per_copy={copies}."
     return f"{text} Devices with more memory are needed, or a smaller cache, or fewer simulators."
-
-
-def _spec(cluster: Cluster, device: Device) -> NodesConfig:
-    return cluster.nodes[device.node]
 
 
 _REPETITIONS = 8

@@ -67,17 +67,15 @@ class Station:
         done: Callable[[Any], None],
         *,
         batches: bool = False,
-        most: int | None = None,
     ) -> None:
         """
         Args:
             seconds: of a batch of jobs (of length 1 without `batches`).
             done: called with each job when its batch is served.
             batches: an idle server takes its share of all that waits.
-            most: jobs of one batch; None: no limit.
         """
         self._clock, self._seconds, self._done = clock, seconds, done
-        self._batches, self._most = batches, most
+        self._batches = batches
         self.num_servers = num_servers
         self.num_busy = 0
         self.busy_s = 0.0
@@ -102,7 +100,6 @@ class Station:
         while self._waiting and self.num_busy < self.num_servers:
             idle = self.num_servers - self.num_busy
             count = -(-len(self._waiting) // idle) if self._batches else 1
-            count = count if self._most is None else min(count, self._most)
             batch = [self._waiting.popleft() for _ in range(count)]
             seconds = self._seconds(batch)
             self.num_busy += 1
@@ -237,7 +234,6 @@ class EpisodeRun:
     switch_s: float = 0.0
     """What a device that changes sides is lost for, there and back."""
     max_staleness: int = 0
-    most_rows: int | None = None
 
 
 @dataclass
@@ -274,8 +270,8 @@ class EpisodeSimulation:
         self.clock = EventClock()
         self._slower = 1.0 if run.num_cores >= 1 else 1.0 / run.num_cores
         cores = max(1, min(run.num_slots, math.floor(run.num_cores)))
-        self.cores = Station(self.clock, cores, self._step_s, self._stepped)
-        self.devices = Station(self.clock, run.num_devices, self._act_s, self._acted, batches=True, most=run.most_rows)
+        self.devices = Station(self.clock, run.num_devices, lambda batch: run.act.of(len(batch)), self._acted, batches=True)
+        self.cores = Station(self.clock, cores, lambda _: _draw(rng, run.step) * self._slower, self.devices.put)
         self._idle_slots = run.num_slots
         self._waiting_members: list[_Group] = []
         self._unfinished: dict[int, _Group] = {}
@@ -310,15 +306,6 @@ class EpisodeSimulation:
             length = max(1, round(_draw(self._rng, run.length)))
             group.decisions += length
             self.cores.put((group, length))
-
-    def _step_s(self, batch: Sequence[object]) -> float:
-        return _draw(self._rng, self.run.step) * self._slower
-
-    def _stepped(self, job: tuple[_Group, int]) -> None:
-        self.devices.put(job)
-
-    def _act_s(self, batch: Sequence[object]) -> float:
-        return self.run.act.of(len(batch))
 
     def _acted(self, job: tuple[_Group, int]) -> None:
         group, left = job

@@ -61,9 +61,9 @@ def tile(label: str, number: str, more: str = "", interval: tuple[float, float, 
     return f'<div class="tile"><div class="label">{marked}</div><div class="number">{text(number)}</div>{bar}{below}</div>'
 
 
-def details(summary: str, content: str, *, is_open: bool = False) -> str:
+def details(summary: str, content: str) -> str:
     """What is shown when one asks for it."""
-    return f"<details{' open' if is_open else ''}><summary>{text(summary)}</summary>{content}</details>"
+    return f"<details><summary>{text(summary)}</summary>{content}</details>"
 
 
 def card(content: str, title: str = "") -> str:
@@ -107,6 +107,9 @@ MAX_POINTS = 400
 NUM_COLOURS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 12, 36
 """Pixels around the plot for the axes' numbers."""
+_SIZE = 420, 220
+"""Width and height of a drawing in its own units; it fills the room that it is given."""
+_STEPS = "environment steps"
 
 
 @dataclass(frozen=True)
@@ -159,11 +162,8 @@ def line_chart(
     title: str,
     series: Sequence[Series],
     *,
-    x_label: str = "environment steps",
     y_range: tuple[float, float] | None = None,
     percent: bool = False,
-    width: float = 420,
-    height: float = 220,
     note: str = "",
     meaning: str = "",
 ) -> str:
@@ -171,25 +171,23 @@ def line_chart(
 
     Args:
         series: at least one with a point, or the figure is empty.
-        x_label: of the horizontal axis.
         y_range: None: just large enough.
         percent: the values are shares of one.
-        width, height: of the drawing's own units; it fills the room that it is given.
         note: a line below the title.
         meaning: a sentence under the pointer.
     """
     shown = [reduced(one) for one in series if len(one.x)]
     if not shown:
         return ""
-    frame = Frame.around(shown, width, height, y_range)
+    frame = Frame.around(shown, *_SIZE, y_range)
     as_text = percent_text if percent else short_number
-    parts = [_axes(frame, x_label, as_text)]
+    parts = [_axes(frame, _STEPS, as_text)]
     order = sorted(shown, key=lambda one: ("thin", "line", "dots").index(one.kind))
     parts += [_band(frame, one) for one in order if one.band]
     parts += [_curve(frame, one) for one in order]
     data = {
         **frame.to_dict(),
-        "xl": x_label,
+        "xl": _STEPS,
         "percent": percent,
         "series": [{"l": one.label, "c": one.colour, "x": _compact(one.x), "y": _compact(one.y)} for one in shown if one.kind != "thin"],
     }
@@ -219,7 +217,7 @@ def scatter_chart(
     if not points:
         return ""
     xs = _padded(min(p[0] for p in points), max(p[0] for p in points))
-    frame = Frame(xs, _padded(min(p[1] for p in points), max(p[1] for p in points)), 420, 220)
+    frame = Frame(xs, _padded(min(p[1] for p in points), max(p[1] for p in points)), *_SIZE)
     dots = []
     for x, y, colour, text in points:
         at = frame.at(x, y)

@@ -17,7 +17,7 @@ from embodied_rl.loggers.meanings import derived
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
 
 RESULTS_FILE, FAULTS_FILE = "results.json", "faults.jsonl"
-_NOT_MATHEMATICS = ("run_dir", "resume", "logger", "video")
+NOT_MATHEMATICS = ("run_dir", "resume", "logger", "video")
 """Parts of a configuration that change nothing of what is learned."""
 
 
@@ -80,7 +80,7 @@ class RunData:
     @property
     def group(self) -> str:
         """Equal for runs that differ in nothing but their seed (and where they were logged)."""
-        kept = {key: value for key, value in self.config.items() if key not in (*_NOT_MATHEMATICS, "seed")}
+        kept = {key: value for key, value in self.config.items() if key not in (*NOT_MATHEMATICS, "seed")}
         if not kept:
             return str(self.path)
         return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()

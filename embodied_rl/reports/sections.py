@@ -32,7 +32,7 @@ from embodied_rl.reports.charts import (
     text,
     tile,
 )
-from embodied_rl.reports.run_data import RunData
+from embodied_rl.reports.run_data import NOT_MATHEMATICS, RunData
 
 GRID_POINTS = 200
 """Steps at which the curves of several seeds are averaged."""
@@ -69,9 +69,9 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return rows
 
 
-def differences(runs: Sequence[RunData], *, without: Sequence[str] = ("run_dir", "resume", "logger", "video")) -> list[str]:
+def differences(runs: Sequence[RunData]) -> list[str]:
     """Keys of the configuration that are not the same in all runs, ascending."""
-    rows = [flat({key: value for key, value in run.config.items() if key not in without}) for run in runs]
+    rows = [flat({key: value for key, value in run.config.items() if key not in NOT_MATHEMATICS}) for run in runs]
     keys = sorted(set().union(*rows)) if rows else []
     return [key for key in keys if len({str(row.get(key)) for row in rows}) > 1]
 
@@ -201,7 +201,7 @@ def timeline_of(rows: Sequence[dict[str, Any]]) -> Timeline | None:
     total = np.sum(list(spent.values()), axis=0)
     # Clocks of two processes never agree to the last digit; nothing may take longer than there was time.
     scale = np.where(total > spans, np.divide(spans, total, out=np.zeros_like(total), where=total > 0), 1.0)
-    phases = {_phase(name): values * scale for name, values in spent.items()}
+    phases = {name.removeprefix(_TIME).removesuffix("_s").replace("_", " "): values * scale for name, values in spent.items()}
     phases[OTHER] = np.maximum(0.0, spans - np.sum(list(phases.values()), axis=0))
     edges, summed = _summed(np.concatenate([[0.0], walls]), phases)
     return Timeline(edges, summed)
@@ -253,10 +253,6 @@ def marks_of(run: RunData) -> list[tuple[float, str, str]]:
         if isinstance(fault.get("step"), int)
     ]
     return marks
-
-
-def _phase(name: str) -> str:
-    return name.removeprefix(_TIME).removesuffix("_s").replace("_", " ")
 
 
 MAX_EMBEDDED_BYTES = 5_000_000

@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from embodied_rl.sim.topology import Gpu, Topology, format_list
 
 _MODES = {0: "default", 1: "preferred", 2: "bind", 3: "interleave", 4: "local", 5: "preferred", 6: "weighted interleave"}
 """MPOL_* of <linux/mempolicy.h>; 5 is MPOL_PREFERRED_MANY, which is preferred with several nodes."""
-_PREFERRED, _BIND, _PREFERRED_MANY = 1, 2, 5
+_PREFERRED, _PREFERRED_MANY = 1, 5
 _MODE_FLAGS = 0b111 << 13
 """MPOL_F_NUMA_BALANCING, MPOL_F_RELATIVE_NODES, MPOL_F_STATIC_NODES: ORed into the mode."""
 _CALL_NUMBERS = {"x86_64": (238, 239), "aarch64": (237, 236), "riscv64": (237, 236)}
@@ -38,36 +38,28 @@ _MASK_BITS = 1024
 """Nodes a mask has room for; the kernel refuses masks smaller than its own number of possible nodes (at most 1024)."""
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
-MemoryMode = Literal["preferred", "bind"]
 
-
-def set_memory_policy(nodes: Sequence[int], mode: MemoryMode = "preferred", library: str = "libnuma.so.1") -> str:
-    """Take this thread's new memory from `nodes`, and return the policy that the kernel reports afterwards.
+def set_memory_policy(nodes: Sequence[int], library: str = "libnuma.so.1") -> str:
+    """Take this thread's new memory from `nodes` while they have some, and return the policy that the kernel reports afterwards.
 
     Memory that is in use already stays where it is; threads and processes started afterwards inherit the policy.
 
     Args:
         nodes: NUMA nodes, all below 1024; empty: report the policy and do not change it.
-        mode: "preferred" falls back to other nodes when these are full, where "bind" kills the process.
     Returns:
-        ``default``, ``preferred:0``, ``bind:0-1``, …, or ``unavailable: `` and the reason. Never raises for lack of permission.
+        ``default``, ``preferred:0-1``, …, or ``unavailable: `` and the reason. Never raises for lack of permission.
     """
     calls = _system_calls(library)
     if isinstance(calls, str):
         return f"unavailable: {calls}"
     set_policy, get_policy = calls
     if nodes:
-        number = _BIND if mode == "bind" else _PREFERRED if len(nodes) == 1 else _PREFERRED_MANY
+        number = _PREFERRED if len(nodes) == 1 else _PREFERRED_MANY
         mask = _mask(nodes)
         # The kernel subtracts one from the number of bits it is given.
         if set_policy(ctypes.c_int(number), mask, ctypes.c_ulong(_MASK_BITS + 1)) != 0:
-            return _refusal("set_mempolicy", f"{mode}:{format_list(set(nodes))}")
+            return _refusal("set_mempolicy", f"preferred:{format_list(set(nodes))}")
     return _read_back(get_policy)
-
-
-def memory_policy(library: str = "libnuma.so.1") -> str:
-    """This thread's memory policy, in the words of `set_memory_policy`."""
-    return set_memory_policy((), library=library)
 
 
 def _read_back(get_policy: Callable[..., int]) -> str:
@@ -170,8 +162,6 @@ class Placement:
     """NUMA node of the cores; None: not pinned, or the machine reports no nodes."""
     memory_nodes: tuple[int, ...] = ()
     """Nodes that its memory comes from; empty: wherever the kernel likes."""
-    threads: int = 1
-    """Threads that a library of the worker may use: as many as were asked for, at most one per physical core it has."""
     gpu: int | None = None
     """The GPU that it was placed near to, as this process numbers it."""
     shares_with: tuple[int, ...] = ()
@@ -191,16 +181,16 @@ class Placement:
 
 
 def place_workers(
-    num_workers: int, policy: PlacementPolicy = "auto", gpus: Sequence[int] = (0,), threads: int = 1, root: Path = Path("/")
+    num_workers: int, policy: PlacementPolicy = "auto", gpus: Sequence[int] = (0,), root: Path = Path("/")
 ) -> list[Placement]:
     """Read the machine and plan, asking no more than the policy needs (no driver for a machine with one node)."""
     if policy == "none":
-        return [Placement(worker, threads=threads) for worker in range(num_workers)]
+        return [Placement(worker) for worker in range(num_workers)]
     topology = Topology.read(root, with_gpus=policy == "near_gpu")
     if policy == "auto" and choose_policy(topology, cgroup_root=root / "sys/fs/cgroup") != "none":
         topology = Topology.read(root)
     chosen = choose_policy(topology, gpus, root / "sys/fs/cgroup") if policy == "auto" else policy
-    return plan_placement(topology, num_workers, chosen, gpus, threads)
+    return plan_placement(topology, num_workers, chosen, gpus)
 
 
 def choose_policy(topology: Topology, gpus: Sequence[int] = (0,), cgroup_root: Path = Path("/sys/fs/cgroup")) -> PlacementPolicy:
@@ -216,14 +206,12 @@ def choose_policy(topology: Topology, gpus: Sequence[int] = (0,), cgroup_root: P
     return "near_gpu" if gpus and known.issuperset(gpus) else "spread"
 
 
-def plan_placement(
-    topology: Topology, num_workers: int, policy: PlacementPolicy, gpus: Sequence[int] = (0,), threads: int = 1
-) -> list[Placement]:
+def plan_placement(topology: Topology, num_workers: int, policy: PlacementPolicy, gpus: Sequence[int] = (0,)) -> list[Placement]:
     """Cores and memory for each worker; the same for the same arguments.
 
     Policies:
         none: nothing is pinned.
-        pack: as few nodes as have a physical core (`threads` of them) for each worker, in the order of their numbers.
+        pack: as few nodes as have a physical core for each worker, in the order of their numbers.
         spread: evenly over all nodes, by how many cores they have; worker i and i + 1 on different ones, so that both
             halves of a pipeline (`sim.pipeline_groups`) keep all nodes busy.
         near_gpu: on the node of the GPU that consumes the worker's frames, then on the next nearest that has cores free.
@@ -236,18 +224,16 @@ def plan_placement(
 
     Args:
         gpus: as this process numbers them; only near_gpu uses them.
-        threads: that libraries in a worker may use. It is a property of the simulator, not of the machine: sums of
-            floating-point numbers depend on it, and episodes must not depend on where they run.
     Raises:
         UserError: an unknown policy, no worker, or near_gpu with a GPU that is not there.
     """
-    if num_workers < 1 or threads < 1:
-        raise UserError(f"Placement needs at least one worker and one thread, got {num_workers} and {threads}.")
+    if num_workers < 1:
+        raise UserError(f"Placement needs at least one worker, got {num_workers}.")
     require_known(policy, POLICIES, f"sim.placement={policy!r} is not a choice.")
     if policy == "auto":
         policy = choose_policy(topology, gpus)
     if policy == "none":
-        return [Placement(worker, threads=threads) for worker in range(num_workers)]
+        return [Placement(worker) for worker in range(num_workers)]
     served: list[Gpu | None] = [None] * num_workers
     note = ""
     if policy == "near_gpu":
@@ -256,8 +242,7 @@ def plan_placement(
         if unknown:
             note = f"the NUMA node of GPU {format_list(unknown)} is not reported, so workers are spread"
             policy, served = "spread", [None] * num_workers
-    nodes = _choose_nodes(topology, num_workers, policy, served, threads)
-    return _choose_cores(topology, nodes, served, threads, note)
+    return _choose_cores(topology, _choose_nodes(topology, policy, served), served, note)
 
 
 def _served_gpus(topology: Topology, num_workers: int, gpus: Sequence[int]) -> list[Gpu | None]:
@@ -270,11 +255,11 @@ def _served_gpus(topology: Topology, num_workers: int, gpus: Sequence[int]) -> l
     return [known[gpus[worker * len(gpus) // num_workers]] for worker in range(num_workers)]
 
 
-def _choose_nodes(
-    topology: Topology, num_workers: int, policy: PlacementPolicy, served: Sequence[Gpu | None], threads: int
-) -> dict[int, int]:
-    """{worker: node}. Nodes are filled until all are full, then once more with what is left in them."""
-    capacities = _capacities(topology, num_workers, threads)
+def _choose_nodes(topology: Topology, policy: PlacementPolicy, served: Sequence[Gpu | None]) -> dict[int, int]:
+    """{worker: node}. Nodes are filled on physical cores until all are full, then on their other hardware threads, then all over again."""
+    usable = {node.index: topology.usable_in(node.index) for node in topology.nodes}
+    physical = {node: len(own) for node, own in usable.items()}
+    capacities = itertools.cycle((physical, {node: sum(map(len, own)) - len(own) for node, own in usable.items()}))
     capacity: dict[int, int] = {}
     left: dict[int, int] = {}
     chosen: dict[int, int] = {}
@@ -307,19 +292,7 @@ def _order(served: Sequence[Gpu | None]) -> list[int]:
     return sorted(range(len(served)), key=lambda worker: (ranks[worker], worker))
 
 
-def _capacities(topology: Topology, num_workers: int, threads: int) -> Iterator[dict[int, int]]:
-    """{node: workers it has room for}: on physical cores, then on their other hardware threads, then all over again."""
-    cores = {node.index: topology.usable_in(node.index) for node in topology.nodes}
-    wide = {node: len(own) // threads for node, own in cores.items()}
-    if num_workers <= sum(wide.values()):
-        yield wide
-        return
-    physical = {node: len(own) for node, own in cores.items()}
-    other = {node: sum(map(len, own)) - len(own) for node, own in cores.items()}
-    yield from itertools.cycle((physical, other))
-
-
-def _choose_cores(topology: Topology, nodes: Mapping[int, int], served: Sequence[Gpu | None], threads: int, note: str) -> list[Placement]:
+def _choose_cores(topology: Topology, nodes: Mapping[int, int], served: Sequence[Gpu | None], note: str) -> list[Placement]:
     members = {node: sorted(worker for worker in nodes if nodes[worker] == node) for node in set(nodes.values())}
     share = min(len(topology.usable_in(node)) // len(workers) for node, workers in members.items())
     given: dict[int, tuple[int, ...]] = {}
@@ -340,7 +313,6 @@ def _choose_cores(topology: Topology, nodes: Mapping[int, int], served: Sequence
                 given[worker],
                 node=node if topology.numa_known else None,
                 memory_nodes=topology.nearest(node, topology.memory_nodes)[:1],
-                threads=min(threads, max(1, share)),
                 gpu=None if gpu is None else gpu.index,
                 shares_with=sharing[worker],
                 note=note,
@@ -374,16 +346,15 @@ class AppliedPlacement:
     """Cores that the process may run on; empty where the system does not report them."""
     memory_policy: str
     """``preferred:0``, ``bind:0``, ``default``, … or ``unavailable: `` and why."""
-    threads: int
     problems: tuple[str, ...] = ()
     """What was asked for and does not hold, one sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**dataclasses.asdict(self), "cores": list(self.cores), "problems": list(self.problems)}
+        return dataclasses.asdict(self)
 
 
-def apply_placement(placement: Placement, memory_mode: MemoryMode = "preferred") -> AppliedPlacement:
+def apply_placement(placement: Placement) -> AppliedPlacement:
     """Pin this process and bind its memory, then read back what holds. Never raises for lack of permission.
 
     Call it in the worker, in its main thread, before the simulator is imported: memory that exists already stays where it
@@ -391,13 +362,13 @@ def apply_placement(placement: Placement, memory_mode: MemoryMode = "preferred")
     threads that the process has.
     """
     problems = _pin(placement.cores) if placement.cores else []
-    policy = set_memory_policy(placement.memory_nodes, memory_mode)
+    policy = set_memory_policy(placement.memory_nodes)
     if placement.memory_nodes and policy.startswith("unavailable"):
         problems.append(f"memory is not taken from node {format_list(placement.memory_nodes)}: {policy}")
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     if placement.cores and set(cores) != set(placement.cores):
         problems.append(f"asked for cores {format_list(placement.cores)}, got {format_list(cores) or 'no answer'}")
-    return AppliedPlacement(placement.worker, cores, policy, placement.threads, tuple(problems))
+    return AppliedPlacement(placement.worker, cores, policy, tuple(problems))
 
 
 def _pin(cores: Sequence[int]) -> list[str]:

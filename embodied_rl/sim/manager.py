@@ -105,18 +105,16 @@ class EnvManager(WorkerSimulators):
         seeds: EpisodeSeeds,
         *,
         num_slots: int | None = None,
-        render: bool = False,
         autoreset: bool = True,
         chunk_size: int = 1,
     ) -> EnvManager:
-        """The manager a configuration describes. `render` asks simulators that must know beforehand to be able to draw.
+        """The manager a configuration describes.
 
         ``num_workers=auto`` is what was measured when a training run began, as many as there are cores where none did.
         """
-        kwargs = {**config.kwargs, **({"render": True} if render else {})}
         slots = num_slots or config.num_slots
         return EnvManager(
-            SimFactory(config.target, config.task, kwargs, config.extra),
+            SimFactory(config.target, config.task, config.kwargs, config.extra),
             slots,
             num_workers=auto_workers(config, slots, chunk_size),
             num_groups=min(config.num_groups, slots),

@@ -46,8 +46,8 @@ def configure_rendering() -> dict[str, str]:
         backend = mujoco_backend()
         if backend is not None:
             chosen["MUJOCO_GL"] = backend
-    icd = private_lavapipe()
-    if icd is not None and not _user_chose_vulkan() and not _accelerated_vulkan():
+    icd, asked = private_lavapipe(), any(os.environ.get(name) for name in ("VK_ICD_FILENAMES", "VK_DRIVER_FILES"))
+    if icd is not None and not asked and not _accelerated_vulkan():
         chosen["VK_ICD_FILENAMES"] = str(icd)
     chosen = {name: value for name, value in chosen.items() if name not in os.environ}
     os.environ.update(chosen)
@@ -108,10 +108,6 @@ def private_lavapipe() -> Path | None:
     """The driver description that scripts/install_libraries.py wrote in this environment; None where it did not."""
     path = Path(sys.prefix) / PRIVATE_FOLDER / "lvp_icd.json"
     return path if path.is_file() else None
-
-
-def _user_chose_vulkan() -> bool:
-    return any(os.environ.get(name) for name in ("VK_ICD_FILENAMES", "VK_DRIVER_FILES"))
 
 
 def _accelerated_vulkan() -> bool:

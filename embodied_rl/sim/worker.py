@@ -153,7 +153,7 @@ def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
     # One for each run of slots: runs of several groups are stepped apart.
     with _own_warnings() as said:
         sims.extend(SimFactory(**setup["factory"]).make(num_envs) for num_envs in setup["num_envs"])
-    limit_threads(setup["threads"])  # of pools that do not read the environment's variables
+    limit_threads(1)  # of pools that do not read the environment's variables
     return {"placement": applied, "warnings": said}
 
 

@@ -254,15 +254,12 @@ class WorkerPool:
 
     def _spawn(self, index: int, *, spare: bool = False) -> WorkerProcess:
         """A spare takes its place when it knows which one it is."""
-        placement = None if spare else self._placement(index)
-        threads = 1 if placement is None else max(1, int(placement["threads"]))
         setup = {
             "factory": dataclasses.asdict(self.factory),
             "num_envs": self._sizes(index),
-            "placement": placement,
-            "threads": threads,
+            "placement": None if spare else self._placement(index),
         }
-        worker = WorkerProcess(index, setup, threads=threads)
+        worker = WorkerProcess(index, setup)
         self._processes.append(worker)
         return worker
 

@@ -28,7 +28,7 @@ def points_of(path: str) -> list[tuple[float, float]]:
 
 def test_a_curve_goes_through_its_points() -> None:
     series = Series("training", [0.0, 50.0, 100.0], [1.0, 3.0, 2.0], colour=4)
-    drawn = line_chart("Return", [series], width=420, height=220, y_range=(0.0, 4.0))
+    drawn = line_chart("Return", [series], y_range=(0.0, 4.0))
     (path,) = re.findall(r'<path class="line c4" d="([^"]+)"', drawn)
     # The plot is 420 - 50 - 12 wide from x = 50, and 220 - 12 - 36 high from y = 184 upwards.
     expected = [(50, 184 - 172 / 4), (50 + 358 / 2, 184 - 172 * 3 / 4), (50 + 358, 184 - 172 / 2)]

@@ -81,10 +81,10 @@ def _hdf5_format(path: Path) -> str:
         file.close()
 
 
-def open_foreign(path: Path, name: str | None = None) -> ForeignRecording:
-    """Open a file or folder in another project's format; `name` is the format, None: whichever it is.
+def open_foreign(path: Path) -> ForeignRecording:
+    """Open a file or folder in another project's format, whichever it is.
     Raises RecordingError: it is in none of them, is damaged, or contradicts itself; MissingExtraError: h5py or pyarrow is not installed."""
-    name = name or detect_format(path)
+    name = detect_format(path)
     if name is None or name == NATIVE:
         raise RecordingError(f"'{path}' is no recording in a format that is known: native, {', '.join(FORMATS)}.")
     found = format_named(name)
@@ -114,7 +114,7 @@ def write_foreign(recording: Recording, output: Path, name: str, advance: Advanc
     module = importlib.import_module(f"{__name__}.{found.writer_module or found.module}")
     with new_folder(output) as temporary:
         temporary.mkdir(parents=True)
-        notes: tuple[FieldNote, ...] = module.write(recording, temporary, output.resolve(), advance or _ignore, **options)
+        notes: tuple[FieldNote, ...] = module.write(recording, temporary, output.resolve(), advance or (lambda _: None), **options)
     return notes
 
 
@@ -145,7 +145,3 @@ def format_named(name: str) -> Format:
     if name not in FORMATS:
         raise RecordingError(f"Format '{name}' is not known.{did_you_mean(name, FORMATS)}")
     return FORMATS[name]
-
-
-def _ignore(count: int) -> None:
-    """The `advance` of a caller that gives none."""

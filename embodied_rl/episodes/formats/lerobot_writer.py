@@ -193,7 +193,8 @@ class _Writer:
         }
         row: dict[str, Any] = {"episode_index": number, "tasks": [task], "length": length}
         fields = dict(_fields(episode))
-        for uneven in fields.keys() - {f.field for f in self._features} - self._dropped - set(self._unheld()):
+        noted_as_lost = {note.field for note in self._notes if note.fate == "lost"}
+        for uneven in fields.keys() - {f.field for f in self._features} - self._dropped - noted_as_lost:
             raise _UnevenError(uneven)
         stats: dict[str, Stats] = {}
         for feature in self._features:
@@ -215,10 +216,6 @@ class _Writer:
         row |= {f"stats/{name}/{key}": value for name, each in stats.items() for key, value in to_lists(each).items()}
         self._num_frames += length
         return row | {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
-
-    def _unheld(self) -> Iterator[str]:
-        """Fields that are noted as lost already."""
-        return (note.field for note in self._notes if note.fate == "lost")
 
     # ---- tables ----
 

@@ -224,7 +224,10 @@ def write(recording: Recording, folder: Path, target: Path, advance: base.Advanc
     """
     spec, notes = recording.spec, base.NoteBook()
     kept = require_numbers(spec, "ManiSkill", notes)
-    _note_kept(spec, notes)
+    for key in spec.tensors:
+        notes.add(f"observation.{key}", "kept", f"obs/{_place(key)}; the camera's name is not known" if key in _TEXTURES else "")
+    for name in ("action", "reward", "terminated", "truncated", "success"):
+        notes.add(name, "kept")
     entries = _write_h5(folder / f"{NAME}.h5", recording, kept, notes, advance)
     document = _document(recording, notes) | {"episodes": entries, base.SIDE_ENTRY: base.side_info(recording.info, kept)}
     (folder / f"{NAME}.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
@@ -301,14 +304,6 @@ def _place(key: str) -> str:
     if texture == "pointcloud":
         return f"pointcloud/{camera or 'xyzw'}"
     return key if key == "state" else f"extra/{key}"
-
-
-def _note_kept(spec: SimSpec, notes: base.NoteBook) -> None:
-    for key in spec.tensors:
-        moved = key in _TEXTURES
-        notes.add(f"observation.{key}", "kept", f"obs/{_place(key)}; the camera's name is not known" if moved else "")
-    for name in ("action", "reward", "terminated", "truncated", "success"):
-        notes.add(name, "kept")
 
 
 def _document(recording: Recording, notes: base.NoteBook) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class RobomimicRecording(H5Recording):
             if not self._demos:
                 raise base.damaged(file.path, "holds no group 'demo_0', 'demo_1', …", field="/data")
             self._masks = self._read_masks()
-            self._env_args = self._read_env_args()
+            env_args = file.attribute(self._data, "env_args")
+            self._env_args = {} if env_args is None else base.parse_json(file.path, env_args, "/data@env_args")
             side = file.attribute(self._data, base.SIDE_ENTRY)
             self._own = side is not None
             info = base.parse_side_info(file.path, base.parse_json(file.path, side, base.SIDE_ENTRY)) if self._own else None
@@ -92,10 +93,6 @@ class RobomimicRecording(H5Recording):
             if missing := sorted(demos - set(self._demos)):
                 raise base.damaged(file.path, f"names the episode '{missing[0]}', which is not there", field=f"/mask/{name}")
         return masks
-
-    def _read_env_args(self) -> dict[str, Any]:
-        text = self._file.attribute(self._data, "env_args")
-        return {} if text is None else base.parse_json(self._file.path, text, "/data@env_args")
 
     def _rewards_tell_success(self) -> bool:
         """robosuite's reward is 1 where the task is solved, and 0 elsewhere, unless it was asked to shape it."""

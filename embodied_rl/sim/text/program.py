@@ -336,7 +336,8 @@ def lasting_environment(options: ProgramOptions, base_url: str, model: str) -> d
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",
     }
-    return {**_inherited_variables(options.pass_env), **options.env, **own}
+    inherited = {name: os.environ[name] for name in (*_INHERITED, *options.pass_env) if name in os.environ}
+    return {**inherited, **options.env, **own}
 
 
 def program_environment(options: ProgramOptions, line: Mapping[str, Any]) -> dict[str, str]:
@@ -349,11 +350,6 @@ def program_environment(options: ProgramOptions, line: Mapping[str, Any]) -> dic
         "EMBODIED_RL_SEED": str(line["seed"]),
     }
     return {**lasting_environment(options, line["base_url"], line["model"]), **own}
-
-
-def _inherited_variables(names: Sequence[str]) -> Mapping[str, str]:
-    """Of this process's environment: the usual ones, and those that are named."""
-    return {name: os.environ[name] for name in (*_INHERITED, *names) if name in os.environ}
 
 
 # ---- the sandbox: a program's own files, the proxy's port, and what the configuration opens ---------------------------
