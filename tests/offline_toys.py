@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,24 +87,6 @@ def play(path: Path, count: int, *, seed: int = 0, sample: bool = True) -> list[
             )
         )
     return episodes
-
-
-@dataclass
-class MemoryRecording:
-    """Episodes in memory, with what `study_recording` asks of a recording."""
-
-    info: RecordingInfo
-    episodes: Sequence[RecordedEpisode]
-
-    @property
-    def tasks(self) -> np.ndarray:
-        return np.array([episode.task or self.info.spec.task for episode in self.episodes], object)
-
-    def __len__(self) -> int:
-        return len(self.episodes)
-
-    def episode(self, number: int) -> RecordedEpisode:
-        return self.episodes[number]
 
 
 def info_of(spec: SimSpec, *, metadata: dict[str, Any] | None = None, **policy: Any) -> RecordingInfo:

@@ -25,7 +25,8 @@ from embodied_rl.evaluation.offline_policy import (
 )
 from embodied_rl.evaluation.offline_study import OfflineSettings, OfflineStudy, outside_share, recorded_steps, study_recording
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
-from tests.offline_toys import CHOICES, LIMIT, VECTORS, MemoryRecording, info_of, play, policy_of, save_policy
+from tests.episodes.learning_samples import MemoryRecording
+from tests.offline_toys import CHOICES, LIMIT, VECTORS, info_of, play, policy_of, save_policy
 
 QUICK = FittedQConfig(num_members=3, num_steps=300, hidden_sizes=(32,), learning_rate=0.01)
 WEIGHTED = ("is", "wis", "pdis", "wpdis")

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from embodied_rl.episodes.recording import STEP_COLUMNS, EpisodeBlock, EpisodeTable, RecordedEpisode, Recording, RecordingError
+from embodied_rl.episodes.recording import STEP_COLUMNS, EpisodeBlock, Recording, RecordingError
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.types import ActionSpec, Observation, Rollout, SimSpec, TensorSpec
 
@@ -257,18 +257,6 @@ _TEXT_BYTES = 128
 """Guess of what a text takes in memory."""
 _SAMPLE, _ORDER, _EPOCH = 11, 12, 13
 """Streams of randomness: never one for two purposes."""
-
-
-class MemoryRecording(Recording):
-    """Episodes that lie in memory, as a recording."""
-
-    def __init__(self, recording: Recording, episodes: list[RecordedEpisode]) -> None:
-        """`recording` says whose they are (its path and info)."""
-        super().__init__(recording.path, recording.info, EpisodeTable.of(episodes))
-        self._episodes = episodes
-
-    def episode(self, number: int) -> RecordedEpisode:
-        return self._episodes[self._position(number)]
 
 
 @dataclass(frozen=True)

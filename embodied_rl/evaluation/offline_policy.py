@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch
 from embodied_rl.checkpoint import Checkpoint, check_compatible
 from embodied_rl.config import PolicyConfig
 from embodied_rl.episodes.assessment import chunks_of, normalise, query_steps, steps_of
-from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
+from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.types import Observation, SimSpec
 
@@ -31,25 +31,8 @@ Mode = Literal["sample", "mode"]
 """sample: the policy as it explores. mode: its most likely action, as `evaluate` plays it."""
 
 _DRAWING = 0xD4A3
-_ROWS = 2048
-"""Observations of one forward pass."""
-_IMAGE_ROWS = 256
-"""The same of a model that reads images."""
 _UNIFORM_LOG_DENSITY = float(np.log(0.5))
 """Of a number drawn evenly from [-1, 1]."""
-
-
-class Recorded(Protocol):
-    """What is needed of `embodied_rl.episodes.recording.Recording`."""
-
-    info: RecordingInfo
-
-    @property
-    def tasks(self) -> np.ndarray: ...
-
-    def __len__(self) -> int: ...
-
-    def episode(self, number: int) -> RecordedEpisode: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +85,9 @@ class ScoredEpisode:
 class TargetPolicy:
     """A checkpoint's policy, asked about recorded observations. Made by `load_target`."""
 
+    rows_at_once = 2048
+    """Observations of one forward pass."""
+
     def __init__(
         self,
         label: str,
@@ -128,7 +114,8 @@ class TargetPolicy:
 
     def predict(self, observation: Observation) -> np.ndarray:
         """[Q, H, A] the most likely actions, normalised and unclipped."""
-        return self._chunks(self._by_rows(observation, lambda part, _: self.policy.act(part, None).action))
+        action = self._by_rows(observation, lambda part, _: self.policy.act(part, None).action)
+        return action.reshape(len(action), self.horizon, -1)
 
     def log_prob(self, observation: Observation, chunks: np.ndarray) -> np.ndarray:
         """[Q, H, L] of normalised, unclipped actions [Q, H, A] that were drawn one by one; −inf for what the policy never does."""
@@ -173,19 +160,21 @@ class TargetPolicy:
     def _log_prob_of(self, actions: torch.Tensor, part: dict[str, torch.Tensor], rows: slice) -> torch.Tensor:
         return self.policy.evaluate(part, actions[rows]).log_prob
 
-    def _chunks(self, action: np.ndarray) -> np.ndarray:
-        return action.reshape(len(action), self.horizon, -1)
+    def _prepared(self, observation: Observation) -> dict[str, torch.Tensor]:
+        return {key: torch.from_numpy(np.array(observation[key])) for key in self.keys}
 
     @torch.inference_mode()
     def _by_rows(self, observation: Observation, compute: Callable[[Any, slice], torch.Tensor]) -> np.ndarray:
-        tensors = {key: torch.from_numpy(np.array(observation[key])) for key in self.keys}
-        rows = len(tensors[self.keys[0]])
-        slices = [slice(first, min(first + _ROWS, rows)) for first in range(0, rows, _ROWS)]
-        return torch.cat([compute({key: part[at] for key, part in tensors.items()}, at) for at in slices]).numpy()
+        ready = self._prepared(observation)
+        rows = len(next(iter(ready.values())))
+        slices = [slice(first, min(first + self.rows_at_once, rows)) for first in range(0, rows, self.rows_at_once)]
+        return torch.cat([compute({key: part[at] for key, part in ready.items()}, at) for at in slices]).numpy()
 
 
 class TokenTarget(TargetPolicy):
     """A policy whose actions are chunks of tokens (`tiny_vla`, `openvla`, `openvla_oft`). Its log-probabilities are those of the tokens."""
+
+    rows_at_once = 256  # it reads images
 
     def __init__(self, label: str, policy: Policy, spec: SimSpec, *, mode: Mode, keys: Sequence[str]) -> None:
         """Raises UserError where the policy does not say which tokens a recorded action is."""
@@ -242,14 +231,10 @@ class TokenTarget(TargetPolicy):
         given = given_action(self.policy, units)
         return normalise(given.reshape(len(units), self.horizon, -1), self.spec.action)
 
-    @torch.inference_mode()
-    def _by_rows(self, observation: Observation, compute: Callable[[Any, slice], torch.Tensor]) -> np.ndarray:
+    def _prepared(self, observation: Observation) -> dict[str, torch.Tensor]:
         from embodied_rl.policies.base import prepare_observation
 
-        ready = prepare_observation(self.policy, {key: np.array(observation[key]) for key in self.keys})
-        rows = len(next(iter(ready.values())))
-        slices = [slice(first, min(first + _IMAGE_ROWS, rows)) for first in range(0, rows, _IMAGE_ROWS)]
-        return torch.cat([compute({key: part[at] for key, part in ready.items()}, at) for at in slices]).numpy()
+        return prepare_observation(self.policy, {key: np.array(observation[key]) for key in self.keys})
 
 
 def load_target(checkpoint: Checkpoint, label: str, info: RecordingInfo, mode: Mode = "sample") -> TargetPolicy:
@@ -294,7 +279,7 @@ class ScoredRecording:
 
 
 def score_recording(
-    recording: Recorded,
+    recording: Recording,
     targets: Sequence[TargetPolicy],
     *,
     horizon: int | None = None,

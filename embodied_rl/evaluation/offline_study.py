@@ -30,11 +30,11 @@ from embodied_rl.episodes.assessment import (
     share_of_best,
 )
 from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, discounts, effective_sample_size, log_weights, stack
+from embodied_rl.episodes.recording import Recording
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.evaluation.offline_policy import (
     Mode,
     PlayedEpisode,
-    Recorded,
     ScoredEpisode,
     TargetPolicy,
     deterministic_behaviour,
@@ -166,7 +166,7 @@ class OfflineStudy:
 
 
 def study_recording(
-    recording: Recorded,
+    recording: Recording,
     checkpoints: Sequence[tuple[str, Checkpoint]],
     settings: OfflineSettings,
     *,
@@ -222,14 +222,14 @@ def study_recording(
     )
 
 
-def step_limit(recording: Recorded, settings: OfflineSettings) -> int | None:
+def step_limit(recording: Recording, settings: OfflineSettings) -> int | None:
     """The most steps that a recorded episode can have: by the settings, the recorded configuration and the simulator."""
     limits = (settings.horizon, recording.info.sim.get("max_episode_steps"), recording.info.spec.max_episode_steps)
     return min((int(limit) for limit in limits if limit), default=None)
 
 
 def _study_policy(
-    recording: Recorded,
+    recording: Recording,
     target: TargetPolicy,
     episodes: Sequence[PlayedEpisode],
     scores: Sequence[ScoredEpisode],
@@ -257,7 +257,7 @@ def _study_policy(
 
 
 def _estimate(
-    recording: Recorded,
+    recording: Recording,
     target: TargetPolicy,
     pairs: Sequence[tuple[PlayedEpisode, ScoredEpisode]],
     settings: OfflineSettings,
@@ -291,7 +291,7 @@ def _estimate(
 
 
 def fit_target(
-    recording: Recorded,
+    recording: Recording,
     target: TargetPolicy,
     episodes: Sequence[PlayedEpisode],
     scores: Sequence[ScoredEpisode],
@@ -356,7 +356,7 @@ def recorded_steps(
 
 
 def _fit_unsupported(
-    recording: Recorded,
+    recording: Recording,
     target: TargetPolicy,
     episodes: Sequence[PlayedEpisode],
     scores: Sequence[ScoredEpisode],
@@ -483,7 +483,7 @@ def _rank(results: Sequence[PolicyResult]) -> tuple[str | None, tuple[str, ...],
     return name, order, dict(zip(labels, shares.tolist(), strict=True))
 
 
-def _notes(recording: Recorded, episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> tuple[str, ...]:
+def _notes(recording: Recording, episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> tuple[str, ...]:
     notes = []
     tasks = sorted({str(name) for name in recording.tasks})
     if len(tasks) > 1 and settings.task is None:

@@ -55,10 +55,8 @@ class EncodingSim(SimWrapper):
         UserError: a video cannot be written.
     """
 
-    def __init__(
-        self, num_envs: int, target: str, inner_task: str | None, inner_kwargs: Mapping[str, Any], extra: str | None, folder: str
-    ) -> None:
-        super().__init__(SimFactory(target, inner_task, inner_kwargs, extra).make(num_envs))
+    def __init__(self, num_envs: int, inner: Mapping[str, Any], folder: str) -> None:
+        super().__init__(SimFactory(**inner).make(num_envs))
         self._folder, self._fps = Path(folder), frame_rate(self.spec.control_hz)
         self._columns = filmed_columns(self.spec)
         self._tools = FilmingTools()

@@ -128,7 +128,7 @@ class ProgramRunner:
         self._pool: ProgramPool | None = None
         if options.stays:
             words = options.words({}, 0, model)
-            self._pool = ProgramPool(words, program.lasting_environment(options, proxy.base_url, model), options.serve_limits, self._box)
+            self._pool = ProgramPool(words, program.lasting_environment(options, proxy.base_url, model), options.timeout_s, self._box)
         self._running: dict[Hashable, _Running] = {}
         self._failed_to_start: list[Played] = []
         self._put_aside: dict[str, CapturedSession] = {}  # sessions that their programs ended themselves

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class SimWrapper(SimEnv):
     """Passes everything on to a simulator; a subclass overrides what it adds. It steps whole: every observation is made.
 
-    A subclass that is a configuration's target takes ``num_envs``, what `wrapped` says of the inner simulator, and its own arguments.
+    A subclass that is a configuration's target takes ``num_envs``, ``inner`` (the fields of the inner one's `SimFactory`) and its own.
     """
 
     def __init__(self, sim: SimEnv) -> None:
@@ -70,8 +70,8 @@ class SimWrapper(SimEnv):
 
 def wrapped(config: SimConfig, target: str, **own: object) -> SimConfig:
     """The same simulator inside the `SimWrapper` that `target` names, which is made with these arguments."""
-    inner = {"target": config.target, "inner_task": config.task, "inner_kwargs": config.kwargs, "extra": config.extra}
-    return dataclasses.replace(config, target=target, task=None, kwargs={**inner, **own})
+    inner = {"target": config.target, "task": config.task, "kwargs": config.kwargs, "extra": config.extra}
+    return dataclasses.replace(config, target=target, task=None, kwargs={"inner": inner, **own})
 
 
 @dataclass(frozen=True)

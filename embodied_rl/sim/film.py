@@ -63,14 +63,11 @@ class FilmedSim(SimWrapper):
     def __init__(
         self,
         num_envs: int,
-        target: str,
-        inner_task: str | None,
-        inner_kwargs: Mapping[str, Any],
-        extra: str | None,
+        inner: Mapping[str, Any],
         size: int,
         cameras: Sequence[str] = (DEFAULT_CAMERA,),
     ) -> None:
-        super().__init__(SimFactory(target, inner_task, inner_kwargs, extra).make(num_envs, picture_size=size))
+        super().__init__(SimFactory(**inner).make(num_envs, picture_size=size))
         # A text task that draws nothing is shown as its text.
         self._shows_text = not self._sim.spec.can_render and "text" in self._sim.spec.variables
         if self._shows_text:

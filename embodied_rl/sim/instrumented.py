@@ -132,17 +132,14 @@ class InstrumentedSim(SimWrapper):
     def __init__(
         self,
         num_envs: int,
-        target: str,
-        inner_task: str | None,
-        inner_kwargs: Mapping[str, Any],
-        extra: str | None,
+        inner: Mapping[str, Any],
         expert: str | None = None,
         physics: bool = False,
         image_size: int | None = None,
         cameras: Sequence[str] = (),
         reconfigure: bool = True,
     ) -> None:
-        super().__init__(SimFactory(target, inner_task, inner_kwargs, extra).make(num_envs, picture_size=image_size))
+        super().__init__(SimFactory(**inner).make(num_envs, picture_size=image_size))
         self._reconfigure = reconfigure
         self._parts: dict[str, TensorSpec | VariableSpec] = {}
         self._pictures: dict[str, tuple[str, tuple[int, int]]] = {}

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.episodes.dataset import MemoryRecording
 from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
@@ -16,14 +15,19 @@ SPEC = SimSpec(
 )
 
 
-class _Empty(Recording):
+class MemoryRecording(Recording):
+    """Episodes that lie in memory, as a recording."""
+
+    def __init__(self, info: RecordingInfo, episodes: list[RecordedEpisode], name: str = "memory") -> None:
+        super().__init__(Path(name), info, EpisodeTable.of(episodes))
+        self._episodes = episodes
+
     def episode(self, number: int) -> RecordedEpisode:
-        raise IndexError(number)
+        return self._episodes[self._position(number)]
 
 
 def recording(episodes: list[RecordedEpisode], spec: SimSpec = SPEC, name: str = "line") -> Recording:
-    info = RecordingInfo(spec, sim={"name": name}, policy={"kind": "expert"})
-    return MemoryRecording(_Empty(Path(name), info, EpisodeTable.of([])), episodes)
+    return MemoryRecording(RecordingInfo(spec, sim={"name": name}, policy={"kind": "expert"}), episodes, name)
 
 
 def episode(length: int, number: int = 0, *, terminated: bool = False, truncated: bool = True, **changes: Any) -> RecordedEpisode:

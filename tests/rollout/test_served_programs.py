@@ -18,8 +18,9 @@ from embodied_rl.errors import UserError
 from embodied_rl.rollout.programs import Played, ProgramFault, ProgramFaultKind, ProgramRunner
 from embodied_rl.sandbox.box import Box
 from embodied_rl.serving.agents.sessions import CapturedSession, SessionSampling
+from embodied_rl.sim.faults import FaultPolicy
 from embodied_rl.sim.text.program import TARGET, ProgramOptions
-from embodied_rl.sim.text.served_program import ProgramPool, ServeLimits
+from embodied_rl.sim.text.served_program import ProgramPool
 from tests.rollout.programs import lasting, options, running, running_with, says, tokenizer
 
 
@@ -130,7 +131,7 @@ def test_rewards_that_are_posted(tmp_path: Path) -> None:
 
 def test_starts_that_fail_wait_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ProgramPool(
-        [sys.executable, "-c", "raise SystemError('no')"], os.environ, ServeLimits(60.0, backoff_s=0.2, max_backoff_s=1.0), Box("prlimit")
+        [sys.executable, "-c", "raise SystemError('no')"], os.environ, 60.0, Box("prlimit"), FaultPolicy(backoff_s=0.2, max_backoff_s=1.0)
     )
     episode = pool.begin({})
     while not episode.is_over():

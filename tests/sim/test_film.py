@@ -43,7 +43,7 @@ def views(config: SimConfig, cameras: tuple[str, ...]) -> list[np.ndarray]:
 
 def alone(config: SimConfig, **kwargs: object) -> np.ndarray:
     """The picture of the same moment in a simulator that was made with other arguments."""
-    sim = begun(FilmedSim(1, **{**filmed(config, SIZE).kwargs, "inner_kwargs": {**config.kwargs, **kwargs}}))
+    sim = begun(FilmedSim(1, **filmed(dataclasses.replace(config, kwargs={**config.kwargs, **kwargs}), SIZE).kwargs))
     try:
         return sim.render(0)
     finally:

@@ -100,12 +100,7 @@ ASSETS_REPOSITORY = "lerobot/libero-assets"
 
 def tasks() -> list[str]:
     """The 130 tasks as "suite/task name". Raises MissingExtraError where LIBERO is not installed; needs no assets."""
-    return [f"{suite}/{name}" for suite, names in _suites().items() for name in names]
-
-
-def suites() -> dict[str, list[str]]:
-    """{suite: task names in the benchmark's order}. Raises MissingExtraError where LIBERO is not installed."""
-    return {suite: list(names) for suite, names in _suites().items()}
+    return [f"{suite}/{name}" for suite, names in suites().items() for name in names]
 
 
 def instruction(task: str) -> str:
@@ -274,7 +269,7 @@ def assets_folder(assets_dir: Path | None = None) -> Path:
 
 def _expand(task: str) -> list[str]:
     """Full names of the task or of the suite's tasks."""
-    known = _suites()
+    known = suites()
     suite, _, name = task.partition("/")
     require_known(suite, known, f"LIBERO suite '{suite}' is not known.")
     if not name:
@@ -367,8 +362,9 @@ def _package() -> Path:
 
 
 @lru_cache(maxsize=1)
-def _suites() -> dict[str, list[str]]:
-    """LIBERO's own table, read from its source: the package around it would import torch, and ask its question."""
+def suites() -> dict[str, list[str]]:
+    """{suite: task names in the benchmark's order}, read from LIBERO's source: the package around it would import torch, and ask its
+    question. Raises MissingExtraError where LIBERO is not installed."""
     source = (_package() / "benchmark" / "libero_suite_task_map.py").read_text(encoding="utf-8")
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == "libero_task_map":

@@ -19,6 +19,7 @@ from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
 from embodied_rl.errors import UserError
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, Limit, make_one, newest, saved_whole
+from embodied_rl.sim.robots.mujoco_model import limit_quality
 from embodied_rl.specs import Rows
 from embodied_rl.types import StepBuffers
 
@@ -257,10 +258,6 @@ class LocomotionSim(GymnasiumSim):
 # ---- all tasks --------------------------------------------------------------------------------------------------------
 
 
-MAX_SHADOW_MAP = 1024
-"""Pixels a side. Models ask for up to 8192; on a CPU the shadow map is then most of a frame."""
-
-
 def tasks() -> list[str]:
     """Newest version of each of gymnasium's MuJoCo tasks."""
     return newest(task for task, spec in gymnasium.registry.items() if str(spec.entry_point).startswith("gymnasium.envs.mujoco"))
@@ -283,12 +280,8 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
 
 
 def cheapen_rendering(env: gymnasium.Env) -> None:
-    """Limit the shadow map and turn multisampling off: 3–4 times as many frames a second on a CPU, nearly the same picture.
-
-    Must be called before the first frame, because MuJoCo reads these when the rendering context is made.
-    """
+    """Limit the shadow map and turn multisampling off, before the first frame: 3–4 times as many a second on a CPU, nearly the same."""
     model = vars(env.unwrapped).get("model")
     if model is None:
         raise UserError(f"'{env}' is not a MuJoCo environment.")
-    model.vis.quality.shadowsize = min(int(model.vis.quality.shadowsize), MAX_SHADOW_MAP)
-    model.vis.quality.offsamples = 0
+    limit_quality(model)

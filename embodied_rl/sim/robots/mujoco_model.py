@@ -26,6 +26,14 @@ MAX_SHADOW_MAP = 1024
 """Pixels a side. Models ask for up to 8192; on a CPU the shadow map is then most of a frame."""
 
 
+def limit_quality(model: MjModel, multisampling: bool = False) -> None:
+    """Limit the shadow map, and multisampling unless it is to stay. MuJoCo reads these when a rendering context is made."""
+    quality = model.vis.quality
+    quality.shadowsize = min(int(quality.shadowsize), MAX_SHADOW_MAP)
+    if not multisampling:
+        quality.offsamples = 0
+
+
 class Drawing:
     """Off-screen pictures of one MjModel. Nothing is drawn, and no graphics driver needed, before the first `frame`.
 
@@ -42,10 +50,7 @@ class Drawing:
         import mujoco
 
         self._mujoco, self.model = mujoco, model
-        quality = model.vis.quality
-        quality.shadowsize = min(int(quality.shadowsize), MAX_SHADOW_MAP)
-        if not multisampling:
-            quality.offsamples = 0
+        limit_quality(model, multisampling)
         self._option = mujoco.MjvOption()
         for group in hidden_groups:
             self._option.geomgroup[group] = 0

@@ -17,7 +17,6 @@ import numpy as np
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.registry import load_target
 
-KINDS = ("random", "scripted", "openai")
 _MOVE = re.compile(r"\[([^\[\]\n]{1,40})\]")
 _OFFERS = re.compile(r"(?:available|valid|legal)[^\n:]*:([^\n]*)", re.IGNORECASE)
 _NOT_MOVES = re.compile(r"game|player.*", re.IGNORECASE)

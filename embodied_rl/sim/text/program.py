@@ -29,7 +29,7 @@ from embodied_rl.errors import UserError, require_known
 from embodied_rl.reading import json_lines
 from embodied_rl.sandbox.box import Box, Sandboxed, is_below, protection
 from embodied_rl.sim.seeding import chosen
-from embodied_rl.sim.text.served_program import ProgramEnding, ServeLimits, with_absolute_files
+from embodied_rl.sim.text.served_program import ProgramEnding, with_absolute_files
 from embodied_rl.types import ActionSpec, SimSpec, VariableSpec
 
 TARGET = "embodied_rl.sim.text.program:AgentProgram"
@@ -139,11 +139,6 @@ class ProgramOptions:
     def stays(self) -> bool:
         """Whether a program plays one episode after another."""
         return self.mode == "serve"
-
-    @property
-    def serve_limits(self) -> ServeLimits:
-        """Of a program that stays."""
-        return ServeLimits(self.timeout_s)
 
     @staticmethod
     def of(config: SimConfig) -> ProgramOptions:

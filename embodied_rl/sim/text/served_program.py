@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embodied_rl.sandbox.box import Box, Sandboxed
+from embodied_rl.sim.faults import FaultPolicy
 
 _TAIL_BYTES = 4096
 _MAX_LINE_BYTES = 2**20
@@ -48,17 +49,6 @@ class ProgramEnding:
     """What it said in its reply."""
     failed: bool = False
     """It said so itself."""
-
-
-@dataclass(frozen=True)
-class ServeLimits:
-    """What a program that stays may use."""
-
-    timeout_s: float
-    """Of an episode; one that takes longer is ended with its process."""
-    backoff_s: float = 0.1
-    """Pause before the second start after failures in a row; doubles with each further one."""
-    max_backoff_s: float = 30.0
 
 
 class _Process:
@@ -151,8 +141,11 @@ class _Process:
 class ProgramPool:
     """Processes of one program: as many as there are episodes at a time. For one thread."""
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], limits: ServeLimits, box: Box) -> None:
-        self._words, self._env, self.limits, self._box = arguments, env, limits, box
+    def __init__(
+        self, arguments: Sequence[str], env: Mapping[str, str], timeout_s: float, box: Box, faults: FaultPolicy | None = None
+    ) -> None:
+        """`timeout_s`: of an episode; one that takes longer is ended with its process. `faults`: how long starts after failures wait."""
+        self._words, self._env, self.timeout_s, self._box, self._faults = arguments, env, timeout_s, box, faults or FaultPolicy()
         self._idle: list[_Process] = []
         self._failures = 0
         self._not_before_s = 0.0
@@ -187,8 +180,7 @@ class ProgramPool:
     def was_lost(self) -> None:
         """A process ended in its episode: the next start waits longer than this one did."""
         self._failures += 1
-        pause = 0.0 if self._failures == 1 else min(self.limits.backoff_s * 2.0 ** (self._failures - 2), self.limits.max_backoff_s)
-        self._not_before_s = time.monotonic() + pause
+        self._not_before_s = time.monotonic() + self._faults.pause_s(self._failures)
 
     def close(self) -> None:
         """End the processes that wait; may be used again."""
@@ -204,7 +196,7 @@ class ServedEpisode:
         self._process: _Process | None = None
         self._ending: ProgramEnding | None = None
         self._closed_s: float | None = None
-        self.deadline = max(time.monotonic(), 0.0 if pool.has_idle() else not_before_s) + pool.limits.timeout_s
+        self.deadline = max(time.monotonic(), 0.0 if pool.has_idle() else not_before_s) + pool.timeout_s
         self._start_when_due()
 
     @property

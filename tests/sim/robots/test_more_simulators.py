@@ -395,7 +395,7 @@ def test_a_missing_package_names_its_extra(adapter: Any, module: str, extra: str
     monkeypatch.setitem(sys.modules, module, None)
     if adapter is libero:
         libero._package.cache_clear()
-        libero._suites.cache_clear()
+        libero.suites.cache_clear()
     known = {aloha: "AlohaInsertion-v0", robosuite: "Lift", libero: "libero_goal/0"}[adapter]
     try:
         for attempt in (adapter.tasks, lambda: adapter.make(known, 1)):
@@ -403,4 +403,4 @@ def test_a_missing_package_names_its_extra(adapter: Any, module: str, extra: str
                 attempt()
     finally:
         libero._package.cache_clear()
-        libero._suites.cache_clear()
+        libero.suites.cache_clear()
