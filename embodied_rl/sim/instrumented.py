@@ -145,8 +145,8 @@ class InstrumentedSim(SimWrapper):
         self._pictures: dict[str, tuple[str, tuple[int, int]]] = {}
         """{part: its camera and size}"""
         self._names: tuple[str, ...] = ()
-        inner, scratch = self._sim.spec, StepBuffers.allocate(self._sim.spec, num_envs)
-        self._plain = tuple(inner.observation)
+        spec, scratch = self._sim.spec, StepBuffers.allocate(self._sim.spec, num_envs)
+        self._plain = tuple(spec.observation)
         if physics or image_size is not None or expert is not None:
             self._sim.reset([0], [0], scratch, None)  # the calls below need a running episode
         if physics:
@@ -160,11 +160,11 @@ class InstrumentedSim(SimWrapper):
         self._experts: list[Expert | None] = [None] * num_envs
         if self._make_expert is not None:
             self._make_expert(self._sim, 0)  # raises where it does not fit
-            action = inner.action
+            action = spec.action
             self._parts[EXPERT] = (
                 VariableSpec("text", action.max_bytes) if action.kind == "text" else TensorSpec((action.dim,), action.dtype)
             )
-        self.spec = dataclasses.replace(inner, observation={**inner.observation, **self._parts})
+        self.spec = dataclasses.replace(spec, observation={**spec.observation, **self._parts})
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         if self._reconfigure:

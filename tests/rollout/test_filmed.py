@@ -146,7 +146,7 @@ def test_a_killed_recorders_films_go_when_the_next_one_comes(tmp_path: Path) -> 
 
 
 def test_a_film_that_is_not_there_is_an_error_of_its_episode_alone(tmp_path: Path) -> None:
-    sim = EncodingSim(2, f"{TOYS}:PaintingSim", None, {"length": 2}, None, str(tmp_path / "films"))
+    sim = EncodingSim(2, {"target": f"{TOYS}:PaintingSim", "kwargs": {"length": 2}}, str(tmp_path / "films"))
     films = films_of(sim.spec, tmp_path / "films")
     assert films is not None
     assert films.columns == {"observation.rgb"}
@@ -175,7 +175,7 @@ def test_a_film_that_is_not_there_is_an_error_of_its_episode_alone(tmp_path: Pat
 
 
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
-    sim = EncodingSim(1, f"{TOYS}:PaintingSim", None, {}, None, str(tmp_path / "gone"))
+    sim = EncodingSim(1, {"target": f"{TOYS}:PaintingSim"}, str(tmp_path / "gone"))
     with pytest.raises(UserError, match=r"Cannot write '.*gone/\.observation\.rgb-8\.mp4': No such file"):
         sim.reset([0], [8], StepBuffers.allocate(sim.spec, 1))  # whose first picture does not wait for others
 
@@ -183,7 +183,7 @@ def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
 def test_what_is_filmed() -> None:
     config = with_films(painting(), Path("somewhere"))
     assert config.kwargs["folder"] == os.path.abspath("somewhere")
-    sim = EncodingSim(1, "tests.sim.toy:CountingSim", None, {"image": True}, None, "nowhere")
+    sim = EncodingSim(1, {"target": "tests.sim.toy:CountingSim", "kwargs": {"image": True}}, "nowhere")
     assert filmed_columns(sim.spec) == {}, "pictures of 8 × 8 are arrays"
     assert films_of(sim.spec, Path("nowhere")) is None
     sim.reset([0], [0], StepBuffers.allocate(sim.spec, 1))  # and nothing is written

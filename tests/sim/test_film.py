@@ -108,7 +108,7 @@ def test_an_unknown_camera_is_one_line_with_the_choices() -> None:
 
 
 def test_pictures_of_several_sizes_lie_in_the_middle_of_black() -> None:
-    sim = begun(FilmedSim(1, "tests.sim.test_film:TwoSizes", None, {}, None, SIZE, cameras=("large", "small")))
+    sim = begun(FilmedSim(1, {"target": "tests.sim.test_film:TwoSizes"}, SIZE, cameras=("large", "small")))
     stacked = sim.render(0)
     assert stacked.shape == (2 * 40, 60, 3)
     assert (stacked[:40] == 1).all()
