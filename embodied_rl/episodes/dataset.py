@@ -286,8 +286,7 @@ class TransitionTable:
         """Read the episodes. Raises RecordingError for NaN or infinity in what is learned from."""
         self._keys = options.observation_keys
         # Episodes of one recording that stand together are read at once.
-        runs = [list(run) for _, run in itertools.groupby(episodes, key=lambda ref: id(ref[0]))]
-        read = [_Units.of(run[0][0], [number for _, number in run], action, options) for run in runs]
+        read = [_Units.of(run[0][0], [number for _, number in run], action, options) for run in _runs_of_one_recording(episodes)]
         offsets = np.cumsum([0, *(part.num_rows for part in read)])
         self.observation: Observation = {key: _own([part.observation[key] for part in read]) for key in self._keys}
         """{key: [R, ...]}"""
@@ -411,6 +410,10 @@ def _windows(action: np.ndarray, size: int, end: np.ndarray) -> tuple[np.ndarray
     there = steps < end[:, None]
     chunks = np.where(there[..., None], action[np.minimum(steps, len(action) - 1)], 0).astype(action.dtype)
     return chunks, there[..., None]
+
+
+def _runs_of_one_recording(episodes: Sequence[EpisodeRef]) -> Iterator[list[EpisodeRef]]:
+    return (list(run) for _, run in itertools.groupby(episodes, key=lambda ref: id(ref[0])))
 
 
 def _own(parts: list[np.ndarray]) -> np.ndarray:
