@@ -24,6 +24,9 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 # As a training command sets it: threads that spin between two parallel regions take the cores from the tests beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Processes start by the hundred: the package is compiled for the first of them, whatever the shell says.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # What tests write is signed with a key of their own, and nobody's allow-list is read; processes that they start inherit both.
 _OWN_FOLDERS = tempfile.TemporaryDirectory(prefix="embodied-rl-tests-")
 os.environ["XDG_STATE_HOME"], os.environ["XDG_CONFIG_HOME"] = (str(Path(_OWN_FOLDERS.name, name)) for name in ("state", "config"))
