@@ -31,6 +31,8 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 40
 """Before the first of these nothing is out; after the second the fastest is taken: the others are as fast, or what is measured is noise."""
 _FAR_BEHIND = 1.5
 """Times as slow as the fastest at the start, each in its best moment: not tried in the run."""
+_STEADY = 1.5
+"""Times as slow as in its best moment the leader is at the start, where other work came in between."""
 _SAMPLE_S = 0.1
 """Rollouts that took so long together are a sample."""
 AS_READY = 0
@@ -105,6 +107,12 @@ class Comparison:
     def least_s(self, setting: Setting) -> float:
         """In its best round: what else the machine does only takes time."""
         return min(seconds[setting] for seconds in self.rounds if setting in seconds)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the leader was near its best in most rounds."""
+        taken = [seconds[self.leader] for seconds in self.rounds]
+        return not taken or statistics.median(taken) < _STEADY * min(taken)
 
     def gain(self, setting: Setting, other: Setting) -> float:
         """Times as fast, over the rounds that both were in; 1 where they never met."""
@@ -295,7 +303,10 @@ class Circumstances:
         return None
 
     def remember(self, choice: WorkerChoice) -> None:
-        """Keep what was measured. A folder that cannot be written keeps nothing: it is measured again next time."""
+        """Keep what was measured, unless something else took the machine meanwhile. A folder that cannot be written keeps nothing: it is
+        measured again next time."""
+        if not choice.start.is_steady:
+            return
         kept = {
             part: [{str(each): float(f"{seconds:.4g}") for each, seconds in one.items()} for one in comparison.rounds]
             for part, comparison in (("start", choice.start), ("run", choice.run))

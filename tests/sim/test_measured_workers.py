@@ -27,7 +27,7 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.measured_workers import start_measured
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.topology import Topology
-from embodied_rl.sim.worker_choice import AS_READY, Circumstances, Comparison, Setting, Trials, auto_workers
+from embodied_rl.sim.worker_choice import AS_READY, Circumstances, Comparison, Setting, Trials, WorkerChoice, auto_workers
 from embodied_rl.train import train
 from embodied_rl.types import ActionSpec, Rollout, SimSpec, TensorSpec
 
@@ -335,7 +335,9 @@ def test_workers_are_chosen_by_rollouts_of_the_runs_policy(monkeypatch: pytest.M
 
         return note
 
+    kept: list[tuple[Circumstances, WorkerChoice]] = []
     monkeypatch.setattr(measured_workers, "_WINDOW_S", 1e-9)
+    monkeypatch.setattr(Circumstances, "remember", lambda self, choice: kept.append((self, choice)))
     torch.manual_seed(7)
     before = torch.get_rng_state()
     given = dataclasses.replace(player, seconds=noted)
@@ -343,10 +345,9 @@ def test_workers_are_chosen_by_rollouts_of_the_runs_policy(monkeypatch: pytest.M
         assert manager.num_turns in (1, 2)
     assert torch.equal(torch.get_rng_state(), before)
     assert set(played[:8]) == {(workers, turns, 64) for workers in (1, 2) for turns in (1, 2)}  # 16 steps of 4 slots
-    choice = Circumstances(config.sim, rollouts=True, policy=player.described).remembered()
-    assert choice is not None
-    assert [sorted(map(str, choice.start.met))] == [["1x1", "1x2", "2x1", "2x2"]]
-    assert Circumstances(config.sim, rollouts=True, policy="another").remembered() is None
+    asked, choice = kept[0]
+    assert (asked.rollouts, asked.policy) == (True, player.described)
+    assert sorted(map(str, choice.start.met)) == ["1x1", "1x2", "2x1", "2x2"]
 
 
 def test_workers_whose_past_shows_are_started_anew() -> None:
@@ -382,6 +383,13 @@ def test_what_was_measured_is_remembered_until_the_slots_or_the_machine_change(m
         assert dataclasses.replace(rollouts, **other).remembered() is None
     monkeypatch.setattr(worker_choice, "available_cores", lambda: 4)
     assert rollouts.remembered() is None
+
+
+def test_what_was_measured_beside_other_work_is_not_kept() -> None:
+    asked, settings = Circumstances(toy()), of_workers({1: 1.0, 2: 2.0})
+    for taken, kept in (([1.0, 1.6, 1.7], False), ([1.0, 1.4, 1.7], True)):  # of the leader, whose median is 1.6 or 1.4
+        asked.remember(asked.choice(Comparison(settings, [{Setting(1, 2): 4.0, Setting(2, 2): seconds} for seconds in taken])))
+        assert (asked.remembered() is not None) == kept
 
 
 def test_slow_start_is_the_simulators_only_where_it_used_the_processor() -> None:
