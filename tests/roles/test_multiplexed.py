@@ -234,6 +234,22 @@ def test_an_action_that_was_held_is_played_when_the_host_is_back() -> None:
         assert (counts.started, counts.finished, counts.running) == (2, 2, 0)
 
 
+def test_episodes_are_taken_up_in_their_own_slots_on_whatever_host() -> None:
+    factory = SimFactory("tests.sim.toy:CountingSim", kwargs={"length": 9})
+    with EnvManager(factory, 4, num_workers=2, autoreset=False) as manager:
+        simulators = MultiplexedSimulators(manager, DeviceLease(HostPlan(2, 1, 2, on_gpus=False)))
+        simulators.begin(range(4), [5, 6, 7, 8])
+        seen = simulators.recv()
+        assert simulators.room() == 0
+        saved = simulators.snapshot(range(4))
+        batch = simulators.restore(range(4), saved)
+        assert batch.slots.tolist() == [0, 1, 2, 3]
+        np.testing.assert_array_equal(batch.observation["state"], seen.observation["state"])
+        assert len({simulators._multiplexer.host_of(key) for key in simulators._episodes.values()}) == 2
+        others = simulators.restore([3, 1], [saved[0], saved[2]])
+        assert dict(zip(others.slots.tolist(), others.observation["state"][:, 0].tolist(), strict=True)) == {1: 7.0, 3: 5.0}
+
+
 # ---- fixed rollouts: slots wait while their host is lent -------------------------------------------------------------
 
 
