@@ -53,11 +53,12 @@ SIMS = (
 )
 """Of configs/sim, what is neither text nor stepped as a batch."""
 OVERRIDES = {
-    "pixel_reach": ("policy=cnn",),
-    "pixel_tasks": ("experiment=tiny_vla",),
-    "pusht_pixels": ("policy=cnn",),
-    "robosuite_lift": ("sim.num_slots=4",),
+    "pixel_reach": ("policy=cnn", "algorithm.rollout_steps=24"),
+    "pixel_tasks": ("experiment=tiny_vla", "algorithm.rollout_steps=16"),
+    "pusht_pixels": ("policy=cnn", "algorithm.rollout_steps=24"),
+    "robosuite_lift": ("sim.num_slots=4", "algorithm.rollout_steps=32"),
 }
+"""Policies that see, and rollouts that leave time for some rounds."""
 LONGEST_START_S = 45.0
 """What takes longer to start is left out."""
 UPDATE_S, SAMPLE_S = 0.01, 0.1
