@@ -195,6 +195,10 @@ class GenerationConfig(Config, place="generation"):
     """torch: the policy acts in batches. random: chance. tokens_torch, vllm: language agents' tokens, request by request."""
     max_batch: Slots = 64
     """Requests that sample at a time (tokens_torch, vllm)."""
+    gpu_memory_share: PositiveShare = 0.5
+    """Of a GPU, for weights and cache together (vllm)."""
+    compiled: bool = False
+    """Compile the model and capture graphs: slower to start, faster on GPUs (vllm)."""
     on_update: Literal["recompute", "keep"] = "recompute"
     """What becomes of the caches of requests in flight when weights change (tokens_torch, vllm)."""
     mix: dict[str, PlayerConfig] = field(default_factory=dict)

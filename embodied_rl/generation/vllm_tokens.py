@@ -216,8 +216,6 @@ SAMPLING_COLUMN = -1
 """In the worker's answers: stands where a token id would, with the log-probability under the distribution that was drawn from."""
 MAX_TOP_LOGPROBS = 20
 _MAX_TEMPERATURE = 2.0
-_GPU_MEMORY_SHARE = 0.5
-"""Of a GPU, for weights and cache together."""
 _CPU_CACHE_GIB = "1"
 """Of the key-value cache on a CPU."""
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
@@ -231,6 +229,10 @@ class VLLMOptions:
     """Folder of the model; the weights that version 0 samples with."""
     dtype: str = "float32"
     max_batch: int = 64
+    gpu_memory_share: float = 0.5
+    """Of a GPU, for weights and cache together."""
+    compiled: bool = False
+    """Compile the model and capture graphs: slower to start, faster to run on GPUs."""
     seed: int = 0
     """Of requests that bring none."""
     on_update: Literal["recompute", "keep"] = "recompute"
@@ -255,9 +257,8 @@ def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[s
         "model": options.model,
         "dtype": options.dtype,
         "max_num_seqs": options.max_batch,
-        "gpu_memory_utilization": _GPU_MEMORY_SHARE,
-        # Compiled it would be slower to start, and faster to run on GPUs.
-        "enforce_eager": True,
+        "gpu_memory_utilization": options.gpu_memory_share,
+        "enforce_eager": not options.compiled,
         "distributed_executor_backend": "uni",
         # Otherwise a step's tokens come out one call after they were sampled, perhaps behind new weights.
         "async_scheduling": False,

@@ -147,7 +147,15 @@ def make_backend(config: GenerationConfig, policy: LanguagePolicy, run_dir: Path
         from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
 
         folder = policy.save_model(run_dir / "generation_model")
-        return VLLMTokens(VLLMOptions(str(folder), max_batch=config.max_batch, seed=seed, on_update=config.on_update))
+        options = VLLMOptions(
+            str(folder),
+            max_batch=config.max_batch,
+            gpu_memory_share=config.gpu_memory_share,
+            compiled=config.compiled,
+            seed=seed,
+            on_update=config.on_update,
+        )
+        return VLLMTokens(options)
     from embodied_rl.generation.torch_tokens import TorchTokens
 
     return TorchTokens(
