@@ -13,6 +13,7 @@ import numpy as np
 from embodied_rl.generation.base import ActedBatch, Generator, Way
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
 from embodied_rl.rollout.observations import rollout_of, tree_of
+from embodied_rl.sim.batches import from_zero, joined, rows_of
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
@@ -171,18 +172,9 @@ class RolloutCollector(Collector):
         self.times = CollectorTimes()
         self.min_ready = min_ready
         self._acted_groups = split_slots(range(manager.num_slots), num_groups)
-        self._num_turns: int | None = None
-        self._groups = self._acted_groups
-        """What is stepped together."""
-        self._parts: list[slice] = []
-        """Of a group, those that are acted for one by one; none: it is acted for whole. As bits go, what is acted for stays as it is: a
-        product of all rows may sum in another order than those of two halves."""
-        self._enough = min_ready
-        """Slots to wait for in this rollout; None: a group."""
+        self._arrange()
         self._batches: list[StepBatch] = []
         """What each group sees now."""
-        self._turn = 0
-        """In lockstep, the group that is next."""
         self.max_staleness = max_staleness
         self._partial: _PartialRollout | None = None
         """What is being filled."""
@@ -264,18 +256,21 @@ class RolloutCollector(Collector):
     def _arrange(self) -> None:
         """Groups of slots as the manager has them stepped now."""
         turns, slots = self.manager.num_turns, range(self.manager.num_slots)
+        whole = self.min_ready is None and turns not in (None, len(self._acted_groups))
         self._num_turns, self._turn = turns, 0
-        if self.min_ready is not None or turns is None or turns == len(self._acted_groups):
-            self._groups, self._parts, self._enough = self._acted_groups, [], self.min_ready
-        else:
-            self._groups, self._parts = [slots], [slice(part.start, part.stop) for part in self._acted_groups]
-            self._enough = None if turns else max(1, len(slots) // 4)
+        """`_turn`: in lockstep, the group that is next."""
+        self._groups = [slots] if whole else self._acted_groups
+        """What is stepped together."""
+        self._parts = [slice(part.start, part.stop) for part in self._acted_groups] if whole else []
+        """Of a group, those that are acted for one by one: a product of all rows may sum in another order than those of two halves."""
+        self._enough = (None if turns else max(1, len(slots) // 4)) if whole else self.min_ready
+        """Slots to wait for; None: a group."""
 
     def _see(self, whole: StepBatch) -> None:
         """All slots begin, or go on, with what this batch shows."""
         if self._enough is not None:  # rows are put in place as they come
             whole = replace(whole, observation={key: part.copy() for key, part in whole.observation.items()})
-        self._batches = [_rows(whole, group) for group in self._groups]
+        self._batches = [rows_of(whole, group) for group in self._groups]
 
     def _advance(self) -> None:
         """The next decision of a group, or of the slots that are ready; after the last one, what came of it."""
@@ -317,14 +312,9 @@ class RolloutCollector(Collector):
 
     def _begin(self) -> _PartialRollout:
         if self.manager.num_turns != self._num_turns:
-            seen = [batch.observation for batch in self._batches]
-            whole = replace(
-                self._batches[0],
-                slots=np.arange(self.manager.num_slots),
-                observation={key: np.concatenate([part[key] for part in seen]) for key in seen[0]},
-            )
+            seen = joined(self._batches)
             self._arrange()
-            self._see(whole)
+            self._see(seen)
         before, own = self._share.slots_before, self.manager.num_slots
         noise = action_noise(self.layout, (self.rollout_steps, self._share.all_slots or own), self.seed, self._next_number)
         self._next_number += 1
@@ -352,7 +342,7 @@ class RolloutCollector(Collector):
             rows = np.concatenate([np.arange(part.start, part.stop) for part in parts]) if parts else group
             steps = np.minimum(partial.decided[rows], self.rollout_steps - 1)
             sent = {key: part[rows] for key, part in observation.items()}
-            acted = self._acted(slots[rows], sent, partial.noise[steps, rows], _from_zero(parts)).rows(np.searchsorted(rows, group))
+            acted = self._acted(slots[rows], sent, partial.noise[steps, rows], from_zero(parts)).rows(np.searchsorted(rows, group))
             slots, observation = group, {key: part[group] for key, part in observation.items()}
         partial.acted(group, observation, acted)
         given = acted.for_simulator(self.manager.spec.action, self.manager.chunk_size)
@@ -365,12 +355,6 @@ class RolloutCollector(Collector):
             return self.generator.act_in_parts(slots, observation, noise, parts)
         self.generator.send(slots, observation, noise)
         return self.generator.recv()
-
-
-def _from_zero(parts: Sequence[slice]) -> list[slice]:
-    """These parts, one right after the other."""
-    ends = np.cumsum([part.stop - part.start for part in parts]).tolist()
-    return [slice(end - (part.stop - part.start), end) for part, end in zip(parts, ends, strict=True)]
 
 
 class _PartialRollout:
@@ -467,18 +451,3 @@ class _PartialRollout:
             },
             episodes=tuple(episode for _, episode in sorted(self._episodes, key=lambda ended: (ended[0], ended[1].slot))),
         )
-
-
-def _rows(batch: StepBatch, group: range) -> StepBatch:
-    """A group's share of a batch of all slots, as views."""
-    rows = slice(group.start, group.stop)
-    return StepBatch(
-        slots=batch.slots[rows],
-        observation={key: part[rows] for key, part in batch.observation.items()},
-        reward=batch.reward[rows],
-        terminated=batch.terminated[rows],
-        truncated=batch.truncated[rows],
-        success=batch.success[rows],
-        final_observation={key: part[rows] for key, part in batch.final_observation.items()},
-        episodes=(),
-    )

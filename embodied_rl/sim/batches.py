@@ -226,3 +226,33 @@ def ascending(slots: Slots, actions: Actions | Sequence[int]) -> tuple[Slots, An
     if order == list(range(len(order))):
         return slots, actions
     return [int(slots[row]) for row in order], [actions[row] for row in order]
+
+
+def rows_of(batch: StepBatch, group: range) -> StepBatch:
+    """A group's share of a batch of all slots, as views."""
+    rows = slice(group.start, group.stop)
+    return StepBatch(
+        slots=batch.slots[rows],
+        observation={key: part[rows] for key, part in batch.observation.items()},
+        reward=batch.reward[rows],
+        terminated=batch.terminated[rows],
+        truncated=batch.truncated[rows],
+        success=batch.success[rows],
+        final_observation={key: part[rows] for key, part in batch.final_observation.items()},
+        episodes=(),
+    )
+
+
+def joined(batches: Sequence[StepBatch]) -> StepBatch:
+    """What the slots of all of these batches, which follow one another, see; nothing of what their last step brought."""
+    seen = [batch.observation for batch in batches]
+    observation = {key: np.concatenate([part[key] for part in seen]) for key in seen[0]}
+    slots = np.concatenate([batch.slots for batch in batches])
+    flags = np.zeros(len(slots), bool)
+    return StepBatch(slots, observation, np.zeros(len(slots), np.float32), flags, flags, flags, {}, ())
+
+
+def from_zero(parts: Sequence[slice]) -> list[slice]:
+    """These parts, one right after the other."""
+    ends = np.cumsum([part.stop - part.start for part in parts]).tolist()
+    return [slice(end - (part.stop - part.start), end) for part, end in zip(parts, ends, strict=True)]
