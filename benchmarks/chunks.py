@@ -28,14 +28,16 @@ from embodied_rl.sim.factory import SimFactory, SimWrapper, wrapped
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 
+MOST_TRIALS = 100
+"""Rollouts in which turns are chosen; the leader is taken after them."""
 EVERY_STEP, WHERE_READ = "drawn at every step", "drawn where it is read"
 
 
 class Observing(SimWrapper):
     """Passes everything on to a simulator, and has it observe whenever it steps."""
 
-    def __init__(self, num_envs: int, target: str, inner_task: str | None, inner_kwargs: Mapping[str, Any], extra: str | None) -> None:
-        super().__init__(SimFactory(target, inner_task, inner_kwargs, extra).make(num_envs))
+    def __init__(self, num_envs: int, inner: Mapping[str, Any]) -> None:
+        super().__init__(SimFactory(**inner).make(num_envs))
 
 
 def observing(config: SimConfig) -> SimConfig:
@@ -43,27 +45,16 @@ def observing(config: SimConfig) -> SimConfig:
     return wrapped(config, "chunks:Observing")
 
 
-def chosen(config: TrainConfig) -> TrainConfig:
-    """With the workers and turns that a run of this configuration takes here."""
-    from embodied_rl.roles.components import start_simulators
-
-    simulators = start_simulators(config, print).simulators
-    workers, turns = simulators.num_workers, simulators.num_turns or config.sim.num_groups
-    simulators.close()
-    return dataclasses.replace(config, sim=dataclasses.replace(config.sim, num_workers=workers, pipeline_groups=turns))
-
-
 class Side:
     """A collector with simulators and a policy of its own."""
 
-    def __init__(self, name: str, config: TrainConfig, sim: SimConfig, rollout_steps: int) -> None:
+    def __init__(self, name: str, config: TrainConfig, manager: EnvManager, rollout_steps: int) -> None:
         import torch
 
         from embodied_rl.generation.torch_backend import TorchGenerator
         from embodied_rl.policies.build import build_policy
 
-        self.name = name
-        self.manager = EnvManager.from_config(sim, EpisodeSeeds.training(config.seed), chunk_size=config.policy.chunk_size)
+        self.name, self.manager = name, manager
         torch.manual_seed(config.seed)
         policy = build_policy(config.policy, self.manager.spec)
         generator = TorchGenerator(policy)
@@ -72,7 +63,7 @@ class Side:
             self.manager,
             generator,
             rollout_steps=rollout_steps,
-            num_groups=sim.num_groups,
+            num_groups=config.sim.num_groups,
             seed=config.seed,
             layout=policy.action_layout,
         )
@@ -97,6 +88,32 @@ class Side:
         return rollout
 
 
+def chosen(config: TrainConfig, rollout_steps: int) -> tuple[TrainConfig, int | None]:
+    """With the number of workers that a run of this configuration takes here, and the turns that its first rollouts choose."""
+    from embodied_rl.roles.components import start_simulators
+
+    simulators = start_simulators(config, print).simulators
+    assert isinstance(simulators, EnvManager)
+    try:
+        number, side = 0, Side(WHERE_READ, config, simulators, rollout_steps)
+        while simulators.trials is not None and number < MOST_TRIALS:
+            side.rollout(number)
+            number += 1
+        if simulators.trials is not None:
+            simulators.step_as(simulators.trials.leader)
+        workers, turns = simulators.num_workers, simulators.num_turns
+    finally:
+        simulators.close()
+    return dataclasses.replace(config, sim=dataclasses.replace(config.sim, num_workers=workers)), turns
+
+
+def started(config: TrainConfig, sim: SimConfig, turns: int | None) -> EnvManager:
+    """Simulators that are stepped so."""
+    manager = EnvManager.from_config(sim, EpisodeSeeds.training(config.seed), chunk_size=config.policy.chunk_size)
+    manager.num_turns = turns
+    return manager
+
+
 def require_equal(first: Rollout, second: Rollout) -> None:
     """Raises AssertionError where two rollouts differ in a bit."""
     for name, part in first.observation.items():
@@ -105,15 +122,15 @@ def require_equal(first: Rollout, second: Rollout) -> None:
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name), err_msg=name)
 
 
-def measure(config: TrainConfig, rollout_steps: int, rounds: int) -> list[Side]:
+def measure(config: TrainConfig, turns: int | None, rollout_steps: int, rounds: int) -> list[Side]:
     """The two sides after `rounds` timed rollouts each, and one before them that warms up."""
     import torch
 
     if config.hybrid.num_threads is not None:
         torch.set_num_threads(config.hybrid.num_threads)
     sides = [
-        Side(EVERY_STEP, config, observing(config.sim), rollout_steps),
-        Side(WHERE_READ, config, config.sim, rollout_steps),
+        Side(EVERY_STEP, config, started(config, observing(config.sim), turns), rollout_steps),
+        Side(WHERE_READ, config, started(config, config.sim, turns), rollout_steps),
     ]
     try:
         for number in range(rounds + 1):
@@ -135,9 +152,10 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of experiment=tiny_vla, such as sim.num_workers=1 or policy.chunk=8")
     options = parser.parse_intermixed_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent))  # the workers import `Observing` from here
-    config = chosen(load_train_config(["experiment=tiny_vla", *options.overrides]))
+    config = load_train_config(["experiment=tiny_vla", *options.overrides])
     rollout_steps = options.rollout_steps or config.algorithm.rollout_steps
-    every, read = measure(config, rollout_steps, options.rounds)
+    config, turns = chosen(config, rollout_steps)
+    every, read = measure(config, turns, rollout_steps, options.rounds)
     print(provenance("mujoco"))
     print(
         f"{config.sim.num_slots} slots, {every.manager.num_workers} workers, {config.policy.chunk_size} steps a chunk; "

@@ -283,7 +283,8 @@ def test_dialogues_of_programs_are_recorded(tmp_path: Path) -> None:
     words = ("total_steps=12", "evaluation.num_episodes=1")
     recorded, plain = (train(small(tmp_path / name, *words, *more, program=STAYS)) for name, more in (("a", ["record.share=1"]), ("b", [])))
     losses = [[line["train/loss"] for line in read_metrics(folder)] for folder in (recorded, plain)]
-    assert losses[0] == losses[1]
+    # Which answers are sampled together, and with it the last bits, is a matter of time.
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
     recording = open_recording(recorded / "episodes")
     assert sum(recording.lengths) >= read_metrics(recorded)[-1]["step"]
     for episode in recording:
