@@ -32,6 +32,7 @@ EXAMPLES = (
     ("weighed_normalisation", f"{OWN_LOSS} algorithm.normalize_advantage=minibatch", "set normalize_advantage=batch"),
     ("rollout_reward", f"{CARTPOLE} algorithm.reward.std=batch", "which rollouts and stored steps do not show"),
     ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.reward.scale=2", "imitates actions without looking at any"),
+    ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.critic_warmup=2", "imitates actions without looking at any"),
     ("initialized_rollouts", f"{CARTPOLE} algorithm.initialized.share=0.5", "choose a method with groups"),
     (
         "minibatch_of_a_rollout",
@@ -97,11 +98,6 @@ EXAMPLES = (
     ("domains_recording", f"{DOMAINS} recording=[x]", "recording=x holds episodes of one task, and a run with several domains has many"),
     ("robot_player", f"{DOMAINS} domains.pole.algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
     ("domain_name", f"{DOMAINS} domains.language={{sim:{{name:x,target:y}}}}", "not be 'language' or 'shared'"),
-    (
-        "shared_critic",
-        f"{GROUPS} {LAKE} {LAKE.replace('lake', 'pond')} domains.pond.algorithm.advantage=gae",
-        "domains.pond.algorithm.advantage needs one, and domains.lake.algorithm.advantage gives it no returns",
-    ),
     ("two_language_policies", f"{DOMAINS} {LAKE[:-1]},policy:{{name:language}}}}", "domains.lake.policy: two language policies share"),
     ("domain_backend", f"{DOMAINS} domains.pole.backend=vllm", "gives a whole batch's actions in one pass: leave"),
     ("mix_in_no_text", f"{DOMAINS} {MIX[:-2]},domains:[pole]}}}}", "generation.mix.guest.domains: 'pole' is no domain of text"),

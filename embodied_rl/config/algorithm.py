@@ -333,8 +333,8 @@ class AlgorithmConfig(Config, place="algorithm"):
     head_learning_rate: LearningRate | None = None
     """Of the layer that gives actions, where the policy tells it apart (tiny_vla); null: learning_rate."""
     critic_warmup: Annotated[int, Bounds(0, 1_000_000_000)] = 0
-    """Iterations at the beginning in which advantages are 0, so that only the critic is trained (and by an entropy bonus, the policy):
-    after a warm start, its first advantages would be noise."""
+    """Iterations at the beginning in which only the critic is trained (on policy advantages are 0, and an entropy bonus goes on): after a
+    warm start, the first advantages would be noise."""
     lr_schedule: Literal["constant", "linear"] = "constant"
     """Over the run: the same, or falling to 0 with the steps."""
     adam_eps: PositiveShare = 1e-5

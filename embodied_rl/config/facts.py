@@ -230,12 +230,6 @@ class Run:
     def ill_named(self) -> str | None:
         return next((name for name in self.config.domains if not name.isidentifier() or name in (LANGUAGE, SHARED, "roles")), None)
 
-    @property
-    def critics(self) -> dict[str, str]:
-        """{"with", "without" a critic by its advantage: the first such domain} of those that share the run's policy."""
-        shared = [task for task in self.tasks if task.domain and self.config.domains[task.domain].policy is None]
-        return {"with" if compose(task.algorithm).needs_critic else "without": str(task.domain) for task in reversed(shared)}
-
     def first(self, found: Callable[[DomainConfig], bool]) -> str | None:
         return next((name for name, domain in self.config.domains.items() if domain.policy is not None and found(domain)), None)
 

@@ -110,9 +110,11 @@ _FIXED_ROLLOUTS = (
     ),
     Rule(
         "cloned_reward",
-        lambda run: run.algorithm.cloning is not None and (run.algorithm.reward != RewardConfig() or run.algorithm.normalize_reward),
-        "algorithm.reward and algorithm.normalize_reward shape rewards, and algorithm={algorithm.name} imitates actions without looking at "
-        "any: leave them out.",
+        lambda run: (
+            (own := run.algorithm).cloning is not None and (own.reward != RewardConfig() or own.normalize_reward or own.critic_warmup)
+        ),
+        "algorithm.reward, .normalize_reward and .critic_warmup are about rewards, and algorithm={algorithm.name} imitates actions without "
+        "looking at any: leave them out.",
     ),
     Rule(
         "rollout_reward",
@@ -380,12 +382,6 @@ _DOMAINS = (
         "domain_name",
         lambda run: run.ill_named is not None,
         "domains: '{run.ill_named}' must be made of letters, digits and _, and not be 'language' or 'shared'.",
-    ),
-    Rule(
-        "shared_critic",
-        lambda run: len(run.critics) > 1,
-        "Domains that share a policy share its critic, which learns from every episode: domains.{run.critics[with]}.algorithm.advantage "
-        "needs one, and domains.{run.critics[without]}.algorithm.advantage gives it no returns. Take advantages that agree.",
     ),
     Rule(
         "two_language_policies",

@@ -27,7 +27,7 @@ from embodied_rl.learning.objectives import (
     divide,
     filled_up,
 )
-from embodied_rl.learning.rows import EpisodeRows, TokenBatch
+from embodied_rl.learning.rows import VALUED, EpisodeRows, TokenBatch
 from embodied_rl.policies.base import Policy
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
     def begin(self, rows: EpisodeRows, *, kl_coef: float) -> tuple[EpisodeRows, Numbers]:
         mask, decisions = rows.inputs["mask"], float(rows.inputs["decisions"].sum().clamp(min=1))
         entries, ratios = float(self.loss.aggregation.count(mask).clamp(min=1)), float(mask.sum().clamp(min=1))
-        return rows, {"entries": entries, "decisions": decisions, "values": decisions, "ratios": ratios, "kl_coef": kl_coef}
+        values = float(_valued(rows).sum().clamp(min=1))
+        return rows, {"entries": entries, "decisions": decisions, "values": values, "ratios": ratios, "kl_coef": kl_coef}
 
     def __call__(self, policy: Policy, rows: EpisodeRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
         inputs, units, at = rows.inputs, rows.unit_mask, (rows.row, rows.column)
@@ -97,7 +98,7 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
             entropy=scatter(at_level(found.entropy, "chunk", units, steps)),
             entropy_mask=decisions,
             value=scatter(found.value) if "returns" in inputs else None,
-            value_mask=decisions,
+            value_mask=_valued(rows),
         )
         return self.loss(inputs, terms, numbers)
 
@@ -109,8 +110,13 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
         inputs, found = rows.inputs, super().summary(rows, num_epochs, num_minibatches)
         if "returns" not in inputs:
             return found
-        value, returns = (inputs[name][inputs["decisions"]] for name in ("value", "returns"))
+        value, returns = (inputs[name][_valued(rows)] for name in ("value", "returns"))
         return {**found, "explained_variance": explained_variance(value=value, returns=returns)}
+
+
+def _valued(rows: EpisodeRows) -> Tensor:
+    """[B, T] bool: decisions that have a target for the critic."""
+    return rows.inputs.get(VALUED, rows.inputs["decisions"])
 
 
 class TokenObjective(Objective["LanguagePolicy", TokenBatch]):

@@ -15,7 +15,9 @@ from embodied_rl.algorithms.batch import Rows, TensorRows
 from embodied_rl.policies.packing import KeptStructure, TokenSequence
 
 _INPUT, _OBSERVATION, _IMAGE, _STRUCTURES = "input.", "observation.", "image.", "structures"
-OF_DECISIONS = ("value", "returns", "decisions")
+VALUED = "valued"
+"""Input of episodes [B, T] bool: decisions that have returns, a target for the critic. Absent: all have, or none."""
+OF_DECISIONS = ("value", "returns", "decisions", VALUED)
 """Inputs of episodes that stay [B, T] whatever a ratio belongs to."""
 
 
@@ -105,6 +107,8 @@ class EpisodeRows(Rows):
         """One after the other, as long as the longest."""
         if len(parts) == 1:
             return parts[0]
+        if len({"returns" in part.inputs for part in parts}) > 1:
+            parts = [part.with_targets() for part in parts]
         longest = max(part.inputs["decisions"].shape[1] for part in parts)
 
         def padded(part: EpisodeRows, name: str) -> Tensor:
@@ -127,6 +131,12 @@ class EpisodeRows(Rows):
     def num_rows(self) -> int:
         """B"""
         return int(self.inputs["decisions"].shape[0])
+
+    def with_targets(self) -> EpisodeRows:
+        """With the inputs of a critic, whether there are returns to learn or not."""
+        decisions = self.inputs["decisions"]
+        returns = self.inputs.get("returns", torch.zeros(decisions.shape))
+        return replace(self, inputs={**self.inputs, "returns": returns, VALUED: decisions & ("returns" in self.inputs)})
 
     def episodes_of(self, num_decisions: int) -> int:
         """As many episodes as have about so many decisions that count."""
@@ -156,7 +166,7 @@ class EpisodeRows(Rows):
 
     def filler(self) -> EpisodeRows:
         first = self.chosen(torch.zeros(1, dtype=torch.int64))
-        nothing = {name: torch.zeros_like(first.inputs[name]) for name in ("mask", "decisions")}
+        nothing = {name: torch.zeros_like(first.inputs[name]) for name in ("mask", "decisions", VALUED) if name in first.inputs}
         return replace(first, inputs={**first.inputs, **nothing})
 
     def counted(self) -> EpisodeRows:

@@ -72,16 +72,16 @@ class OfflineMethod(Method[Rollout | None, int]):
     def update(self, prepared: int, *, iteration: int, steps: int) -> dict[str, float]:
         """Take `prepared` gradient steps; metrics averaged over them."""
         rate = scheduled(self.config.algorithm, steps / self.config.total_steps)
-        taken = [self._step(rate) for _ in range(prepared)]
+        taken = [self._step(rate, only_critics=iteration < self.config.algorithm.critic_warmup) for _ in range(prepared)]
         return {**mean_figures(taken), "learning_rate": rate, "updates": float(self._updates)}
 
     def _steps(self, with_policy: bool) -> tuple[type[CriticsObjective], ...]:
         return steps_of(self.options, with_policy=with_policy)
 
-    def _step(self, rate: float) -> Figures:
-        """One step of critics and state value, of the policy every `policy_every` updates, and of the targets."""
+    def _step(self, rate: float, *, only_critics: bool) -> Figures:
+        """One step of critics and state value, of the policy every `policy_every` updates unless `only_critics`, and of the targets."""
         rng = np.random.default_rng(np.random.SeedSequence([self.config.seed, self._updates, _UPDATE]))
-        with_policy = self._updates % self.options.policy_every == 0
+        with_policy = not only_critics and self._updates % self.options.policy_every == 0
         drawn, normalizer = self._minibatch(self._updates), self._rewards.reward_normalizer
         if normalizer is not None:
             drawn = dataclasses.replace(drawn, reward=normalizer.divided(drawn.reward))

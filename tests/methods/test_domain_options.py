@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -13,11 +14,14 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.checkpoint.folder import domain_part
+from embodied_rl.config import AlgorithmConfig, GroupsConfig
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
+from embodied_rl.learning.episode_objectives import EpisodeObjective
 from embodied_rl.learning.rows import EpisodeRows
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
+from tests.learning.samples import make_policy
 from tests.methods.test_multi_domain import COMMON, DOMAINS
 from tests.roles.runs import TWO_POLES, assert_same_run, configured, curve, trained
 
@@ -120,7 +124,7 @@ def test_robots_of_several_domains_share_the_run_s_policy(tmp_path: Path) -> Non
     task = [
         *("policy=mlp", "policy.hidden_sizes=[16]", "policy.normalize_observation=true", f"algorithm.warm_start={CLONED}"),
         *(word for word in TWO_POLES if not word.startswith(("domains", "policy"))),
-        *(f"domains.long={{sim: {DOOR}}}", f"domains.short={{sim: {walls}, algorithm: {{gamma: 0.9}}}}"),
+        *(f"domains.long={{sim: {DOOR}}}", f"domains.short={{sim: {walls}, algorithm: {{gamma: 0.9, advantage: gae}}}}"),
         *("algorithm.groups.groups_per_step=4", "algorithm.kl.coef=0.1", "total_steps=2000", "checkpoint.every_steps=700"),
         *("checkpoint.keep_last=9",),
     ]
@@ -129,6 +133,7 @@ def test_robots_of_several_domains_share_the_run_s_policy(tmp_path: Path) -> Non
     assert rows[0]["warm_start/long/loss"] == rows[0]["warm_start/short/loss"], "they are cloned together"
     assert {key.split("/")[1] for key in rows[-1] if key.startswith("train/")} == {"shared"}
     assert rows[-1]["domains/short/length"] <= 60
+    assert rows[-1]["train/shared/value_loss"] > 0, "of the domain whose advantage has a critic"
     _, middle, *_ = sorted((whole / "checkpoints").glob("step_*"))
     names = {name.split(".")[1] for name in load_checkpoint(middle).policy}
     assert names == {"shared"}
@@ -170,3 +175,30 @@ def test_rows_of_two_domains_are_as_long_as_the_longest() -> None:
     assert both.row.tolist() == [0, 0, 1, 2, 2, 2]
     assert both.column.tolist() == [0, 1, 0, 0, 1, 2]
     assert both.observation["state"][:, 0].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_critic_learns_only_from_the_domains_that_have_returns() -> None:
+    """Three decisions with returns beside two without: the critic's error is the mean over the three, by hand."""
+    policy = make_policy()
+    config = AlgorithmConfig(advantage="grpo", groups=GroupsConfig(), value_coef=1.0, entropy_coef=0.0)
+    objective = EpisodeObjective(policy, config)
+
+    def rows(lengths: list[int]) -> EpisodeRows:
+        decisions = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+        place, nothing = decisions.nonzero(), torch.zeros(decisions.shape)
+        seen = torch.randn(len(place), 11, generator=torch.Generator().manual_seed(len(lengths)))
+        inputs = {"mask": decisions, "decisions": decisions, "value": nothing}
+        inputs |= dict.fromkeys(("advantage", "old_log_prob", "behaviour_log_prob"), nothing)
+        return EpisodeRows(inputs, {"state": seen}, torch.zeros(len(place), 3), place[:, 0], place[:, 1])
+
+    valued, others = rows([2, 1]), rows([2])
+    known = {"returns": torch.tensor([[3.0, 1.0], [5.0, 0.0]]), "value": torch.tensor([[1.0, 1.0], [1.0, 0.0]])}
+    valued = dataclasses.replace(valued, inputs={**valued.inputs, **known})
+    joined, numbers = objective.begin(EpisodeRows.joined([others, valued]), kl_coef=0.0)
+    loss, _ = objective(policy, joined, numbers)
+    with torch.no_grad():
+        expected = (policy.value(valued.observation) - torch.tensor([3.0, 1.0, 5.0])).square().mean().item()
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    # A value of 1 everywhere explains nothing.
+    assert objective.summary(joined, 1, 1)["explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert "value_loss" not in objective(policy, *objective.begin(EpisodeRows.joined([others, others]), kl_coef=0.0))[1]

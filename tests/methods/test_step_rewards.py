@@ -127,3 +127,15 @@ def test_a_critic_is_trained_first(method: tuple[str, ...], tmp_path: Path) -> N
         of_critic = "value" in name or "critic" in name
         assert np.allclose(tensor, warm[name], rtol=0, atol=1e-20) != of_critic, name
         assert not np.array_equal(tensor, trained[name]), name
+
+
+def test_critics_of_stored_steps_are_trained_first(tmp_path: Path) -> None:
+    """In the iterations that `algorithm.critic_warmup` counts the policy takes no step; after them it does."""
+    first = weights(shortly(tmp_path / "first", *STORED, "algorithm.learning_rate=1e-30"))
+    warm = shortly(tmp_path / "warm", *STORED, "algorithm.critic_warmup=2")
+    learned = [row for row in read_metrics(warm) if "train/critic_loss" in row]
+    assert ["train/imitation_loss" in row for row in learned] == [False, False, True]
+    only = weights(shortly(tmp_path / "only", *STORED, "algorithm.critic_warmup=100"))
+    for name in (name for name in first if name.startswith("actor.")):
+        np.testing.assert_allclose(only[name], first[name], rtol=0, atol=1e-20)
+        assert not np.allclose(weights(warm)[name], first[name], rtol=0, atol=1e-6)
