@@ -22,7 +22,8 @@ from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.serving.agents.app import AgentProxy
-from embodied_rl.serving.agents.chat import ChatCompletions, ChatRequest, StopTexts
+from embodied_rl.serving.agents.chat import ChatRequest, StopTexts
+from embodied_rl.serving.agents.interfaces import ChatCompletions
 from tests.proxy.test_proxy import END, chat, serving, user
 from tests.proxy.test_proxy import folder as folder
 from tests.proxy.test_proxy import tokenizer as tokenizer

@@ -20,19 +20,17 @@ import numpy as np
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
-from embodied_rl.serving.agents.chat import (
+from embodied_rl.serving.agents.chat import ChatRequest, StopTexts, plain_message
+from embodied_rl.serving.agents.interfaces import (
     ChatAnswer,
     ChatCompletions,
-    ChatRequest,
     Interface,
-    StopTexts,
+    Messages,
+    Responses,
     answer_message,
     openai_error,
-    plain_message,
 )
-from embodied_rl.serving.agents.messages import Messages
 from embodied_rl.serving.agents.pump import BackendPump, SharedBackend
-from embodied_rl.serving.agents.responses import Responses
 from embodied_rl.serving.agents.sessions import CapturedSession, Prompt, Session, SessionBook, SessionLimits, SessionSampling
 from embodied_rl.serving.http_server import (
     COUNT,

@@ -1,22 +1,17 @@
-"""What every interface of the proxy reads a request into, and writes an answer from; and OpenAI's chat completions, the first of them."""
+"""What every interface of the proxy reads a request into, and what an answer must keep to: structural tags of xgrammar, tool calls in its
+text, and stop texts across the borders of tokens."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import secrets
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied_rl.errors import did_you_mean
 from embodied_rl.generation.tokens import Completion
-from embodied_rl.serving.http_server import COUNT, FLAG, LIST, NUMBER, OBJECT, TEXT, HttpProblem
-
-# ---- What an answer must keep to in xgrammar's structural tags, tool calls in its text, and stop texts across the borders of tokens ----
-
+from embodied_rl.serving.http_server import HttpProblem
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
@@ -154,44 +149,10 @@ class StopTexts:
         return any(stop in text for stop in self.texts)
 
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-_HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Asked for by clients as a habit; they change nothing about what is sampled."""
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "logit_bias": ({},),
-    "modalities": (["text"],),
-}
-"""What is accepted only where it asks for nothing."""
-SOME = {"type": "integer", "minimum": 1}
-SAMPLING = {"temperature": {**NUMBER, "minimum": 0}, "top_p": {**NUMBER, "maximum": 1}}
-TOOL_CHOICE = {"description": "auto, none, required, or one function."}
-TOP_LOGPROBS = {**COUNT, "maximum": 20}
-_FIELDS = {
-    "model": TEXT,
-    "messages": {**LIST, "description": "Texts, tool calls and their results."},
-    "tools": LIST,
-    "tool_choice": TOOL_CHOICE,
-    "parallel_tool_calls": FLAG,
-    "response_format": {**OBJECT, "description": "text, json_object, or json_schema with its schema."},
-    "max_tokens": SOME,
-    "max_completion_tokens": SOME,
-    **SAMPLING,
-    "top_k": {"type": "integer"},
-    "seed": COUNT,
-    "stop": {"description": "A text or several; the answer ends before the first."},
-    "n": SOME,
-    "logprobs": FLAG,
-    "top_logprobs": TOP_LOGPROBS,
-    "stream": FLAG,
-    "stream_options": OBJECT,
-}
-_MAX_CHOICES = 128
-_MAX_TOP_LOGPROBS = 20
+# ---- requests -------------------------------------------------------------------------------------------------------
 
-Recall = Callable[[str], tuple[dict[str, Any], ...] | None]
-"""The messages of an earlier answer by its id, itself included; None: there is no such answer."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,45 +187,20 @@ class ChatRequest:
     """Messages from this place on are what `Recall` gives for its answer; None: nothing is kept for it."""
 
 
-def read_chat(body: Mapping[str, Any]) -> ChatRequest:
-    """A request of ``/v1/chat/completions``. Raises HttpProblem 400 for what is missing, malformed, or cannot be done here."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise bad("'messages' must be a list of at least one message.")
-    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    tools = _tools(body)
-    options, top = body.get("stream_options"), whole_number(body, "top_logprobs", 0, _MAX_TOP_LOGPROBS) or 0
-    if top and not body.get("logprobs"):
-        raise bad("'top_logprobs' come only beside 'logprobs': true.")
-    return ChatRequest(
-        messages=tuple(plain_message(message, place) for place, message in enumerate(messages)),
-        tools=tools,
-        top_k=max(whole_number(body, "top_k", -1, 2**20) or 0, 0),
-        seed=whole_number(body, "seed", 0, 2**63 - 1),
-        stop=stop_texts(body, "stop"),
-        include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
-        logprobs=bool(body.get("logprobs")),
-        top_logprobs=top,
-        num_choices=whole_number(body, "n", 1, _MAX_CHOICES) or 1,
-        **constraints(body.get("tool_choice"), tools, _schema(body.get("response_format")), parallel(body)),
-        **sampling(body, limit),
-    )
-
-
 def sampling(body: Mapping[str, Any], limit: str) -> dict[str, Any]:
     """What every interface says alike, as fields of a `ChatRequest`; `limit` names the most tokens. Raises HttpProblem 400."""
     return {
-        "max_new_tokens": whole_number(body, limit, 1, 2**20),
-        "temperature": real_number(body, "temperature", 0.0, 100.0),
-        "top_p": real_number(body, "top_p", 1e-6, 1.0),
+        "max_new_tokens": number_in(body, limit, 1, 2**20),
+        "temperature": 1.0 if (value := number_in(body, "temperature", 0.0, 100.0, whole=False)) is None else float(value),
+        "top_p": float(number_in(body, "top_p", 1e-6, 1.0, whole=False) or 1.0),
         "stream": bool(body.get("stream")),
         "asked": body,
     }
 
 
-def bad(message: str) -> HttpProblem:
-    """400, invalid_request."""
-    return HttpProblem(400, "invalid_request", message)
+def bad(message: str, kind: str = "invalid_request", choices: Iterable[str] = ()) -> HttpProblem:
+    """400."""
+    return HttpProblem(400, kind, message, choices=choices)
 
 
 def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -276,22 +212,12 @@ def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def whole_number(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+def number_in(body: Mapping[str, Any], name: str, low: float, high: float, *, whole: bool = True) -> Any:
     """None where it is not given. Raises HttpProblem 400."""
     value = body.get(name)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high):
-        raise bad(f"'{name}' must be a whole number between {low:g} and {high:g}, got {value!r:.80}.")
+    if value is not None and (not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not low <= value <= high):
+        raise bad(f"'{name}' must be a {'whole ' * whole}number between {low:g} and {high:g}, got {value!r:.80}.")
     return value
-
-
-def real_number(body: Mapping[str, Any], name: str, low: float, high: float) -> float:
-    """1 where it is not given. Raises HttpProblem 400."""
-    value = body.get(name)
-    if value is None:
-        return 1.0
-    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
-        raise bad(f"'{name}' must be a number between {low:g} and {high:g}, got {value!r:.80}.")
-    return float(value)
 
 
 def parallel(body: Mapping[str, Any]) -> bool:
@@ -302,27 +228,17 @@ def parallel(body: Mapping[str, Any]) -> bool:
     return value is not False
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
-    tools, choice = body.get("tools"), body.get("tool_choice")
-    if not tools or choice == "none":
+def schema_of(form: object, where: str, holder: str | None = None) -> object:
+    """The JSON schema that OpenAI's `form` of an answer asks for, by itself or as its `holder`; None: any text. Raises HttpProblem 400."""
+    if form is None or form == {"type": "text"}:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
-        raise bad("'tools' must be a list of objects with a 'function'.")
-    return tuple(tools)
-
-
-def _schema(response_format: object) -> object:
-    """The JSON schema that ``response_format`` asks for; None: any text. Raises HttpProblem 400."""
-    if response_format is None or response_format == {"type": "text"}:
-        return None
-    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    kind, named = (form.get("type"), form if holder is None else form.get(holder)) if isinstance(form, dict) else (None, None)
     if kind == "json_object":
         return {"type": "object"}
-    named = response_format.get("json_schema") if isinstance(response_format, dict) else None
     if kind == "json_schema" and isinstance(named, dict) and isinstance(named.get("schema"), dict):
         return named["schema"]
-    message = f"'response_format' must be {{'type': …}} with text, json_object, or json_schema and its schema, got {response_format!r:.80}."
-    raise HttpProblem(400, "invalid_request", message, choices=["text", "json_object", "json_schema"])
+    message = f"'{where}' must be {{'type': …}} with text, json_object, or json_schema and its schema, got {form!r:.80}."
+    raise bad(message, choices=["text", "json_object", "json_schema"])
 
 
 def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schema: object, several: bool) -> dict[str, Any]:
@@ -344,7 +260,7 @@ def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schem
     if not ((choice == "required" and names) or wanted in names):
         lacking = "" if names else ", and there are no 'tools'"
         message = f"'tool_choice' must be 'auto', 'none', 'required' or the function of one of 'tools', got {choice!r:.80}{lacking}."
-        raise HttpProblem(400, "invalid_request", message, choices=names)
+        raise bad(message, choices=names)
     able = [tool for tool, name in zip(tools or (), names, strict=True) if choice == "required" or name == wanted]
     return {"forced": forced_call(able), "structure": call_structure(able)}
 
@@ -361,7 +277,7 @@ def plain_message(message: object, place: int) -> dict[str, Any]:
         if message.get(key) is not None:
             plain[key] = str(message[key])
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_call(call, place) for call in calls] if isinstance(calls, list) else _call(calls, place)
+        plain["tool_calls"] = [_plain_call(call, place) for call in calls] if isinstance(calls, list) else _plain_call(calls, place)
     return plain
 
 
@@ -373,7 +289,7 @@ def plain_text(content: object, where: str) -> str:
         return content
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         return "".join(part["text"] for part in content)
-    raise HttpProblem(400, "unsupported_content", f"{where}: the content must be a text; pictures and sounds are not taken here.")
+    raise bad(f"{where}: the content must be a text; pictures and sounds are not taken here.", "unsupported_content")
 
 
 def plain_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
@@ -384,224 +300,8 @@ def plain_call(call_id: object, name: object, arguments: object) -> dict[str, An
     return {"id": str(call_id or ""), "type": "function", "function": {"name": str(name), "arguments": arguments}}
 
 
-def _call(call: object, place: int) -> dict[str, Any]:
+def _plain_call(call: object, place: int) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not {"name", "arguments"} <= set(function):
         raise bad(f"messages[{place}]: a tool call must be an object with a function that has a name and arguments.")
     return plain_call(call.get("id"), function["name"], function["arguments"])
-
-
-# ---- answers --------------------------------------------------------------------------------------------------------
-
-
-def answer_message(text: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    """The assistant's message for a sampled text; see `sampled_calls`."""
-    content, calls = sampled_calls(text) if tools else (text, [])
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    return {**message, "tool_calls": calls} if calls else message
-
-
-@dataclass(frozen=True)
-class ChatAnswer:
-    """What the client receives about one completion: a choice of an answer."""
-
-    completion_id: str
-    model: str
-    message: dict[str, Any]
-    """In the form of chat completions."""
-    finish_reason: str
-    """stop, length or tool_calls"""
-    num_prompt_tokens: int
-    num_sampled_tokens: int
-    logprobs: list[dict[str, Any]] | None = None
-    index: int = 0
-    stop_text: str | None = None
-    """Which of the request's stop texts ended it."""
-
-    @property
-    def content(self) -> str:
-        """The message's text."""
-        return self.message["content"] or ""
-
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        """The message's tool calls."""
-        return self.message.get("tool_calls", [])
-
-
-class AnswerStream(ABC):
-    """A choice as server-sent events while it grows; a subclass for each interface writes them.
-
-    What further tokens may change is held back: half a character, what may be a tool call or spaces before one, and what may become a stop
-    text.
-    """
-
-    def __init__(self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0) -> None:
-        self.chat, self.completion_id, self.model, self.num_prompt_tokens, self.index = chat, completion_id, model, num_prompt_tokens, index
-        self._stop, self._told = stop, ""
-
-    @abstractmethod
-    def begin(self) -> Iterator[bytes]:
-        """The first events."""
-
-    @abstractmethod
-    def piece(self, text: str) -> Iterator[bytes]:
-        """More of the content."""
-
-    @abstractmethod
-    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
-        """What is left of the content, tool calls, and the choice's end."""
-
-    @abstractmethod
-    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
-        """The end of the stream, behind all choices."""
-
-    def grown(self, text: str) -> str:
-        """What is new and certain of the answer's text so far; "" for nothing."""
-        certain = self._certain(self._stop.certain(text))
-        if len(certain) <= len(self._told) or not certain.startswith(self._told):
-            return ""
-        new, self._told = certain[len(self._told) :], certain
-        return new
-
-    def rest(self, answer: ChatAnswer) -> str:
-        """What was not yet sent of the content."""
-        content, told = answer.content, self._told
-        same = next((place for place, (a, b) in enumerate(zip(content, told, strict=False)) if a != b), len(told))
-        return content[same:]
-
-    def _certain(self, text: str) -> str:
-        certain = text.rstrip("\ufffd")
-        if self.chat.tools is None:
-            return certain
-        if (place := certain.find(CALL)) >= 0:
-            return certain[:place].rstrip()
-        half = next((n for n in range(len(CALL) - 1, 0, -1) if certain.endswith(CALL[:n])), 0)
-        return certain[: len(certain) - half].rstrip()
-
-
-class Interface(ABC):
-    """How one interface writes requests, answers and refusals."""
-
-    stream: type[AnswerStream]
-    """Writes a choice of a streamed answer."""
-    id_prefix: str
-    fields: Mapping[str, Any]
-    """{name: schema} of a request's body."""
-    harmless: frozenset[str] = frozenset()
-    """Further names whose values change nothing."""
-    neutral: Mapping[str, tuple[object, ...]] = {}
-    """{further name: its values that change nothing}"""
-
-    @abstractmethod
-    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        """A request from its body. Raises HttpProblem 400."""
-
-    def check(self, body: Mapping[str, Any]) -> None:
-        """Refuse what is not known, and what asks for something that this server cannot do; nothing is ignored silently.
-        Raises HttpProblem: 400, with the choices."""
-        try:
-            json.dumps(body, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise bad("The request holds half of a surrogate pair, which no tokenizer takes.") from None
-        for key, value in body.items():
-            if key in self.fields or key in self.harmless or value is None:
-                continue
-            if key not in self.neutral:
-                near = did_you_mean(key, self.fields)
-                raise HttpProblem(400, "unknown_parameter", f"'{key}' is not known.{near}", choices=tuple(self.fields))
-            if value not in self.neutral[key]:
-                raise HttpProblem(400, "unsupported_parameter", f"'{key}' can only be {self.neutral[key][0]!r} here, got {value!r:.80}.")
-
-    def new_id(self) -> str:
-        """Of an answer; rewards name it."""
-        return f"{self.id_prefix}{secrets.token_hex(12)}"
-
-    @abstractmethod
-    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        """An answer that is not streamed."""
-
-    def refusal(self, problem: HttpProblem) -> dict[str, Any]:
-        """The body of a refusal."""
-        return openai_error(problem)
-
-    def broken(self, problem: HttpProblem) -> bytes:
-        """A stream's last event where its answer failed."""
-        return sse(self.refusal(problem))
-
-
-class _ChatStream(AnswerStream):
-    """``chat.completion.chunk`` events: the role, pieces of the content, tool calls, the end; then, of all choices, the usage."""
-
-    def begin(self) -> Iterator[bytes]:
-        yield self._event({"role": "assistant", "content": ""}, None)
-
-    def piece(self, text: str) -> Iterator[bytes]:
-        yield self._event({"content": text}, None)
-
-    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
-        delta: dict[str, Any] = {}
-        if rest := self.rest(answer):
-            delta["content"] = rest
-        if answer.calls:
-            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(answer.calls)]
-        logprobs = _told_logprobs(answer)
-        if delta or logprobs is not None:
-            yield self._event(delta, None, logprobs)
-        yield self._event({}, answer.finish_reason)
-
-    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
-        if self.chat.include_usage:
-            yield sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [], "usage": usage(answers)})
-        yield b"data: [DONE]\n\n"
-
-    def _event(self, delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
-        choice = {"index": self.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-        return sse({**_head("chat.completion.chunk", self.completion_id, self.model), "choices": [choice]})
-
-
-class ChatCompletions(Interface):
-    """OpenAI's ``/v1/chat/completions``."""
-
-    stream = _ChatStream
-    id_prefix = "chatcmpl-"
-    fields, harmless, neutral = _FIELDS, _HARMLESS, _NEUTRAL
-
-    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        self.check(body)
-        return read_chat(body)
-
-    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        """``chat.completion`` of all choices of a request."""
-        choices = [
-            {"index": one.index, "message": one.message, "finish_reason": one.finish_reason, "logprobs": _told_logprobs(one)}
-            for one in answers
-        ]
-        return {**_head("chat.completion", answers[0].completion_id, answers[0].model), "choices": choices, "usage": usage(answers)}
-
-
-def usage(answers: Sequence[ChatAnswer]) -> dict[str, int]:
-    """Tokens of one prompt and of all its choices."""
-    prompt, sampled = answers[0].num_prompt_tokens, sum(answer.num_sampled_tokens for answer in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-def _told_logprobs(answer: ChatAnswer) -> dict[str, Any] | None:
-    return None if answer.logprobs is None else {"content": answer.logprobs}
-
-
-def _head(kind: str, completion_id: str, model: str) -> dict[str, Any]:
-    return {"id": completion_id, "object": kind, "created": int(time.time()), "model": model}
-
-
-def sse(data: Mapping[str, Any], event: str | None = None) -> bytes:
-    """One server-sent event."""
-    named = b"" if event is None else b"event: " + event.encode() + b"\n"
-    return named + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
-
-
-def openai_error(problem: HttpProblem) -> dict[str, Any]:
-    """A refusal in OpenAI's form, with our word for it as ``code``."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
-    return {"error": {"message": problem.message, "type": kind, "param": None, "code": problem.kind, "choices": problem.choices}}

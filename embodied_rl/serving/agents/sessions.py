@@ -24,6 +24,14 @@ from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.serving.http_server import HttpProblem
 
 _FORMAT = 1
+_OF_SESSION = ("session", "reward", "ended_by", "metadata", "num_rewards")
+_OF_TURN: Mapping[str, type[np.generic] | None] = {
+    **dict.fromkeys(("completion_id", "parent", "finish_reason", "reward")),
+    **dict.fromkeys(("prompt_ids", "sampled_ids"), np.int64),
+    **dict.fromkeys(("log_prob", "sampling_log_prob"), np.float32),
+    "version": np.int64,
+}
+"""{field in a file: what an array of it holds}; in the file's order."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,6 +66,17 @@ class CapturedTurn:
             raise ValueError(
                 f"Turn {self.completion_id}: sampled_ids, log_prob, sampling_log_prob and version differ in length: {lengths}."
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        kept = {} if self.structure is None else {"structure": self.structure, "stop_ids": list(self.stop_ids)}
+        return {**{name: _plain(vars(self)[name]) for name in _OF_TURN}, **kept}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> CapturedTurn:
+        """The inverse of `to_dict`."""
+        own: dict[str, Any] = {name: data[name] if kind is None else np.array(data[name], kind) for name, kind in _OF_TURN.items()}
+        return CapturedTurn(**own, structure=data.get("structure"), stop_ids=tuple(data.get("stop_ids", ())))
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -162,59 +181,16 @@ class CapturedSession:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON; NaN (a log-probability that a backend cannot say) is null."""
-        return {
-            "format": _FORMAT,
-            "session": self.session,
-            "reward": self.reward,
-            "ended_by": self.ended_by,
-            "metadata": dict(self.metadata),
-            "num_rewards": self.num_rewards,
-            "turns": [
-                {
-                    "completion_id": turn.completion_id,
-                    "parent": turn.parent,
-                    "finish_reason": turn.finish_reason,
-                    "reward": turn.reward,
-                    "prompt_ids": turn.prompt_ids.tolist(),
-                    "sampled_ids": turn.sampled_ids.tolist(),
-                    "log_prob": _numbers(turn.log_prob),
-                    "sampling_log_prob": _numbers(turn.sampling_log_prob),
-                    "version": turn.version.tolist(),
-                    **({} if turn.structure is None else {"structure": turn.structure, "stop_ids": list(turn.stop_ids)}),
-                }
-                for turn in self.turns
-            ],
-        }
+        own = {name: vars(self)[name] for name in _OF_SESSION}
+        return {"format": _FORMAT, **own, "metadata": dict(self.metadata), "turns": [turn.to_dict() for turn in self.turns]}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> CapturedSession:
         """The inverse of `to_dict`, bit by bit. Raises UserError for another format."""
         if data.get("format") != _FORMAT:
             raise UserError(f"A captured session has format {data.get('format')!r}; this version of embodied_rl reads {_FORMAT}.")
-        turns = [
-            CapturedTurn(
-                completion_id=turn["completion_id"],
-                parent=turn["parent"],
-                prompt_ids=np.array(turn["prompt_ids"], np.int64),
-                sampled_ids=np.array(turn["sampled_ids"], np.int64),
-                log_prob=_floats(turn["log_prob"]),
-                sampling_log_prob=_floats(turn["sampling_log_prob"]),
-                version=np.array(turn["version"], np.int64),
-                finish_reason=turn["finish_reason"],
-                reward=turn["reward"],
-                structure=turn.get("structure"),
-                stop_ids=tuple(turn.get("stop_ids", ())),
-            )
-            for turn in data["turns"]
-        ]
-        return CapturedSession(
-            session=data["session"],
-            turns=tuple(turns),
-            reward=data["reward"],
-            ended_by=data["ended_by"],
-            metadata=data["metadata"],
-            num_rewards=int(data.get("num_rewards", 0)),
-        )
+        own = {name: {"num_rewards": 0, **data}[name] for name in _OF_SESSION}
+        return CapturedSession(**own, turns=tuple(map(CapturedTurn.from_dict, data["turns"])))
 
     def save(self, folder: Path) -> Path:
         """Write ``<session>.json`` into a folder, whole or not at all; earlier files are kept, and this one is numbered then."""
@@ -232,12 +208,11 @@ def read_captured(folder: Path) -> list[CapturedSession]:
     return found
 
 
-def _numbers(array: np.ndarray) -> list[float | None]:
-    return [float(number) if np.isfinite(number) else None for number in array]
-
-
-def _floats(numbers: Sequence[float | None]) -> np.ndarray:
-    return np.array([np.nan if number is None else number for number in numbers], np.float32)
+def _plain(value: object) -> object:
+    """What JSON holds: null for what is no finite number."""
+    if not isinstance(value, np.ndarray):
+        return value
+    return [number if math.isfinite(number) else None for number in value.tolist()]
 
 
 _MARK = "\u2402turn\u2403"

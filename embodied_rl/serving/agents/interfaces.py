@@ -1,0 +1,725 @@
+"""The interfaces that the proxy speaks, OpenAI's chat completions and responses and Anthropic's messages: each reads a request into a
+`ChatRequest` and writes its answer from a `ChatAnswer`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from embodied_rl.errors import did_you_mean
+from embodied_rl.serving.agents.chat import (
+    CALL,
+    ChatRequest,
+    StopTexts,
+    bad,
+    constraints,
+    number_in,
+    parallel,
+    plain_call,
+    plain_message,
+    plain_text,
+    sampled_calls,
+    sampling,
+    schema_of,
+    stop_texts,
+)
+from embodied_rl.serving.http_server import COUNT, FLAG, LIST, NUMBER, OBJECT, TEXT, TEXTS, HttpProblem
+
+_SOME = {"type": "integer", "minimum": 1}
+_SAMPLING = {"temperature": {**NUMBER, "minimum": 0}, "top_p": {**NUMBER, "maximum": 1}}
+_TOOL_CHOICE = {"description": "auto, none, required, or one function."}
+_TOP_LOGPROBS = {**COUNT, "maximum": 20}
+_HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+"""Asked for by OpenAI's clients as a habit; they change nothing about what is sampled."""
+_MAX_CHOICES, _MAX_TOP_LOGPROBS = 128, 20
+
+Recall = Callable[[str], tuple[dict[str, Any], ...] | None]
+"""The messages of an earlier answer by its id, itself included; None: there is no such answer."""
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+
+def answer_message(text: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    """The assistant's message for a sampled text; see `sampled_calls`."""
+    content, calls = sampled_calls(text) if tools else (text, [])
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """What the client receives about one completion: a choice of an answer."""
+
+    completion_id: str
+    model: str
+    message: dict[str, Any]
+    """In the form of chat completions."""
+    finish_reason: str
+    """stop, length or tool_calls"""
+    num_prompt_tokens: int
+    num_sampled_tokens: int
+    logprobs: list[dict[str, Any]] | None = None
+    index: int = 0
+    stop_text: str | None = None
+    """Which of the request's stop texts ended it."""
+
+    @property
+    def content(self) -> str:
+        """The message's text."""
+        return self.message["content"] or ""
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The message's tool calls."""
+        return self.message.get("tool_calls", [])
+
+
+class AnswerStream(ABC):
+    """A choice as server-sent events while it grows; a subclass for each interface writes them.
+
+    What further tokens may change is held back: half a character, what may be a tool call or spaces before one, and what may become a stop
+    text.
+    """
+
+    def __init__(self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0) -> None:
+        self.chat, self.completion_id, self.model, self.num_prompt_tokens, self.index = chat, completion_id, model, num_prompt_tokens, index
+        self._stop, self._told = stop, ""
+
+    @abstractmethod
+    def begin(self) -> Iterator[bytes]:
+        """The first events."""
+
+    @abstractmethod
+    def piece(self, text: str) -> Iterator[bytes]:
+        """More of the content."""
+
+    @abstractmethod
+    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
+        """What is left of the content, tool calls, and the choice's end."""
+
+    @abstractmethod
+    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
+        """The end of the stream, behind all choices."""
+
+    def grown(self, text: str) -> str:
+        """What is new and certain of the answer's text so far; "" for nothing."""
+        certain = self._certain(self._stop.certain(text))
+        if len(certain) <= len(self._told) or not certain.startswith(self._told):
+            return ""
+        new, self._told = certain[len(self._told) :], certain
+        return new
+
+    def rest(self, answer: ChatAnswer) -> str:
+        """What was not yet sent of the content."""
+        content, told = answer.content, self._told
+        same = next((place for place, (a, b) in enumerate(zip(content, told, strict=False)) if a != b), len(told))
+        return content[same:]
+
+    def _certain(self, text: str) -> str:
+        certain = text.rstrip("\ufffd")
+        if self.chat.tools is None:
+            return certain
+        if (place := certain.find(CALL)) >= 0:
+            return certain[:place].rstrip()
+        half = next((n for n in range(len(CALL) - 1, 0, -1) if certain.endswith(CALL[:n])), 0)
+        return certain[: len(certain) - half].rstrip()
+
+
+class Interface(ABC):
+    """How one interface writes requests, answers and refusals."""
+
+    stream: type[AnswerStream]
+    """Writes a choice of a streamed answer."""
+    id_prefix: str
+    fields: ClassVar[Mapping[str, Any]]
+    """{name: schema} of a request's body."""
+    harmless: frozenset[str] = frozenset()
+    """Further names whose values change nothing."""
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """{further name: its values that change nothing}"""
+
+    @abstractmethod
+    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
+        """A request from its body. Raises HttpProblem 400."""
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Refuse what is not known, and what asks for something that this server cannot do; nothing is ignored silently.
+        Raises HttpProblem: 400, with the choices."""
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise bad("The request holds half of a surrogate pair, which no tokenizer takes.") from None
+        for key, value in body.items():
+            if key in self.fields or key in self.harmless or value is None:
+                continue
+            if key not in self.neutral:
+                raise bad(f"'{key}' is not known.{did_you_mean(key, self.fields)}", "unknown_parameter", self.fields)
+            if value not in self.neutral[key]:
+                raise bad(f"'{key}' can only be {self.neutral[key][0]!r} here, got {value!r:.80}.", "unsupported_parameter")
+
+    def new_id(self) -> str:
+        """Of an answer; rewards name it."""
+        return f"{self.id_prefix}{secrets.token_hex(12)}"
+
+    @abstractmethod
+    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        """An answer that is not streamed."""
+
+    def refusal(self, problem: HttpProblem) -> dict[str, Any]:
+        """The body of a refusal."""
+        return openai_error(problem)
+
+    def broken(self, problem: HttpProblem) -> bytes:
+        """A stream's last event where its answer failed."""
+        return sse(self.refusal(problem))
+
+
+def sse(data: Mapping[str, Any], event: str | None = None) -> bytes:
+    """One server-sent event."""
+    named = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return named + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+def openai_error(problem: HttpProblem) -> dict[str, Any]:
+    """A refusal in OpenAI's form, with our word for it as ``code``."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
+    return {"error": {"message": problem.message, "type": kind, "param": None, "code": problem.kind, "choices": problem.choices}}
+
+
+# ---- OpenAI's chat completions --------------------------------------------------------------------------------------
+
+
+class _ChatStream(AnswerStream):
+    """``chat.completion.chunk`` events: the role, pieces of the content, tool calls, the end; then, of all choices, the usage."""
+
+    def begin(self) -> Iterator[bytes]:
+        yield self._event({"role": "assistant", "content": ""}, None)
+
+    def piece(self, text: str) -> Iterator[bytes]:
+        yield self._event({"content": text}, None)
+
+    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
+        delta: dict[str, Any] = {}
+        if rest := self.rest(answer):
+            delta["content"] = rest
+        if answer.calls:
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(answer.calls)]
+        logprobs = _told_logprobs(answer)
+        if delta or logprobs is not None:
+            yield self._event(delta, None, logprobs)
+        yield self._event({}, answer.finish_reason)
+
+    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
+        if self.chat.include_usage:
+            yield sse(_completion("chat.completion.chunk", self.completion_id, self.model, [], usage=_usage(answers)))
+        yield b"data: [DONE]\n\n"
+
+    def _event(self, delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None) -> bytes:
+        choice = {"index": self.index, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+        return sse(_completion("chat.completion.chunk", self.completion_id, self.model, [choice]))
+
+
+class ChatCompletions(Interface):
+    """OpenAI's ``/v1/chat/completions``."""
+
+    stream = _ChatStream
+    id_prefix = "chatcmpl-"
+    fields: ClassVar[Mapping[str, Any]] = {
+        "model": TEXT,
+        "messages": {**LIST, "description": "Texts, tool calls and their results."},
+        "tools": LIST,
+        "tool_choice": _TOOL_CHOICE,
+        "parallel_tool_calls": FLAG,
+        "response_format": {**OBJECT, "description": "text, json_object, or json_schema with its schema."},
+        "max_tokens": _SOME,
+        "max_completion_tokens": _SOME,
+        **_SAMPLING,
+        "top_k": {"type": "integer"},
+        "seed": COUNT,
+        "stop": {"description": "A text or several; the answer ends before the first."},
+        "n": _SOME,
+        "logprobs": FLAG,
+        "top_logprobs": _TOP_LOGPROBS,
+        "stream": FLAG,
+        "stream_options": OBJECT,
+    }
+    harmless = _HARMLESS
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "frequency_penalty": (0, 0.0),
+        "presence_penalty": (0, 0.0),
+        "logit_bias": ({},),
+        "modalities": (["text"],),
+    }
+
+    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
+        self.check(body)
+        messages, tools = body.get("messages"), self._tools(body)
+        if not isinstance(messages, list) or not messages:
+            raise bad("'messages' must be a list of at least one message.")
+        options, top = body.get("stream_options"), number_in(body, "top_logprobs", 0, _MAX_TOP_LOGPROBS) or 0
+        if top and not body.get("logprobs"):
+            raise bad("'top_logprobs' come only beside 'logprobs': true.")
+        return ChatRequest(
+            messages=tuple(plain_message(message, place) for place, message in enumerate(messages)),
+            tools=tools,
+            top_k=max(number_in(body, "top_k", -1, 2**20) or 0, 0),
+            seed=number_in(body, "seed", 0, 2**63 - 1),
+            stop=stop_texts(body, "stop"),
+            include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+            logprobs=bool(body.get("logprobs")),
+            top_logprobs=top,
+            num_choices=number_in(body, "n", 1, _MAX_CHOICES) or 1,
+            **constraints(
+                body.get("tool_choice"), tools, schema_of(body.get("response_format"), "response_format", "json_schema"), parallel(body)
+            ),
+            **sampling(body, "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"),
+        )
+
+    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        """``chat.completion`` of all choices of a request."""
+        choices = [
+            {"index": one.index, "message": one.message, "finish_reason": one.finish_reason, "logprobs": _told_logprobs(one)}
+            for one in answers
+        ]
+        return _completion("chat.completion", answers[0].completion_id, answers[0].model, choices, usage=_usage(answers))
+
+    def _tools(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
+        tools = body.get("tools")
+        if not tools or body.get("tool_choice") == "none":
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
+            raise bad("'tools' must be a list of objects with a 'function'.")
+        return tuple(tools)
+
+
+def _usage(answers: Sequence[ChatAnswer]) -> dict[str, int]:
+    """Tokens of one prompt and of all its choices."""
+    prompt, sampled = answers[0].num_prompt_tokens, sum(answer.num_sampled_tokens for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _told_logprobs(answer: ChatAnswer) -> dict[str, Any] | None:
+    return None if answer.logprobs is None else {"content": answer.logprobs}
+
+
+def _completion(kind: str, completion_id: str, model: str, choices: Sequence[Mapping[str, Any]], **usage: object) -> dict[str, Any]:
+    return {"id": completion_id, "object": kind, "created": int(time.time()), "model": model, "choices": choices, **usage}
+
+
+# ---- OpenAI's responses ---------------------------------------------------------------------------------------------
+
+
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = ("reasoning.encrypted_content", _LOGPROBS)
+
+
+class _ResponseStream(AnswerStream):
+    """``response.created``, the items with what they grow by, ``response.completed``."""
+
+    _number = -1
+    _items = 0
+    _text: str | None = None
+    """Of the message so far; None: it has not begun."""
+
+    def begin(self) -> Iterator[bytes]:
+        begun = _response(self.chat, self.completion_id, self.model, None)
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
+
+    def piece(self, text: str) -> Iterator[bytes]:
+        if self._text is None:
+            self._text = ""
+            yield self._event("response.output_item.added", item=_message_item(self.completion_id, None, "in_progress"))
+            yield self._part("response.content_part.added", part=_output_text("", None))
+        self._text += text
+        yield self._part("response.output_text.delta", delta=text, logprobs=[])
+
+    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
+        rest = self.rest(answer)
+        if rest or (self._text is None and not answer.calls):
+            yield from self.piece(rest)
+        if self._text is not None:
+            part = _output_text(answer.content, answer.logprobs)
+            yield self._part("response.output_text.done", text=answer.content, logprobs=answer.logprobs or [])
+            yield self._part("response.content_part.done", part=part)
+            yield self._event("response.output_item.done", item=_message_item(self.completion_id, part, _status(answer)))
+            self._items += 1
+        for number, call in enumerate(answer.calls):
+            item = _call_item(self.completion_id, number, call)
+            yield self._event("response.output_item.added", item={**item, "arguments": "", "status": "in_progress"})
+            where: dict[str, object] = {"item_id": item["id"]}
+            yield self._event("response.function_call_arguments.delta", **where, delta=item["arguments"])
+            yield self._event("response.function_call_arguments.done", **where, arguments=item["arguments"], name=item["name"])
+            yield self._event("response.output_item.done", item=item)
+            self._items += 1
+
+    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
+        (answer,) = answers
+        response = _response(self.chat, self.completion_id, self.model, answer)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _part(self, kind: str, **fields: object) -> bytes:
+        return self._event(kind, item_id=_message_id(self.completion_id), content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        self._number += 1
+        where = {} if "response" in fields else {"output_index": self._items}
+        return sse({"type": kind, "sequence_number": self._number, **where, **fields}, kind)
+
+
+class Responses(Interface):
+    """OpenAI's ``/v1/responses``."""
+
+    stream = _ResponseStream
+    id_prefix = "resp_"
+    fields: ClassVar[Mapping[str, Any]] = {
+        "model": TEXT,
+        "input": {"description": "A text, or items: messages, function calls and their outputs."},
+        "instructions": TEXT,
+        "previous_response_id": TEXT,
+        "tools": LIST,
+        "tool_choice": _TOOL_CHOICE,
+        "parallel_tool_calls": FLAG,
+        "text": {**OBJECT, "description": "format: text, json_object, or json_schema with its schema."},
+        "include": TEXTS,
+        "max_output_tokens": _SOME,
+        **_SAMPLING,
+        "top_logprobs": _TOP_LOGPROBS,
+        "stream": FLAG,
+    }
+    harmless = _HARMLESS | {"stream_options", "reasoning", "max_tool_calls"}
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"truncation": ("disabled", "auto"), "background": (False,)}
+
+    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
+        self.check(body)
+        choice, text = body.get("tool_choice"), body.get("text")
+        tools = None if choice == "none" else self._tools(body.get("tools"))
+        if isinstance(choice, dict):
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
+        include = body.get("include") or []
+        if not isinstance(include, list) or any(name not in _INCLUDED for name in include):
+            raise bad(f"'include' asks for {include!r:.80}.", "unsupported_parameter", _INCLUDED)
+        top = number_in(body, "top_logprobs", 0, _MAX_TOP_LOGPROBS) or 0
+        instructions, earlier = body.get("instructions"), self._earlier(body, recall)
+        system = [] if instructions is None else [{"role": "system", "content": plain_text(instructions, "instructions")}]
+        return ChatRequest(
+            messages=(*system, *earlier, *self._messages(body.get("input"))),
+            tools=tools,
+            logprobs=_LOGPROBS in include or top > 0,
+            top_logprobs=top,
+            **constraints(choice, tools, schema_of(text.get("format") if isinstance(text, dict) else None, "text.format"), parallel(body)),
+            **sampling(body, "max_output_tokens"),
+            recalled_from=len(system),
+        )
+
+    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        (answer,) = answers
+        return _response(chat, answer.completion_id, answer.model, answer)
+
+    def broken(self, problem: HttpProblem) -> bytes:
+        return sse({"type": "error", "code": problem.kind, "message": problem.message, "param": None, "sequence_number": 0}, "error")
+
+    def _tools(self, tools: object) -> tuple[dict[str, Any], ...] | None:
+        """In the form of chat completions, which templates know."""
+        if not tools:
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise bad("'tools' must be a list of objects.")
+        for tool in tools:
+            if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+                raise bad(f"'tools' can only be functions with a name here, got type {tool.get('type')!r:.40}.", "unsupported_parameter")
+        described = [{name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None} for tool in tools]
+        return tuple({"type": "function", "function": function} for function in described)
+
+    def _earlier(self, body: Mapping[str, Any], recall: Recall) -> tuple[dict[str, Any], ...]:
+        """The conversation that ``previous_response_id`` ends; instructions are not handed on."""
+        name = body.get("previous_response_id")
+        if name is None:
+            return ()
+        found = recall(str(name))
+        if found is None:
+            raise HttpProblem(404, "unknown_response", f"This session has no answer {name!r:.80} ('previous_response_id').")
+        return found
+
+    def _messages(self, items: object) -> list[dict[str, Any]]:
+        """Items as messages; calls go into the assistant's message before them."""
+        if isinstance(items, str):
+            return [{"role": "user", "content": items}]
+        if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
+            raise bad("'input' must be a text or a list of at least one item.")
+        found: list[dict[str, Any]] = []
+        for place, item in enumerate(items):
+            kind = item.get("type", "message")
+            if kind == "message":
+                found.append(plain_message({"role": item.get("role"), "content": item.get("content")}, place))
+            elif kind == "function_call":
+                if not found or found[-1]["role"] != "assistant":
+                    found.append({"role": "assistant", "content": ""})
+                call = plain_call(item.get("call_id"), item.get("name"), item.get("arguments"))
+                found[-1] = {**found[-1], "tool_calls": [*found[-1].get("tool_calls", []), call]}
+            elif kind == "function_call_output":
+                said = plain_text(item.get("output"), f"input[{place}]")
+                found.append({"role": "tool", "content": said, "tool_call_id": str(item.get("call_id", ""))})
+            else:
+                raise bad(f"input[{place}]: items of type {kind!r:.40} are not taken here.", "unsupported_content")
+        return found
+
+
+def _response(chat: ChatRequest, completion_id: str, model: str, answer: ChatAnswer | None) -> dict[str, Any]:
+    """The whole object; `answer` is None while it is being sampled."""
+    asked, usage, output = chat.asked, None, []
+    if answer is not None:
+        sampled = answer.num_sampled_tokens
+        usage = {
+            "input_tokens": answer.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answer.num_prompt_tokens + sampled,
+        }
+        if answer.content or not answer.calls:
+            output.append(_message_item(completion_id, _output_text(answer.content, answer.logprobs), _status(answer)))
+        output += [_call_item(completion_id, number, call) for number, call in enumerate(answer.calls)]
+    status = "in_progress" if answer is None else _status(answer)
+    return {
+        "id": completion_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": model,
+        "output": output,
+        "usage": usage,
+        **{name: asked.get(name) for name in ("instructions", "previous_response_id", "max_output_tokens")},
+        "metadata": asked.get("metadata") or {},
+        "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+        "temperature": chat.temperature,
+        "top_p": chat.top_p,
+        "tools": asked.get("tools") or [],
+        "tool_choice": asked.get("tool_choice") or "auto",
+        "text": asked.get("text") or {"format": {"type": "text"}},
+        "truncation": "disabled",
+    }
+
+
+def _status(answer: ChatAnswer) -> str:
+    return "incomplete" if answer.finish_reason == "length" else "completed"
+
+
+def _message_id(completion_id: str) -> str:
+    return f"msg_{completion_id.removeprefix('resp_')}"
+
+
+def _message_item(completion_id: str, part: Mapping[str, Any] | None, status: str) -> dict[str, Any]:
+    content = [] if part is None else [part]
+    return {"type": "message", "id": _message_id(completion_id), "role": "assistant", "status": status, "content": content}
+
+
+def _output_text(text: str, logprobs: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs or [])}
+
+
+def _call_item(completion_id: str, number: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    name = f"fc_{completion_id.removeprefix('resp_')}_{number}"
+    return {"type": "function_call", "id": name, "call_id": call["id"], **call["function"], "status": "completed"}
+
+
+# ---- Anthropic's messages -------------------------------------------------------------------------------------------
+
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+
+
+class _MessageStream(AnswerStream):
+    """``message_start``, a content block for the text and one for each tool call, ``message_delta``, ``message_stop``."""
+
+    _blocks = 0
+    _text_open = False
+
+    def begin(self) -> Iterator[bytes]:
+        usage = {"input_tokens": self.num_prompt_tokens, "output_tokens": 0}
+        message = {
+            **_message_head(self.completion_id, self.model),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+        yield _message_event("message_start", message=message)
+
+    def piece(self, text: str) -> Iterator[bytes]:
+        if not self._text_open:
+            self._text_open = True
+            yield _message_event("content_block_start", index=self._blocks, content_block={"type": "text", "text": ""})
+        yield _message_event("content_block_delta", index=self._blocks, delta={"type": "text_delta", "text": text})
+
+    def end(self, answer: ChatAnswer) -> Iterator[bytes]:
+        if rest := self.rest(answer):
+            yield from self.piece(rest)
+        if self._text_open:
+            yield self._close_block()
+        for call in answer.calls:
+            yield _message_event("content_block_start", index=self._blocks, content_block={**_call_block(call), "input": {}})
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(_arguments(call))}
+            yield _message_event("content_block_delta", index=self._blocks, delta=delta)
+            yield self._close_block()
+        yield _message_event("message_delta", delta=_message_end(answer), usage={"output_tokens": answer.num_sampled_tokens})
+
+    def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
+        yield _message_event("message_stop")
+
+    def _close_block(self) -> bytes:
+        self._blocks, self._text_open = self._blocks + 1, False
+        return _message_event("content_block_stop", index=self._blocks - 1)
+
+
+class Messages(Interface):
+    """Anthropic's ``/v1/messages``."""
+
+    stream = _MessageStream
+    id_prefix = "msg_"
+    fields: ClassVar[Mapping[str, Any]] = {
+        "model": TEXT,
+        "messages": {**LIST, "description": "Texts, uses of tools and their results."},
+        "system": {"description": "A text, or blocks of text."},
+        "max_tokens": _SOME,
+        "stop_sequences": TEXTS,
+        **_SAMPLING,
+        "top_k": COUNT,
+        "tools": LIST,
+        "tool_choice": {**OBJECT, "description": "auto, any, tool with its name, or none."},
+        "output_config": {**OBJECT, "description": "format: json_schema with its schema."},
+        "stream": FLAG,
+    }
+    harmless = frozenset({"metadata", "service_tier", "cache_control"})
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"thinking": ({"type": "disabled"},)}
+
+    def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
+        if body.get("max_tokens") is None:
+            raise bad("'max_tokens' is missing.")
+        return self.read_prompt(body)
+
+    def read_prompt(self, body: Mapping[str, Any]) -> ChatRequest:
+        """As `read`, where nothing will be sampled: ``max_tokens`` may be missing. Raises HttpProblem 400."""
+        self.check(body)
+        choice = body.get("tool_choice") or {"type": "auto"}
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if kind not in (*_CHOICES, "tool"):
+            raise bad(f"'tool_choice' must be {{'type': …}}, got {choice!r:.80}.", choices=[*_CHOICES, "tool"])
+        tools = None if kind == "none" else self._tools(body.get("tools"))
+        asked = {"type": "function", "function": {"name": choice.get("name")}} if kind == "tool" else _CHOICES[kind]
+        return ChatRequest(
+            messages=self._messages(body),
+            tools=tools,
+            top_k=number_in(body, "top_k", 0, 2**20) or 0,
+            stop=stop_texts(body, "stop_sequences"),
+            **constraints(asked, tools, self._schema(body.get("output_config")), not choice.get("disable_parallel_tool_use")),
+            **sampling(body, "max_tokens"),
+        )
+
+    def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        (answer,) = answers
+        blocks: list[dict[str, Any]] = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
+        blocks += [{**_call_block(call), "input": _arguments(call)} for call in answer.calls]
+        usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": answer.num_sampled_tokens}
+        return {**_message_head(answer.completion_id, answer.model), "content": blocks, **_message_end(answer), "usage": usage}
+
+    def refusal(self, problem: HttpProblem) -> dict[str, Any]:
+        kind = _ERRORS.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": problem.message, "code": problem.kind, "choices": problem.choices}}
+
+    def broken(self, problem: HttpProblem) -> bytes:
+        return sse(self.refusal(problem), "error")
+
+    def _tools(self, tools: object) -> tuple[dict[str, Any], ...] | None:
+        """In the form of chat completions, which templates know."""
+        if not tools:
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in tools):
+            raise bad("'tools' must be a list of objects with a 'name' and an 'input_schema'.")
+        for tool in tools:
+            if tool.get("type", "custom") != "custom":
+                raise bad(f"Tool {tool['name']!r:.80}: only tools of one's own are called here.", "unsupported_parameter")
+        described = [
+            {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool.get("input_schema") or {}}
+            for tool in tools
+        ]
+        return tuple({"type": "function", "function": function} for function in described)
+
+    def _schema(self, config: object) -> object:
+        """The JSON schema that ``output_config`` asks for; None: any text."""
+        form = config.get("format") if isinstance(config, dict) else None
+        if form is None:
+            return None
+        if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+            raise bad(f"'output_config.format' must be {{'type': 'json_schema', 'schema': …}}, got {form!r:.80}.")
+        return form["schema"]
+
+    def _messages(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+        found, messages = [], body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise bad("'messages' must be a list of at least one message.")
+        if body.get("system"):
+            found.append({"role": "system", "content": plain_text(body["system"], "system")})
+        for place, message in enumerate(messages):
+            if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
+                raise bad(f"messages[{place}]: the role must be user or assistant.")
+            found += self._plain(message["role"], message.get("content"), f"messages[{place}]")
+        return tuple(found)
+
+    def _plain(self, role: str, content: object, where: str) -> list[dict[str, Any]]:
+        """A message as templates take it; results of tools come as messages of their own, before what the user says beside them."""
+        blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if not all(isinstance(block, dict) for block in blocks):
+            raise bad(f"{where}: the content must be a text or a list of blocks.")
+        texts, calls, results = [], [], []
+        for block in blocks:
+            kind = block.get("type")
+            if kind == "tool_use" and role == "assistant":
+                calls.append(plain_call(block.get("id"), block.get("name"), block.get("input")))
+            elif kind == "tool_result" and role == "user":
+                said = plain_text(block.get("content"), where)
+                results.append({"role": "tool", "content": said, "tool_call_id": str(block.get("tool_use_id", ""))})
+            elif kind == "text":
+                texts.append(plain_text(block.get("text"), where))
+            else:
+                raise bad(f"{where}: blocks of type {kind!r:.40} are not taken here.", "unsupported_content")
+        if calls:
+            return [{"role": role, "content": "".join(texts), "tool_calls": calls}]
+        return results + ([{"role": role, "content": "".join(texts)}] if texts or not results else [])
+
+
+def _message_event(kind: str, **fields: object) -> bytes:
+    return sse({"type": kind, **fields}, kind)
+
+
+def _message_head(completion_id: str, model: str) -> dict[str, Any]:
+    return {"id": completion_id, "type": "message", "role": "assistant", "model": model}
+
+
+def _message_end(answer: ChatAnswer) -> dict[str, Any]:
+    stopped = answer.finish_reason == "stop" and answer.stop_text is not None
+    return {
+        "stop_reason": "stop_sequence" if stopped else _REASONS[answer.finish_reason],
+        "stop_sequence": answer.stop_text if stopped else None,
+    }
+
+
+def _call_block(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+
+
+def _arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """An object, as clients expect it; what a model gave instead is its only entry."""
+    found = json.loads(call["function"]["arguments"])
+    return found if isinstance(found, dict) else {"arguments": found}
