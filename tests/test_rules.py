@@ -125,8 +125,8 @@ EXAMPLES = (
     # staleness
     (
         "stale_recordings",
-        f"{CARTPOLE} {APART} algorithm=sac policy.distribution=squashed algorithm.max_staleness=1",
-        "keeps what it learns from: set it to 0",
+        f"{CARTPOLE} algorithm=iql {EXPERT} algorithm.max_staleness=1",
+        "and algorithm=iql plays nothing: its steps were recorded",
     ),
     ("stale_in_turns", f"{CARTPOLE} algorithm.max_staleness=1 hybrid.offload=[simulators]", "or algorithm.max_staleness=0."),
     ("stale_in_turns", f"{GROUPS} {APART} algorithm.groups.max_staleness=1 hybrid.offload=[kv_cache]", "puts aside then what plays. "),

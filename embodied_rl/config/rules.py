@@ -453,8 +453,9 @@ _REWARDS = (
 _STALENESS = (
     Rule(
         "stale_recordings",
-        lambda run: run.algorithm.max_staleness > 0 and not run.algorithm.on_policy,
-        "algorithm.max_staleness is about rollouts, and algorithm={algorithm.name} keeps what it learns from: set it to 0.",
+        lambda run: run.algorithm.max_staleness > 0 and not run.algorithm.plays,
+        "algorithm.max_staleness={algorithm.max_staleness} plays on while training, and algorithm={algorithm.name} plays nothing: its "
+        "steps were recorded. Set it to 0.",
     ),
     Rule(
         "stale_in_turns",

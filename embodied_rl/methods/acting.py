@@ -18,6 +18,7 @@ class SwitchedGenerator(WrappedGenerator):
         self._random = RandomGenerator(spec)
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        self._random.version = self.version
         self._present().send(slots, observation, None if self.way == "mode" else noise)
 
     def recv(self) -> ActedBatch:

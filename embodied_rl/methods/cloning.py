@@ -23,7 +23,7 @@ from embodied_rl.learning.learner import Learner, make_learner, scheduled
 from embodied_rl.learning.recorded import CloningObjective, read_statistics, step_rows
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
-from embodied_rl.methods.rollout import make_rollout_collector
+from embodied_rl.methods.rollout import PlayingMethod
 from embodied_rl.policies.base import Policy
 from embodied_rl.sim.instrumented import EXPERT
 from embodied_rl.sim.simulators import Simulators
@@ -195,7 +195,7 @@ class CloningMethod(Method[Rollout | None, None]):
             self._waited = 0
 
 
-class DaggerMethod(CloningMethod):
+class DaggerMethod(PlayingMethod[Rollout | None, None], CloningMethod):
     """DAgger (Ross, Gordon and Bagnell 2011, arXiv:1011.0686, algorithm 3.1 with β_1 = 1 and β_i = 0 after).
 
     The first iteration clones the recorded episodes; each later one lets the policy play `rollout_steps` steps of every slot by its
@@ -205,7 +205,7 @@ class DaggerMethod(CloningMethod):
 
     def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
         super().__init__(config, manager, policy, generator, run_dir)
-        self.collector = make_rollout_collector(config, manager, generator, policy.action_layout)
+        self.play_in(manager, generator, policy.action_layout)
         texts = {key: np.empty(0, object) for key in policy.observation_keys if key not in policy.spec.tensors}
         self._observation: dict[str, np.ndarray] = texts | {key: part.numpy() for key, part in nothing_seen(policy).items()}
         self._action = np.zeros((0, manager.spec.action.dim), manager.spec.action.dtype)
@@ -213,8 +213,8 @@ class DaggerMethod(CloningMethod):
     def collect(self, iteration: int) -> Experience[Rollout | None]:
         if iteration == 0:
             return Experience(0, [], nothing_seen(self.policy), None)
-        self.collector.draw("mode")
-        rollout = self.collector.next_rollout(iteration)
+        self._draw()
+        rollout = self.next_rollout(iteration)
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
         return Experience(rollout.num_steps, finished, nothing_seen(self.policy), rollout)
 
@@ -259,7 +259,11 @@ class DaggerMethod(CloningMethod):
 
     def restart(self, iteration: int) -> None:
         super().restart(iteration)
+        self._draw()
         self.collector.restart(seed_round=iteration)
+
+    def _draw(self) -> None:
+        self.collector.draw("mode", first=1)  # the first iteration clones what is recorded
 
     def metrics(self) -> dict[str, float]:
         return {**super().metrics(), "data/labels": float(self._recorded_steps() + len(self._action))}

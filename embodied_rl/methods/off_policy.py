@@ -22,7 +22,7 @@ from embodied_rl.learning.recorded import CriticsObjective, prepared, read_stati
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import mean_figures, single_threaded
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
-from embodied_rl.methods.rollout import make_rollout_collector
+from embodied_rl.methods.rollout import PlayingMethod
 from embodied_rl.policies.base import Policy
 from embodied_rl.policies.q_ensemble import ActorWithCritics
 from embodied_rl.sim.simulators import Simulators
@@ -140,7 +140,7 @@ class OfflineMethod(Method[Rollout | None, int]):
         self._rewards.load_state_dict(state)
 
 
-class MixedMethod(OfflineMethod):
+class MixedMethod(PlayingMethod[Rollout | None, int], OfflineMethod):
     """Off-policy learning while playing: soft actor-critic, with a share of recorded steps RLPD.
 
     RLPD (Ball et al. 2023, arXiv:2302.02948): half of each minibatch recorded and half fresh, critics with layer normalisation, an
@@ -150,7 +150,7 @@ class MixedMethod(OfflineMethod):
 
     def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
         super().__init__(config, manager, policy, generator, run_dir)
-        self.collector = make_rollout_collector(config, manager, generator, policy.action_layout)
+        self.play_in(manager, generator, policy.action_layout)
         self.buffer = ReplayBuffer(self.options.replay_capacity)
 
     @property
@@ -158,14 +158,19 @@ class MixedMethod(OfflineMethod):
         return self.buffer.num_added < self.options.warmup_steps
 
     def collect(self, iteration: int) -> Experience[Rollout | None]:
-        # A policy that draws its own actions explores with them, untrained as it is.
-        self.collector.draw("random" if self._warming_up and not self.policy.translates else "noisy")
-        rollout = self.collector.next_rollout(iteration)
+        self._draw(iteration)
+        rollout = self.next_rollout(iteration)
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
         seen = nothing_seen(self.policy)
         if not self._has_statistics:
             seen = {key: torch.from_numpy(rollout.observation[key]).flatten(0, 1) for key in seen}
         return Experience(rollout.num_steps, finished, seen, rollout)
+
+    def _draw(self, iteration: int) -> None:
+        """Say in which of the rollouts from this one on the warm-up ends: it goes by what is stored when one is learned from. A policy that
+        draws its own actions explores with them, untrained as it is."""
+        left = 0 if self.policy.translates else max(0, self.options.warmup_steps - self.buffer.num_added)
+        self.collector.draw("noisy", random_before=iteration + -(-left // self.config.decisions_per_iteration))
 
     def prepare(self, experience: Experience[Rollout | None]) -> int:
         """Store the fresh steps; how many updates they allow."""
@@ -206,6 +211,7 @@ class MixedMethod(OfflineMethod):
     def restart(self, iteration: int) -> None:
         super().restart(iteration)
         self._rewards.restart_episodes()
+        self._draw(iteration)
         self.collector.restart(seed_round=iteration)
 
     def metrics(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""PPO on a fixed number of steps of every slot."""
+"""Methods on a fixed number of steps of every slot: how these are played, ahead of training too, and PPO on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.acting import SwitchedGenerator
-from embodied_rl.methods.base import Experience, Method
+from embodied_rl.methods.base import Experience, Method, Played, Prepared
 from embodied_rl.policies.base import Policy, prepare_observation
 from embodied_rl.rollout.collector import PATIENCE_S, RolloutCollector
 from embodied_rl.rollout.groups import WHOLE, Share
@@ -30,10 +30,47 @@ from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, Rollout
 
 
-class RolloutMethod(Method[Rollout, Batch]):
-    """PPO on `rollout_steps` of every slot."""
+class PlayingMethod(Method[Played, Prepared]):
+    """Plays `rollout_steps` of every slot, whether an update consumes them or keeps them; with `algorithm.max_staleness`, ahead of it."""
 
     learner: Learner
+    config: TrainConfig
+
+    def play_in(self, manager: Simulators, generator: Generator, layout: ActionLayout) -> None:
+        """Once, when there is a learner. Raises UserError: nothing can be played while training."""
+        config = self.config
+        self.collector = make_rollout_collector(config, manager, generator, layout)
+        self._ages: dict[str, float] = {}
+        """Of the last rollout."""
+        if config.algorithm.max_staleness:
+            if generator.shares_weights:
+                raise UserError(
+                    f"algorithm.max_staleness={config.algorithm.max_staleness}: a policy of this size acts with the parameters that are "
+                    "trained, not with a copy, so that nothing can be played meanwhile. The nearest possible: hybrid=disaggregated, or "
+                    "algorithm.max_staleness=0."
+                )
+            self.learner.executor.meanwhile = functools.partial(self.play_ahead, 0.0)
+
+    def next_rollout(self, iteration: int) -> Rollout:
+        """What version `iteration` learns from, at most `algorithm.max_staleness` versions old. Raises SimFault."""
+        rollout = self.collector.next_rollout(iteration)
+        self.play_ahead(0.0)
+        if bound := self.config.algorithm.max_staleness:
+            assert rollout.age(iteration) <= bound, "newer weights wait until older ones have played"
+            self._ages = age_figures("rollout", (iteration - rollout.policy_version).ravel().tolist(), bound)
+        return rollout
+
+    def play_ahead(self, patience_s: float = PATIENCE_S) -> None:
+        with compute_threads(1):
+            while self.collector.pump(patience_s):
+                pass
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), **self.collector.metrics(), **self._ages}
+
+
+class RolloutMethod(PlayingMethod[Rollout, Batch]):
+    """PPO on `rollout_steps` of every slot."""
 
     def __init__(
         self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, ranks: RankHost | None = None
@@ -44,25 +81,12 @@ class RolloutMethod(Method[Rollout, Batch]):
         self._objective = RolloutObjective(policy, config.algorithm, config.hybrid.precision)
         self.learner = make_learner(self._objective, policy, config.algorithm, config.hybrid, ranks=ranks)
         self._policy, self._algorithm = policy, PPO(config.algorithm)
-        self._ages: dict[str, float] = {}
-        """Of the last rollout."""
         self._figures: dict[str, float] = {}
         """Of what was prepared last: its weights, and the KL term of its rewards."""
-        self.collector = make_rollout_collector(config, manager, generator, policy.action_layout)
-        if config.algorithm.max_staleness:
-            if generator.shares_weights:
-                raise UserError(
-                    f"algorithm.max_staleness={config.algorithm.max_staleness}: a policy of this size acts with the parameters that are "
-                    "trained, not with a copy, so that nothing can be played meanwhile. The nearest possible: hybrid=disaggregated, or "
-                    "algorithm.max_staleness=0."
-                )
-            self.learner.executor.meanwhile = functools.partial(self.play_ahead, 0.0)
+        self.play_in(manager, generator, policy.action_layout)
 
     def collect(self, iteration: int) -> Experience[Rollout]:
-        rollout = self.collector.next_rollout(iteration)
-        self.play_ahead(0.0)
-        if bound := self.config.algorithm.max_staleness:
-            self._ages = age_figures("rollout", (iteration - rollout.policy_version).ravel().tolist(), bound)
+        rollout = self.next_rollout(iteration)
         finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
         # What came through Ray is read-only, of which torch warns.
         parts = {key: part if part.flags.writeable else part.copy() for key, part in rollout.observation.items() if part.dtype != object}
@@ -106,18 +130,10 @@ class RolloutMethod(Method[Rollout, Batch]):
         )
         return {**stats, **self._figures, **self._algorithm.kl.measured(stats, prepared.num_rows)}
 
-    def play_ahead(self, patience_s: float = PATIENCE_S) -> None:
-        with compute_threads(1):
-            while self.collector.pump(patience_s):
-                pass
-
     def restart(self, iteration: int) -> None:
         self.learner.keep_reference()
         self._algorithm.restart_episodes()
         self.collector.restart(seed_round=iteration)
-
-    def metrics(self) -> dict[str, float]:
-        return {**self.collector.metrics(), **self._ages}
 
     def state_tensors(self) -> dict[str, Tensor]:
         return self.learner.state_tensors()

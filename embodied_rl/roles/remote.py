@@ -270,7 +270,8 @@ class RemoteCollector(Collector):
         self._worker, self._begin_again = worker, begin_again
         self._queue: GroupQueue | None = None
         self._figures: dict[str, float] = {}
-        self._way: Way | None = None
+        self._drawn: dict[str, Any] = {}
+        """Arguments of `draw`, where it was called."""
         self.times = CollectorTimes()
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
@@ -278,7 +279,8 @@ class RemoteCollector(Collector):
         self._queue = queue
         while True:
             try:
-                self._worker.ask("restart", seed_round=seed_round, queue=None if queue is None else queue.state_dict())
+                state = None if queue is None else queue.state_dict()
+                self._worker.ask("restart", seed_round=seed_round, queue=state, drawn=self._drawn)
             except RoleLost as lost:
                 self._worker.replace(lost)
             else:
@@ -299,8 +301,8 @@ class RemoteCollector(Collector):
         self._worker.insist("take_up", episodes=[np.frombuffer(episode, np.uint8) for episode in episodes])
         self._worker.needs_restart = False
 
-    def draw(self, way: Way) -> None:
-        self._way = way
+    def draw(self, way: Way, *, random_before: int = 0, first: int = 0) -> None:
+        self._drawn = {"way": way, "random_before": random_before, "first": first}
 
     def next_rollout(self, version: int) -> Rollout:
         rollout = self._play(version).rollout
@@ -330,7 +332,7 @@ class RemoteCollector(Collector):
             if self._worker.needs_restart:
                 self._begin_again(version)
             try:
-                played: Collected = self._worker.ask("play", version=version, way=self._way)
+                played: Collected = self._worker.ask("play", version=version, drawn=self._drawn)
                 break
             except RoleLost as lost:
                 self._worker.replace(lost)

@@ -13,7 +13,6 @@ import numpy as np
 
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.config import TrainConfig
-from embodied_rl.generation.base import Way
 from embodied_rl.hybrid.assembly import residency_of_playing
 from embodied_rl.hybrid.host_times import Span
 from embodied_rl.hybrid.residency import Residency
@@ -199,9 +198,11 @@ class RolloutWorker:
             self.queue.published(version)
             self.starts.commit(self.queue)
 
-    def restart(self, seed_round: int, queue: Mapping[str, Any] | None = None) -> None:
-        """Begin new episodes: of all slots, or what the state of a group queue asks for."""
+    def restart(self, seed_round: int, queue: Mapping[str, Any] | None = None, drawn: Mapping[str, Any] | None = None) -> None:
+        """Begin new episodes: of all slots, or what the state of a group queue asks for. `drawn`: see `play`."""
         self._give_up_weights()
+        if drawn:
+            self.collector.draw(**drawn)
         self._may_pump = True
         if self.queue is not None:
             assert queue is not None, "groups are asked for by a queue's state"
@@ -209,11 +210,11 @@ class RolloutWorker:
         self.collector.restart(self.queue, seed_round=seed_round)
         self.starts.record()
 
-    def play(self, version: int, way: Way | None = None) -> Collected:
-        """Collect for one update of the weights `version`, acted in this `way` where that can be said (`Collector.draw`).
+    def play(self, version: int, drawn: Mapping[str, Any] | None = None) -> Collected:
+        """Collect for one update of the weights `version`. `drawn`: arguments of `Collector.draw`, from now on.
         Raises SimFault and BatchNeverFullError."""
-        if way is not None:
-            self.collector.draw(way)
+        if drawn:
+            self.collector.draw(**drawn)
         groups: list[EpisodeGroup] = []
         state = rollout = None
         self._take_weights()
@@ -269,8 +270,7 @@ class RolloutWorker:
         """Play on for a moment, between requests; False: nothing may be played now."""
         if not self._may_pump or self._residency.has_out:
             return False
-        # What learns off policy says how each rollout is acted in.
-        in_lockstep = self.collector.min_ready is None if self.queue is not None else not self.config.algorithm.on_policy
+        in_lockstep = self.queue is not None and self.collector.min_ready is None
         return not in_lockstep and (self.collector.pump() or self._take_weights())
 
     def close(self) -> None:

@@ -77,8 +77,14 @@ class Collector:
         """Hand finished episodes to `scorer` first; None: to the queue."""
         self.scorer = scorer
 
-    def draw(self, way: Way) -> None:
-        """How the next rollouts are acted in, of a collector whose generator can be switched."""
+    def draw(self, way: Way, *, random_before: int = 0, first: int = 0) -> None:
+        """How the rollouts that begin from now on are acted in, of a collector whose generator can be switched. It goes by their numbers,
+        which are those of the versions that learn from them: whether one is played ahead changes nothing.
+
+        Args:
+            random_before: those before this one are played at random instead.
+            first: no earlier one is played.
+        """
         raise AssertionError("this collector's generator cannot be switched")
 
     def next_rollout(self, version: int) -> Rollout:
@@ -180,6 +186,9 @@ class RolloutCollector(Collector):
         """What is being filled."""
         self._next_number = 0
         """Of the rollout that begins next: the version that is to learn from it."""
+        self._way: Way | None = None
+        """See `draw`; None: the generator's own."""
+        self._random_before = self._first = 0
         self._filled: deque[Rollout] = deque()
         self._since = CollectorTimes()
         """What was spent since the last rollout was handed out."""
@@ -189,7 +198,7 @@ class RolloutCollector(Collector):
 
         What was collected ahead is given up.
         """
-        self._partial, self._next_number = None, seed_round
+        self._partial, self._next_number = None, max(seed_round, self._first)
         self._filled.clear()
         self._since = CollectorTimes()
         self._arrange()
@@ -197,8 +206,8 @@ class RolloutCollector(Collector):
         if self.recorder is not None:
             self.recorder.restarted(seed_round)
 
-    def draw(self, way: Way) -> None:
-        self.generator.way = way
+    def draw(self, way: Way, *, random_before: int = 0, first: int = 0) -> None:
+        self._way, self._random_before, self._first = way, random_before, first
 
     def episodes(self) -> list[bytes]:
         """See `Collector.episodes`. A rollout that was begun ahead is played to its end; those that wait to be learned from go with the
@@ -317,6 +326,8 @@ class RolloutCollector(Collector):
             self._see(seen)
         before, own = self._share.slots_before, self.manager.num_slots
         noise = action_noise(self.layout, (self.rollout_steps, self._share.all_slots or own), self.seed, self._next_number)
+        if self._way is not None:
+            self.generator.way = "random" if self._next_number < self._random_before else self._way
         self._next_number += 1
         return _PartialRollout(self.manager.spec.observation, self.layout, noise[:, before : before + own])
 

@@ -10,7 +10,7 @@ import pytest
 
 from embodied_rl.checkpoint import load_checkpoint
 from tests.golden.runs import RUNS
-from tests.roles.runs import assert_same_run, trained
+from tests.roles.runs import assert_same_run, configured, curve, trained
 from tests.roles.test_within_episodes import SAC, check
 
 APART = "hybrid=disaggregated"
@@ -30,6 +30,21 @@ VLA = [*RUNS["bc_chunks"], "algorithm=dagger", "algorithm.rollout_steps=4", "tot
 def test_steps_are_kept_as_in_one_process(tmp_path: Path, task: list[str]) -> None:
     """Warm-ups at random, an expert that plays first, evaluations and a resumed run among it."""
     check(tmp_path, task, [APART], like=[])
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param([*SAC, "algorithm.max_staleness=1"], id="sac_within_episodes"),
+        pytest.param([*RUNS["rlpd"], *DUE, "algorithm.max_staleness=2"], id="rlpd", marks=pytest.mark.slow),
+        pytest.param([*RUNS["dagger"], *DUE, "algorithm.max_staleness=1"], id="dagger", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_are_kept_that_were_played_ahead(tmp_path: Path, task: list[str]) -> None:
+    """By weights that are as old as is allowed and no older, here as in another process; the warm-up ends in the same rollout."""
+    check(tmp_path, task, [APART], like=[])
+    ages = [row["rollout/age_max"] for row in curve(tmp_path / "whole") if "rollout/age_max" in row]
+    assert max(ages) == configured(tmp_path, *task).algorithm.max_staleness
 
 
 @pytest.mark.slow
