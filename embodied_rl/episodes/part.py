@@ -20,23 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.episodes import folder as files
 from embodied_rl.episodes.buffers import UNFINISHED, BlobBuffer, Buffer, EpisodeRows, VideoBuffer
-from embodied_rl.episodes.folder import (
-    INDEX_FILE,
-    LAYOUT_FILE,
-    SUMMED,
-    EpisodeAbout,
-    Index,
-    array_dtype,
-    array_offsets,
-    blob_checksum,
-    encode_entry,
-    file_checksum,
-    part_folders,
-    read_columns,
-    read_index,
-    video_name,
-)
 from embodied_rl.episodes.layout import SNAPSHOTS, Column
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.files import cannot_write, fsync, write_atomic
@@ -175,7 +160,7 @@ class BlobFile:
         columns = [offsets, lengths] if marks is None else [np.asarray(marks, "<i8"), offsets, lengths]
         self._places.append([np.stack(columns, axis=1)])
         self._new_size = offset
-        return blob_checksum(checksum, lengths, marks)
+        return files.blob_checksum(checksum, lengths, marks)
 
     def announce(self) -> None:
         self._places.announce()
@@ -202,9 +187,9 @@ class VideoFolder:
 
     def append(self, finished: Path, number: int) -> int:
         """Move a finished video to its place. Returns the CRC-32 of its bytes."""
-        target = self.path / video_name(number)
+        target = self.path / files.video_name(number)
         try:
-            checksum = file_checksum(finished)
+            checksum = files.file_checksum(finished)
             os.replace(finished, target)
         except OSError as error:
             raise cannot_write(target, error) from error
@@ -223,7 +208,7 @@ class Gathered:
 
     columns: list[list[np.ndarray]]
     """Of each column of the part its rows, in pieces [t, *shape] of the column's dtype."""
-    about: EpisodeAbout
+    about: files.EpisodeAbout
 
 
 class PartWriter:
@@ -233,7 +218,7 @@ class PartWriter:
     has a line, and what else was written is written over later.
     """
 
-    def __init__(self, folder: Path, columns: tuple[Column, ...], lock: int, index: Index | None) -> None:
+    def __init__(self, folder: Path, columns: tuple[Column, ...], lock: int, index: files.Index | None) -> None:
         self.folder, self.columns, self._lock = folder, columns, lock
         self.num_episodes = index.num_episodes if index else 0
         steps = index.num_steps if index else 0
@@ -244,7 +229,7 @@ class PartWriter:
         self._scratch: dict[int, np.ndarray] = {}
         self._reward = next(number for number, column in enumerate(columns) if column.name == "reward")
         if index:
-            _require_headers(folder, columns, array_offsets(folder, columns, index))
+            _require_headers(folder, columns, files.array_offsets(folder, columns, index))
         self._files: dict[str, ArrayFile | BlobFile | VideoFolder] = {}
         for column in columns:
             stem, rows = folder / column.stem, steps + (0 if column.per == "step" else self.num_episodes)
@@ -257,10 +242,10 @@ class PartWriter:
         stem = folder / SNAPSHOTS
         self._snapshots = BlobFile(stem, self._num_snapshots, _blob_size(stem, self._num_snapshots), marked=True)
 
-    def commit(self, rows: EpisodeRows, about: EpisodeAbout) -> int:
+    def commit(self, rows: EpisodeRows, about: files.EpisodeAbout) -> int:
         """Append a finished episode, and return its number in the part.
         Raises RecordingError: it holds NaN or infinity; the part is as it was, here and below; UserError: something cannot be written."""
-        entry = about.summary({name: rows.whole(name) for name in SUMMED})
+        entry = about.summary({name: rows.whole(name) for name in files.SUMMED})
         sums = [self._append(column, rows.buffers[column.name]) for column in self.columns]
         sums.append(self._snapshots.append(rows.snapshots.chunks(), rows.snapshots.sizes, rows.marks))
         line = self._line(entry, sums, len(rows.marks), self._num_steps, self.num_episodes)
@@ -297,7 +282,7 @@ class PartWriter:
         of_snapshots = self._snapshots.append((), (), ())
         lines, first = [], 0
         for number, (episode, length) in enumerate(zip(episodes, lengths, strict=True)):
-            summed = {name: whole[name][first : first + length] for name in SUMMED}
+            summed = {name: whole[name][first : first + length] for name in files.SUMMED}
             entry = episode.about.summary(summed)
             crcs = [*(of_column[number] for of_column in sums), of_snapshots]
             lines.append(self._line(entry, crcs, 0, self._num_steps + first, self.num_episodes + number))
@@ -313,7 +298,7 @@ class PartWriter:
 
     def _line(self, entry: Mapping[str, Any], sums: list[int], num_snapshots: int, step_row: int, number: int) -> bytes:
         """The line of the index for an episode that begins at a row."""
-        return encode_entry(
+        return files.encode_entry(
             {
                 "steps": entry["steps"],
                 "step_row": step_row,
@@ -367,7 +352,7 @@ class PartWriter:
                 raise OSError("the disk took a part of the line")
         except OSError as error:
             os.ftruncate(self._lock, self._index_size)
-            raise cannot_write(self.folder / INDEX_FILE, error) from error
+            raise cannot_write(self.folder / files.INDEX_FILE, error) from error
         self._index_size += len(lines)
 
 
@@ -396,13 +381,13 @@ def _require_finite(column: Column, rows: np.ndarray, lengths: Sequence[int], fi
 
 def create_part(recording: Path, columns: tuple[Column, ...]) -> PartWriter:
     """The next ``part-NNNN`` of a recording, with these columns. Made beside its place and renamed, so that two processes never get one."""
-    number = len(part_folders(recording))
+    number = len(files.part_folders(recording))
     # Not by process number, which is often the same again after a container was killed.
     temporary = recording / f"{_NEW}{uuid.uuid4().hex}"
     try:
         temporary.mkdir()
-        write_atomic(temporary / LAYOUT_FILE, json.dumps({"columns": [column.to_dict() for column in columns]}, indent=1))
-        lock = os.open(temporary / INDEX_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        write_atomic(temporary / files.LAYOUT_FILE, json.dumps({"columns": [column.to_dict() for column in columns]}, indent=1))
+        lock = os.open(temporary / files.INDEX_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         fcntl.flock(lock, fcntl.LOCK_EX)
         # So that a reader never meets a part without its files.
         PartWriter(temporary, columns, os.dup(lock), None).close(durable=False)
@@ -426,9 +411,9 @@ def create_part(recording: Path, columns: tuple[Column, ...]) -> PartWriter:
 def resume_part(folder: Path, columns: tuple[Column, ...]) -> PartWriter | None:
     """Go on with a part, behind its last finished episode; None where it has other columns, or a process is writing it.
     Raises RecordingError: the part is damaged."""
-    if read_columns(folder) != columns:
+    if files.read_columns(folder) != columns:
         return None
-    path = folder / INDEX_FILE
+    path = folder / files.INDEX_FILE
     try:
         lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -439,7 +424,7 @@ def resume_part(folder: Path, columns: tuple[Column, ...]) -> PartWriter | None:
         os.close(lock)
         return None
     try:
-        index = read_index(path, len(columns))
+        index = files.read_index(path, len(columns))
         for left in folder.glob(f"{UNFINISHED}*"):
             left.unlink(missing_ok=True)
         os.ftruncate(lock, index.size)
@@ -460,6 +445,6 @@ def _blob_size(stem: Path, num_rows: int) -> int:
 def _require_headers(folder: Path, columns: tuple[Column, ...], offsets: Mapping[str, int]) -> None:
     """Raise RecordingError where another program has written a file with a header of another length: rows would not line up."""
     for column in columns:
-        if not column.is_video and offsets[column.name] != len(npy_header(*array_dtype(column), 0)):
+        if not column.is_video and offsets[column.name] != len(npy_header(*files.array_dtype(column), 0)):
             path = folder / f"{column.stem}.npy"
             raise RecordingError(f"'{path}', field '{column.name}': another program has written it; episodes cannot be added to it.")

@@ -14,21 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.episodes.folder import (
-    INDEX_FILE,
-    LAYOUT_FILE,
-    RECORDING_FILE,
-    Index,
-    array_dtype,
-    array_offsets,
-    blob_checksum,
-    file_checksum,
-    part_folders,
-    read_columns,
-    read_index,
-    read_info,
-    video_name,
-)
+from embodied_rl.episodes import folder as files
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, SNAPSHOTS, Column, decode_row, layout_for
 from embodied_rl.episodes.pictures import Frames, VideoError, VideoReader
 from embodied_rl.episodes.recording import (
@@ -66,7 +52,7 @@ def open_recording(path: Path | str, *, verify: bool = True) -> Recording:
         RecordingError: there is none, or it is damaged; the message names the file, the episode and the field.
     """
     path = Path(path)
-    if (path / RECORDING_FILE).is_file():
+    if (path / files.RECORDING_FILE).is_file():
         return NativeRecording(path, verify=verify)
     if not path.exists():
         parent = path.parent if path.parent.is_dir() else Path()
@@ -83,8 +69,8 @@ class NativeRecording(Recording):
     """
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
-        info = read_info(path)
-        self._parts = [PartReader(folder, info, verify) for folder in part_folders(path)]
+        info = files.read_info(path)
+        self._parts = [PartReader(folder, info, verify) for folder in files.part_folders(path)]
         super().__init__(path, info, _joined([part.index.table for part in self._parts]))
         self._ends = np.cumsum([part.index.num_episodes for part in self._parts]).tolist()
         self._handed_out = 0
@@ -180,11 +166,11 @@ class PartReader:
     """The files of one part, mapped when they are first asked for."""
 
     def __init__(self, folder: Path, info: RecordingInfo, verify: bool = True) -> None:
-        self.folder, self.columns = folder, read_columns(folder)
+        self.folder, self.columns = folder, files.read_columns(folder)
         _require_fit(folder, self.columns, info)
-        self.index: Index = read_index(folder / INDEX_FILE, len(self.columns))
+        self.index: files.Index = files.read_index(folder / files.INDEX_FILE, len(self.columns))
         self.by_name = {column.name: column for column in self.columns}
-        self._offsets = array_offsets(folder, self.columns, self.index)
+        self._offsets = files.array_offsets(folder, self.columns, self.index)
         self.bytes_per_step = sum(column.row_bytes for column in self.columns if column.encoding == "array")
         self._step_rows, self._snapshot_rows = self.index.step_rows, self.index.snapshot_rows
         self._places = [(column, *_place_of(column.name)) for column in self.columns]
@@ -356,7 +342,7 @@ class PartReader:
         """CRC-32 of an episode's rows of a column, as `RecordingWriter` forms it."""
         if column.is_video:
             try:
-                return file_checksum(self._video_path(column, number))
+                return files.file_checksum(self._video_path(column, number))
             except OSError as error:
                 raise self.damaged(column, number, f"cannot be read ({error.strerror})") from error
         start, count = self._start(column, number), column.rows_of(int(self.index.table.lengths[number]))
@@ -366,14 +352,14 @@ class PartReader:
         checksum = 0
         for place in rows:
             checksum = zlib.crc32(self.blob_bytes(column.name, column.stem, number, place), checksum)
-        return blob_checksum(checksum, rows[:, 1], None)
+        return files.blob_checksum(checksum, rows[:, 1], None)
 
     def snapshot_checksum(self, number: int) -> int:
         """CRC-32 of an episode's snapshots."""
         places, checksum = self.snapshot_places(number), 0
         for place in places:
             checksum = zlib.crc32(self.blob_bytes(SNAPSHOTS, SNAPSHOTS, number, place[1:]), checksum)
-        return blob_checksum(checksum, places[:, 2], places[:, 0])
+        return files.blob_checksum(checksum, places[:, 2], places[:, 0])
 
     def release_pages(self) -> None:
         """Give the mapped pages back; what is read again comes from the page cache."""
@@ -404,7 +390,7 @@ class PartReader:
         mapped = self._maps.get(column.name)
         if mapped is not None:
             return mapped[1]
-        dtype, shape = array_dtype(column)
+        dtype, shape = files.array_dtype(column)
         rows = self.index.num_steps + (0 if column.per == "step" else self.index.num_episodes)
         return self._map(column.name, dtype, shape, rows, column.stem)
 
@@ -433,7 +419,7 @@ class PartReader:
             raise RecordingError(f"'{path}', episode {number}, field '{name}': cannot be read: {error}.") from error
 
     def _video_path(self, column: Column, number: int) -> Path:
-        return self.folder / column.stem / video_name(number)
+        return self.folder / column.stem / files.video_name(number)
 
     def _video(self, column: Column, number: int) -> VideoReader:
         key = (column.name, number)
@@ -477,12 +463,12 @@ def _joined(tables: list[EpisodeTable]) -> EpisodeTable:
 
 def _require_fit(folder: Path, columns: tuple[Column, ...], info: RecordingInfo) -> None:
     """Raise RecordingError where the columns are not those of the recording's simulator."""
-    path = folder / LAYOUT_FILE
+    path = folder / files.LAYOUT_FILE
     found = {column.name: column for column in columns}
     try:
         wanted = layout_for(info.spec, "raw", {})
     except (TypeError, ValueError) as error:
-        raise RecordingError(f"'{folder.parent / RECORDING_FILE}' describes no simulator: {brief(error)}.") from error
+        raise RecordingError(f"'{folder.parent / files.RECORDING_FILE}' describes no simulator: {brief(error)}.") from error
     for column in wanted:
         other = found.pop(column.name, None)
         if other is None:

@@ -15,20 +15,7 @@ import torch
 
 from embodied_rl.algorithms.fitted_q import FittedQ, FittedQConfig, RecordedSteps, fit_q
 from embodied_rl.checkpoint import Checkpoint
-from embodied_rl.episodes.assessment import (
-    DEFAULT_BINS,
-    Assumptions,
-    Estimate,
-    OpenLoop,
-    assess,
-    assess_behaviour,
-    assess_model,
-    choose_ranking,
-    compare,
-    note_contradictions,
-    ratio_mismatch,
-    share_of_best,
-)
+from embodied_rl.episodes import assessment
 from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, discounts, effective_sample_size, log_weights, stack
 from embodied_rl.episodes.recording import Recording
 from embodied_rl.errors import UserError, require_known
@@ -60,7 +47,7 @@ NUM_EXAMPLES = 3
 class OfflineSettings:
     """What is estimated, and how."""
 
-    given: Assumptions = field(default_factory=Assumptions)
+    given: assessment.Assumptions = field(default_factory=assessment.Assumptions)
     """`horizon` is filled in from the recording's step limit where it is None."""
     estimators: tuple[str, ...] = ALL_ESTIMATORS
     """() gives only open-loop figures."""
@@ -75,7 +62,7 @@ class OfflineSettings:
     horizon: int | None = None
     """Cut episodes after so many steps; None: whole ones."""
     max_episodes: int | None = None
-    num_bins: int = DEFAULT_BINS
+    num_bins: int = assessment.DEFAULT_BINS
 
     def __post_init__(self) -> None:
         for name in self.estimators:
@@ -106,13 +93,13 @@ class PolicyResult:
     path: str
     step: int
     """Environment steps that it was trained for."""
-    open_loop: OpenLoop
-    estimates: tuple[Estimate, ...]
+    open_loop: assessment.OpenLoop
+    estimates: tuple[assessment.Estimate, ...]
     ess_by_step: np.ndarray | None
     """[T] effective sample size of the weights up to each step; None where there are none."""
     examples: tuple[Example, ...]
 
-    def estimate(self, name: str) -> Estimate:
+    def estimate(self, name: str) -> assessment.Estimate:
         return next(estimate for estimate in self.estimates if estimate.estimator == name)
 
 
@@ -126,7 +113,7 @@ class OfflineStudy:
     num_steps: int
     num_incomplete: int
     """Episodes without an end, because the recorder was stopped: only in the open-loop figures."""
-    behaviour: Estimate | None
+    behaviour: assessment.Estimate | None
     """The value of the policy that acted; None where no estimate was asked for."""
     policies: tuple[PolicyResult, ...]
     ranked_by: str | None
@@ -206,7 +193,7 @@ def study_recording(
     results = [_study_policy(recording, target, episodes, scored.scores[target.label], settings, on_fit) for target in targets]
     behaviour = None
     if settings.estimators:
-        behaviour = assess_behaviour(stack([episodes[index].reward for index in complete]), settings.given)
+        behaviour = assessment.assess_behaviour(stack([episodes[index].reward for index in complete]), settings.given)
     ranked_by, ranking, best = _rank(results)
     return OfflineStudy(
         settings=settings,
@@ -237,7 +224,7 @@ def _study_policy(
     on_fit: Callable[[str, int], object] | None,
 ) -> PolicyResult:
     spec, given = recording.info.spec, settings.given
-    open_loop = compare(
+    open_loop = assessment.compare(
         [score.predicted for score in scores],
         [episode.action for episode in episodes],
         [score.log_prob for score in scores],
@@ -262,7 +249,7 @@ def _estimate(
     pairs: Sequence[tuple[PlayedEpisode, ScoredEpisode]],
     settings: OfflineSettings,
     on_fit: Callable[[str, int], object] | None,
-) -> tuple[tuple[Estimate, ...], np.ndarray | None]:
+) -> tuple[tuple[assessment.Estimate, ...], np.ndarray | None]:
     """All estimates of a target, and the effective sample size of its weights up to each step [T]."""
     episodes, scores = [episode for episode, _ in pairs], [score for _, score in pairs]
     fitted, refused = None, "not asked for"
@@ -276,13 +263,13 @@ def _estimate(
     if fitted is not None and not no_weights:
         models = zip(fitted.member_q, fitted.member_v, strict=True)
         refits = [_with_model(data, episodes, q, v, settings) for q, v in models]
-    estimates = assess(data, names, settings.given, unsupported=no_weights, refits=refits)
+    estimates = assessment.assess(data, names, settings.given, unsupported=no_weights, refits=refits)
     if "fqe" in settings.estimators:
         values, notes = (np.zeros(0), ()) if fitted is None else (fitted.values, _fit_notes(fitted, episodes))
-        if fitted is not None and not no_weights and ratio_mismatch(data):
+        if fitted is not None and not no_weights and assessment.ratio_mismatch(data):
             notes = (*notes, "what the target policy does was hardly ever done in the recorded states: these values are extrapolated")
-        estimates.append(assess_model(values, settings.given, refused=refused, notes=notes))
-    return tuple(note_contradictions(estimates)), None if no_weights else effective_sample_size(
+        estimates.append(assessment.assess_model(values, settings.given, refused=refused, notes=notes))
+    return tuple(assessment.note_contradictions(estimates)), None if no_weights else effective_sample_size(
         log_weights(data, settings.given.max_weight)
     )
 
@@ -473,13 +460,13 @@ def _cut_short(episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> 
 
 def _rank(results: Sequence[PolicyResult]) -> tuple[str | None, tuple[str, ...], dict[str, float]]:
     labels = tuple(result.label for result in results)
-    name = choose_ranking({result.label: result.estimates for result in results}, PREFERENCE)
+    name = assessment.choose_ranking({result.label: result.estimates for result in results}, PREFERENCE)
     if name is None:
         return None, labels, {}
     estimates = {result.label: result.estimate(name) for result in results}
     order = tuple(sorted(labels, key=lambda label: -(estimates[label].value or 0.0)))
     samples = [estimates[label].samples for label in labels]
-    shares = share_of_best([part for part in samples if part is not None])
+    shares = assessment.share_of_best([part for part in samples if part is not None])
     return name, order, dict(zip(labels, shares.tolist(), strict=True))
 
 

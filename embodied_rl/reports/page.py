@@ -23,22 +23,10 @@ from embodied_rl.paths import assets_dir
 from embodied_rl.progress import clock_text, progress_bar, screen_lines
 from embodied_rl.registry import load_target
 from embodied_rl.reporting import RESULTS_FILE, RunSummary, shows_progress, write_results
+from embodied_rl.reports import sections as run_sections
 from embodied_rl.reports.charts import card, text
 from embodied_rl.reports.run_data import RunData, load_run
-from embodied_rl.reports.sections import (
-    MAX_EMBEDDED_BYTES,
-    config_section,
-    curve_charts,
-    dialogue_section,
-    evaluation_section,
-    failure_section,
-    image,
-    provenance_section,
-    runs_table,
-    tiles,
-    timeline_section,
-    video_section,
-)
+from embodied_rl.reports.sections import MAX_EMBEDDED_BYTES, tiles
 from embodied_rl.trust import code_names
 
 
@@ -114,19 +102,19 @@ def html_page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *,
 
 def _sections(runs: Sequence[RunData], folder: Path) -> list[tuple[str, str]]:
     one = runs[0] if len(runs) == 1 else None
-    curves = curve_charts(runs)
+    curves = run_sections.curve_charts(runs)
     if not curves and one is not None and one.curves_image is not None:
-        curves = card(image(one.curves_image))
+        curves = card(run_sections.image(one.curves_image))
     return [
-        ("Runs", runs_table(runs)),
-        ("Videos", video_section(runs, folder)),
-        ("Dialogues", dialogue_section(runs, folder)),
+        ("Runs", run_sections.runs_table(runs)),
+        ("Videos", run_sections.video_section(runs, folder)),
+        ("Dialogues", run_sections.dialogue_section(runs, folder)),
         ("Curves", curves),
-        ("Evaluation", evaluation_section(one) if one is not None else ""),
-        ("Timeline", timeline_section(one) if one is not None else ""),
-        ("Failures", failure_section(runs)),
-        ("Configuration", config_section(runs)),
-        ("Provenance", provenance_section(runs)),
+        ("Evaluation", run_sections.evaluation_section(one) if one is not None else ""),
+        ("Timeline", run_sections.timeline_section(one) if one is not None else ""),
+        ("Failures", run_sections.failure_section(runs)),
+        ("Configuration", run_sections.config_section(runs)),
+        ("Provenance", run_sections.provenance_section(runs)),
     ]
 
 

@@ -21,20 +21,9 @@ from embodied_rl.errors import MissingExtraError, UserError, did_you_mean
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.faults import WrongShapeError
 from embodied_rl.sim.private_random import PrivateRandom, fingerprint, process_state_kept
+from embodied_rl.sim.robots import spaces
 from embodied_rl.sim.robots.mujoco_model import Physics, draw_from, model_cameras, physics_of
 from embodied_rl.sim.robots.saved_state import EnvState, layers_of
-from embodied_rl.sim.robots.spaces import (
-    SUCCESS_KEYS,
-    action_converter,
-    action_spec,
-    action_splits,
-    control_hz,
-    describe,
-    info_row,
-    observation_parts,
-    row_of,
-    row_writer,
-)
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.types import SimSpec, StepBuffers
 
@@ -162,14 +151,14 @@ def _check_alike(envs: Sequence[gymnasium.Env]) -> None:
     """Raises UserError where an environment shows other parts than the first, or takes other actions: one slab holds all of them."""
 
     def shown(env: gymnasium.Env) -> list[tuple[Any, ...]]:
-        return [(part.path, part.spec) for part in observation_parts(env.observation_space)]
+        return [(part.path, part.spec) for part in spaces.observation_parts(env.observation_space)]
 
     first = envs[0]
     for number, env in enumerate(envs[1:], start=1):
         told = "environments of one simulator must have the same"
         if env.observation_space != first.observation_space and shown(env) != shown(first):
             raise UserError(f"The {told} observations: environment 0 has {first.observation_space}, {number} has {env.observation_space}.")
-        if env.action_space != first.action_space and action_spec(env.action_space) != action_spec(first.action_space):
+        if env.action_space != first.action_space and spaces.action_spec(env.action_space) != spaces.action_spec(first.action_space):
             raise UserError(f"The {told} actions: environment 0 has {first.action_space}, {number} has {env.action_space}.")
 
 
@@ -227,14 +216,14 @@ class GymnasiumSim(SimEnv):
         self._physics: dict[int, Physics] = {}  # looked up when it is asked for
         success_key, self._draws_while_stepping = self._probe(first)
         self._success_key = success_key
-        parts = observation_parts(first.observation_space)
+        parts = spaces.observation_parts(first.observation_space)
         _check_alike(self.envs)
         spec = _spec_of(first, first.observation_space, first.action_space, task, success_key)
         self.spec = replace(spec, snapshots="exact" if exact_snapshots else "replay")
-        self._write = row_writer(parts)
+        self._write = spaces.row_writer(parts)
         self._plain_state = len(parts) == 1 and parts[0].is_plain_vector
         self._steps = [short_step(env) for env in self.envs]
-        self._to_action = action_converter(first.action_space)
+        self._to_action = spaces.action_converter(first.action_space)
         found = [on_demand(env) for env in self.envs]
         self._on_demand: list[ObservesOnDemand] = [hook for hook in found if hook is not None] if None not in found else []
 
@@ -356,7 +345,7 @@ class GymnasiumSim(SimEnv):
             before = fingerprint()
             *_, step_info = env.step(env.action_space.sample())
             draws = fingerprint() != before
-        return next((key for key in SUCCESS_KEYS if key in step_info or key in reset_info), None), draws
+        return next((key for key in spaces.SUCCESS_KEYS if key in step_info or key in reset_info), None), draws
 
 
 def _is_ours(error: Exception) -> bool:
@@ -364,7 +353,7 @@ def _is_ours(error: Exception) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_filename in (__file__, row_writer.__code__.co_filename)
+    return trace is not None and trace.tb_frame.f_code.co_filename in (__file__, spaces.row_writer.__code__.co_filename)
 
 
 # ---- environments stepped as one batch --------------------------------------------------------------------------------
@@ -386,17 +375,17 @@ class VectorEnvSim(SimEnv):
             raise UserError(
                 f"A simulator factory that takes num_envs must return a SimEnv or a gymnasium.vector.VectorEnv, got {type(env).__name__}."
             )
-        if action_splits(env.single_action_space):
+        if spaces.action_splits(env.single_action_space):
             raise UserError(f"Action space {env.single_action_space} of a vector environment cannot be adapted; Box and Discrete can.")
         _disable_autoreset(env)
         self.env = env
-        parts = observation_parts(env.single_observation_space)
+        parts = spaces.observation_parts(env.single_observation_space)
         _, info = env.reset(seed=0)
         self._success_key = self._probe(info)
         spec = _spec_of(env, env.single_observation_space, env.single_action_space, task, self._success_key)
         self.spec = replace(spec, snapshots="none", steps_together=True)
-        self._write = row_writer(parts)
-        self._to_action = action_converter(env.single_action_space)
+        self._write = spaces.row_writer(parts)
+        self._to_action = spaces.action_converter(env.single_action_space)
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         chosen = np.zeros(self.env.num_envs, bool)
@@ -408,7 +397,7 @@ class VectorEnvSim(SimEnv):
             passed["reset_mask"] = chosen
         observation, _ = self.env.reset(seed=asked, options=passed or None)
         for i in env_ids:
-            self._write(out.observation, i, row_of(observation, i))
+            self._write(out.observation, i, spaces.row_of(observation, i))
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         if len(env_ids) != self.env.num_envs:
@@ -422,8 +411,8 @@ class VectorEnvSim(SimEnv):
         out.reward[:], out.terminated[:], out.truncated[:] = reward, terminated, truncated
         out.success[:] = False if self._success_key is None else np.asarray(info.get(self._success_key, False), bool)
         for i in range(self.env.num_envs):
-            self._write(out.observation, i, row_of(observation, i))
-            out.info[i] = info_row(info, i)
+            self._write(out.observation, i, spaces.row_of(observation, i))
+            out.info[i] = spaces.info_row(info, i)
 
     def render(self, env_id: int) -> np.ndarray:
         """One frame [H, W, 3] uint8. Raises UserError where the vector environment cannot render."""
@@ -439,7 +428,7 @@ class VectorEnvSim(SimEnv):
     def _probe(self, reset_info: Mapping[str, Any]) -> str | None:
         self.env.action_space.seed(0)
         *_, step_info = self.env.step(self.env.action_space.sample())
-        return next((key for key in SUCCESS_KEYS if key in step_info or key in reset_info), None)
+        return next((key for key in spaces.SUCCESS_KEYS if key in step_info or key in reset_info), None)
 
 
 def _spec_of(env: Any, seen: gymnasium.Space, acted: gymnasium.Space, task: str | None, success_key: str | None) -> SimSpec:
@@ -447,13 +436,13 @@ def _spec_of(env: Any, seen: gymnasium.Space, acted: gymnasium.Space, task: str 
     registered = env.spec
     return SimSpec(
         task=task or (registered.id if registered is not None else type(env.unwrapped).__name__),
-        observation={part.name: part.spec for part in observation_parts(seen)},
-        action=action_spec(acted),
+        observation={part.name: part.spec for part in spaces.observation_parts(seen)},
+        action=spaces.action_spec(acted),
         max_episode_steps=registered.max_episode_steps if registered is not None else None,
-        control_hz=control_hz(env),
+        control_hz=spaces.control_hz(env),
         reports_success=success_key is not None,
         can_render=env.render_mode == "rgb_array",
-        spaces={"observation": describe(seen), "action": describe(acted)},
+        spaces={"observation": spaces.describe(seen), "action": spaces.describe(acted)},
     )
 
 

@@ -7,6 +7,8 @@ episode depends only on its seed.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import importlib
 import logging
 import os
@@ -22,11 +24,17 @@ from embodied_rl.sim.private_random import PrivateRandom, process_state_kept
 from embodied_rl.sim.rendering import has_display, mujoco_backend
 from embodied_rl.sim.robots.garbage import quick_rebuild
 from embodied_rl.sim.robots.mujoco_model import Drawing
-from embodied_rl.sim.robots.robosuite_steps import keep_models, shorten_steps
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 if TYPE_CHECKING:
+    from mujoco import MjModel
+    from robosuite.controllers.base_controller import Controller
+    from robosuite.controllers.osc import OperationalSpaceController
     from robosuite.environments.base import MujocoEnv
+    from robosuite.environments.manipulation.wipe import Wipe
+    from robosuite.models.base import MujocoModel
+    from robosuite.models.grippers.gripper_model import GripperModel
+    from robosuite.utils.binding_utils import MjSim
 
 OBSERVATIONS = ("state", "rgb", "rgb+state")
 
@@ -314,3 +322,284 @@ def quiet_import() -> Iterator[None]:
             os.environ.pop("MUJOCO_GL", None)
         else:
             os.environ["MUJOCO_GL"] = chosen
+
+
+# ---- steps and resets without detours ---------------------------------------------------------------------------------
+# In each of the 25 physics steps of a control step robosuite looks its arm up by name, works out each Jacobian twice and all places,
+# contacts and velocities three times, and each reset compiles the model anew. The numbers are the same bit for bit
+# (tests/sim/robots/test_known_indices.py).
+
+
+def shorten_steps(env: MujocoEnv) -> None:
+    """Have a robosuite environment, its robots and their controllers know the present model. A hard reset makes all of them anew."""
+    from robosuite.controllers.base_controller import Controller
+    from robosuite.controllers.osc import OperationalSpaceController
+    from robosuite.environments.base import MujocoEnv
+    from robosuite.environments.manipulation.wipe import Wipe
+    from robosuite.utils import control_utils
+
+    physics = Physics(env.sim)
+    env.sim.forward, env.sim.step = physics.forward, physics.step
+    for robot in env.robots:
+        robot.__class__ = _known_class(type(robot))
+        robot._ref_joint_actuator_indexes = np.asarray(robot._ref_joint_actuator_indexes, int)
+        controllers = robot.controller.values() if isinstance(robot.controller, dict) else [robot.controller]
+        for controller in controllers:
+            if type(controller).update is Controller.update:
+                controller.update = KnownSite(controller, physics).update
+            if type(controller) is OperationalSpaceController and controller.interpolator_pos is controller.interpolator_ori is None:
+                controller.run_controller = functools.partial(_operational_space, controller, control_utils)
+    if isinstance(env, Wipe):
+        bodies = np.array([env.sim.model.body_name2id(each.root_body) for each in env.model.mujoco_arena.markers], int)
+        env._get_wipe_information = functools.partial(_left_to_wipe, env, env.sim, bodies)
+    if type(env).check_contact is MujocoEnv.check_contact:
+        env.check_contact = Contacts(env).between
+    if type(env)._update_observables is MujocoEnv._update_observables:
+        env._update_observables = functools.partial(_update_observables, env)
+
+
+class Physics:
+    """MuJoCo's part of a physics step: ``sim.forward``, the same again in a controller, and ``sim.step``.
+
+    Places, contacts and velocities are worked out by the first of these only. The solver runs in all three, because it starts from what it
+    found last, which shows in the last bits.
+    """
+
+    def __init__(self, sim: MjSim) -> None:
+        import mujoco
+
+        self._mujoco, self._model, self._data = mujoco, sim.model._model, sim.data._data
+        self._qpos, self._qvel = self._data.qpos, self._data.qvel
+        self._known = b""
+        """Positions and velocities for which everything was worked out."""
+        self._plain = self._model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4  # which mj_step2 does not know
+
+    def forward(self) -> None:
+        """Work out everything."""
+        self._mujoco.mj_forward(self._model, self._data)
+        self._known = self._state()
+
+    def forward_again(self) -> None:
+        """The same, where nothing but controls changed since."""
+        if self._state() == self._known:
+            self._mujoco.mj_forwardSkip(self._model, self._data, self._mujoco.mjtStage.mjSTAGE_VEL, 0)
+        else:
+            self.forward()
+
+    def step(self, with_udd: bool = True) -> None:
+        """``mj_step``."""
+        mujoco, model, data = self._mujoco, self._model, self._data
+        mujoco.mj_checkPos(model, data)
+        mujoco.mj_checkVel(model, data)
+        if self._state() == self._known and not self._plain:
+            mujoco.mj_step2(model, data)
+        else:
+            mujoco.mj_step(model, data)
+        self._known = b""
+
+    def _state(self) -> bytes:
+        return self._qpos.tobytes() + self._qvel.tobytes()
+
+
+class KnownSite:
+    """What a controller of robosuite reads of its arm: ``Controller.update`` for one model."""
+
+    def __init__(self, controller: Controller, physics: Physics) -> None:
+        import mujoco
+
+        self._mujoco, self._controller, self._physics = mujoco, controller, physics
+        self._model, self._data = controller.sim.model._model, controller.sim.data._data
+        self._site = int(self._model.site(controller.eef_name).id)
+        self._place, self._turn = self._data.site_xpos[self._site], self._data.site_xmat[self._site].reshape([3, 3])
+        self._qpos = controller.qpos_index = np.asarray(controller.qpos_index, int)
+        self._qvel = controller.qvel_index = np.asarray(controller.qvel_index, int)
+        self._linear, self._angular = np.zeros((3, self._model.nv)), np.zeros((3, self._model.nv))
+        self._inertia = np.empty((self._model.nv, self._model.nv))
+
+    def update(self, force: bool = False) -> None:
+        """Place, velocity, Jacobian and inertia of the arm, after ``mj_forward``, as the controller keeps them.
+
+        Each Jacobian is computed once where robosuite computes it twice. Copies are made where robosuite makes them: the layout of an
+        array decides in which order the controller's products are summed.
+        """
+        own = self._controller
+        if not (own.new_update or force):
+            return
+        mujoco, model, data, velocities = self._mujoco, self._model, self._data, self._qvel
+        if force:
+            self._physics.forward()
+        else:
+            self._physics.forward_again()
+        own.ee_pos, own.ee_ori_mat = self._place.copy(), self._turn.copy()
+        linear, angular = self._linear, self._angular
+        mujoco.mj_jacSite(model, data, linear, angular, self._site)
+        qvel = data.qvel
+        own.ee_pos_vel, own.ee_ori_vel = np.dot(linear, qvel), np.dot(angular, qvel)
+        own.joint_pos, own.joint_vel = data.qpos[self._qpos], qvel[velocities]
+        own.J_pos, own.J_ori = np.array(linear[:, velocities]), np.array(angular[:, velocities])
+        own.J_full = np.array(np.concatenate([own.J_pos, own.J_ori]))
+        mujoco.mj_fullM(model, self._inertia, data.qM)
+        own.mass_matrix = self._inertia[velocities, :][:, velocities]
+        own.new_update = False
+
+
+def _operational_space(own: OperationalSpaceController, sums: ModuleType) -> np.ndarray:
+    """Torques towards the goal (Khatib 1987), the sums of ``OperationalSpaceController.run_controller`` without its copies."""
+    own.update()
+    kp, kd = own.kp, own.kd
+    force = (own.goal_pos - own.ee_pos) * kp[:3] - own.ee_pos_vel * kd[:3]
+    torque = sums.orientation_error(own.goal_ori, own.ee_ori_mat) * kp[3:6] - own.ee_ori_vel * kd[3:6]
+    full, places, turns, nullspace = sums.opspace_matrices(own.mass_matrix, own.J_full, own.J_pos, own.J_ori)
+    if own.uncoupling:
+        wrench = np.concatenate([np.dot(places, force), np.dot(turns, torque)])
+    else:
+        wrench = np.dot(full, np.concatenate([force, torque]))
+    own.torques = np.dot(own.J_full.T, wrench) + own.torque_compensation
+    own.torques += sums.nullspace_torques(own.mass_matrix, nullspace, own.initial_joint, own.joint_pos, own.joint_vel)
+    own.new_update = True
+    return own.torques
+
+
+class _KnownRobot:
+    """Mixed into a class of ``robosuite.robots``: what a robot works out in each physics step, though its model does not change."""
+
+    @functools.cached_property
+    def action_dim(self) -> int:
+        """Of its controllers and grippers."""
+        return int(super().action_dim)  # type: ignore[misc]
+
+    @functools.cached_property
+    def torque_limits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Lowest and highest of each joint."""
+        return super().torque_limits  # type: ignore[misc]
+
+    @functools.cached_property
+    def _grips(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, Callable[[np.ndarray], np.ndarray]]]:
+        """{id of a gripper: its actuators, the middle and half the width of their ranges, what makes an action theirs}"""
+        return {}
+
+    def grip_action(self, gripper: GripperModel, gripper_action: np.ndarray) -> None:
+        """Send a gripper's action [-1, 1] to its actuators, each in its own range."""
+        sim = self.sim  # type: ignore[attr-defined]
+        if id(gripper) not in self._grips:
+            actuators = np.array([sim.model.actuator_name2id(name) for name in gripper.actuators], dtype=int)
+            lowest, highest = sim.model._model.actuator_ctrlrange[actuators].T
+            own = functools.partial(_open_or_close, gripper) if _is_pandas(gripper) else gripper.format_action
+            self._grips[id(gripper)] = actuators, 0.5 * (highest + lowest), 0.5 * (highest - lowest), own
+        actuators, middle, half, action_of = self._grips[id(gripper)]
+        sim.data._data.ctrl[actuators] = middle + half * action_of(gripper_action)
+
+
+def _is_pandas(gripper: GripperModel) -> bool:
+    from robosuite.models.grippers.panda_gripper import PandaGripper
+
+    return type(gripper).format_action is PandaGripper.format_action
+
+
+def _open_or_close(gripper: GripperModel, action: np.ndarray) -> np.ndarray:
+    """`PandaGripper.format_action` in plain numbers."""
+    if len(gripper.current_action) != 2 or len(action) != 1:  # the first time: one number for both fingers
+        return gripper.format_action(action)
+    change, (left, right) = float(np.sign(action[0])) * gripper.speed, gripper.current_action.tolist()
+    gripper.current_action = np.array([min(max(left - change, -1.0), 1.0), min(max(right + change, -1.0), 1.0)])
+    return gripper.current_action
+
+
+_KNOWN: dict[type, type] = {}
+"""{class of a robot: the same that knows its model}"""
+
+
+def _known_class(robot: type) -> type:
+    """The class of a robot that knows its model; itself where it does already."""
+    return robot if issubclass(robot, _KnownRobot) else _KNOWN.setdefault(robot, type(robot.__name__, (_KnownRobot, robot), {}))
+
+
+class Contacts:
+    """Whether shapes touch, all contacts at once, where robosuite makes an object of each and asks for its names."""
+
+    def __init__(self, env: MujocoEnv) -> None:
+        self._env, self._sim = env, env.sim
+        self._masks: dict[tuple[str, ...], np.ndarray] = {}
+        """{names of shapes: of each shape of the model, whether it is one of them}"""
+
+    def between(self, geoms_1: str | Sequence[str] | MujocoModel, geoms_2: str | Sequence[str] | MujocoModel | None = None) -> bool:
+        """Whether a shape of the first touches one of the second, or any other (None)."""
+        if self._env.sim is not self._sim:  # in the midst of a reset
+            self._sim, self._masks = self._env.sim, {}
+        pairs = self._sim.data._data.contact.geom
+        if not len(pairs):
+            return False
+        first = self._mask(geoms_1)[pairs]
+        return bool(first.any() if geoms_2 is None else (first & self._mask(geoms_2)[pairs[:, ::-1]]).any())
+
+    def _mask(self, geoms: str | Sequence[str] | MujocoModel) -> np.ndarray:
+        named = (geoms,) if isinstance(geoms, str) else tuple(geoms if isinstance(geoms, Sequence) else geoms.contact_geoms)
+        if named not in self._masks:
+            model = self._sim.model
+            self._masks[named] = np.array([model.geom_id2name(index) in named for index in range(model.ngeom)])
+        return self._masks[named]
+
+
+def _update_observables(env: MujocoEnv, force: bool = False) -> None:
+    """Let time pass for all observables; those that are due, once in a control step, are read."""
+    passed = env.model_timestep
+    for each in env._observables.values():
+        since = each._time_since_last_sample + passed
+        due = not each._sampled and each._sampling_timestep - each._current_delay >= since
+        if each._enabled and not (force or due or since >= each._sampling_timestep):
+            each._time_since_last_sample = since
+        else:
+            each.update(timestep=passed, obs_cache=env._obs_cache, force=force)
+
+
+def _left_to_wipe(env: Wipe, sim: MjSim, bodies: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    """How far the marks that are left lie from their middle, the middle, and the way there from the hand.
+
+    Args:
+        bodies: of all marks.
+    """
+    if env.sim is not sim:  # in the midst of a reset
+        return type(env)._get_wipe_information(env)
+    wiped = {id(marker) for marker in env.wiped_markers}
+    left = np.array([id(marker) not in wiped for marker in env.model.mujoco_arena.markers], bool)
+    if len(wiped) >= env.num_markers or not left.any():
+        return 0, np.zeros(3), np.zeros(3)
+    places = sim.data._data.xpos[bodies[left]]
+    middle = np.add.reduce(places, axis=0, initial=0.0) / len(places)
+    return np.max(np.linalg.norm(places - middle, axis=1)), middle, middle - env._eef_xpos
+
+
+class CompiledModels:
+    """Models by their XML. One that comes a second time in a row is kept, and copied from then on, in an eighth of the time; a task that
+    draws the sizes of its objects writes another XML each time."""
+
+    def __init__(self) -> None:
+        self._last, self._kept = "", ("", None)
+
+    def of(self, xml: str) -> MjModel:
+        """A separate model for each caller."""
+        import mujoco
+
+        known, kept = self._kept
+        if kept is not None and known == xml:
+            return copy.copy(kept)
+        model = mujoco.MjModel.from_xml_string(xml)
+        if xml == self._last:
+            self._kept = xml, copy.copy(model)
+        self._last = xml
+        return model
+
+
+def keep_models() -> None:
+    """Have all robosuite environments of this process share what was compiled."""
+    from robosuite.environments import base
+
+    if base.MjSim.__name__ != "KeptSim":
+        models = CompiledModels()
+
+        class KeptSim(base.MjSim):  # type: ignore[misc, name-defined, unused-ignore]
+            @classmethod
+            def from_xml_string(cls, xml: str) -> KeptSim:
+                return cls(models.of(xml))
+
+        vars(base)["MjSim"] = KeptSim

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from embodied_rl.sim.env import SimEnv
-from embodied_rl.sim.robots import gymnasium_robotics, metaworld, metaworld_steps, pusht, robosuite
-from embodied_rl.sim.robots.robosuite_steps import CompiledModels, KnownSite
+from embodied_rl.sim.robots import gymnasium_robotics, metaworld, pusht, robosuite
+from embodied_rl.sim.robots.robosuite import CompiledModels, KnownSite
 from embodied_rl.types import StepBuffers
 
 TASKS = ("FetchReach-v4", "FetchPickAndPlaceDense-v4", "HandReachDense-v3")
@@ -103,7 +103,7 @@ def test_metaworlds_tolerances_are_its_own() -> None:
     """Of numbers within bounds, beyond them and on them, of numpy's type and of Python's; and what is no such number is its own."""
     utils = pytest.importorskip("metaworld.utils.reward_utils")
     rng, own = np.random.default_rng(0), vars(utils.tolerance).get("__wrapped__", utils.tolerance)
-    quick = metaworld_steps.quick_tolerance(own)
+    quick = metaworld.quick_tolerance(own)
     for number in range(3000):
         x, lower, width = rng.normal(0.0, 0.2, 3)
         bounds = (float(lower), float(lower + abs(width)) if number % 5 else np.inf)
@@ -125,7 +125,7 @@ def test_quaternions_are_scipys() -> None:
     for turn in np.concatenate([rng.normal(size=(300, 4)), small, quarters[quarters.any(axis=1)]]):
         mujoco.mju_quat2Mat(matrix, turn / np.linalg.norm(turn))
         expected = rotation.from_matrix(matrix.reshape(3, 3)).as_quat()
-        assert metaworld_steps._Turned.from_matrix(matrix.reshape(3, 3)).as_quat().tobytes() == expected.tobytes()
+        assert metaworld._Turned.from_matrix(matrix.reshape(3, 3)).as_quat().tobytes() == expected.tobytes()
 
 
 def test_a_grasped_object_is_felt_and_rewarded_as_metaworld_does(monkeypatch: pytest.MonkeyPatch) -> None:
