@@ -42,11 +42,6 @@ EXAMPLES = (
     # whole episodes
     ("rollout_staleness", f"{GROUPS} algorithm.max_staleness=1", "set algorithm.groups.max_staleness instead"),
     ("critic_warmup", f"{GROUPS} algorithm.critic_warmup=3", "trains only the critic at first, and algorithm.advantage='grpo' has none"),
-    (
-        "episodes_of_chunks",
-        f"{GROUPS} algorithm.advantage=gae_chunk",
-        "have one reward and one value for each chunk",
-    ),
     ("group_of_one", f"{GROUPS} algorithm.groups.group_size=1", "compares the episodes of a group, and algorithm.groups.group_size is 1"),
     ("greedy_baseline", f"{GROUPS} algorithm=remax algorithm.groups.redundancy=1", "set algorithm.groups.redundancy=0"),
     ("loss_of_demonstrations", f"{GROUPS} algorithm.loss=behaviour_cloning", "learns from demonstrations"),

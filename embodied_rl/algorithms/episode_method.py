@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.advantage_table import AdvantageInfo
-from embodied_rl.algorithms.advantages import whiten
+from embodied_rl.algorithms.advantages import sum_chunks, whiten
 from embodied_rl.algorithms.anchors import anchor_groups, step_returns
 from embodied_rl.algorithms.composition import Composition, compose, method_options
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
@@ -50,10 +50,11 @@ class EpisodeMethod(StepRewards):
 
         Args:
             values: of the critic, where `composition.needs_critic`.
-            kl: [B, L] what `kl.divergence` gives, summed over the units or tokens of a step; needed for a KL term in the reward.
+            kl: [B, L] what `kl.divergence` gives, summed over the units or tokens of a step, or [B, L, K] of each step of a chunk where
+                `looks_into_chunks`; needed for a KL term in the reward.
         """
         reward, metrics = self._reward(batch, kl)
-        counted = self._counted(batch)
+        counted = of_values = self._counted(batch)
         returns: Tensor | None = None
         info = self.composition.advantage
         options = method_options(info, self.config.advantage_options, self.config)
@@ -64,15 +65,26 @@ class EpisodeMethod(StepRewards):
         else:
             arrays = self._row_arrays(batch, reward)
             advantage = info.load()(**_wanted(info, arrays), **options)
-        _require_shape(info, advantage, batch.shape)
+        of_steps = advantage.dim() == 3
+        if of_steps:
+            assert batch.executed is not None, "the configuration was checked"
+            assert returns is not None, "advantages of chunks' steps have a critic"
+            advantage, returns, of_values = advantage.flatten(1), returns.flatten(1), (counted[..., None] & batch.executed).flatten(1)
+        _require_shape(info, advantage, (batch.shape[0], of_values.shape[1]))
         if advantage.dim() == 1:
             advantage = advantage[:, None].expand(batch.shape)
         if self.config.normalize_advantage == "batch" and info.layout == "time":
-            advantage = whiten(advantage.contiguous(), counted)
+            advantage = whiten(advantage.contiguous(), of_values)
         if self.config.advantage_clip is not None:
             advantage = advantage.clamp(-self.config.advantage_clip, self.config.advantage_clip)
-        advantage = torch.where(counted, advantage, torch.zeros_like(advantage))
-        return Credit(advantage, counted, values.value, returns, batch.success, metrics)
+        advantage = torch.where(of_values, advantage, torch.zeros_like(advantage))
+        value = values.value.flatten(1)
+        return Credit(advantage, counted, value, returns, batch.success, metrics, of_values if of_steps else None)
+
+    @property
+    def looks_into_chunks(self) -> bool:
+        """Whether the advantage is worked out from the rewards of a chunk's steps."""
+        return "executed" in self.composition.advantage.inputs
 
     def _counted(self, batch: EpisodeBatch) -> Tensor:
         """[B, L] what is learned from and compared with."""
@@ -89,8 +101,13 @@ class EpisodeMethod(StepRewards):
     # ---- rewards ----------------------------------------------------------------------------------------------------
 
     def _reward(self, batch: EpisodeBatch, kl: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """[B, L] as it is learned from, and what is worth telling about it."""
-        config, reward = self.config.reward, self.scaled(batch.reward, batch.mask)
+        """[B, L] as it is learned from, or [B, L·K] of the steps of chunks; and what is worth telling about it."""
+        config, given, mask = self.config.reward, batch.reward, batch.mask
+        if self.looks_into_chunks:
+            assert batch.chunk_reward is not None, "the configuration was checked"
+            assert batch.executed is not None, "the configuration was checked"
+            given, mask, kl = batch.chunk_reward.flatten(1), batch.executed.flatten(1), None if kl is None else kl.flatten(1)
+        reward = self.scaled(given, mask)
         if config.truncated == "zero":
             reward = torch.where(self._cut_off(batch)[:, None], torch.zeros_like(reward), reward)
         if config.overlong_penalty and batch.num_tokens is not None:
@@ -103,17 +120,27 @@ class EpisodeMethod(StepRewards):
                 penalty=config.overlong_penalty,
                 mask=batch.mask,
             )
-        reward, metrics = self.less_costs(reward, kl, batch.mask)
+        reward, metrics = self.less_costs(reward, kl, mask)
         if self.reward_normalizer is not None:
             self.restart_episodes()
-            seen = reward.T.contiguous().numpy(), _ends(batch).T.contiguous().numpy(), batch.mask.T.contiguous().numpy()
-            reward = torch.from_numpy(self.reward_normalizer(*seen)).T * batch.mask
+            decided = self._of_decisions(batch, reward)
+            seen = decided.T.contiguous().numpy(), _ends(batch).T.contiguous().numpy(), batch.mask.T.contiguous().numpy()
+            steps = reward.T.contiguous().numpy() if self.looks_into_chunks else None
+            reward = torch.from_numpy(self.reward_normalizer(*seen, steps=steps)).T * mask
         if config.mean != "none" or config.std != "none":
-            reward = self._normalized(batch, reward)
+            reward = self._normalized(batch, reward, mask)
         return reward, metrics
 
-    def _normalized(self, batch: EpisodeBatch, reward: Tensor) -> Tensor:
-        """Returns are normalised as numbers of whole episodes, and the difference is spread evenly over the steps."""
+    def _of_decisions(self, batch: EpisodeBatch, reward: Tensor) -> Tensor:
+        """[B, L·K] → [B, L] what each chunk returns to the advantage that looks into it; [B, L] as they are."""
+        if batch.executed is None or not self.looks_into_chunks:
+            return reward
+        steps = reward.view(batch.executed.shape)
+        of_chunks = self.composition.advantage.unit == "chunk"
+        return sum_chunks(reward=steps, executed=batch.executed, gamma=self.config.gamma)[0] if of_chunks else steps.sum(2)
+
+    def _normalized(self, batch: EpisodeBatch, reward: Tensor, mask: Tensor) -> Tensor:
+        """Returns are normalised as numbers of whole episodes, and the difference is spread evenly over the steps that `mask` says."""
         config, whole = self.config.reward, reward.sum(1)
         counted = self._counted(batch).any(1)
         if "running" in (config.mean, config.std):
@@ -131,8 +158,8 @@ class EpisodeMethod(StepRewards):
             mask=counted,
             running=self.moments,
         )
-        lengths = batch.mask.sum(1).to(reward.dtype)
-        return reward + batch.mask * ((normalized - whole) / lengths)[:, None]
+        lengths = mask.sum(1).to(reward.dtype)
+        return reward + mask * ((normalized - whole) / lengths)[:, None]
 
     # ---- credit -----------------------------------------------------------------------------------------------------
 
@@ -160,9 +187,13 @@ class EpisodeMethod(StepRewards):
             "truncated": truncated.contiguous(),
             "mask": batch.mask.T.contiguous(),
         }
+        if self.looks_into_chunks:
+            assert batch.executed is not None, "the configuration was checked"
+            steps = reward.view(batch.executed.shape)
+            arrays |= {"reward": steps.transpose(0, 1).contiguous(), "executed": batch.executed.transpose(0, 1).contiguous()}
         if info.returns_value_target:
             arrays |= {
-                "value": values.value.T.contiguous(),
+                "value": values.value.transpose(0, 1).contiguous(),
                 "last_value": torch.zeros(batch.shape[0]),
                 "final_value": values.final_value[cut[:, 1]].contiguous(),
             }
@@ -170,7 +201,7 @@ class EpisodeMethod(StepRewards):
         if info.returns_value_target and not (isinstance(result, tuple) and len(result) == 2):
             raise UserError(f"'{info.name}' takes values and must return (advantage, returns), the critic's target.")
         if info.returns_value_target:
-            return result[0].T.contiguous(), result[1].T.contiguous()
+            return result[0].transpose(0, 1).contiguous(), result[1].transpose(0, 1).contiguous()
         return result.T.contiguous(), None
 
     def _from_anchors(self, batch: EpisodeBatch, reward: Tensor, options: dict[str, Any]) -> Tensor:

@@ -55,6 +55,10 @@ class EpisodeBatch:
     """[M, U] of each action unit under the policy that acted; None: not kept."""
     unit_mask: Tensor | None = field(repr=False, default=None)
     """[M, U] bool: units that count (of a chunk, those whose step was executed); None: all."""
+    chunk_reward: Tensor | None = field(repr=False, default=None)
+    """[B, L, K] float32 of each step of a chunk; None: decisions are single steps."""
+    executed: Tensor | None = field(repr=False, default=None)
+    """[B, L, K] bool: steps of a chunk that were taken before the episode's end."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,8 +66,9 @@ class EpisodeBatch:
         return int(self.mask.shape[0]), int(self.mask.shape[1])
 
     def scatter(self, flat: Tensor) -> Tensor:
-        """[M] → [B, L] with zeros elsewhere; gradients flow."""
-        return torch.zeros(self.shape, dtype=flat.dtype, device=flat.device).index_put((self.row, self.column), flat)
+        """[M, ...] → [B, L, ...] with zeros elsewhere; gradients flow."""
+        shape = (*self.shape, *flat.shape[1:])
+        return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put((self.row, self.column), flat)
 
     @staticmethod
     def of(groups: Sequence[EpisodeGroup], prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None = None) -> EpisodeBatch:
@@ -78,8 +83,15 @@ class EpisodeBatch:
         batch = EpisodeBatch.of_steps(
             groups, _observations(episodes, prepare), torch.from_numpy(np.concatenate([episode.action for episode in episodes])), log_prob
         )
+
+        def of_chunks(parts: Sequence[np.ndarray | None]) -> Tensor | None:
+            found = [part for part in parts if part is not None]
+            return batch.scatter(torch.from_numpy(np.concatenate(found))) if len(found) == len(parts) else None
+
         return replace(
             batch,
+            chunk_reward=of_chunks([episode.chunk_reward for episode in episodes]),
+            executed=of_chunks([episode.executed for episode in episodes]),
             unit_log_prob=torch.from_numpy(np.concatenate([episode.log_prob for episode in episodes])),
             unit_mask=None if unit_mask is None else torch.from_numpy(unit_mask),
         )
@@ -164,7 +176,7 @@ class Credit:
     """What an update needs beside the episodes."""
 
     advantage: Tensor
-    """[B, L] 0 where `mask` is False."""
+    """[B, L] 0 where `mask` is False; [B, L·K] where each step of a chunk has its own, as `value` and `returns` then."""
     mask: Tensor
     """[B, L] bool: steps that are learned from (greedy baselines are not)."""
     value: Tensor
@@ -174,3 +186,5 @@ class Credit:
     positive: Tensor
     """[B] bool: episodes that succeeded."""
     metrics: dict[str, float]
+    executed: Tensor | None = None
+    """[B, L·K] bool: which entries of them are learned from, where they are of steps of chunks; None: see `mask`."""

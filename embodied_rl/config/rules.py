@@ -84,7 +84,7 @@ _FIXED_ROLLOUTS = (
     ),
     Rule(
         "one_ratio_for_steps",
-        _without_groups(lambda run: run.advantage.name == "gae_action" and run.algorithm.ratio == "chunk"),
+        lambda run: run.advantage.name == "gae_action" and run.algorithm.ratio == "chunk",
         "algorithm.advantage='gae_action' gives each step of a chunk its own advantage, and algorithm.ratio=chunk has one ratio "
         "for all of them: set algorithm.ratio=action or token.",
     ),
@@ -147,12 +147,6 @@ _WHOLE_EPISODES = (
         _with_groups(lambda run, groups: run.algorithm.critic_warmup and not run.advantage.returns_value_target),
         "algorithm.critic_warmup trains only the critic at first, and algorithm.advantage='{algorithm.advantage}' has none: set "
         "algorithm.critic_warmup=0, or take a method with a critic (algorithm=ppo_episodes).",
-    ),
-    Rule(
-        "episodes_of_chunks",
-        _with_groups(lambda run, groups: run.advantage.name in _OF_CHUNKS),
-        "algorithm.advantage='{algorithm.advantage}' looks into the chunks of fixed rollouts; whole episodes (algorithm.groups) "
-        "have one reward and one value for each chunk: take gae, or algorithm=ppo.",
     ),
     Rule(
         "group_of_one",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch
 from embodied_rl.algorithms.losses import behaviour_cloning_loss, explained_variance
-from embodied_rl.algorithms.units import at_level, mask_at_level
+from embodied_rl.algorithms.units import Level, at_level, mask_at_level, spread
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.learning.objectives import (
     ActingObjective,
@@ -41,9 +41,10 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
 
     name, unit, rows = "episodes", "episodes", EpisodeRows
 
-    def of_decisions(self, batch: EpisodeBatch, log_prob: Tensor | None) -> Tensor | None:
-        """What is known of action units, such as log-probabilities [M, L] → [B, T], its sum over whole decisions."""
-        return None if log_prob is None else batch.scatter(at_level(log_prob, "chunk", batch.unit_mask, self.steps(_HOST)))
+    def of_decisions(self, batch: EpisodeBatch, log_prob: Tensor | None, level: Level = "chunk") -> Tensor | None:
+        """What is known of action units, such as log-probabilities [M, L] → [B, T], its sum over whole decisions, or [B, T, K] over each of
+        their steps (`level` action)."""
+        return None if log_prob is None else batch.scatter(at_level(log_prob, level, batch.unit_mask, self.steps(_HOST)))
 
     def rows_of(self, batch: EpisodeBatch, credit: Credit, present: Tensor | None, reference: Tensor | None) -> EpisodeRows:
         """Episodes with what losses ask for by name.
@@ -52,8 +53,12 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
         """
         columns = torch.arange(batch.shape[1]).expand(batch.shape)
         of_decisions = {"advantage": credit.advantage, "chunk_id": columns, "mask": credit.mask}
-        inputs = {name: value.repeat_interleave(self.units, dim=1) for name, value in of_decisions.items()}
-        inputs |= {"positive": credit.positive, "value": credit.value, "decisions": credit.mask}
+        inputs = {"positive": credit.positive, "value": credit.value, "decisions": credit.mask}
+        if credit.executed is not None:
+            of_steps = of_decisions.pop("advantage").reshape(batch.mask.numel(), -1)
+            inputs["advantage"] = spread(of_steps, self.config.ratio, self.steps(_HOST)).reshape(len(batch.mask), -1)
+            inputs[VALUED] = credit.executed
+        inputs |= {name: value.repeat_interleave(self.units, dim=1) for name, value in of_decisions.items()}
         if credit.returns is not None:
             inputs["returns"] = credit.returns
 
@@ -115,7 +120,7 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
 
 
 def _valued(rows: EpisodeRows) -> Tensor:
-    """[B, T] bool: decisions that have a target for the critic."""
+    """[B, T] or [B, T·K] bool: values that have a target."""
     return rows.inputs.get(VALUED, rows.inputs["decisions"])
 
 

@@ -17,8 +17,6 @@ from embodied_rl.policies.packing import KeptStructure, TokenSequence
 _INPUT, _OBSERVATION, _IMAGE, _STRUCTURES = "input.", "observation.", "image.", "structures"
 VALUED = "valued"
 """Input of episodes [B, T] bool: decisions that have returns, a target for the critic. Absent: all have, or none."""
-OF_DECISIONS = ("value", "returns", "decisions", VALUED)
-"""Inputs of episodes that stay [B, T] whatever a ratio belongs to."""
 
 
 class StoredRows(TensorRows):
@@ -90,7 +88,8 @@ class EpisodeRows(Rows):
     """B episodes of at most T decisions, M in all. A decision has U entries, the units of `algorithm.ratio`."""
 
     inputs: dict[str, Tensor]
-    """{name: [B, T·U], [B, T] or [B]} that losses ask for by name, with ``mask`` [B, T·U] and ``decisions`` [B, T]."""
+    """{name: [B, T·U], [B, T] or [B]} that losses ask for by name, with ``mask`` [B, T·U] and ``decisions`` [B, T]. A critic with a value
+    for each step of a chunk has [B, T·K] of ``value``, ``returns`` and ``valued``."""
     observation: dict[str, Tensor]
     """{key: [M, ...]}, episode after episode."""
     action: Tensor
@@ -149,12 +148,11 @@ class EpisodeRows(Rows):
         place[rows] = torch.arange(len(rows))
         flat = (place[self.row] >= 0).nonzero().squeeze(-1)
         column = self.column[flat]
-        longest = int(column.max()) + 1
-        units = self.inputs["mask"].shape[1] // self.inputs["decisions"].shape[1]
+        longest, steps = int(column.max()) + 1, self.inputs["decisions"].shape[1]
         inputs = {}
         for name, value in self.inputs.items():
             part = value[rows]
-            inputs[name] = part[:, : longest if name in OF_DECISIONS else longest * units] if part.dim() == 2 else part
+            inputs[name] = part[:, : longest * (part.shape[1] // steps)] if part.dim() == 2 else part
         return EpisodeRows(
             inputs=inputs,
             observation={key: part[flat] for key, part in self.observation.items()},

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from embodied_rl.algorithms.episode_method import EpisodeMethod
 from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
+from embodied_rl.algorithms.units import Level
 from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.learning.episode_objectives import EpisodeObjective
 from embodied_rl.learning.learner import Learner, make_learner
@@ -339,8 +340,10 @@ def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: Epis
     values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(batch.shape[0]))
     if algorithm.composition.needs_critic:
         flat, final = learner.values(ready), learner.values(batch.final_observation)
-        values = EpisodeValues(batch.scatter(torch.from_numpy(flat)), torch.from_numpy(final))
-    credit = algorithm.prepare(batch, values, objective.of_decisions(batch, algorithm.kl.divergence(present, reference)))
+        first = final if final.ndim == 1 else final[:, 0].copy()  # of each step of a chunk: what comes after begins with the first
+        values = EpisodeValues(batch.scatter(torch.from_numpy(flat)), torch.from_numpy(first))
+    level: Level = "action" if algorithm.looks_into_chunks else "chunk"
+    credit = algorithm.prepare(batch, values, objective.of_decisions(batch, algorithm.kl.divergence(present, reference), level))
     rows = objective.rows_of(batch, credit, present, reference)
     if algorithm.config.correction.enabled:
         sampled = {name: rows.inputs[name] for name in ("behaviour_log_prob", "mask", "chunk_id")}

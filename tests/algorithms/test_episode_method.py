@@ -232,3 +232,47 @@ def test_corrections_multiply_the_advantages_that_were_normalised() -> None:
     assert metrics["rejected_fraction"] == 0.5
     assert metrics["weight_bounded_fraction"] == 0.75
     assert credit.mask.all(), "what is rejected stays in the denominator"
+
+
+def chunked(rewards: list[list[float]], executed: list[list[bool]], *, terminated: bool) -> Episode:
+    plain = episode([sum(part) for part in rewards], 0, terminated=terminated)
+    return replace(plain, chunk_reward=np.array(rewards, np.float32), executed=np.array(executed))
+
+
+CHUNKS = (
+    group(0, chunked([[1, 2], [4, 0]], [[True, True], [True, False]], terminated=True), chunked([[3, 5]], [[True] * 2], terminated=False)),
+)
+
+
+def test_chunks_are_discounted_by_the_steps_that_they_took() -> None:
+    values = EpisodeValues(torch.tensor([[0.5, 1.0], [3.0, 0.0]]), torch.tensor([99.0, 8.0]))
+    _, found, _ = credit(replace(CONFIG, advantage="gae_chunk", gae_lambda=1.0), *CHUNKS, values=values)
+    # A_1 = 4 - 1; A_0 = (1 + 0.5·2) + 0.25·1 - 0.5 + 0.25·3. The other: (3 + 0.5·5) + 0.25·8 - 3.
+    assert found.advantage.tolist() == [[2.5, 3], [4.5, 0]]
+    assert found.returns is not None
+    assert found.returns.tolist() == [[3, 4], [7.5, 0]]
+
+
+def test_the_steps_of_chunks_have_advantages_of_their_own() -> None:
+    values = EpisodeValues(torch.tensor([[[0.5, 1.0], [2.0, 9.0]], [[3.0, 1.0], [0.0, 0.0]]]), torch.tensor([99.0, 8.0]))
+    config = replace(CONFIG, advantage="gae_action", gae_lambda=1.0)
+    _, found, _ = credit(config, *CHUNKS, values=values)
+    # 4 - 2; 2 + 0.5·2 - 1 + 0.5·2; 1 + 0.5·1 - 0.5 + 0.5·3. The other: 5 + 0.5·8 - 1; 3 + 0.5·1 - 3 + 0.5·8.
+    assert found.advantage.tolist() == [[2.5, 3, 2, 0], [4.5, 8, 0, 0]]
+    assert found.executed is not None
+    assert found.executed.tolist() == [[True, True, True, False], [True, True, False, False]]
+    assert found.mask.tolist() == [[True, True], [True, False]]
+    priced = replace(config, reward=RewardConfig(length_penalty=1.0, scale=2.0))
+    cheaper = [[[1.0, 3.0], [7.0, 0.0]], [[5.0, 9.0], [0.0, 0.0]]]  # twice each executed step's, less its price
+    by_hand = CHUNKS[0].episodes[0], CHUNKS[0].episodes[1]
+    again = group(
+        0, *(replace(own, chunk_reward=np.array(part[: own.num_messages], np.float32)) for own, part in zip(by_hand, cheaper, strict=True))
+    )
+    assert torch.equal(credit(priced, *CHUNKS, values=values)[1].advantage, credit(config, again, values=values)[1].advantage)
+    _, divided, method = credit(replace(config, normalize_reward=True), *CHUNKS, values=EpisodeValues(torch.zeros(2, 2, 2), torch.zeros(2)))
+    # Returns of chunks: 4, and 3 + 0.5·4; 8. Their deviation divides every step.
+    assert method.reward_normalizer is not None
+    spread = float(np.std([3.0, 5.5, 8.0]))
+    assert method.reward_normalizer.var == pytest.approx(spread**2)
+    expected = torch.tensor([[1 + 0.5 * (2 + 0.5 * 4), 2 + 0.5 * 4, 4, 0], [3 + 0.5 * 5, 5, 0, 0]]) / spread
+    torch.testing.assert_close(divided.advantage, expected)

@@ -187,6 +187,8 @@ def groups_of(policy: Any, *, chunks: bool) -> list[EpisodeGroup]:
             executed = np.ones((steps, K), bool)
             executed[-1, 1:] = False
             fields: dict[str, Any] = {"executed": executed, "mask": executed.repeat(A, axis=1)} if chunks else {}
+            if chunks:
+                fields["chunk_reward"] = np.where(executed, np.linspace(-1, 1, executed.size).reshape(executed.shape), 0).astype(np.float32)
             episodes.append(
                 Episode(
                     observation=seen,
@@ -232,13 +234,20 @@ GROUPED = AlgorithmConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("ratio", ["chunk", "action", "token"])
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-def test_micro_batches_of_episodes_add_up(ratio: Any, aggregation: Any) -> None:
-    config = dataclasses.replace(GROUPED, ratio=ratio, aggregation=aggregation, minibatch_size=100, num_epochs=1)
+@pytest.mark.parametrize(
+    ("ratio", "changes"),
+    [
+        *((ratio, {"aggregation": mode}) for ratio in ("chunk", "action", "token") for mode in ("token-mean", "seq-mean-token-mean")),
+        ("token", {"advantage": "gae_chunk"}),
+        ("action", {"advantage": "gae_action", "kl": KlConfig(coef=0.1, place="reward")}),
+        ("token", {"advantage": "gae_action", "value_clip": 0.2}),
+    ],
+)
+def test_micro_batches_of_episodes_add_up(ratio: Any, changes: dict[str, Any]) -> None:
+    config = dataclasses.replace(GROUPED, ratio=ratio, minibatch_size=100, num_epochs=1, **changes)
     stats, made = [], []
     for size in (None, 4):
-        policy = tiny()
+        policy = tiny(value="action" if config.advantage == "gae_action" else "chunk")
         batch = EpisodeBatch.of(groups_of(policy, chunks=True), policy.prepare)
         stats.append(learn(episode_learner(policy, dataclasses.replace(config, micro_batch_size=size)), batch))
         made.append({name: p.detach() for name, p in policy.named_parameters()})

@@ -24,6 +24,8 @@ GRPO = (
     "algorithm.num_epochs=2",
     "total_steps=120",
 )
+IN_EPISODES = ("algorithm=ppo_episodes", *GRPO[1:], "algorithm.micro_batch_size=5", "algorithm.normalize_reward=true")
+IN_REWARD = ("algorithm.kl.coef=0.1", "algorithm.kl.place=reward")
 EXPERT = "algorithm.recorded.expert=tests.vla.toys:PointExpert"
 MASKED = ("algorithm.ratio=token", "algorithm.correction.mode=mask", "algorithm.correction.level=chunk", "algorithm.correction.reject=3")
 CRITICS = ("algorithm.off_policy.hidden_sizes=[16]", "algorithm.minibatch_size=16", "algorithm.off_policy.updates_per_iteration=10")
@@ -56,6 +58,13 @@ def curve(run_dir: Path) -> list[dict]:
         pytest.param(
             (*GRPO, *MASKED, "algorithm.aggregation=seq-mean-token-mean", "algorithm.kl.coef=0.1"),
             id="grpo tokens",
+        ),
+        pytest.param(
+            (*IN_EPISODES, "algorithm.advantage=gae_action", "algorithm.ratio=action", "policy.value=action", *IN_REWARD),
+            id="episodes, actions",
+        ),
+        pytest.param(
+            (*IN_EPISODES, "algorithm.advantage=gae_chunk", "algorithm.ratio=token"), id="episodes, chunks", marks=pytest.mark.slow
         ),
         pytest.param(
             (

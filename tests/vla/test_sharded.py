@@ -84,11 +84,13 @@ def test_rollouts_with_a_value_for_each_action() -> None:
     [
         {"ratio": "token", "aggregation": "seq-mean-token-mean", "head_learning_rate": 3e-3},
         pytest.param({"advantage": "gae", "ratio": "action"}, marks=pytest.mark.slow),
+        pytest.param({"advantage": "gae_action", "ratio": "token"}, marks=pytest.mark.slow),
     ],
 )
 def test_episodes_of_chunks(changes: dict[str, Any]) -> None:
     config = dataclasses.replace(GROUPED, **changes)
-    policies = [tiny(), tiny()]
+    of_steps = {"value": "action"} if config.advantage == "gae_action" else {}
+    policies = [tiny(**of_steps), tiny(**of_steps)]
     batch = EpisodeBatch.of(groups_of(policies[0], chunks=True), policies[0].prepare)
     wanted = learn(episode_learner(policies[0], config), batch)
     learner = episode_learner(policies[1], config, two_ranks(micro_batch_size=1))
