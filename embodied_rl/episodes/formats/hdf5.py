@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, RecordingError
+from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, RecordingError, RecordingInfo
 from embodied_rl.errors import brief, from_extra
 from embodied_rl.types import SimSpec, TensorSpec
 
@@ -216,10 +216,28 @@ class H5File:
 class H5Recording(base.ForeignRecording):
     """Episodes that lie as groups in one HDF5 file, whose small columns are read once, when it is opened."""
 
-    _file: H5File
+    def __init__(self, file: Path, path: Path | None = None) -> None:
+        """Open `file`, of the recording at `path` (None: the file itself)."""
+        self._file, notes = H5File(file), base.NoteBook()
+        try:
+            number, info = self._open()
+            table, bounds = self._survey(number, notes)
+            info = self._foreign_info(bounds, notes) if info is None else info
+        except BaseException:
+            self._file.close()
+            raise
+        super().__init__(path or file, info, table, notes)
 
     def close(self) -> None:
         self._file.close()
+
+    @abstractmethod
+    def _open(self) -> tuple[int, RecordingInfo | None]:
+        """Find the episodes: how many there are, and what our own entry says of them all; None: another program wrote the file."""
+
+    @abstractmethod
+    def _foreign_info(self, bounds: base.ActionBounds, notes: base.NoteBook) -> RecordingInfo:
+        """What a file of another program says."""
 
     @abstractmethod
     def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
+from embodied_rl.episodes.formats.hdf5 import H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
 from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo, last_only
 from embodied_rl.types import SimSpec, TensorSpec
 
@@ -57,19 +57,13 @@ class ManiSkillRecording(H5Recording):
     def __init__(self, path: Path) -> None:
         h5_path, json_path = paths(path)
         self._meta = base.read_json(json_path)
-        self._file = H5File(h5_path)
-        self._keys: tuple[str, ...] | None = None
-        try:
-            self._entries = self._check_entries(json_path)
-            notes = base.NoteBook()
-            table, bounds = self._survey(len(self._entries), notes)
-            side = self._meta.get(base.SIDE_ENTRY)
-            info = self._foreign_info(bounds, notes) if side is None else base.parse_side_info(json_path, side)
-            self._keys = None if side is None else tuple(info.spec.observation)
-        except BaseException:
-            self._file.close()
-            raise
-        super().__init__(h5_path, info, table, notes)
+        self._own = self._meta.get(base.SIDE_ENTRY) is not None
+        super().__init__(h5_path)
+
+    def _open(self) -> tuple[int, RecordingInfo | None]:
+        json_path = self._file.path.with_suffix(".json")
+        self._entries = self._check_entries(json_path)
+        return len(self._entries), base.parse_side_info(json_path, self._meta[base.SIDE_ENTRY]) if self._own else None
 
     def _episode(self, number: int) -> RecordedEpisode:
         return self._read(number, base.NoteBook())
@@ -159,12 +153,12 @@ class ManiSkillRecording(H5Recording):
         if not file.is_group(group, "obs", number):
             return {"state": file.array(group, "obs", number, rows)}
         parts = file.arrays(file.group(group, "obs", number), number, rows)
-        if self._keys is None:
+        if not self._own:
             return _named_parts(parts, notes)
-        missing = [key for key in self._keys if _place(key) not in parts]
+        missing = [key for key in self.spec.observation if _place(key) not in parts]
         if missing:
             raise base.damaged(file.path, "is missing", number, f"obs/{_place(missing[0])}")
-        return {key: parts[_place(key)] for key in self._keys}
+        return {key: parts[_place(key)] for key in self.spec.observation}
 
     def _foreign_info(self, bounds: base.ActionBounds, notes: base.NoteBook) -> RecordingInfo:
         env_info = self._meta["env_info"]

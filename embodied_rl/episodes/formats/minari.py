@@ -164,35 +164,31 @@ class MinariRecording(H5Recording):
             raise base.damaged(
                 self._meta_path, f"is '{self._meta['data_format']}'; of Minari's storages only hdf5 is read", field="data_format"
             )
-        notes = base.NoteBook()
-        side = self._meta.get(base.SIDE_ENTRY)
-        self._leaves, action = self._spaces()
-        file = self._file = H5File(folder / DATA_FILE)
-        try:
-            found = [match for name in file.names(file.root) if (match := _EPISODE.fullmatch(name))]
-            self._numbers = sorted(int(match.group(1)) for match in found)
-            total = self._meta.get("total_episodes", len(self._numbers))
-            if not self._numbers or total != len(self._numbers):
-                raise base.damaged(file.path, f"holds {len(self._numbers)} episodes, {METADATA_FILE} says {total}")
-            info = base.parse_side_info(self._meta_path, side) if side is not None else None
-            action = action if info is None else info.spec.action
-            self._discrete = action is not None and action.kind == "discrete"
-            table, bounds = self._survey(len(self._numbers), notes)
-            info = self._foreign_info(action or bounds.spec(notes), notes) if info is None else info
-            self._keys = dict(zip(info.spec.observation, self._leaves, strict=False))
-            if len(info.spec.observation) != len(self._leaves):
-                raise base.damaged(self._meta_path, "names other observations than the space", field=base.SIDE_ENTRY)
-        except BaseException:
-            file.close()
-            raise
-        super().__init__(folder, info, table, notes)
+        self._leaves, self._action_spec = self._spaces()
+        super().__init__(folder / DATA_FILE, folder)
+
+    def _open(self) -> tuple[int, RecordingInfo | None]:
+        file, side = self._file, self._meta.get(base.SIDE_ENTRY)
+        found = [match for name in file.names(file.root) if (match := _EPISODE.fullmatch(name))]
+        self._numbers = sorted(int(match.group(1)) for match in found)
+        total = self._meta.get("total_episodes", len(self._numbers))
+        if not self._numbers or total != len(self._numbers):
+            raise base.damaged(file.path, f"holds {len(self._numbers)} episodes, {METADATA_FILE} says {total}")
+        info = None if side is None else base.parse_side_info(self._meta_path, side)
+        names = {leaf.key for leaf in self._leaves} if info is None else info.spec.observation
+        if len(names) != len(self._leaves):
+            raise base.damaged(self._meta_path, "names other observations than the space", field=base.SIDE_ENTRY)
+        action = self._action_spec if info is None else info.spec.action
+        self._discrete = action is not None and action.kind == "discrete"
+        return len(self._numbers), info
 
     def _episode(self, number: int) -> RecordedEpisode:
         notes = base.NoteBook()
         file, group = self._file, self._group(number)
         fields = self._flags(number, notes)
         rows = len(fields["reward"]) + 1
-        fields["observation"] = {key: self._leaf(group, leaf, number, rows) for key, leaf in self._keys.items()}
+        leaves = zip(self.spec.observation, self._leaves, strict=True)
+        fields["observation"] = {key: self._leaf(group, leaf, number, rows) for key, leaf in leaves}
         options = {name.partition("/")[2]: self._plain(group, name, number) for name in group.attrs if name.startswith("options/")}
         fields.setdefault("metadata", {"reset_options": options} if options else {})
         return base.finish_episode(file.path, number, fields)
@@ -274,8 +270,8 @@ class MinariRecording(H5Recording):
             raise base.damaged(file.path, f"has rows of {list(part.shape[1:])}, the space says {list(shape)}", number, field)
         return part.astype(leaf.spec.dtype, copy=False).reshape(rows, *shape)
 
-    def _foreign_info(self, action: ActionSpec, notes: base.NoteBook) -> RecordingInfo:
-        meta, env = self._meta, {}
+    def _foreign_info(self, bounds: base.ActionBounds, notes: base.NoteBook) -> RecordingInfo:
+        action, meta, env = self._action_spec or bounds.spec(notes), self._meta, {}
         if isinstance(meta.get("env_spec"), str):
             env = base.parse_json(self._meta_path, meta["env_spec"], "env_spec")
         limit = env.get("max_episode_steps")

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
+from embodied_rl.episodes.formats.hdf5 import H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
 from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo, last_only
-from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+from embodied_rl.types import SimSpec, TensorSpec
 
 if TYPE_CHECKING:
     import h5py
@@ -53,31 +53,26 @@ class RobomimicRecording(H5Recording):
     format = "robomimic"
 
     def __init__(self, path: Path) -> None:
-        file = self._file = H5File(file_of(path))
-        try:
-            self._data = file.group(file.root, "data")
-            found = [match for name in file.names(self._data) if (match := _DEMO.fullmatch(name))]
-            self._demos = [match.group() for match in sorted(found, key=lambda match: int(match.group(1)))]
-            if not self._demos:
-                raise base.damaged(file.path, "holds no group 'demo_0', 'demo_1', …", field="/data")
-            self._masks = self._read_masks()
-            env_args = file.attribute(self._data, "env_args")
-            self._env_args = {} if env_args is None else base.parse_json(file.path, env_args, "/data@env_args")
-            side = file.attribute(self._data, base.SIDE_ENTRY)
-            self._own = side is not None
-            info = base.parse_side_info(file.path, base.parse_json(file.path, side, base.SIDE_ENTRY)) if self._own else None
-            self._sparse = self._rewards_tell_success() and not self._own
-            notes = base.NoteBook()
-            table, bounds = self._survey(len(self._demos), notes)
-            info = self._foreign_info(bounds.spec(notes), notes) if info is None else info
-            self._keys = tuple(info.spec.observation)
-        except BaseException:
-            file.close()
-            raise
-        super().__init__(file.path, info, table, notes)
+        super().__init__(file_of(path))
+
+    def _open(self) -> tuple[int, RecordingInfo | None]:
+        file = self._file
+        self._data = file.group(file.root, "data")
+        found = [match for name in file.names(self._data) if (match := _DEMO.fullmatch(name))]
+        self._demos = [match.group() for match in sorted(found, key=lambda match: int(match.group(1)))]
+        if not self._demos:
+            raise base.damaged(file.path, "holds no group 'demo_0', 'demo_1', …", field="/data")
+        self._masks = self._read_masks()
+        env_args = file.attribute(self._data, "env_args")
+        self._env_args = {} if env_args is None else base.parse_json(file.path, env_args, "/data@env_args")
+        side = file.attribute(self._data, base.SIDE_ENTRY)
+        self._own = side is not None
+        self._sparse = self._rewards_tell_success() and not self._own
+        info = base.parse_side_info(file.path, base.parse_json(file.path, side, base.SIDE_ENTRY)) if self._own else None
+        return len(self._demos), info
 
     def _episode(self, number: int) -> RecordedEpisode:
-        return self._read(number, base.NoteBook(), self._keys)
+        return self._read(number, base.NoteBook(), tuple(self.spec.observation))
 
     def _group(self, number: int) -> h5py.Group:
         return self._file.group(self._data, self._demos[number], number)
@@ -181,7 +176,8 @@ class RobomimicRecording(H5Recording):
         masks = sorted(name for name, demos in self._masks.items() if self._demos[number] in demos)
         return metadata | ({"masks": masks} if masks else {})
 
-    def _foreign_info(self, action: ActionSpec, notes: base.NoteBook) -> RecordingInfo:
+    def _foreign_info(self, bounds: base.ActionBounds, notes: base.NoteBook) -> RecordingInfo:
+        action = bounds.spec(notes)
         attributes = {name: self._file.attribute(self._data, name) for name in _KEPT_ATTRIBUTES}
         attributes = {name: str(value) for name, value in attributes.items() if value is not None}
         first = self._read(0, notes, None)

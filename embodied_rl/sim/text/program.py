@@ -13,9 +13,7 @@ import json
 import os
 import select
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -25,11 +23,12 @@ from urllib.parse import urlsplit
 
 import embodied_rl
 from embodied_rl.config import SimConfig
+from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.reading import json_lines
-from embodied_rl.sandbox.box import Box, Sandboxed, is_below, protection
+from embodied_rl.sandbox.box import Box, is_below, protection
 from embodied_rl.sim.seeding import chosen
-from embodied_rl.sim.text.served_program import ProgramEnding, with_absolute_files
+from embodied_rl.sim.text.served_program import ProgramEnding, StartedProgram, with_absolute_files
 from embodied_rl.types import ActionSpec, SimSpec, VariableSpec
 
 TARGET = "embodied_rl.sim.text.program:AgentProgram"
@@ -48,7 +47,6 @@ FAILURE_STATUS = 3
 WORKER = "embodied_rl.sim.text.program_worker"
 """Module that calls `ProgramOptions.function`."""
 
-_TAIL_BYTES = 4096
 _INHERITED = (
     "PATH",
     "LANG",
@@ -261,27 +259,13 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
     return [task for _, task in found]
 
 
-class RunningProgram:
-    """One started program and all that it starts, in a sandbox."""
+class RunningProgram(StartedProgram):
+    """A program that was started for one episode."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], timeout_s: float, box: Box) -> None:
         """Start it; what it prints is kept for error messages. Raises OSError where it cannot be started."""
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (`end` closes it)
-        try:
-            self._started = Sandboxed(
-                box,
-                words=with_absolute_files(arguments),
-                env=env,
-                cwd=os.getcwd(),
-                stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-            )
-        except BaseException:
-            self._output.close()
-            raise
+        super().__init__(arguments, env, box, has_pipes=False)
         self.deadline = time.monotonic() + timeout_s
-        self._descriptor = os.pidfd_open(self._started.process.pid)
 
     @property
     def wake_s(self) -> float:
@@ -290,23 +274,15 @@ class RunningProgram:
 
     def watched(self) -> list[tuple[int, int]]:
         """Descriptors and the events of `select.poll` that may mean progress."""
-        return [(self._descriptor, select.POLLIN)]
+        return [(self.ended, select.POLLIN)]
 
     def is_over(self) -> bool:
         """Whether it has ended; never waits."""
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        return bool(poll.poll(0))
+        return can_be_read(self.ended, 0.0)
 
     def end(self) -> ProgramEnding:
         """End what still runs of it and wait."""
-        status = self._started.end()
-        os.close(self._descriptor)
-        size = self._output.seek(0, os.SEEK_END)
-        self._output.seek(max(0, size - _TAIL_BYTES))
-        tail = self._output.read().decode("utf-8", "replace")
-        self._output.close()
-        return ProgramEnding(status, tail)
+        return ProgramEnding(*self.kill())
 
 
 def episode_line(*, base_url: str, key: str, session: str, model: str, task: Mapping[str, Any], seed: int) -> dict[str, Any]:

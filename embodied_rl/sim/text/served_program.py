@@ -51,10 +51,12 @@ class ProgramEnding:
     """It said so itself."""
 
 
-class _Process:
-    """A started program; for one episode at a time."""
+class StartedProgram:
+    """A program that was started in a sandbox, with all that it starts, and the end of what it prints."""
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], box: Box) -> None:
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], box: Box, *, has_pipes: bool) -> None:
+        """`has_pipes`: its input and output are pipes of ours; else it has no input, and its output is kept with what it prints.
+        Raises OSError where it cannot be started."""
         self._printed = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  (`kill` closes it; appending, so that it can be emptied)
         try:
             self._started = Sandboxed(
@@ -62,21 +64,43 @@ class _Process:
                 words=with_absolute_files(arguments),
                 env=env,
                 cwd=os.getcwd(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=subprocess.PIPE if has_pipes else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if has_pipes else self._printed,
                 stderr=self._printed,
             )
         except BaseException:
             self._printed.close()
             raise
         self._process = self._started.process
+        self.ended = os.pidfd_open(self._process.pid)
+        """Readable once it has ended."""
+
+    def tail(self) -> str:
+        """The end of what it printed."""
+        size = self._printed.seek(0, os.SEEK_END)
+        self._printed.seek(max(0, size - _TAIL_BYTES))
+        return self._printed.read().decode("utf-8", "replace")
+
+    def kill(self) -> tuple[int, str]:
+        """End it and all that it started: (exit status, the end of what it printed)."""
+        status, tail = self._started.end(), self.tail()
+        for file in (self._process.stdin, self._process.stdout, self._printed):
+            if file is not None:
+                file.close()
+        os.close(self.ended)
+        return status, tail
+
+
+class _Process(StartedProgram):
+    """A program that stays; for one episode at a time."""
+
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str], box: Box) -> None:
+        super().__init__(arguments, env, box, has_pipes=True)
         assert self._process.stdin is not None, "it is a pipe"
         assert self._process.stdout is not None, "it is a pipe"
         self.input, self.output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self.input, False)
         os.set_blocking(self.output, False)
-        self.ended = os.pidfd_open(self._process.pid)
-        """Readable once it has ended."""
         self._unsent, self._unread = b"", b""
 
     @property
@@ -122,20 +146,6 @@ class _Process:
     def print(self, line: bytes) -> None:
         """Keep a line that was no reply with what it printed on its error stream."""
         self._printed.write(line[-_TAIL_BYTES:] + b"\n")
-
-    def tail(self) -> str:
-        """The end of what it printed in this episode."""
-        size = self._printed.seek(0, os.SEEK_END)
-        self._printed.seek(max(0, size - _TAIL_BYTES))
-        return self._printed.read().decode("utf-8", "replace")
-
-    def kill(self) -> tuple[int, str]:
-        """End it and all that it started: (exit status, the end of what it printed)."""
-        status, tail = self._started.end(), self.tail()
-        for file in (self._process.stdin, self._process.stdout, self._printed):
-            file.close()  # type: ignore[union-attr]
-        os.close(self.ended)
-        return status, tail
 
 
 class ProgramPool:
