@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from embodied_rl.sim.rendering import configure_rendering
+from tests.forks import forked  # noqa: F401 (a fixture)
 from tests.scheduling import Scheduling
 
 # Before any test imports mujoco, sapien or pygame.
@@ -24,6 +25,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 # As a training command sets it: threads that spin between two parallel regions take the cores from the tests beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Every core has a test: more threads wait for one another. What a run sets for its updates counts as it does for users.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Processes start by the hundred: the package is compiled for the first of them, whatever the shell says.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -127,7 +130,8 @@ def _workers() -> list[str]:
     for child in psutil.Process().children(recursive=True):
         try:
             command = " ".join(child.cmdline()[1:])  # without the interpreter, which may lie in a folder of that name
-            if "embodied_rl." in command and child.status() != psutil.STATUS_ZOMBIE:
+            ours = "embodied_rl." in command or ("tests.forks" in command and child.ppid() != os.getpid())  # the first forks the others
+            if ours and child.status() != psutil.STATUS_ZOMBIE:
                 found.append(command)
         except psutil.Error:
             continue

@@ -11,7 +11,7 @@ from embodied_rl.episodes.dataset import Transitions
 from embodied_rl.learning.ranks import RankExecutor
 from tests.learning.samples import Cloner, Critics, make_policy, parameters
 
-pytestmark = [pytest.mark.slow, pytest.mark.ci_sample]
+pytestmark = [pytest.mark.slow, pytest.mark.ci_sample, pytest.mark.usefixtures("forked")]
 
 TWO = ShardingConfig(num_shards=2)
 CLONING = AlgorithmConfig(cloning=CloningConfig(min_log_std=0.5, weight_decay=0.1), max_grad_norm=0.1)

@@ -18,6 +18,8 @@ from embodied_rl.learning.rows import TokenBatch
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from tests.policies.language_models import random_sequences, tiny
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 LENGTHS = [(4, 5), (3, 9), (6, 1), (2, 7), (5, 3), (4, 8), (3, 3)]
 CONFIG = AlgorithmConfig(
     groups=GroupsConfig(),

@@ -20,6 +20,8 @@ from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.train import train
 from tests.short_run import one_line_error
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 QUIET = ("video.enabled=no", "logger=quiet", "evaluation.num_episodes=2", "evaluation.every_steps=null", "stop_at_success=null")
 ONE = ("hybrid=local", "hybrid.device=cpu", "hybrid.num_threads=1")
 TWO = ("hybrid=fsdp2", "hybrid.device=cpu", "hybrid.num_threads=1", "checkpoint.asynchronous=true")

@@ -16,6 +16,8 @@ from tests.learning.test_sharded_runs import check_moves
 from tests.methods.test_multi_domain import COMMON, DOMAINS
 from tests.short_run import last_of
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 HERE = tuple(word for word in COMMON if not word.startswith(("hybrid.", "checkpoint.", "video.", "logger", "evaluation.")))
 
 

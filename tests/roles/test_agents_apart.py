@@ -17,6 +17,8 @@ from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.roles.runs import TEXTS, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 APART = "hybrid=disaggregated"
 
 

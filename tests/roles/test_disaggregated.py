@@ -20,6 +20,8 @@ from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, Naps, assert_same_run, configured, curve, trained
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 APART = "hybrid=disaggregated"
 
 

@@ -17,6 +17,8 @@ from tests.methods.test_domain_options import CLONED, DOOR
 from tests.methods.test_multi_domain import COMMON, DOMAINS
 from tests.roles.runs import TEXTS, TWO_POLES, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 APART = "hybrid=disaggregated"
 START = "{{player: 'embodied_rl.sim.text.{}:player', episodes: 4, num_epochs: 1, measured_episodes: 2}}"
 STARTS = [

@@ -32,6 +32,8 @@ from embodied_rl.trainer import Trainer
 from embodied_rl.types import Episode, Rollout
 from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, TWO_POLES, Naps, configured, curve, trained
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SHARED = "hybrid.placement=multiplexed"
 ONE_BEHIND = "algorithm.groups.max_staleness=1"
 

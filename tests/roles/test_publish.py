@@ -11,6 +11,8 @@ import torch
 from embodied_rl.hybrid.weight_sync import DeltaSink, DeltaSource
 from tests.roles.runs import GROUPS, TEXTS, assert_same_run, trained
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 APART = "hybrid=disaggregated"
 LORA = [*TEXTS, "algorithm.warm_start=null", "policy.lora_rank=2", "policy.lora_targets=[q_proj]", "total_steps=200"]
 

@@ -13,6 +13,8 @@ from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordedEpisode
 from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, run_with_a_kill, trained
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 APART = "hybrid=disaggregated"
 HALF = ["record.share=0.5", "total_steps=1000", "evaluation.every_steps=null", "sim.max_episode_steps=20"]
 

@@ -13,6 +13,8 @@ from tests.golden.runs import RUNS
 from tests.roles.runs import assert_same_run, configured, curve, trained
 from tests.roles.test_within_episodes import SAC, check
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 APART = "hybrid=disaggregated"
 DUE = ["evaluation.every_steps=64", "checkpoint.every_steps=64", "checkpoint.keep_last=9"]
 VLA = [*RUNS["bc_chunks"], "algorithm=dagger", "algorithm.rollout_steps=4", "total_steps=60", "evaluation.every_steps=40"]

@@ -28,6 +28,8 @@ from embodied_rl.types import Rollout
 from tests.golden.runs import RUNS
 from tests.roles.runs import ROLLOUTS, assert_same_run, configured, curve, trained
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 STEPS, SLOTS = 4, 2
 
 

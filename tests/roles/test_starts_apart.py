@@ -11,6 +11,8 @@ from embodied_rl.checkpoint import load_checkpoint
 from tests.golden.runs import RUNS
 from tests.roles.runs import TWO_POLES, assert_same_run, curve, run_with_a_kill, trained
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 APART = "hybrid=disaggregated"
 EXPERT = [*RUNS["initialized_sampling"], "checkpoint.every_steps=600", "checkpoint.keep_last=9"]
 OWN = [

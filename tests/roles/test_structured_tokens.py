@@ -25,6 +25,8 @@ from embodied_rl.roles.token_process import TokenProcess
 from tests.generation.constrained import ANSWERS, STRUCTURE
 from tests.roles.runs import TEXTS, configured
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 WRONG = json.dumps({"type": "structural_tag", "format": {"type": "no such format"}})
 
 

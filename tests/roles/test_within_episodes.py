@@ -10,6 +10,8 @@ import pytest
 
 from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, trained
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 WITHIN = ["checkpoint.within_episodes=true", "checkpoint.every_steps=128", "checkpoint.keep_last=9", "evaluation.interim_episodes=4"]
 PPO = [*ROLLOUTS[1:], "sim=cartpole", *WITHIN, "total_steps=512", "evaluation.every_steps=256"]
 GRPO = [*GROUPS, *WITHIN, "total_steps=500", "evaluation.every_steps=250"]

@@ -18,6 +18,8 @@ from embodied_rl.types import EpisodeGroup, Rollout
 from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, TWO_POLES, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
 from tests.rollout.samples import answer
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 TWO = ["hybrid=disaggregated", "hybrid.players=2"]
 
 

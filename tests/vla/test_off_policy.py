@@ -25,6 +25,8 @@ from embodied_rl.policies.q_ensemble import ActorWithCritics
 from embodied_rl.train import train
 from tests.vla.toys import QUIET, SIM, TINY, PointSim
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SPEC = PointSim(1).spec
 """Two action dimensions."""
 VLA = TinyVLAConfig(width=16, num_heads=2, num_layers=1, conv_channels=(4,), num_keypoints=4, num_bins=9, chunk=3)
