@@ -38,7 +38,7 @@ class Drawing:
     """Off-screen pictures of one MjModel. Nothing is drawn, and no graphics driver needed, before the first `frame`.
 
     Args:
-        model: the MjModel; its shadow map is limited, its off-screen buffer grows with what is asked for.
+        model: the MjModel; its shadow map is limited.
         hidden_groups: groups of geoms left out, such as robosuite's collision shapes (group 0).
         multisampling: keep the model's; off, edges are jagged and frames come faster.
         without: names of what is not drawn, of ``mujoco.mjtRndFlag``.
@@ -83,8 +83,13 @@ class Drawing:
 
     def _new(self, height: int, width: int) -> Renderer:
         buffer = self.model.vis.global_
-        buffer.offheight, buffer.offwidth = max(buffer.offheight, height), max(buffer.offwidth, width)
-        renderer = _new_renderer(self._mujoco, self.model, height, width)
+        before = buffer.offheight, buffer.offwidth
+        # Read when the context is made, and cleared whole for each frame: as large as this renderer's pictures, and no larger.
+        buffer.offheight, buffer.offwidth = height, width
+        try:
+            renderer = _new_renderer(self._mujoco, self.model, height, width)
+        finally:
+            buffer.offheight, buffer.offwidth = before
         for flag in self._flags:
             renderer.scene.flags[flag] = 0
         if not self._renderers:

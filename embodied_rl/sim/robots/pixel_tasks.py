@@ -130,7 +130,8 @@ class PixelTasks(MujocoSim):
             self._mujoco.mj_step(self.model, data, SUBSTEPS)
             self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves positions of bodies one physics step behind
             self._elapsed[i] += 1
-            success, distance = self._succeeded(i), self.distance(i)
+            distance = self.distance(i)
+            success = self._succeeded(i, distance)
             out.reward[i] = float(success) + (10.0 * (before - distance) if self._dense else 0.0)
             out.terminated[i] = False
             out.truncated[i] = self._elapsed[i] >= MAX_EPISODE_STEPS
@@ -157,10 +158,10 @@ class PixelTasks(MujocoSim):
         """[2] metres."""
         return self.data[env_id].mocap_pos[DISCS.index(colour), :2]
 
-    def _succeeded(self, i: int) -> bool:
+    def _succeeded(self, i: int, distance: float) -> bool:
         task = self._present[i]
         if task.startswith("reach_"):
-            return self.distance(i) <= REACHED_M
+            return distance <= REACHED_M
         return float(self.block(i)[0]) * (-1.0 if task == "push_left" else 1.0) >= STRIP_M
 
     def _observe(self, i: int, out: StepBuffers) -> None:

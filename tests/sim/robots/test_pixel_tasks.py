@@ -7,6 +7,7 @@ import pytest
 
 from embodied_rl.config import load_sim_config
 from embodied_rl.errors import UserError
+from embodied_rl.paths import assets_dir
 from embodied_rl.sim.rendering import configure_rendering, mujoco_backend
 from embodied_rl.sim.robots.experts import expert_target
 from embodied_rl.sim.robots.pixel_tasks import (
@@ -74,6 +75,23 @@ def test_a_step_moves_the_tip_by_its_speed_and_the_dense_reward_is_the_way_made(
     assert out.reward[0] == pytest.approx(10 * (before - sim.distance(0)), abs=1e-5), "decimetres"
     assert not out.success[0]
     sim.close()
+
+
+def test_pictures_are_those_that_mujoco_draws_by_itself() -> None:
+    """Its own renderer draws into the buffer that the model asks for; ours are as large as their pictures, and beside one another."""
+    sim, out = make(image_size=40)
+    sim.reset([0], [7], out)
+    import mujoco
+
+    plain = mujoco.MjModel.from_xml_path(str(assets_dir() / "mujoco" / "pixel_tasks.xml"))
+    assert (plain.vis.global_.offheight, plain.vis.global_.offwidth) == (512, 512)
+    for size, ours in ((40, out.observation["rgb"][0]), (256, sim.render(0)), (40, out.observation["rgb"][0])):
+        sim.observe([0], out)
+        with mujoco.Renderer(plain, size, size) as renderer:
+            renderer.update_scene(sim.data[0], camera="top")
+            expected = renderer.render()
+        np.testing.assert_array_equal(ours, expected)
+        assert len(np.unique(expected.reshape(-1, 3), axis=0)) > 5
 
 
 def test_an_episode_is_taken_up_again_bit_by_bit() -> None:
