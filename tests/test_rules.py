@@ -143,7 +143,6 @@ EXAMPLES = (
         "sim=pendulum hybrid=ray algorithm=sac policy.distribution=squashed hybrid.ray.gpus.train=1",
         "trains where they are: in the driver",
     ),
-    ("players_of_starts", f"{GROUPS} {APART} hybrid.players=2 algorithm.initialized.share=0.5", "each player knows its own only. The"),
     ("apart_offload", f"{CARTPOLE} hybrid=ray hybrid.offload=[gradients]", "nothing is gained by moving what is there. Leave parameters,"),
     # players
     ("players_of_one_process", f"{GROUPS} hybrid.players=2", "and with hybrid.placement=collocated what plays is one already"),

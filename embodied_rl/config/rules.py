@@ -541,12 +541,6 @@ _PLAYERS = (
         f"{_ONE_PLAYER}, or one of these.",
     ),
     Rule(
-        "players_of_starts",
-        lambda run: run.hybrid.players > 1 and any(task.algorithm.initialized.share > 0 for task in run.tasks),
-        "hybrid.players={hybrid.players}: where groups start (algorithm.initialized) follows from all episodes before, and each player "
-        f"knows its own only. {_ONE_PLAYER}, or algorithm.initialized.share=0.",
-    ),
-    Rule(
         "idle_players",
         lambda run: run.hybrid.players > 1 and not run.divides(run.hybrid.players),
         "hybrid.players={hybrid.players} divide {run.divided}. The nearest possible: hybrid.players={run.nearest_players}.",

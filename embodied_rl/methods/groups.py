@@ -298,6 +298,7 @@ class GroupMethod(Method[Gathered, dict[str, Any]]):
         """Give what is being played up, and ask for what a queue's state says."""
         self.queue = make_queue(self.config, self.streams)
         self.queue.load_state_dict(state)
+        self.starts.discard()
         self.collector.restart(self.queue)
 
     def _note(self, groups: Sequence[EpisodeGroup]) -> None:

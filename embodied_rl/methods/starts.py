@@ -10,7 +10,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.methods.streams import Stream, prefixed
 from embodied_rl.registry import load_target
 from embodied_rl.rollout.groups import GroupQueue, group_seed
-from embodied_rl.rollout.initialized import StartLibrary, record_expert, shown_expert
+from embodied_rl.rollout.initialized import Lesson, Report, StartLibrary, record_expert, shown_expert
 from embodied_rl.sim.instrumented import Expert, instrumented, needs_simulator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -22,7 +22,7 @@ _EXPERT_TRIES = 3
 
 
 class Starts:
-    """The start libraries of all streams; of those that play elsewhere there is none here."""
+    """The start libraries of all streams."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = list(streams)
@@ -43,10 +43,30 @@ class Starts:
         for stream in self._streams:
             _record_starts(stream)
 
-    def commit(self, queue: GroupQueue) -> None:
-        """Learn from the groups that are done with."""
+    def commit(self, queue: GroupQueue) -> dict[str, Lesson]:
+        """Learn from the groups that are done with; {domain: what was learned}."""
+        return {domain: starts.commit(_in_flight(queue)) for domain, starts in self.libraries.items()}
+
+    def discard(self) -> None:
+        """See `StartLibrary.discard`."""
         for starts in self.libraries.values():
-            starts.commit(_in_flight(queue))
+            starts.discard()
+
+    # ---- of copies in rollout workers -------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, list[Report]]:
+        """{domain: what came about since the last call}"""
+        return {domain: [starts.report()] for domain, starts in self.libraries.items()}
+
+    def learn(self, lessons: Mapping[str, Lesson], queue: GroupQueue) -> None:
+        """What was committed beside the trainer."""
+        for domain, lesson in lessons.items():
+            self.libraries[domain].learn(lesson, _in_flight(queue))
+
+    def copy(self, state: Mapping[str, Any]) -> None:
+        """Go on as a copy of what `state` gave, of which nothing is to be reported."""
+        self.load(state)
+        self.report()
 
     def metrics(self) -> dict[str, float]:
         figures: dict[str, float] = {}
@@ -65,7 +85,7 @@ class Starts:
 
 
 def give_starts(streams: Sequence[Stream]) -> Starts:
-    """Give each stream that plays here its library, where it is to have one. Raises UserError where its task does not allow it."""
+    """Give each stream of the run's own player its library, where it is to have one. Raises UserError where its task does not allow it."""
     for stream in streams:
         stream.starts = make_starts(stream.config, stream.manager.spec) if stream.is_own else None
     return Starts(streams)

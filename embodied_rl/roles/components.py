@@ -172,9 +172,10 @@ def _around_worker(
             method: Method = make_method(own, worker, policy, worker.generator, run_dir)
             undo.callback(end_ranks, method)
         else:
-            parts = build_elsewhere(own, streams_elsewhere(own, worker.specs, worker), run_dir, folder, base, worker.generator)
+            streams = streams_elsewhere(own, worker.specs, worker)
+            parts = build_elsewhere(own, streams, run_dir, folder, base, worker.generator)
             policy, method = parts.policy, parts.method
-            parts.method.starts = RemoteStarts(worker)
+            parts.method.starts = worker.starts = RemoteStarts(worker, streams, parts.method)
             undo.callback(end_ranks, method)
             worker.take_policy(policy, {} if parts.language is None else model_files(parts.language))
         connected = worker.connect(method)

@@ -16,13 +16,16 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator, Way
 from embodied_rl.hybrid.weight_sync import is_lora
 from embodied_rl.methods.base import Method
+from embodied_rl.methods.groups import GroupMethod
 from embodied_rl.methods.language_apart import ModelFiles
-from embodied_rl.methods.starts import Starts
+from embodied_rl.methods.starts import Starts, give_starts
+from embodied_rl.methods.streams import Stream
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.roles.failures import RoleLost
 from embodied_rl.roles.worker import Collected
 from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.initialized import Lesson, Report
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.timeline import record
@@ -70,10 +73,8 @@ class RemoteWorker(Simulators):
         """Whose weights `publish` sends; see `take_policy`."""
         self.model: ModelFiles = {}
         """Files of the language model, from which the worker builds it elsewhere (`language_apart.model_files`); empty without one."""
-        tasks = [config.for_domain(name) for name in config.domains] or [config]
-        self.has_starts = any(task.algorithm.initialized.share > 0 for task in tasks)
-        self.start_states: dict[str, Any] = {}
-        """As they were last known here: another worker goes on from there."""
+        self.starts: RemoteStarts | None = None
+        """Of groups; those that workers play by are copies."""
         self._recorded: dict[str, str] = {}
         """Arguments of `RolloutWorker.record`; empty: nothing is written down."""
         self.needs_restart = False
@@ -182,8 +183,8 @@ class RemoteWorker(Simulators):
             self._worker_pids = self._handle.call("describe")["worker_pids"]
             if self.policy is not None:
                 self._handle.call("take_model", files=self.model)
-                if self.start_states:
-                    self._handle.call("load_starts", states=self.start_states)
+                if self.starts is not None and self.starts.wanted:
+                    self._handle.call("load_starts", states=self.starts.now)
                 if self._recorded:
                     self._handle.call("record", **self._recorded)
                 self._send_weights()
@@ -239,27 +240,45 @@ class RemoteGenerator(Generator):
 
 
 class RemoteStarts(Starts):
-    """Where groups start, of streams that a rollout worker plays: it records and commits by itself."""
+    """Where groups start, of streams that rollout workers play by copies of these libraries."""
 
-    def __init__(self, worker: RemoteWorker) -> None:
-        super().__init__(())
-        self._worker = worker
+    def __init__(self, worker: RemoteWorker, streams: Sequence[Stream], method: GroupMethod) -> None:
+        """Raises UserError: see `give_starts`."""
+        give_starts(streams)
+        super().__init__(streams)
+        self._worker, self._method = worker, method
 
     @property
-    def wanted(self) -> bool:
-        return self._worker.has_starts
+    def now(self) -> dict[str, Any]:
+        """{domain: its state}, as a worker that begins takes it."""
+        return self.state(self._method.queue)
 
-    def metrics(self) -> dict[str, float]:
-        return dict(self._worker.insist("start_figures")) if self.wanted else {}
+    def record(self) -> None:
+        """See `Starts.record`: a worker does it when its episodes begin anew, and each of several the same."""
+        if any("expert" in starts.config.sources and starts.num_expert_messages == 0 for starts in self.libraries.values()):
+            self.load(self._worker.insist("start_states"))
+            for starts in self.libraries.values():
+                starts.report()
 
-    def state(self, queue: GroupQueue) -> dict[str, Any]:
-        if self.wanted:
-            self._worker.start_states = dict(self._worker.insist("start_states"))
-        return self._worker.start_states
+    def take_in(self, reports: Mapping[str, Sequence[Report]]) -> None:
+        """What workers report of their copies."""
+        for domain, found in reports.items():
+            for report in found:
+                self.libraries[domain].take_in(report)
+
+    def commit(self, queue: GroupQueue) -> dict[str, Lesson]:
+        """See `Starts.commit`: the workers learn the same."""
+        lessons = super().commit(queue)
+        if lessons:
+            try:
+                self._worker.ask("learn_starts", lessons=lessons)
+            except RoleLost as lost:
+                self._worker.replace(lost)
+        return lessons
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._worker.start_states = dict(state)
-        self._worker.insist("load_starts", states=self._worker.start_states)
+        super().load(state)
+        self._worker.insist("load_starts", states=dict(state))
 
 
 class RemoteCollector(Collector):
@@ -338,6 +357,8 @@ class RemoteCollector(Collector):
                 self._worker.replace(lost)
         waited = time.perf_counter() - started
         self._worker.note_faults(played.faults)
+        if self._worker.starts is not None:
+            self._worker.starts.take_in(played.starts)
         for role, name, begin_ns, end_ns in played.spans:
             record(role, name, begin_ns, end_ns)
         times = played.times

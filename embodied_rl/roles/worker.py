@@ -35,12 +35,16 @@ from embodied_rl.rollout.batch_sinks import TrainingRecorder
 from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
+from embodied_rl.rollout.initialized import Lesson, Outcome, ReplayFigures, Report, SourceEpisode, Start
 from embodied_rl.rollout.programs import make_manager
 from embodied_rl.rollout.scoring import Scorer, ThreadScorer, load_score
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout
+
+for _kind in (Lesson, Outcome, ReplayFigures, Report, SourceEpisode, Start):
+    register(_kind)
 
 
 @register
@@ -59,6 +63,8 @@ class Collected:
     rollout: Rollout | None = None
     spans: list[Span] = field(default_factory=list)
     """Of hosts, for a timeline."""
+    starts: dict[str, list[Report]] = field(default_factory=dict)
+    """{domain: of each worker, what came about in its copy of the start library}"""
 
 
 def make_scorer(config: TrainConfig) -> Scorer | None:
@@ -115,7 +121,7 @@ class RolloutWorker:
         self.recorders: list[TrainingRecorder] = []
         self._faults_told = 0
         self.starts = Starts(())
-        """Of the streams, after `take_model`."""
+        """Of the streams, after `take_model`: copies of those beside the trainer."""
         self._residency = Residency()
         """What is put aside while training."""
         self._pending: deque[tuple[int, Weights]] = deque()
@@ -196,7 +202,6 @@ class RolloutWorker:
         self._take_back()
         if self.queue is not None and version > self.queue.version:
             self.queue.published(version)
-            self.starts.commit(self.queue)
 
     def restart(self, seed_round: int, queue: Mapping[str, Any] | None = None, drawn: Mapping[str, Any] | None = None) -> None:
         """Begin new episodes: of all slots, or what the state of a group queue asks for. `drawn`: see `play`."""
@@ -228,7 +233,7 @@ class RolloutWorker:
             state = self.queue.state_dict(settled=True)
         spans, faults = [] if self.lease is None else self.lease.spans(), self._new_faults()
         self._residency.begin("training")
-        return Collected(groups, self.collector.times, state, faults, self._metrics(), rollout, spans)
+        return Collected(groups, self.collector.times, state, faults, self._metrics(), rollout, spans, self.starts.report())
 
     def demonstrate(self, domain: str = "") -> list[AgentEpisode]:
         """See `play_script`; what was being played is lost, so that `restart` must follow."""
@@ -344,8 +349,8 @@ _NAMES = ("describe", "texts", "take_model", "record", "load", "restart", "play"
 _ASKED: dict[str, Callable[..., Any]] = {
     **{name: vars(RolloutWorker)[name] for name in _NAMES},
     "start_states": lambda worker: worker.starts.state(worker.queue),
-    "load_starts": lambda worker, states: worker.starts.load(states),
-    "start_figures": lambda worker: worker.starts.metrics(),
+    "load_starts": lambda worker, states: worker.starts.copy(states),
+    "learn_starts": lambda worker, lessons: worker.starts.learn(lessons, worker.queue),
 }
 """What may be asked of a worker by name."""
 
@@ -386,5 +391,5 @@ def serve(worker: RolloutWorker, inbox: Inbox) -> None:
                 answer(None, error)
             else:
                 # After an evaluation nothing is played until episodes were begun anew.
-                plays_on = what in ("play", "load", "restart")
+                plays_on = what in ("play", "load", "restart", "learn_starts")
                 answer(value, None)

@@ -31,7 +31,7 @@ from embodied_rl.sim.affinity import available_cores
 from embodied_rl.stopping import waiting
 from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout
 
-_OF_ONE = ("texts", "demonstrate", "peek")
+_OF_ONE = ("texts", "demonstrate", "peek", "start_states")
 """What one of them is asked for all."""
 
 
@@ -179,6 +179,7 @@ def joined(parts: Sequence[Collected]) -> Collected:
         queue=united(queues) if (queues := [part.queue for part in parts if part.queue is not None]) else None,
         faults=[record for part in parts for record in part.faults],
         metrics=_figures([part.metrics for part in parts]),
+        starts={domain: [report for part in parts for report in part.starts[domain]] for domain in parts[0].starts},
         rollout=side_by_side(rollouts) if (rollouts := [part.rollout for part in parts if part.rollout is not None]) else None,
     )
 

@@ -269,6 +269,16 @@ class Outcome:
     """The whole episode, should others start in it."""
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """What a library learned at a publication: its copies elsewhere stay the same by learning the same."""
+
+    done: list[Outcome]
+    """Of the groups that were done with, by group and member."""
+    held: list[int]
+    """Sources in which episodes of other groups are running."""
+
+
 @dataclass
 class TrackedSource:
     """A source episode, and what came of the episodes that started in it."""
@@ -298,8 +308,21 @@ class ReplayFigures:
     """Largest finite difference of an observation."""
 
 
+@dataclass(frozen=True)
+class Report:
+    """What came about in a copy since its last report."""
+
+    outcomes: list[Outcome]
+    assigned: dict[int, Start | None]
+    """Of all groups that have a start there."""
+    replay: ReplayFigures
+
+
 class StartLibrary:
-    """Source episodes, what is known about starting in them, and which start each group gets."""
+    """Source episodes, what is known about starting in them, and which start each group gets.
+
+    Rollout workers elsewhere play by copies, which `report` to the library beside the trainer and `learn` what it committed.
+    """
 
     def __init__(self, config: InitializedConfig, *, seed: int) -> None:
         """`seed`: the run's."""
@@ -309,6 +332,8 @@ class StartLibrary:
         """Played by the expert; they are in no other count of steps."""
         self.replay = ReplayFigures()
         self._next_key = 0
+        self._retired: dict[int, TrackedSource] = {}
+        """Of a copy: sources that are gone, and that a running episode began in."""
         self._assigned: dict[int, Start | None] = {}
         self._outcomes: list[Outcome] = []
 
@@ -373,7 +398,8 @@ class StartLibrary:
 
     def source_of(self, start: Start) -> SourceEpisode:
         """The episode that a start lies in."""
-        return self.sources[start.source].source
+        key = start.source
+        return (self.sources[key] if key in self.sources else self._retired[key]).source
 
     def played(
         self,
@@ -417,12 +443,19 @@ class StartLibrary:
         """Note what came of an episode; it counts once its group is done with (`commit`)."""
         self._outcomes.append(outcome)
 
-    def commit(self, in_flight: Collection[int]) -> None:
+    def commit(self, in_flight: Collection[int]) -> Lesson:
         """Learn from the groups that are done with, whatever became of them: all whose number is not in `in_flight`."""
         waiting = set(in_flight)
         done = sorted((one for one in self._outcomes if one.group not in waiting), key=lambda one: (one.group, one.member))
         self._outcomes = [one for one in self._outcomes if one.group in waiting]
-        self._assigned = {group: start for group, start in self._assigned.items() if group in waiting}
+        lesson = Lesson(done, sorted(self._used(waiting) & self.sources.keys()))
+        self.learn(lesson, waiting)
+        return lesson
+
+    def learn(self, lesson: Lesson, in_flight: Collection[int]) -> None:
+        """What another copy committed; `in_flight`: the groups that are played here."""
+        self._assigned = {group: start for group, start in self._assigned.items() if group in in_flight}
+        done = lesson.done
         for one in done:
             if one.start is not None and one.start.source in self.sources:
                 self._count(self.sources[one.start.source], one.start.step, one.success)
@@ -431,7 +464,26 @@ class StartLibrary:
                 self._roll_back(tracked)
         for one in done:
             if one.candidate is not None:
-                self._offer(one.candidate)
+                self._offer(one.candidate, set(lesson.held))
+        self._retired = {key: tracked for key, tracked in self._retired.items() if key in self._used(in_flight)}
+
+    def _used(self, groups: Collection[int]) -> set[int]:
+        """The sources in which these groups start."""
+        return {start.source for group, start in self._assigned.items() if start is not None and group in groups}
+
+    def report(self) -> Report:
+        """What came about since the last call: `take_in` of the library beside the trainer takes it."""
+        found = Report(self._outcomes, dict(self._assigned), self.replay)
+        self._outcomes, self.replay = [], ReplayFigures()
+        return found
+
+    def take_in(self, report: Report) -> None:
+        """What a copy reports."""
+        self._outcomes += report.outcomes
+        self._assigned |= report.assigned
+        self.replay.num_messages += report.replay.num_messages
+        self.replay.num_mismatches += report.replay.num_mismatches
+        self.replay.max_drift = max(self.replay.max_drift, report.replay.max_drift)
 
     def discard(self) -> None:
         """Forget episodes of groups that are not done with: they are played again. Their starts stay."""
@@ -450,9 +502,8 @@ class StartLibrary:
                 tracked.position -= self.config.chunk_steps
             latest.clear()
 
-    def _offer(self, source: SourceEpisode) -> None:
-        """Take an own episode in where there is room, or where it is better than one that is there."""
-        held = {start.source for start in self._assigned.values() if start is not None}
+    def _offer(self, source: SourceEpisode, held: Collection[int]) -> None:
+        """Take an own episode in where there is room, or where it is better than one that is there and not `held`."""
         own = {key: one for key, one in self.sources.items() if one.source.origin == "own" and key not in held}
         if not self.boundaries(source) or any(self.sources[key].source.seed == source.seed for key in held):
             return
@@ -467,7 +518,7 @@ class StartLibrary:
                 return
             same = [worst]
         for key in same:
-            del self.sources[key]
+            self._retired[key] = self.sources.pop(key)
         self._insert(source)
 
     def _rank(self, tracked: TrackedSource) -> tuple[float, ...]:
@@ -507,7 +558,8 @@ class StartLibrary:
 
     def state_dict(self, in_flight: Collection[int]) -> dict[str, Any]:
         """What resuming needs, JSON-able; `in_flight`: the groups that will be played again, from the same starts."""
-        assigned = {number: start for number in sorted(in_flight) if (start := self._assigned.get(number)) is not None}
+        found = {number: start for number in sorted(in_flight) if (start := self._assigned.get(number)) is not None}
+        assigned = {number: start for number, start in found.items() if start.source in self.sources}
         return {
             "format": _FORMAT_VERSION,
             "seed": self.seed,
@@ -627,7 +679,7 @@ class SnapshotCache:
         kept = self._kept.get(start)
         if kept is not None:
             return kept
-        source = self._library.sources[start.source].source
+        source = self._library.source_of(start)
         return source.snapshot(start.step, task=self._manager.spec.task, chunk_size=self._manager.chunk_size)
 
     def _note(self, snapshots: Sequence[Snapshot], drifts: Sequence[float | None]) -> None:
