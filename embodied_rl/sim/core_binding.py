@@ -21,7 +21,8 @@ from embodied_rl.sim.topology import Topology
 
 QUIET = 0.25
 """Cores' worth of processor time that others may take of ours."""
-_SAMPLE_S = 0.2
+_SAMPLE_S, _OLD_S = 0.2, 5.0
+"""Others are looked at for so long at least before workers are bound; what they did longer ago says nothing about now."""
 _LOOK_EVERY_S, _JUDGED_S = 0.25, 3.0
 _RESTING = 0.3
 """Cores' worth of time below which we did next to nothing ourselves: who is busy meanwhile takes nothing from us."""
@@ -63,6 +64,19 @@ class OthersLoad:
     def __init__(self, cores: Sequence[int]) -> None:
         self._cores = {f"cpu{core}" for core in cores}
         self._seen = self._now()
+
+    @staticmethod
+    def recent(cores: Sequence[int]) -> OthersLoad:
+        """Since this module was imported, which a run does some tenths of a second before it needs to know; or, later, from now on."""
+        while _since_import:
+            if (load := _since_import.pop())._cores == {f"cpu{core}" for core in cores} and load.passed_s < _OLD_S:
+                return load
+        return OthersLoad(cores)
+
+    @property
+    def passed_s(self) -> float:
+        """Since it was looked at."""
+        return time.monotonic() - self._seen[0]
 
     def since(self) -> tuple[float, float]:
         """(others', our own) cores' worth of time since the last call, about: a tick of the clock (10 ms) is the smallest that is seen."""
@@ -117,8 +131,8 @@ class CoreBinding:
             cores = topology.cores
             if len(topology.physical_cores) < 2 or available_cores() < len(cores) or choose_policy(topology) != "none":
                 return None
-            load = OthersLoad(cores)
-            time.sleep(_SAMPLE_S)
+            load = OthersLoad.recent(cores)
+            time.sleep(max(0.0, _SAMPLE_S - load.passed_s))
             locks = CoreLocks.take(cores) if load.since()[0] < QUIET else None
         except (OSError, ValueError, IndexError, AttributeError):  # other systems than Linux have no /proc
             return None
@@ -171,3 +185,8 @@ def _set_cores(pid: int, cores: Sequence[int]) -> None:
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             os.sched_setaffinity(int(task.name), cores)
+
+
+_since_import: list[OthersLoad] = []
+with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):  # as `CoreBinding.take`
+    _since_import.append(OthersLoad(sorted(os.sched_getaffinity(0))))

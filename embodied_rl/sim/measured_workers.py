@@ -2,15 +2,17 @@
 the same slots over different numbers of them; in the first rollouts of the run, what can be changed between two: whether slots are stepped
 together, in turns or each by itself, and whether workers keep to cores of their own.
 
-Before the run, measured are rollouts too, by a policy of the run's kind with random weights. Of policies that are not built for that, and
-for episodes of groups, time that passes stands for acting, and actions hold still. The measured workers are ended, or, where they give
-the same numbers afterwards as before, go on as the run's: the choice changes nothing but time.
+Before the run, measured are short rollouts too, by a policy of the run's kind with random weights. Of policies that are not built for that,
+and for episodes of groups, time that passes stands for acting, and actions hold still. First as many workers as there are cores step: where
+fewer would need longer for the simulation by itself than these need for everything, no others are started. The measured workers are ended,
+or, where they give the same numbers afterwards as before, go on as the run's: the choice changes nothing but time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,15 +26,8 @@ from embodied_rl.sim.core_binding import CoreBinding
 from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.sim.worker_choice import (
-    Circumstances,
-    Comparison,
-    Setting,
-    Trials,
-    WorkerChoice,
-    candidates,
-    check_auto,
-)
+from embodied_rl.sim.topology import Topology
+from embodied_rl.sim.worker_choice import LEAST_ROUNDS, Circumstances, Comparison, Setting, Trials, WorkerChoice, candidates, check_auto
 from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import ActionSpec, StepBatch
 
@@ -42,10 +37,14 @@ faster the more workers there are."""
 _LEAST_START_S = 1.25
 """Of processor time, of each worker: below, it was the machine that was busy, and up to `_BUSY` times as long may have passed."""
 _BUSY = 4
-_UPDATE_S, _WINDOW_S = 0.01, 0.03
+_UPDATE_S, _WINDOW_S = 0.005, 0.02
 """Each setting is stepped so long in each round, after something like an update."""
-_LONGEST_S, _LEAST_ROUNDS = 1.5, 3
+_LONGEST_S = 0.3
 """No further round begins after so long: the next run goes on where the number of workers is in question still."""
+_CLEARLY = 1.3
+"""As many workers as there are cores are so many times as fast as fewer could be at best: these are not started."""
+_LONG_STEP_S = 100e-6
+"""Of a core, for a step: what it takes to wake workers is next to nothing."""
 _COMPARED_STEPS = 8
 _STEPS = 16
 """Of each slot, in a short rollout."""
@@ -108,7 +107,7 @@ def start_measured(
             undo.callback(binding.release)
         described = None if player is None else player.described
         asked = Circumstances(config, chunk_size, rollouts, described, tuple(tried), 0 if binding is None else binding.most_workers)
-        if len(asked.at_start()) == 1 or config.target.startswith(_NOT_MEASURED):
+        if config.target.startswith(_NOT_MEASURED):
             return manager(None)
         choice = asked.remembered()
         if choice is not None and choice.has_number:
@@ -156,12 +155,17 @@ class _Measurement:
         first = self._found[most] = self._manager(most)
         slow = _starts_slowly(first, time.perf_counter() - began)
         # Text is answered by models and judges, which cost; what steps all its environments together may draw for all of them at once.
-        if slow or first.spec.action.kind == "text" or first.spec.steps_together:
+        if first.spec.action.kind == "text" or first.spec.steps_together:
             return first, None
+        if slow:  # in question is only how so many are stepped; their time before the run is compared with nothing
+            known = self._asked.choice(self._asked.compared([{Setting(most, self._asked.config.num_groups): 1.0}]))
+            self._asked.remember(known)
+            return first, known
         choice = None
         try:
-            start = Comparison(self._asked.at_start(), [] if before is None else before.start.rounds)
-            self._measure(start)
+            start = self._asked.compared([] if before is None else before.start.rounds)
+            if len(self._numbers) > 1:
+                start = self._measured(start)
             choice = self._asked.choice(start)
             self._asked.remember(choice)
         except (SimFault, UserError, ValueError):
@@ -171,26 +175,50 @@ class _Measurement:
             self._found.pop(other).close()
         return self._found.pop(number) if number in self._found else self._manager(number), choice
 
-    def _measure(self, start: Comparison) -> None:
-        """Start the others too, measure all, and keep the chosen one where it is as it was at its start."""
-        for number in self._numbers[:-1]:
-            self._found[number] = self._manager(number)
-        before = {number: _first_steps(manager) for number, manager in self._found.items()}
-        if self._player is not None:
-            self._plays = {number: self._player.seconds(manager) for number, manager in self._found.items()}
-        began, rounds = time.perf_counter(), 0
-        while len({each.num_workers for each in start.open}) > 1 or rounds < _LEAST_ROUNDS:
-            if rounds >= _LEAST_ROUNDS and time.perf_counter() - began > _LONGEST_S:
-                break
-            start.add({each: self._seconds(each) for each in start.open})
-            rounds += 1
+    def _measured(self, start: Comparison) -> Comparison:
+        """Measure what is in question, and keep the chosen manager where it is as it was at its start."""
+        most = self._numbers[-1]
+        steps = {most: self._begin(most)}
+        clear = None if start.rounds else self._if_clear(steps[most][1])
+        if clear is not None:
+            start = clear
+        else:
+            for number in self._numbers[:-1]:
+                self._found[number] = self._manager(number)
+                steps[number] = self._begin(number)
+            until, rounds = time.perf_counter() + _LONGEST_S, 0
+            while rounds < LEAST_ROUNDS or (len({each.num_workers for each in start.open}) > 1 and time.perf_counter() < until):
+                start.add({each: self._seconds(each) for each in start.open})
+                rounds += 1
         for manager in self._found.values():
             manager.num_turns = None
         number = start.leader.num_workers
-        if _first_steps(self._found[number]) == before[number] and not self._found[number].fault_records:
+        if _first_steps(self._found[number])[0] == steps[number][0] and not self._found[number].fault_records:
             self._found[number].reset()
         else:  # the past of these workers shows
             self._found.pop(number).close()
+        return start
+
+    def _begin(self, number: int) -> tuple[list[bytes], float]:
+        """What `_first_steps` tells of so many workers, for which the policy is built then."""
+        told = _first_steps(manager := self._found[number])
+        if self._player is not None:
+            self._plays[number] = self._player.seconds(manager)
+        return told
+
+    def _if_clear(self, step_s: float) -> Comparison | None:
+        """As if fewer workers had been measured, where the simulation by itself would take them much longer than everything takes as many
+        as there are cores. `step_s`: of all slots, together."""
+        most, groups, cores = self._numbers[-1], self._asked.config.num_groups, Topology.read(with_gpus=False)
+        if step_s * most < _LONG_STEP_S * self._found[most].num_slots:
+            return None
+        # Two threads of one core hold each other up: one of them by itself would be faster.
+        one_s = _STEPS * step_s * most * len(cores.physical_cores) / len(cores.cores)
+        seconds, steps = min(self._play(Setting(most, groups))() for _ in range(2))
+        if one_s < _CLEARLY * self._numbers[-2] * seconds:
+            return None
+        taken_s = {Setting(number, groups): one_s / number for number in self._numbers[:-1]} | {Setting(most, groups): seconds}
+        return self._asked.compared([{each: taken_s[each] / steps for each in taken_s}] * LEAST_ROUNDS)
 
     def _seconds(self, setting: Setting) -> float:
         """Of a step, in one window after something like an update, in which the workers fall asleep; what wakes them does not count."""
@@ -198,7 +226,7 @@ class _Measurement:
         manager.num_turns = setting.num_turns
         if self._binding is not None and setting.bound:
             self._binding.bind(manager.worker_pids())
-        play = self._plays.get(setting.num_workers) or Turns(manager, setting.num_turns, self._asked.config.num_groups).play
+        play = self._play(setting)
         _think(_UPDATE_S)
         play()
         seconds, steps = 0.0, 0
@@ -208,6 +236,11 @@ class _Measurement:
         if self._binding is not None:
             self._binding.unbind()
         return seconds / steps
+
+    def _play(self, setting: Setting) -> Callable[[], tuple[float, int]]:
+        """A short rollout with these workers, stepped in the groups of slots that `setting` has."""
+        manager, groups = self._found[setting.num_workers], self._asked.config.num_groups
+        return self._plays.get(setting.num_workers) or Turns(manager, setting.num_turns, groups).play
 
 
 def _starts_slowly(manager: EnvManager, seconds: float) -> bool:
@@ -272,14 +305,16 @@ def still_actions(manager: EnvManager, num_slots: int) -> np.ndarray:
     return np.broadcast_to(np.where(np.isfinite(middle), middle, 0.0), shape).astype(spec.dtype)
 
 
-def _first_steps(manager: EnvManager) -> list[bytes]:
-    """What comes of a reset and some steps, bit by bit."""
+def _first_steps(manager: EnvManager) -> tuple[list[bytes], float]:
+    """(what comes of a reset and some steps, bit by bit; seconds of most of these steps of all slots)."""
     actions, slots = still_actions(manager, manager.num_slots), range(manager.num_slots)
-    batch, seen = manager.reset(), []
+    batch, seen, taken_s = manager.reset(), [], []
     for _ in range(_COMPARED_STEPS):
         seen += [batch.observation[key].tobytes() for key in manager.spec.tensors]
         begin_ended(manager, batch)
+        began = time.perf_counter()
         manager.send(slots, actions)
         batch = manager.recv(slots)
+        taken_s.append(time.perf_counter() - began)
         seen.append(batch.reward.tobytes())
-    return seen
+    return seen, statistics.median(taken_s)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +21,20 @@ WORTH = 1.02
 other programs: each of these must be so many times as fast."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
-_MEASURED = 7
+_MEASURED = 8
 """To be raised when the measurement changes, so that what is remembered is measured again."""
 _TOLERANCE = 0.03
 """A setting is out of the question once it is not so much faster than the fastest, beyond doubt."""
-_LEAST_NOISE = 0.02
-"""Of a round, whatever the spread of a few rounds looks like."""
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 40
+_NOISE, _DOUBT = 0.1, 2.5
+"""How far apart samples of equal settings are taken to be while few are known; so many standard errors are beyond doubt."""
+LEAST_ROUNDS, _MOST_ROUNDS = 2, 60
 """Before the first of these nothing is out; after the second the fastest is taken: the others are as fast, or what is measured is noise."""
-_FAR_BEHIND = 1.5
-"""Times as slow as the fastest at the start, each in its best moment: not tried in the run."""
 _STEADY = 1.5
 """Times as slow as in its best moment the leader is at the start, where other work came in between."""
 _SAMPLE_S = 0.1
 """Rollouts that took so long together are a sample."""
+_FREE_S, _SHARE = 1.5, 0.02
+"""What trying slower settings may cost: so many seconds at once, and this share of the time that rollouts take."""
 AS_READY = 0
 """Number of turns where slots are stepped each by itself, and acted for as they are ready."""
 
@@ -67,74 +67,89 @@ class Comparison:
     a run has the slow moments too.
     """
 
+    leader: Setting
+    """The fastest of those that are in question, its price paid."""
+
     def __init__(self, settings: Iterable[Setting], rounds: Iterable[Mapping[Setting, float]] = ()) -> None:
-        """`rounds`: what was measured before. Raises KeyError for a round that lacks a setting which was in question then."""
+        """`rounds`: what was measured before. Raises KeyError as `add`."""
         self.open = sorted(settings)
         """In question."""
+        if self.open:
+            self.leader = self.open[0]
         self.rounds: list[dict[Setting, float]] = []
-        """Seconds a step, of what was in question then."""
+        """Seconds a step."""
         numbers = sorted({each.num_workers for each in self.open})
         self._price = {each: WORTH ** (numbers.index(each.num_workers) + (each.num_turns != 1) + each.bound) for each in self.open}
         for each in rounds:
             self.add(each)
 
     def add(self, seconds: Mapping[Setting, float]) -> None:
-        """One more round: seconds a step of all settings that are in question. Raises KeyError."""
-        self.rounds.append({each: seconds[each] for each in self.open})
-        leader = self.leader
-        self.open = [leader] if len(self.rounds) >= _MOST_ROUNDS else [each for each in self.open if not self._is_out(each, leader)]
+        """One more round: seconds a step, of all settings in the first one, later of the leader and others. Raises KeyError for one that is
+        missing or unknown."""
+        for each in [*seconds, *([self.leader] if self.rounds else self.open)]:
+            self._price[each], seconds[each]
+        self.rounds.append(dict(seconds))
+        self.leader = min(self.open, key=lambda each: statistics.mean(self._behind(each)))
+        self.open = [each for each in self.open if not self._is_out(each)] if len(self.rounds) < _MOST_ROUNDS else [self.leader]
 
     @property
     def met(self) -> Iterable[Setting]:
         """All that were measured."""
         return self.rounds[0] if self.rounds else ()
 
-    @property
-    def leader(self) -> Setting:
-        """The fastest of those that are in question, its price paid."""
-        return min(self.open, key=lambda each: sum(self._price[each] * seconds[each] for seconds in self.rounds))
+    def _both(self, setting: Setting, other: Setting) -> list[tuple[float, float]]:
+        """Their seconds in the rounds that both were in."""
+        return [(each[setting], each[other]) for each in self.rounds if setting in each and other in each]
 
-    def _is_out(self, setting: Setting, leader: Setting) -> bool:
-        if setting == leader or len(self.rounds) < _LEAST_ROUNDS:
+    def _behind(self, setting: Setting) -> list[float]:
+        """By what share of the leader's mean time it was slower, in each round that both were in, prices paid."""
+        own, best = self._price[setting], self._price[self.leader]
+        both = self._both(setting, self.leader)
+        mean = statistics.mean(best * theirs for _, theirs in both)
+        return [(own * ours - best * theirs) / mean for ours, theirs in both]
+
+    def _is_out(self, setting: Setting) -> bool:
+        behind = self._behind(setting)
+        if setting == self.leader or len(behind) < LEAST_ROUNDS:
             return False
-        best = [self._price[leader] * seconds[leader] for seconds in self.rounds]
-        own = [self._price[setting] * seconds[setting] for seconds in self.rounds]
-        behind = [(one - other) / statistics.mean(best) for one, other in zip(own, best, strict=True)]
-        error = max(statistics.stdev(behind), _LEAST_NOISE) / math.sqrt(len(behind))
-        # About Student's 97.5%: 2 of many rounds, 4 of three.
-        return statistics.mean(behind) - (2 + 4 / (len(behind) - 1)) * error > -_TOLERANCE
-
-    def least_s(self, setting: Setting) -> float:
-        """In its best round: what else the machine does only takes time."""
-        return min(seconds[setting] for seconds in self.rounds if setting in seconds)
+        mean = statistics.mean(behind)
+        error = math.sqrt(_NOISE**2 + sum((each - mean) ** 2 for each in behind)) / len(behind)
+        return mean - _DOUBT * error > -_TOLERANCE
 
     @property
     def is_steady(self) -> bool:
         """Whether the leader was near its best in most rounds."""
-        taken = [seconds[self.leader] for seconds in self.rounds]
+        taken = [seconds[self.leader] for seconds in self.rounds if self.leader in seconds]
         return not taken or statistics.median(taken) < _STEADY * min(taken)
 
     def gain(self, setting: Setting, other: Setting) -> float:
         """Times as fast, over the rounds that both were in; 1 where they never met."""
-        both = [(each[setting], each[other]) for each in self.rounds if setting in each and other in each]
+        both = self._both(setting, other)
         return sum(theirs for _, theirs in both) / sum(own for own, _ in both) if both else 1.0
 
 
 class Trials:
-    """The settings that are in question take turns over the rollouts of a run, until the fastest is known."""
+    """The settings that are in question take turns over the rollouts of a run, until the fastest is known.
+
+    Trying may cost `_FREE_S` and a share of the time: the slower a setting was, the less often it is tried, and the fastest so far plays
+    meanwhile.
+    """
 
     def __init__(self, comparison: Comparison, note: Callable[[], object]) -> None:
         """`note` is called when it is decided, and when the run ends before."""
         self._comparison, self._note = comparison, note
-        self._round: dict[Setting, float] = {}
         self._sample: list[tuple[float, int]] | None = None
         """(seconds, steps) of rollouts with the present setting; None: the next one does not count, in which everything warms up."""
+        self._affordable_s = _FREE_S
+        """What trying may cost yet."""
+        self._cost_s: dict[Setting, float] = {}
+        """How much longer than the leader's a sample took, at least."""
+        self._begin()
 
     @property
     def setting(self) -> Setting:
-        """Of the next rollout: each round begins with another one, and what was decided stays."""
-        left = [each for each in self._comparison.open if each not in self._round]
-        return left[len(self._comparison.rounds) % len(left)]
+        """Of the next rollout; what was decided stays."""
+        return self._left[0]
 
     @property
     def leader(self) -> Setting:
@@ -154,11 +169,11 @@ class Trials:
         self._sample.append((seconds, num_steps))
         if (sampled_s := sum(each for each, _ in self._sample)) < _SAMPLE_S:
             return
-        self._round[self.setting] = sampled_s / sum(steps for _, steps in self._sample)
+        self._round[self._left.pop(0)] = sampled_s, sum(steps for _, steps in self._sample)
         self._sample = []
-        if len(self._round) == len(self._comparison.open):
-            self._comparison.add(self._round)
-            self._round = {}
+        if not self._left:
+            self._end_round()
+            self._begin()
             if self.decided:
                 self._note()
 
@@ -166,6 +181,27 @@ class Trials:
         """The run is over: what is known so far goes into the next one."""
         if not self.decided and self._comparison.rounds:
             self._note()
+
+    def _begin(self) -> None:
+        """A round of the leader and of what may be tried, what costs least first. Each begins with another one."""
+        left_s, self._left = self._affordable_s, [self.leader]
+        for each in sorted(self._comparison.open, key=lambda each: self._cost_s.get(each, 0.0)):
+            if each != self.leader and (left_s := left_s - self._cost_s.get(each, 0.0)) >= 0.0:
+                self._left.append(each)
+        first = len(self._comparison.rounds) % len(self._left)
+        self._left = self._left[first:] + self._left[:first]
+        self._round: dict[Setting, tuple[float, int]] = {}
+        """(seconds, steps) of its samples."""
+
+    def _end_round(self) -> None:
+        rates = {each: seconds / steps for each, (seconds, steps) in self._round.items()}
+        if len(rates) > 1:
+            self._comparison.add(rates)
+        best = rates.get(self.leader, min(rates.values()))
+        for each, (seconds, steps) in self._round.items():
+            lost_s = max(0.0, seconds - steps * best)
+            self._cost_s[each] = min(lost_s, self._cost_s.get(each, lost_s))
+            self._affordable_s += _SHARE * seconds - lost_s
 
 
 @dataclass(frozen=True)
@@ -222,12 +258,6 @@ class WorkerChoice:
             said.append(f"sim.pipeline_groups=auto: {slots} {_way(chosen.num_turns)}, {gain}")
         if chosen.bound:
             free = [gain for each, gain in gains.items() if not each.bound]
-            # Where all that may move were far behind before the run, rollouts tried none.
-            free = free or [
-                self.start.gain(self.start.leader, each)
-                for each in self.start.met
-                if each.num_workers == chosen.num_workers and not each.bound
-            ]
             said.append(f"sim.placement=auto: each worker on its own cores, {min(free):.2f} times as fast as where they may move")
         return said
 
@@ -265,26 +295,28 @@ class Circumstances:
     most_bound: int = 0
     """So many workers may be bound to a core each now."""
 
-    @property
-    def turns(self) -> tuple[int, ...]:
-        """What is compared before the run."""
-        groups = self.config.num_groups
-        return (1, groups) if self.rollouts and self.config.pipeline_groups == "auto" and groups > 1 else (groups,)
-
     def at_start(self) -> list[Setting]:
-        """What is compared before the run, ascending: every number of workers, with all turns, also bound where they may be."""
-        return [each for number in candidates(self.config.num_slots) for each in self._with(number, self.turns)]
+        """What is compared before the run, ascending: every number of workers, also bound where they may be."""
+        return [each for number in candidates(self.config.num_slots) for each in self._with(number, [self.config.num_groups])]
 
     def in_run(self, start: Comparison) -> list[Setting]:
-        """What rollouts try with the number of workers that was chosen: what was not far behind, and what was not measured."""
+        """What rollouts try with the number of workers that was chosen."""
         number = start.leader.num_workers
-        every = self._with(number, [each for each in self.tried if each != AS_READY or number > 1])
-        found = [each for each in every if each not in start.met or start.least_s(each) < _FAR_BEHIND * start.least_s(start.leader)]
+        found = self._with(number, [each for each in self.tried if each != AS_READY or number > 1])
         return found if len(found) > 1 else []
 
     def _with(self, number: int, turns: Iterable[int]) -> list[Setting]:
-        bound = (False, True) if 1 < number <= self.most_bound else (False,)
-        return [Setting(number, each, how) for each in turns for how in bound]
+        """Bound workers are stepped in groups only: where they are the fastest, the other ways are no faster."""
+        settings = [Setting(number, each) for each in turns]
+        bound = 1 < number <= self.most_bound and Setting(number, self.config.num_groups) in settings
+        return [*settings, Setting(number, self.config.num_groups, True)] if bound else settings
+
+    def compared(self, rounds: Sequence[Mapping[Setting, float]] = ()) -> Comparison:
+        """Before the run, in these rounds. Raises KeyError for rounds of other settings."""
+        settings = self.at_start()
+        if rounds and not rounds[0].keys() <= set(settings):
+            raise KeyError(str(rounds[0]))
+        return Comparison([each for each in settings if not rounds or each in rounds[0]], rounds)
 
     def choice(self, start: Comparison, run: Iterable[Mapping[Setting, float]] = ()) -> WorkerChoice:
         """What comes of these measurements. Raises KeyError for rounds of other settings."""
@@ -298,8 +330,7 @@ class Circumstances:
                 [{Setting.read(key): _positive(seconds) for key, seconds in each.items()} for each in answer[part]]
                 for part in ("start", "run")
             )
-            if start:
-                return self.choice(Comparison(self.at_start(), start), run)
+            return self.choice(self.compared(start), run)
         return None
 
     def remember(self, choice: WorkerChoice) -> None:
