@@ -15,6 +15,7 @@ from embodied_rl.errors import IncompatibleCheckpointError
 from embodied_rl.policies.base import TrainedModule, load_saved, saved_tensors
 
 if TYPE_CHECKING:  # offline evaluation loads policies without simulators
+    from embodied_rl.learning.ranks import RankExecutor
     from embodied_rl.methods.base import Method
 
 _RANDOM = "random."
@@ -59,7 +60,7 @@ def load_policy(policy: TrainedModule, checkpoint: Checkpoint) -> None:
 
 def save_method(method: Method, writer: CheckpointWriter, step: int) -> tuple[dict[str, Tensor], Callable[[], Path] | None]:
     """A method's tensors for the checkpoint of `step`, and what waits for the folder that its ranks write; None without ranks."""
-    sharded = method.sharded
+    sharded = _parted(method)
     if sharded is None:
         return method.state_tensors(), None
     parts = sharded.save_parts(writer.parts_folder(step))
@@ -67,12 +68,17 @@ def save_method(method: Method, writer: CheckpointWriter, step: int) -> tuple[di
         return method.state_tensors(), parts
 
 
+def _parted(method: Method) -> RankExecutor | None:
+    """The ranks of a method that write their own parts of a checkpoint."""
+    return method.sharded if method.sharded is not None and method.sharded.writes_parts else None
+
+
 def load_method(method: Method, checkpoint: Checkpoint) -> None:
     """Give a method its tensors back, on one process or any number of ranks, whatever number wrote them.
     Raises IncompatibleCheckpointError, KeyError, ValueError: they are another run's, or damaged."""
     others = (_RANDOM, "episode.")  # see `random_states` and `Trainer.save`
     tensors = {name: tensor for name, tensor in checkpoint.learner.items() if not name.startswith(others)}
-    sharded = method.sharded
+    sharded = _parted(method)
     if checkpoint.sharded is None:
         method.load_state_tensors(tensors)
     elif sharded is None:

@@ -138,11 +138,6 @@ EXAMPLES = (
         "hybrid.ray.gpus.train=1 are divided among them. The nearest possible: hybrid.ray.gpus.train=2",
     ),
     ("apart_from_recordings", f"{CARTPOLE} {APART} algorithm=bc {EXPERT}", f"learns from recordings only. {COLLOCATED}"),
-    (
-        "replayed_on_ray",
-        "sim=pendulum hybrid=ray algorithm=sac policy.distribution=squashed hybrid.ray.gpus.train=1",
-        "trains where they are: in the driver",
-    ),
     ("apart_offload", f"{CARTPOLE} hybrid=ray hybrid.offload=[gradients]", "nothing is gained by moving what is there. Leave parameters,"),
     # players
     ("players_of_one_process", f"{GROUPS} hybrid.players=2", "and with hybrid.placement=collocated what plays is one already"),

@@ -518,12 +518,6 @@ _APART = (
         f"{{run.apart}} is for learning by playing, and algorithm={{algorithm.name}} learns from recordings only. {_COLLOCATED}",
     ),
     Rule(
-        "replayed_on_ray",
-        lambda run: run.on_ray and not run.algorithm.on_policy and (run.hybrid.sharding is not None or run.ray_gpus > 0),
-        "algorithm={algorithm.name} keeps the steps that it learns from, and trains where they are: in the driver, on hybrid.device, "
-        "not in an actor. Leave hybrid.sharding and hybrid.ray.gpus.train out, or take hybrid=disaggregated.",
-    ),
-    Rule(
         "apart_offload",
         lambda run: run.on_ray and set(run.hybrid.offload) - {"simulators", "kv_cache"},
         "hybrid.offload={hybrid.offload}: with hybrid.cluster=ray training has its devices for itself, all the time, and nothing is gained "

@@ -40,7 +40,12 @@ class RankLink(Protocol):
 
 
 class RankHost(Protocol):
-    """What holds the ranks 1, 2, … of one `RankExecutor`; each of them is a `train_worker.RankServer`."""
+    """What holds the ranks 1, 2, … of one `RankExecutor`, and perhaps the first too; each of them is a `train_worker.RankServer`."""
+
+    @property
+    def first(self) -> RankLink | None:
+        """Of rank 0; None: it is in the process of the `RankExecutor`."""
+        ...
 
     @property
     def links(self) -> list[RankLink]:
@@ -49,6 +54,10 @@ class RankHost(Protocol):
 
     def start(self, num_ranks: int, device: torch.device) -> None:
         """Begin them. Raises UserError where there are too few devices."""
+        ...
+
+    def device_type(self, own: torch.device) -> str:
+        """Where ranks compute, cpu or cuda; `own`: what the `RankExecutor` was given."""
         ...
 
     def device_index(self, rank: int) -> int:
@@ -75,6 +84,8 @@ class RankHost(Protocol):
 class LocalRanks:
     """Processes of this machine. Implements `RankHost`."""
 
+    first: RankLink | None = None
+
     def __init__(self) -> None:
         self.links: list[RankLink] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -90,6 +101,9 @@ class LocalRanks:
             with theirs:
                 self.processes.append(start_module("embodied_rl.learning.train_worker", theirs.fileno(), pass_fds=(theirs.fileno(),)))
             self.links.append(Link(ours, begins=True))
+
+    def device_type(self, own: torch.device) -> str:
+        return own.type
 
     def device_index(self, rank: int) -> int:
         """See `RankHost.device_index`: all see all GPUs."""

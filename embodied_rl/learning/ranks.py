@@ -128,6 +128,9 @@ class Rank:
         fsdp.reshard(self.policy)
         self.optimizer.load_state_tensors(state)
 
+    def forget(self) -> None:
+        self.optimizer.forget()
+
     def save_parts(self, folder: Path) -> SavingCheckpoint:
         """Begin to write this rank's part of the optimizer's state, when the one before is written."""
         if self.saving is not None:
@@ -145,8 +148,47 @@ class Rank:
         self.optimizer.take_parts(found)
 
 
+class RankElsewhere:
+    """The first `Rank` in another process than the `RankExecutor`, which asks it for what ranks compute together."""
+
+    def __init__(self, link: RankLink) -> None:
+        self._link = link
+
+    def _ask(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        self._link.send({**message, "answers": True}, tensors)
+        return self._link.recv()[1]
+
+    def step(
+        self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float, seed: int | None = None
+    ) -> Figures:
+        message = {"objective": objective, "micro": micro, "numbers": numbers, "learning_rate": learning_rate, "seed": seed}
+        return {name: float(value) for name, value in self._ask({"do": "step", **message}, rows.tensors()).items()}
+
+    def values(self, observation: dict[str, Tensor]) -> Tensor:
+        return self._ask({"do": "values"}, observation)["value"]
+
+    def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        self._link.send({"do": "buffers"}, buffers)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._ask({"do": "weights"}).items()
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        self._link.send({"do": "load_weights"}, tensors)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        return self._ask({"do": "optimizer_state"})
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        self._link.send({"do": "load_optimizer_state"}, state)
+
+    def forget(self) -> None:
+        self._link.send({"do": "forget"})
+
+
 class RankExecutor(Executor):
-    """Takes each step on the ranks of `hybrid.sharding`: starts all but the first, and asks them for what they do together.
+    """Takes each step on the ranks of `hybrid.sharding`: starts all but the first, and asks them for what they do together. Where the host
+    has the first too (`RankHost.first`), this process trains nothing itself.
 
     The policy that is given stays whole: it acts, is saved and keeps the statistics. What is trained is a sharded copy; `write_back`
     brings its weights over.
@@ -173,36 +215,50 @@ class RankExecutor(Executor):
         if self.sharding.num_tensor_shards > 1:
             check_plan(policy, self.sharding.num_tensor_shards)
         self._finalizer = weakref.finalize(self, self.host.close)
+        self._here: Rank | None = None
+        """The first rank, where it is in this process."""
         try:
-            self.rank = self._start(config, torch.device("cuda", 0) if device.type == "cuda" else device)
+            self.rank: Rank | RankElsewhere = self._start(config, torch.device("cuda", 0) if device.type == "cuda" else device)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, config: HybridConfig, device: torch.device) -> Rank:
+    @property
+    def writes_parts(self) -> bool:
+        """Whether each rank writes its part of a checkpoint (`save_parts`); where none is in this process, it writes what all have."""
+        return self._here is not None
+
+    def _start(self, config: HybridConfig, device: torch.device) -> Rank | RankElsewhere:
         host, sharding = self.host, self.sharding
         host.start(sharding.num_ranks, device)
         common = {
             "timeout_s": sharding.start_timeout_s,
-            "device": device.type,
+            "device": host.device_type(device),
             "num_threads": config.rank_threads or 1,
             "sharding": dataclasses.asdict(sharding),
             "algorithm": dataclasses.asdict(self.config),
             **self.policy.describe(),
         }
         state = self.policy.state_dict()
+        links = [*([] if host.first is None else [(0, host.first)]), *enumerate(host.links, start=1)]
         with self._blaming_workers():
-            for index, link in enumerate(host.links, start=1):
+            for index, link in links:
                 link.send({"do": "build", "rank": index, "device_index": host.device_index(index), **common}, state)
-            for link in host.links:
+            for _, link in links:
                 link.recv(sharding.start_timeout_s)  # what fails so far is known at once; all wait for each other from here on
-            with host.meeting(sharding.num_ranks, sharding.start_timeout_s) as (where, store):
-                host.tell({"do": "join", "store": where})
-                join(store, 0, sharding.num_ranks, device, sharding.start_timeout_s)
-                rank = Rank(copy.deepcopy(self.policy), self.config, sharding, device)
-                for link in host.links:
+            with host.meeting(sharding.num_ranks, sharding.start_timeout_s) as (where, self._store):
+                for _, link in links:
+                    link.send({"do": "join", "store": where})
+                if host.first is None:
+                    join(self._store, 0, sharding.num_ranks, device, sharding.start_timeout_s)
+                    self._here = Rank(copy.deepcopy(self.policy), self.config, sharding, device)
+                for _, link in links:
                     link.recv(sharding.start_timeout_s)
-        return rank
+        return RankElsewhere(host.first) if host.first is not None else self._part()
+
+    def _part(self) -> Rank:
+        assert self._here is not None, "the first rank is elsewhere"
+        return self._here
 
     @property
     def num_parts(self) -> int:
@@ -252,10 +308,10 @@ class RankExecutor(Executor):
         return torch.cat(found)[:num_rows].numpy()
 
     def trained(self) -> list[Tensor]:
-        return list(self.rank.policy.parameters())
+        return list(self._here.policy.parameters()) if self._here is not None else []
 
     def optimizer_tensors(self) -> list[Tensor] | None:
-        return self.rank.optimizer.tensors()
+        return self._here.optimizer.tensors() if self._here is not None else None
 
     # ---- the trained weights ----------------------------------------------------------------------------------------
 
@@ -275,7 +331,7 @@ class RankExecutor(Executor):
 
     def forget(self) -> None:
         self._tell({"do": "forget"})
-        self.rank.optimizer.forget()
+        self.rank.forget()
 
     # ---- the optimizer's state --------------------------------------------------------------------------------------
 
@@ -310,14 +366,14 @@ class RankExecutor(Executor):
         """
         self._tell({"do": "save_parts", "folder": str(folder)})
         with self._blaming_workers():
-            saving = self.rank.save_parts(folder)
+            saving = self._part().save_parts(folder)
         return lambda: saving.wait()
 
     def load_parts(self, folder: Path) -> None:
         """Take up what any number of ranks wrote, each rank its own part. Raises IncompatibleCheckpointError."""
         self._tell({"do": "load_parts", "folder": str(folder)})
         with self._blaming_workers():
-            self.rank.load_parts(folder)
+            self._part().load_parts(folder)
 
     # ---- talking to the ranks ---------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ def main(descriptor: int) -> None:
 
 
 class RankServer:
-    """One rank beside the first: does what rank 0 asks for, in order. ``build`` comes first, then ``join``."""
+    """One rank: does what the `RankExecutor` asks for, in order. ``build`` comes first, then ``join``."""
 
     def __init__(self) -> None:
         self._setup: dict[str, Any] = {}
@@ -95,26 +95,29 @@ def build_described(description: Mapping[str, Any], algorithm: AlgorithmConfig) 
 
 
 def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """Do one thing together with the other ranks; tensors to be sent back, or None."""
-    what = message["do"]
+    """Do one thing together with the other ranks; tensors to be sent back, or None. What all of them have then, ``answers`` says who sends:
+    the first, where the `RankExecutor` is elsewhere."""
+    what, answers = message["do"], message.get("answers", False)
     if what == "step":
         rows = rank.objective(message["objective"]).rows.of_tensors(tensors)
-        rank.step(message["objective"], rows, message["micro"], message["numbers"], message["learning_rate"], message["seed"])
-    elif what == "buffers":
-        rank.set_buffers(tensors)
-    elif what == "values":
+        figures = rank.step(message["objective"], rows, message["micro"], message["numbers"], message["learning_rate"], message["seed"])
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()} if answers else None
+    if what == "values":
         return {"value": rank.values(tensors)}
-    elif what == "weights":
-        for _ in rank.weights():  # rank 0 keeps them
-            pass
+    if what == "weights":
+        gathered = [(name, tensor.detach().cpu().clone()) if answers else None for name, tensor in rank.weights()]
+        return dict(filter(None, gathered)) if answers else None
+    if what == "optimizer_state":
+        state = rank.optimizer_state()
+        return state if answers else None
+    if what == "buffers":
+        rank.set_buffers(tensors)
     elif what == "load_weights":
         rank.load_weights(tensors)
-    elif what == "optimizer_state":
-        rank.optimizer_state()
     elif what == "load_optimizer_state":
         rank.load_optimizer_state(tensors)
     elif what == "forget":
-        rank.optimizer.forget()
+        rank.forget()
     elif what == "save_parts":
         rank.save_parts(Path(message["folder"]))  # rank 0 reports what went wrong
     elif what == "load_parts":

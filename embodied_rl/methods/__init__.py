@@ -45,8 +45,8 @@ def make_method(
     algorithm = config.algorithm
     if algorithm.cloning is not None:
         clone = DaggerMethod if algorithm.cloning.dagger else CloningMethod
-        return clone(config, manager, policy, generator, run_dir)
+        return clone(config, manager, policy, generator, run_dir, ranks)
     if algorithm.off_policy is not None:
         learn = MixedMethod if algorithm.off_policy.fresh else OfflineMethod
-        return learn(config, manager, policy, generator, run_dir)
+        return learn(config, manager, policy, generator, run_dir, ranks)
     return RolloutMethod(config, manager, policy, generator, ranks)

@@ -20,6 +20,7 @@ from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import Learner, make_learner, scheduled
+from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.recorded import CloningObjective, read_statistics, step_rows
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
@@ -55,7 +56,16 @@ class CloningMethod(Method[Rollout | None, None]):
 
     learner: Learner
 
-    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        manager: Simulators,
+        policy: Policy,
+        generator: Generator,
+        run_dir: Path,
+        ranks: RankHost | None = None,
+    ) -> None:
+        """`ranks`: see `make_learner`."""
         cloning = config.algorithm.cloning
         assert cloning is not None, "the configuration was checked"
         if cloning.loss == "mse" and policy.spec.action.kind == "discrete":
@@ -64,7 +74,7 @@ class CloningMethod(Method[Rollout | None, None]):
             raise UserError(f"algorithm.cloning.loss=mse: policy.name='{config.policy.name}' has its own cloning loss: set loss=nll.")
         self.config, self.policy, self.options = config, policy, cloning
         self.objective = CloningObjective(policy, config.algorithm, config.hybrid.precision)
-        self.learner = make_learner(self.objective, policy, config.algorithm, single_threaded(config.hybrid))
+        self.learner = make_learner(self.objective, policy, config.algorithm, single_threaded(config.hybrid), ranks=ranks)
         self.best_loss = math.inf
         """Lowest validation loss so far."""
         self._best: dict[str, Tensor] = {}
@@ -203,8 +213,17 @@ class DaggerMethod(PlayingMethod[Rollout | None, None], CloningMethod):
     acts in chunks the expert is asked where a chunk begins, and answers for its first step: what it would do next depends on that one.
     """
 
-    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
-        super().__init__(config, manager, policy, generator, run_dir)
+    def __init__(
+        self,
+        config: TrainConfig,
+        manager: Simulators,
+        policy: Policy,
+        generator: Generator,
+        run_dir: Path,
+        ranks: RankHost | None = None,
+    ) -> None:
+        """`ranks`: see `make_learner`."""
+        super().__init__(config, manager, policy, generator, run_dir, ranks)
         self.play_in(manager, generator, policy.action_layout)
         texts = {key: np.empty(0, object) for key in policy.observation_keys if key not in policy.spec.tensors}
         self._observation: dict[str, np.ndarray] = texts | {key: part.numpy() for key, part in nothing_seen(policy).items()}
@@ -215,8 +234,7 @@ class DaggerMethod(PlayingMethod[Rollout | None, None], CloningMethod):
             return Experience(0, [], nothing_seen(self.policy), None)
         self._draw()
         rollout = self.next_rollout(iteration)
-        finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
-        return Experience(rollout.num_steps, finished, nothing_seen(self.policy), rollout)
+        return Experience(rollout.num_steps, self.finished_in(rollout), nothing_seen(self.policy), rollout)
 
     def prepare(self, experience: Experience[Rollout | None]) -> None:
         """Add the expert's answers to the data."""

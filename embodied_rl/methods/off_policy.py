@@ -18,6 +18,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import Learner, make_learner, scheduled
+from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.recorded import CriticsObjective, prepared, read_statistics, steps_of, transition_rows
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import mean_figures, single_threaded
@@ -43,7 +44,16 @@ class OfflineMethod(Method[Rollout | None, int]):
 
     learner: Learner
 
-    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        manager: Simulators,
+        policy: Policy,
+        generator: Generator,
+        run_dir: Path,
+        ranks: RankHost | None = None,
+    ) -> None:
+        """`ranks`: see `make_learner`."""
         options = config.algorithm.off_policy
         assert options is not None, "the configuration was checked"
         if options.reward == "success" and not manager.spec.reports_success:
@@ -54,7 +64,7 @@ class OfflineMethod(Method[Rollout | None, int]):
             kind: kind(self.networks, config.algorithm) for with_policy in (True, False) for kind in self._steps(with_policy)
         }
         learn = self._objectives[CriticsObjective]
-        self.learner = make_learner(learn, self.networks, config.algorithm, single_threaded(config.hybrid))
+        self.learner = make_learner(learn, self.networks, config.algorithm, single_threaded(config.hybrid), ranks=ranks)
         learns = config.algorithm.learns_from_recordings
         self.demonstrations = Demonstrations(config, manager, policy, run_dir) if learns else None
         self.recorded: EpisodeDataset | None = None
@@ -148,8 +158,17 @@ class MixedMethod(PlayingMethod[Rollout | None, int], OfflineMethod):
     recorded observations, or of the first fresh ones where there are none; they do not change after.
     """
 
-    def __init__(self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, run_dir: Path) -> None:
-        super().__init__(config, manager, policy, generator, run_dir)
+    def __init__(
+        self,
+        config: TrainConfig,
+        manager: Simulators,
+        policy: Policy,
+        generator: Generator,
+        run_dir: Path,
+        ranks: RankHost | None = None,
+    ) -> None:
+        """`ranks`: see `make_learner`."""
+        super().__init__(config, manager, policy, generator, run_dir, ranks)
         self.play_in(manager, generator, policy.action_layout)
         self.buffer = ReplayBuffer(self.options.replay_capacity)
 
@@ -160,11 +179,10 @@ class MixedMethod(PlayingMethod[Rollout | None, int], OfflineMethod):
     def collect(self, iteration: int) -> Experience[Rollout | None]:
         self._draw(iteration)
         rollout = self.next_rollout(iteration)
-        finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
         seen = nothing_seen(self.policy)
         if not self._has_statistics:
-            seen = {key: torch.from_numpy(rollout.observation[key]).flatten(0, 1) for key in seen}
-        return Experience(rollout.num_steps, finished, seen, rollout)
+            seen = {key: part for key, part in self.seen_in(rollout).items() if key in seen}
+        return Experience(rollout.num_steps, self.finished_in(rollout), seen, rollout)
 
     def _draw(self, iteration: int) -> None:
         """Say in which of the rollouts from this one on the warm-up ends: it goes by what is stored when one is learned from. A policy that

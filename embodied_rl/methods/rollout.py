@@ -22,7 +22,7 @@ from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience, Method, Played, Prepared
-from embodied_rl.policies.base import Policy, prepare_observation
+from embodied_rl.policies.base import Policy, TensorObservation, prepare_observation
 from embodied_rl.rollout.collector import PATIENCE_S, RolloutCollector
 from embodied_rl.rollout.groups import WHOLE, Share
 from embodied_rl.rollout.queue_pump import age_figures
@@ -60,6 +60,18 @@ class PlayingMethod(Method[Played, Prepared]):
             self._ages = age_figures("rollout", (iteration - rollout.policy_version).ravel().tolist(), bound)
         return rollout
 
+    @staticmethod
+    def finished_in(rollout: Rollout) -> list[tuple[bool, float, int]]:
+        """See `Experience.finished`."""
+        return [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
+
+    @staticmethod
+    def seen_in(rollout: Rollout) -> TensorObservation:
+        """{key: [B, ...]} what is numbers."""
+        # What came through Ray is read-only, of which torch warns.
+        parts = {key: part if part.flags.writeable else part.copy() for key, part in rollout.observation.items() if part.dtype != object}
+        return {key: torch.from_numpy(part).flatten(0, 1) for key, part in parts.items()}
+
     def play_ahead(self, patience_s: float = PATIENCE_S) -> None:
         with compute_threads(1):
             while self.collector.pump(patience_s):
@@ -87,11 +99,8 @@ class RolloutMethod(PlayingMethod[Rollout, Batch]):
 
     def collect(self, iteration: int) -> Experience[Rollout]:
         rollout = self.next_rollout(iteration)
-        finished = [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
-        # What came through Ray is read-only, of which torch warns.
-        parts = {key: part if part.flags.writeable else part.copy() for key, part in rollout.observation.items() if part.dtype != object}
-        seen = {key: torch.from_numpy(part).flatten(0, 1) for key, part in parts.items()}
-        return Experience(rollout.num_steps, finished, seen if self.config.algorithm.moves_statistics else {}, rollout)
+        seen = self.seen_in(rollout) if self.config.algorithm.moves_statistics else {}
+        return Experience(rollout.num_steps, self.finished_in(rollout), seen, rollout)
 
     def prepare(self, experience: Experience[Rollout]) -> Batch:
         rollout, algorithm, learner = experience.data, self.config.algorithm, self.learner

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from embodied_rl.config import HybridConfig, TrainConfig
+from embodied_rl.config import HybridConfig, ShardingConfig, TrainConfig
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads, resolve_device
@@ -169,7 +169,7 @@ def _around_worker(
         if config.algorithm.groups is None:
             policy: TrainedModule = build_policy(config.policy, spec)
             worker.take_policy(policy, {})
-            method: Method = make_method(own, worker, policy, worker.generator, run_dir)
+            method: Method = make_method(own, worker, policy, worker.generator, run_dir, worker.ranks(own.hybrid))
             undo.callback(end_ranks, method)
         else:
             streams = streams_elsewhere(own, worker.specs, worker)
@@ -190,13 +190,18 @@ def end_ranks(method: Method) -> None:
 
 
 def hybrid_here(config: TrainConfig) -> HybridConfig:
-    """What of `hybrid` is about the process of the training loop: with Ray the ranks of training are elsewhere, and a rollout worker puts
-    aside itself what it plays with."""
+    """What of `hybrid` is about the process of the training loop: with Ray the ranks of training are elsewhere, unless the method keeps its
+    steps and sends them to its ranks, be it the only one on a GPU; and a rollout worker puts aside itself what it plays with."""
     hybrid = config.hybrid
     if not hybrid.plays_apart:
         return hybrid
     offload = tuple(kind for kind in hybrid.offload if kind not in ("kv_cache", "simulators"))
-    return dataclasses.replace(hybrid, offload=offload, sharding=None if hybrid.cluster == "ray" else hybrid.sharding)
+    sharding = hybrid.sharding
+    if hybrid.cluster == "ray" and config.algorithm.on_policy:
+        sharding = None
+    elif hybrid.cluster == "ray" and sharding is None and hybrid.ray.gpus.train > 0:
+        sharding = ShardingConfig()
+    return dataclasses.replace(hybrid, offload=offload, sharding=sharding)
 
 
 def _here(config: TrainConfig) -> TrainConfig:

@@ -1,11 +1,11 @@
-"""Ranks of training beside the first as actors of a Ray cluster, on any of its nodes: what they are sent goes through the object store.
+"""Ranks of training as actors of a Ray cluster, on any of its nodes: what they are sent goes through the object store.
 
 ```
- TrainWorker (rank 0)                                     RankWorker (rank 1, 2, …), on this node or another
+ TrainWorker (rank 0), or a method that keeps its steps   RankWorker (rank 1, 2, …; or all), on this node or another
  part of a minibatch ── Ray: call, object store ────────▶ the same step
         │  forward, backward ◀══ gloo or NCCL between the nodes: parameters, gradients ══▶
 ```
-The driver makes the actors and ends them; rank 0 talks to them.
+The driver makes the actors and ends them; rank 0 talks to them, or the driver itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CAUSE_S = 10.0
 
 
 class RankWorker:
-    """One rank beside the first."""
+    """One rank."""
 
     def __init__(self, model: ModelFiles) -> None:
         """`model`: of a language policy, whose files lie on another machine."""
@@ -57,14 +57,15 @@ class RankWorker:
         return outcome_of(lambda: listen_on(address or self.address()))
 
     def do(self, message: dict[str, Any], text: bytes, payload: np.ndarray) -> Outcome:
-        """See `RankServer.do`; tensors come as `pack_tensors` gives them, and go as {name: array}."""
+        """See `RankServer.do`; tensors come as `pack_tensors` gives them, and go so."""
         tensors = dict(unpack_tensors(text, torch.from_numpy(payload.copy()))) if len(payload) else {}  # Ray's arrays are read-only
 
-        def task() -> dict[str, Any] | None:
+        def task() -> tuple[bytes, Any] | None:
             if message["do"] == "build":
-                return self._build(message, tensors)
+                self._build(message, tensors)
+                return None
             answer = self._server.do(message, tensors)
-            return None if answer is None else {name: tensor.numpy() for name, tensor in answer.items()}
+            return None if answer is None else _packed(answer)
 
         outcome = outcome_of(task)
         if outcome[0] != "value":
@@ -72,12 +73,13 @@ class RankWorker:
             threading.Timer(_LEAVE_S, os._exit, (1,)).start()
         return outcome
 
-    def _build(self, message: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _build(self, message: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         if not self._model:
-            return self._server.do(message, tensors) or {}
+            self._server.do(message, tensors)
+            return
         with tempfile.TemporaryDirectory(prefix="embodied_rl_rank_") as folder:
             write_model_files(self._model, Path(folder))
-            return self._server.do({**message, "policy": {**message["policy"], "model": folder}}, tensors) or {}
+            self._server.do({**message, "policy": {**message["policy"], "model": folder}}, tensors)
 
 
 class RayLink:
@@ -107,7 +109,10 @@ class RayLink:
             raise ChannelClosed(first_line(error)) from error
         if outcome[0] != "value":
             raise _raised(outcome)
-        return {}, {name: torch.from_numpy(array.copy()) for name, array in (outcome[1] or {}).items()}
+        if outcome[1] is None:
+            return {}, {}
+        text, payload = outcome[1]
+        return {}, dict(unpack_tensors(text, torch.from_numpy(payload.copy())))
 
     def failure(self, patience_s: float) -> tuple[bool, str] | None:
         """(whether its process is gone without a word, what happened) of a rank that failed within the time; None: it goes on."""
@@ -137,31 +142,40 @@ class RayLink:
 
 
 class RayRanks:
-    """Actors, each on its node. Implements `RankHost`; made in the process of rank 0."""
+    """Actors, each on its node. Implements `RankHost`; made in the process of rank 0, or in the driver, where all ranks are actors."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self._actors = list(actors)
+    def __init__(self, actors: Sequence[Any], *, device: str | None = None) -> None:
+        """`device`: of all ranks, the first among them (cpu, cuda); None: these are rank 1, 2, …, and compute where rank 0 does."""
+        self._actors, self._device = list(actors), device
         self._links = [RayLink(actor) for actor in actors]
         self._addresses: list[str] = []
         self._address = _LOOPBACK
-        """Where rank 0 listens."""
+        """Where ranks meet."""
+
+    @property
+    def first(self) -> RankLink | None:
+        return None if self._device is None else self._links[0]
 
     @property
     def links(self) -> list[RankLink]:
         """See `RankHost.links`."""
-        return list(self._links)
+        return list(self._links if self._device is None else self._links[1:])
 
     def start(self, num_ranks: int, device: torch.device) -> None:
         """See `RankHost.start`: the driver has begun them. UserError also for a node that the others could not reach."""
-        assert num_ranks == len(self._actors) + 1, "the driver makes as many as the configuration says"
+        assert num_ranks == len(self._actors) + (self._device is None), "the driver makes as many as the configuration says"
         self._addresses = ray.get([actor.address.remote() for actor in self._actors])
         own = str(ray.util.get_node_ip_address())
         within = set(self._addresses) <= {own}
         self._address = _LOOPBACK if within else own
-        listen_on(self._address)
+        if self._device is None:
+            listen_on(self._address)
         # Checked here, where all actors are awaited: a rank that fails later, at the meeting, keeps the others waiting.
         for reference in [actor.listen.remote(_LOOPBACK if within else None) for actor in self._actors]:
             value_of(reference, "RankWorker")
+
+    def device_type(self, own: torch.device) -> str:
+        return self._device or own.type
 
     def device_index(self, rank: int) -> int:
         """See `RankHost.device_index`: an actor sees only its own GPU."""
@@ -176,7 +190,7 @@ class RayRanks:
         """See `RankHost.tell`: the tensors lie in the object store once."""
         text, payload = _packed(tensors)
         shared = ray.put(payload) if len(payload) else payload
-        for link in self._links:
+        for link in self._links if self._device is None else self._links[1:]:
             link.send_packed(message, text, shared)
 
     def ended(self, patience_s: float) -> Exception | None:
@@ -184,7 +198,7 @@ class RayRanks:
         failed: dict[int, str] = {}
         deadline = time.monotonic() + patience_s
         while len(failed) < len(self._links) and time.monotonic() < deadline:
-            for index, link in enumerate(self._links, start=1):
+            for index, link in enumerate(self._links, start=1 if self._device is None else 0):
                 if index in failed or (found := link.failure(_LOOK_S)) is None:
                     continue
                 gone, what = found
@@ -196,7 +210,7 @@ class RayRanks:
         return TrainWorkerError("\n".join(f"{self._named(index)}: {what}" for index, what in failed.items())) if failed else None
 
     def _named(self, index: int) -> str:
-        return f"Rank {index} of training (node {self._addresses[index - 1]})"
+        return f"Rank {index} of training (node {self._addresses[index - (self._device is None)]})"
 
     def close(self) -> None:
         """See `RankHost.close`: the driver ends them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -244,8 +245,7 @@ class TrainedApart(Method[Any, Experience]):
         """End the worker and the other ranks. May be called twice."""
         workers, self._worker, self._ranks = [self._worker, *self._ranks], None, []
         for worker in filter(None, workers):
-            with contextlib.suppress(Exception):  # whatever became of the cluster: this is the end of the run
-                ray.kill(worker)
+            _end(worker)
 
     def _ask(self, reference: Reference) -> Any:
         # A trained policy that stayed there would be missing in the checkpoint.
@@ -266,14 +266,32 @@ class RayRun(RemoteWorker):
         return RayTeam(config, lambda own, share: RayWorker(own, self._cluster, share))
 
     def connect(self, method: Method) -> Method:
-        """See `RemoteWorker.connect`: the method's learning half is given to an actor, unless it keeps the steps that it learns from, and
-        trains where they are. Raises UserError when the actor cannot begin."""
+        """See `RemoteWorker.connect`: the method's learning half is given to an actor, unless it keeps the steps that it learns from.
+
+        Raises UserError when the actor cannot begin.
+        """
         if not self.config.algorithm.on_policy:
             return super().connect(method)
         trained = TrainedApart(self.config, method, self, self._cluster)
         self.at_close.append(trained.close)
         method.collector = RemoteCollector(self, trained.restart)
         return trained
+
+    def ranks(self, hybrid: HybridConfig) -> RankHost | None:
+        """See `RemoteWorker.ranks`: of a method that keeps its steps, which sends them its minibatches."""
+        if self.config.algorithm.on_policy or hybrid.sharding is None:
+            return None
+        rank: Actor = ray.remote(RankWorker)
+        actors = [rank.options(**self._cluster.options("train", number)).remote({}) for number in range(hybrid.sharding.num_ranks)]
+        self.at_close += [functools.partial(_end, actor) for actor in actors]
+        for actor in actors:
+            wait_for_start(self._cluster, actor.address.remote(), hybrid.ray.start_timeout_s, "RankWorker")
+        return RayRanks(actors, device="cuda" if hybrid.ray.gpus.train > 0 and hybrid.device != "cpu" else "cpu")
+
+
+def _end(actor: Actor) -> None:
+    with contextlib.suppress(Exception):  # whatever became of the cluster: this is the end of the run
+        ray.kill(actor)
 
 
 def _learner(

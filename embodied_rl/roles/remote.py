@@ -11,10 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from embodied_rl.agents.turns import AgentEpisode
-from embodied_rl.config import TrainConfig
+from embodied_rl.config import HybridConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator, Way
 from embodied_rl.hybrid.weight_sync import is_lora
+from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.base import Method
 from embodied_rl.methods.groups import GroupMethod
 from embodied_rl.methods.language_apart import ModelFiles
@@ -108,6 +109,10 @@ class RemoteWorker(Simulators):
             self._live().call("take_model", files=model)
         except RoleLost as lost:
             self.replace(lost)
+
+    def ranks(self, hybrid: HybridConfig) -> RankHost | None:
+        """Where the ranks of `hybrid.sharding` are that a method of this process trains with; None: processes of this machine."""
+        return None
 
     def connect(self, method: Method) -> Method:
         """Have a method learn from what is played there; returns what the training loop asks."""

@@ -14,6 +14,7 @@ from embodied_rl.episodes.dataset import Transitions
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import Precision, RolloutObjective
+from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.recorded import CloningObjective, CriticsObjective, step_rows, steps_of, transition_rows
 from embodied_rl.methods.cloning import mean_figures
 from embodied_rl.policies.actor_critic import ActorCritic, build_policy
@@ -97,12 +98,14 @@ class Cloner:
 class Critics:
     """An update of critics as `OfflineMethod` does it, on given steps."""
 
-    def __init__(self, policy: ActorCritic, config: AlgorithmConfig, sharding: ShardingConfig | None = None) -> None:
+    def __init__(
+        self, policy: ActorCritic, config: AlgorithmConfig, sharding: ShardingConfig | None = None, ranks: RankHost | None = None
+    ) -> None:
         assert config.off_policy is not None
         self.policy, self.config, self.options = policy, config, config.off_policy
         self.networks = ActorWithCritics(policy, config.off_policy)
         hybrid = HybridConfig(device="cpu", num_threads=1, sharding=sharding)
-        self.learner = make_learner(CriticsObjective(self.networks, config), self.networks, config, hybrid)
+        self.learner = make_learner(CriticsObjective(self.networks, config), self.networks, config, hybrid, ranks=ranks)
         self.state_tensors, self.load_state_tensors = self.learner.state_tensors, self.learner.load_state_tensors
 
     def update(self, batch: Transitions, rng: np.random.Generator, *, learning_rate: float, with_policy: bool = True) -> dict[str, float]:

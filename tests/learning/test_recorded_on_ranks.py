@@ -8,6 +8,7 @@ import torch
 
 from embodied_rl.config import AlgorithmConfig, CloningConfig, OffPolicyConfig, ShardingConfig
 from embodied_rl.episodes.dataset import Transitions
+from embodied_rl.learning.rank_hosts import LocalRanks
 from embodied_rl.learning.ranks import RankExecutor
 from tests.learning.samples import Cloner, Critics, make_policy, parameters
 
@@ -53,15 +54,29 @@ def test_cloning() -> None:
         executor.close()
 
 
-@pytest.mark.parametrize("update", ["sac", "iql", "awac"])
-def test_critics(update: str) -> None:
+class AllElsewhere(LocalRanks):
+    """The first rank too is a process of its own."""
+
+    def start(self, num_ranks: int, device: torch.device) -> None:
+        super().start(num_ranks + 1, device)
+        self.first = self.links.pop(0)
+
+    def close(self) -> None:
+        self.links += [] if self.first is None else [self.first]
+        super().close()
+
+
+@pytest.mark.parametrize(
+    ("update", "ranks"), [("sac", None), ("iql", None), ("awac", None), pytest.param("sac", AllElsewhere, id="sac elsewhere")]
+)
+def test_critics(update: str, ranks: type[LocalRanks] | None) -> None:
     options = {"update": update, "fresh": update == "sac", "hidden_sizes": (16,), "num_critics": 3, "target_rate": 0.25}
     config = AlgorithmConfig(off_policy=OffPolicyConfig(**options), max_grad_norm=1.0)  # type: ignore[arg-type]
     learners = []
-    for sharding in (None, TWO):
+    for sharding, host in ((None, None), (TWO, None if ranks is None else ranks())):
         policy = make_policy(distribution="squashed")
         torch.manual_seed(1)
-        learners.append(Critics(policy, config, sharding))
+        learners.append(Critics(policy, config, sharding, host))
     plain, ranks = learners
     executor = ranks.learner.executor
     assert isinstance(executor, RankExecutor)

@@ -50,9 +50,19 @@ def test_steps_are_kept_that_were_played_ahead(tmp_path: Path, task: list[str]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", [pytest.param(SAC, id="sac_within_episodes"), pytest.param([*RUNS["dagger"], *DUE], id="dagger")])
-def test_the_driver_trains_on_what_actors_play(tmp_path: Path, task: list[str]) -> None:
-    check(tmp_path, task, ["hybrid=ray", "hybrid.num_threads=1", "hybrid.device=cpu"], like=["hybrid.num_threads=1"])
+@pytest.mark.parametrize(
+    ("task", "ranks"),
+    [
+        pytest.param(SAC, [], id="sac_within_episodes"),
+        pytest.param([*RUNS["dagger"], *DUE], [], id="dagger"),
+        pytest.param(SAC, ["hybrid.sharding={num_shards: 2}"], id="sac on two ranks"),
+        pytest.param([*RUNS["dagger"], *DUE], ["hybrid.sharding={num_shards: 2}"], id="dagger on two ranks"),
+    ],
+)
+def test_the_driver_keeps_what_actors_play(tmp_path: Path, session: object, task: list[str], ranks: list[str]) -> None:
+    """And trains on it, or has ranks do it that are actors too: as ranks of one machine do, to the bit."""
+    here = ["hybrid.num_threads=1", "hybrid.device=cpu", *ranks]
+    check(tmp_path, task, ["hybrid=ray", *here], like=here)
 
 
 @pytest.mark.slow
