@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from embodied_rl.errors import UserError
 
@@ -119,6 +121,15 @@ def fsync(path: Path) -> None:
 def cannot_write(path: Path, error: OSError) -> UserError:
     """The one line for a place that cannot be written."""
     return UserError(f"Cannot write '{path}': {error.strerror or error}. Choose another folder, or mend its permissions or free space.")
+
+
+def finite(value: object) -> Any:
+    """The same with null for NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def next_free(path: Path) -> Path:

@@ -486,9 +486,8 @@ def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: 
         words.append(f"policy={kind}")
     if kind == "openai" and not any(word.startswith(("policy.model=", "policy.tiny.max_context=")) for word in words):
         words.append(f"policy.tiny.max_context={_SERVER_CONTEXT}")
-    for name, key in (("num_episodes", "num_episodes"), ("seed", "seed")):
-        if any(word.startswith(f"{name}=") for word in argv):
-            words.append(f"evaluation.{key}={values[name]}")
+    typed = {word.partition("=")[0] for word in argv}
+    words += [f"evaluation.{name}={values[name]}" for name in ("num_episodes", "seed") if name in typed]
     if values["temperature"] is not None:
         words.append(f"evaluation.temperature={values['temperature'] or 'null'}")
     elif kind in ("random", "openai"):

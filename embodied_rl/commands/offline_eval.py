@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from embodied_rl.bounds import Bounds, Coefficient, Episodes, Seed, Share, Steps
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, print_tables
 from embodied_rl.errors import UserError
-from embodied_rl.files import next_free, write_atomic
+from embodied_rl.files import finite, next_free, write_atomic
 from embodied_rl.progress import figure_table, progress_bar
 from embodied_rl.versions import machine, versions
 
@@ -207,15 +207,6 @@ def _write(study: OfflineStudy, recording: Recording, folder: Path, command: str
     from embodied_rl.reports.offline import write_offline_report
 
     document = document_of(study, recording, command, time.perf_counter() - started)
-    write_atomic(folder / DOCUMENT_FILE, json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
+    write_atomic(folder / DOCUMENT_FILE, json.dumps(finite(document), indent=1, allow_nan=False) + "\n")
     write_offline_report(folder / REPORT_FILE, study, recording, document)
     print(f"{time.perf_counter() - started:.1f} s. Figures and report: {folder / DOCUMENT_FILE}, {folder / REPORT_FILE}")
-
-
-def _finite(value: object) -> object:
-    """The same with null for NaN and infinities, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value

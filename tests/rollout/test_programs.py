@@ -320,12 +320,14 @@ def test_tasks_by_seed(tmp_path: Path) -> None:
     ("kwargs", "message"),
     [
         ({"command": []}, "command must be a list of words"),
-        ({"command": "python agent.py"}, "must be a list of texts"),
+        ({"command": "python agent.py"}, "command, a list of words: .python agent.py. is no program that can be run here"),
         ({"command": ["no-such-program-here"]}, "no program that can be run"),
         ({"command": ["{python}", "missing.py"]}, r"'missing.py' is not there"),
         ({"command": ["{python}", "{taks}"]}, r"Placeholders: \{python\}, \{task\}"),
         ({"command": ["{python}"], "reward": "htp"}, "Did you mean 'http'"),
-        ({"command": ["{python}"], "timeout_s": 0}, "timeout_s must be > 0"),
+        ({"command": ["{python}"], "timeout_s": 0}, "timeout_s must be above 0"),
+        ({"command": ["{python}"], "timeout_s": "soon"}, "timeout_s must be a number, got 'soon'"),
+        ({"command": ["{python}"], "env": {"PORT": 8080}}, r"env.PORT must be text, got 8080"),
         ({"command": ["{python}"], "task": "x"}, "Did you mean 'tasks'"),
     ],
 )

@@ -17,6 +17,7 @@ import numpy as np
 
 from embodied_rl.distributed.channel import Channel
 from embodied_rl.errors import UserError
+from embodied_rl.files import finite
 from embodied_rl.sim.child import fault, live
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory
@@ -84,7 +85,7 @@ class Host:
             "terminated": bool(out.terminated[0]),
             "truncated": bool(out.truncated[0]),
             "success": bool(out.success[0]),
-            "info": _finite(plain_info(out.info[0])),
+            "info": finite(plain_info(out.info[0])),  # which training does not read
         }
 
     def _snapshot(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,15 +105,6 @@ class Host:
             if parts[key].dtype.kind == "f" and not np.isfinite(parts[key]).all():
                 raise NonFiniteOutput([0], f"NaN or infinity in the observation '{key}'")
         return encode_observation(self._sim.spec, parts, self._encoding)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: in an info, which training does not read, it becomes null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
 
 
 # ---- process --------------------------------------------------------------------------------------------------------

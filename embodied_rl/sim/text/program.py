@@ -16,15 +16,17 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import embodied_rl
+from embodied_rl.bounds import Bounds, Score, Seconds
 from embodied_rl.config import SimConfig
+from embodied_rl.config.building import Config
 from embodied_rl.distributed.channel import can_be_read
-from embodied_rl.errors import UserError, require_known
+from embodied_rl.errors import UserError
 from embodied_rl.reading import json_lines
 from embodied_rl.sandbox.box import Box, is_below, protection
 from embodied_rl.sim.seeding import chosen
@@ -63,7 +65,7 @@ _INHERITED = (
 
 
 @dataclass(frozen=True)
-class ProgramOptions:
+class ProgramOptions(Config, place="sim.kwargs"):
     """``sim.kwargs`` of an agent program. Raises UserError for an impossible value."""
 
     command: tuple[str, ...] = ()
@@ -74,11 +76,11 @@ class ProgramOptions:
     held_out_tasks: str | None = None
     """The same for evaluation; null: `tasks`."""
     reward: RewardSource = "http"
-    success_reward: float = 1.0
+    success_reward: Score = 1.0
     """An episode whose rewards add up to this succeeded."""
-    timeout_s: float = 300.0
+    timeout_s: Seconds = 300.0
     """A program that runs longer is ended; its episode has failed."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
     """Further environment variables."""
     texts: tuple[str, ...] = ()
     """Words that the tokenizer of a tiny random model must know beside those of the tasks."""
@@ -86,7 +88,7 @@ class ProgramOptions:
     """Of `command`. A program that stays has task, seed and key from its input: ``{task}`` and ``{seed}`` cannot be filled in."""
     function: str | None = None
     """Instead of a command: ``module:function`` or ``file.py:function``, called with a client and a task in processes that stay."""
-    memory_mb: int | None = None
+    memory_mb: Annotated[int, Bounds(1, 10**9)] | None = None
     """Memory (2**20 bytes) of all its processes together, and address space of each; null: 8192, and no limit on the address space."""
     sandbox: str = "landlock"
     """The weakest protection that will do: namespaces, landlock or prlimit (docs/sandbox.md)."""
@@ -100,23 +102,19 @@ class ProgramOptions:
     """Names of environment variables of ours that it gets beside PATH, LANG and their like."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_mode()
-        if not self.command or not all(isinstance(argument, str) and argument for argument in self.command):
+        if not self.command or not all(self.command):
             raise UserError(f"sim.kwargs.command must be a list of words such as ['{{python}}', 'agent.py'], got {list(self.command)}.")
-        require_known(self.reward, get_args(RewardSource), f"sim.kwargs.reward='{self.reward}' is not a choice.")
-        require_known(self.network, ("proxy", "open"), f"sim.kwargs.network='{self.network}' is not a choice.")
-        if not self.timeout_s > 0:
-            raise UserError(f"sim.kwargs.timeout_s must be > 0, got {self.timeout_s}.")
         self.words({}, 0, "model")
 
     def _check_mode(self) -> None:
-        require_known(self.mode, get_args(ProgramMode), f"sim.kwargs.mode='{self.mode}' is not a choice.")
         if self.function is not None:
             if self.command:
                 raise UserError(
                     "sim.kwargs.function is called instead of a program: set sim.kwargs.command=null, or leave the function out."
                 )
-            if not isinstance(self.function, str) or not all(self.function.rpartition(":")[::2]):
+            if not all(self.function.rpartition(":")[::2]):
                 raise UserError(f"sim.kwargs.function must be 'module:function' or 'file.py:function', got {self.function!r}.")
             # It is a command like any other from here on.
             object.__setattr__(self, "command", ("{python}", "-m", WORKER, self.function.replace("{", "{{").replace("}", "}}")))
@@ -130,8 +128,6 @@ class ProgramOptions:
                 "sim.kwargs.reward=return is for a function, or a program with sim.kwargs.mode=serve: a program that ends has "
                 "no reply; take http or exit."
             )
-        if self.memory_mb is not None and self.memory_mb < 1:
-            raise UserError(f"sim.kwargs.memory_mb must be >= 1, got {self.memory_mb}.")
 
     @property
     def stays(self) -> bool:
@@ -140,17 +136,9 @@ class ProgramOptions:
 
     @staticmethod
     def of(config: SimConfig) -> ProgramOptions:
-        """From ``sim.kwargs``. Raises UserError for unknown keys, values out of range and a program that is not there."""
-        known = [part.name for part in fields(ProgramOptions)]
-        for name in config.kwargs:
-            require_known(name, known, f"sim.kwargs.{name} is not known for an agent program.")
-        given = dict(config.kwargs)
-        for name in ("command", "texts", "readable", "writable", "pass_env"):
-            value = given.get(name) or ()
-            if isinstance(value, str) or not isinstance(value, Sequence):
-                raise UserError(f"sim.kwargs.{name} must be a list of texts, got {value!r}.")
-            given[name] = tuple(value)
-        options = ProgramOptions(**given)
+        """From ``sim.kwargs``, of which null is the default. Raises UserError for unknown keys, values out of range and a program that is
+        not there."""
+        options = ProgramOptions.from_dict({name: value for name, value in config.kwargs.items() if value is not None})
         options.check_command()
         return options
 
@@ -174,7 +162,7 @@ class ProgramOptions:
             return
         arguments = self.words({}, 0, "model")
         if shutil.which(arguments[0]) is None:
-            raise UserError(f"sim.kwargs.command: '{arguments[0]}' is no program that can be run here.")
+            raise UserError(f"sim.kwargs.command, a list of words: '{arguments[0]}' is no program that can be run here.")
         script = next((argument for argument in arguments[1:] if argument.endswith(".py")), None)
         if script is not None and not Path(script).is_file():
             raise UserError(
