@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -32,6 +33,8 @@ IMPORTED = (
     "embodied_rl.roles.worker",
     "embodied_rl.methods.language_apart",
     "embodied_rl.learning.ranks",
+    "embodied_rl.trainer",
+    "hydra",
     "transformers.models.llama.modeling_llama",
 )
 _LONGEST = 2**18
@@ -98,17 +101,42 @@ def start_forked(
     output: IO[bytes] | None = None,
 ) -> Fork:
     """What `embodied_rl.distributed.processes.start_module` does."""
-    ours, theirs = socket.socketpair()
     streams = (1, 2) if output is None else (output.fileno(), output.fileno())
-    request = {
-        "module": module,
-        "arguments": [str(argument) for argument in arguments],
-        "environment": {**os.environ, **(environment or {})},
-        "folder": os.getcwd(),
-        "descriptors": [1, 2, *pass_fds],
-    }
+    return _start(module, list(map(str, arguments)), {**os.environ, **(environment or {})}, os.getcwd(), streams, pass_fds)
+
+
+def run_forked(
+    module: str, *words: str, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 500.0
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run` of ``python -m module words`` says, as text. Raises subprocess.TimeoutExpired."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        fork = _start(module, list(words), {**os.environ, **(env or {})}, str(cwd), (out.fileno(), err.fileno()), (), collects=True)
+        try:
+            fork.wait(timeout)
+        finally:
+            fork.kill()
+            code = fork.wait()
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(["python", "-m", module, *words], code, out.read().decode(), err.read().decode())
+
+
+def _start(
+    module: str,
+    words: list[str],
+    environment: Mapping[str, str],
+    folder: str,
+    streams: tuple[int, int],
+    pass_fds: Sequence[int],
+    *,
+    collects: bool = False,
+) -> Fork:
+    """`collects`: its garbage collector is on, as in any Python; what `start_module` starts turns it on by itself."""
+    ours, theirs = socket.socketpair()
+    what = {"module": module, "words": words, "environment": environment, "folder": folder, "collects": collects}
     with theirs:
-        socket.send_fds(_server(), [json.dumps(request).encode()], [theirs.fileno(), *streams, *pass_fds])
+        message = json.dumps({**what, "descriptors": [1, 2, *pass_fds]}).encode()
+        socket.send_fds(_server(), [message], [theirs.fileno(), *streams, *pass_fds])
     return Fork(ours)
 
 
@@ -193,7 +221,9 @@ def main(descriptor: int) -> Callable[[], object]:
         return lambda: None
     request, received = asked
     _become(received, request["descriptors"], request["environment"], request["folder"])
-    sys.argv[1:] = request["arguments"]
+    sys.argv[1:] = request["words"]
+    if request["collects"]:
+        gc.enable()
     return functools.partial(runpy.run_module, request["module"], run_name="__main__", alter_sys=True)
 
 

@@ -28,6 +28,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.check import check_sim
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim
 from embodied_rl.types import StepBuffers
+from tests.forks import run_forked
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -375,10 +376,15 @@ def test_the_documented_simulators_are_learned(written: Path) -> None:
     training = [words for name, words in commands(SIMULATOR_GUIDE.read_text(encoding="utf-8")) if name == "train" and "sim=custom" in words]
     single, batch = training
     changes = ["video.enabled=no", "logger=quiet", "evaluation.num_episodes=50"]
-    run(["-m", "embodied_rl.train", *single, *changes, "run_dir=single"], written)
+
+    def train(*words: str) -> None:
+        done = run_forked("embodied_rl.train", *words, *changes, cwd=written)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    train(*single, "run_dir=single")
     assert json.loads((written / "single/results.json").read_text(encoding="utf-8"))["success"] >= 0.9  # random actions: 0.15
     few = [word for word in batch if not word.startswith("total_steps=")]
-    run(["-m", "embodied_rl.train", *few, *changes, "evaluation.every_steps=null", "total_steps=4096", "run_dir=batch"], written)
+    train(*few, "evaluation.every_steps=null", "total_steps=4096", "run_dir=batch")
     # The same simulator in two forms: the same training, iteration by iteration.
     of_single, of_batch = (
         [json.loads(row) for row in (written / name / "metrics.jsonl").read_text().splitlines()] for name in ("single", "batch")

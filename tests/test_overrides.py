@@ -15,6 +15,7 @@ import pytest
 from embodied_rl.commands.cli import Argument, Command
 from embodied_rl.config.compose import check_overrides, compose_config, hydra_overrides, load_train_config, parsed
 from embodied_rl.errors import UserError
+from tests.forks import run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [
@@ -139,8 +140,8 @@ def test_given_steps_are_taken() -> None:
 
 
 def test_a_sweep_is_refused_before_its_first_run_begins(tmp_path: Path) -> None:
-    words = ["-m", "embodied_rl.train", "-m", "sim=cartpole", "algorithm.minibatch_size=256,100000", "run_dir=run"]
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    words = ["-m", "sim=cartpole", "algorithm.minibatch_size=256,100000", "run_dir=run"]
+    done = run_forked("embodied_rl.train", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert re.fullmatch(r"error: algorithm.minibatch_size .*\n", done.stderr)
     assert not (tmp_path / "run").exists()

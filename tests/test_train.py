@@ -23,6 +23,7 @@ from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.reporting import too_short
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
+from tests.forks import run_forked
 from tests.short_run import last_of, told
 
 QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=1", "sim.num_slots=4", "stop_at_success=null"]
@@ -33,10 +34,8 @@ GROUPS = [
 ]
 
 
-def run_command(*overrides: str, cwd: Path, expect: int = 0, timeout: float = 500) -> subprocess.CompletedProcess:
-    done = subprocess.run(
-        [sys.executable, "-m", "embodied_rl.train", *last_of(overrides)], cwd=cwd, capture_output=True, text=True, timeout=timeout
-    )
+def run_command(*overrides: str, cwd: Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    done = run_forked("embodied_rl.train", *last_of(overrides), cwd=cwd)
     assert done.returncode == expect, done.stdout + done.stderr
     return done
 
@@ -50,7 +49,8 @@ def without_clocks(rows: list[dict]) -> list[dict]:
 
 
 def test_cartpole_learns_from_the_command_line(tmp_path: Path) -> None:
-    run_command("experiment=cartpole", "run_dir=run", "video.enabled=no", "total_steps=25000", cwd=tmp_path)
+    command = [sys.executable, "-m", "embodied_rl.train", "experiment=cartpole", "run_dir=run", "video.enabled=no", "total_steps=25000"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=500)
     results = json.loads((tmp_path / "run/results.json").read_text())
     # A random policy balances for about 22 steps; with 25k steps PPO is beyond 150.
     assert results["return_mean"] > 150

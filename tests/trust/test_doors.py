@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.sim.faults import SimFault
 from embodied_rl.train import train
 from embodied_rl.trust import UntrustedCode
+from tests.forks import run_forked
 from tests.short_run import told
 from tests.trust.forging import CARTPOLE, EVIL, SIM, cartpole_config, checkpoint_in, forge, strangers
 
@@ -301,9 +301,7 @@ def test_an_imported_file_is_no_way_around(mark: Path) -> None:
 def test_the_message_holds_the_very_command(checkpoint: Path, mark: Path, tmp_path: Path) -> None:
     path = strangers(checkpoint, tmp_path / "theirs", {"sim.target": EVIL})
     for command in (["evaluate", f"checkpoint={path}", "num_episodes=1"], ["train", f"resume={path}", "seed=1"]):
-        done = subprocess.run(
-            [sys.executable, "-m", f"embodied_rl.{command[0]}", *command[1:]], capture_output=True, text=True, check=False, timeout=120
-        )
+        done = run_forked(f"embodied_rl.{command[0]}", *command[1:], cwd=Path.cwd())
         assert done.returncode == 2, done.stderr
         (line,) = told(done.stderr)
         assert line.endswith((f"python -m embodied_rl.{' '.join(command)} trust={EVIL}", f"add trust={EVIL} to this command"))
