@@ -110,11 +110,6 @@ EXAMPLES = (
         f"{CARTPOLE} hybrid=multiplexed algorithm.max_staleness=1 checkpoint.within_episodes=true",
         "which slots share a forward pass, is the clock's",
     ),
-    (
-        "within_recorded",
-        f"{CARTPOLE} record.share=0.5 checkpoint.within_episodes=true",
-        "record.share=0.5 has their beginnings in its encoders",
-    ),
     # reward workers
     ("scored_rollouts", f"{CARTPOLE} {SCORED}", "choose a method on groups (algorithm=grpo"),
     # staleness

@@ -427,12 +427,6 @@ _CHECKPOINTS = (
         "episode has come when new weights arrive, and with hosts which slots share a forward pass, is the clock's. Set it false: what "
         "was begun is asked for again by its seeds.",
     ),
-    Rule(
-        "within_recorded",
-        lambda run: run.config.checkpoint.within_episodes and run.config.record.share > 0,
-        "checkpoint.within_episodes goes on within the episodes that run at a checkpoint, and record.share={config.record.share:g} has "
-        "their beginnings in its encoders (of pictures, half a film), which no checkpoint holds. Set it false.",
-    ),
 )
 
 _REWARDS = (

@@ -31,7 +31,14 @@ def start_recorders(config: TrainConfig, recordable: Sequence[Recordable], run_d
         layout = one.collector.layout
         units = {} if layout is None or layout == ActionLayout.of(one.spec.action) else layout.about_units()
         info = RecordingInfo(one.spec, dataclasses.asdict(one.sim), who | units, command, versions()).signed()
-        recorder = TrainingRecorder(run_dir / FOLDER / one.folder, info, config.record, seeds=one.collector.seeds, num_slots=one.num_slots)
+        recorder = TrainingRecorder(
+            run_dir / FOLDER / one.folder,
+            info,
+            config.record,
+            seeds=one.collector.seeds,
+            num_slots=one.num_slots,
+            keeps_running=config.checkpoint.within_episodes,
+        )
         one.collector.recorder = recorder
         recorders.append(recorder)
     return recorders

@@ -24,10 +24,13 @@ from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.generation.base import ActedBatch
 from embodied_rl.rollout.groups import Assignment
 from embodied_rl.rollout.observations import copied, stacked
+from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.instrumented import split
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import Episode, Observation, StepBatch
 
+_OUTCOME = ("reward", "terminated", "truncated", "success")
+"""Of a step."""
 _KNOWN_BATCHES = 8
 """Of ranges of slots; there are few, unless slots step together in whatever order they are ready."""
 _STEADY_BYTES = 2**20
@@ -203,6 +206,17 @@ class BatchSinks:
     def in_progress(self, slot: int) -> bool:
         return self._sinks[slot] is not None
 
+    def steps_of(self, batch: StepBatch, given: Mapping[str, Any], rows: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(row, {column: its value, copied}) of `step_batch`, of rows whose episodes go on."""
+        outcome = {name: vars(batch)[name] for name in _OUTCOME}
+        for row in rows:
+            yield row, {name: copied(column[row]) for name, column in {**given, **outcome, **self._seen(batch.observation)}.items()}
+
+    def go_on(self, slot: int, steps: Sequence[Mapping[str, Any]]) -> None:
+        """Steps that `steps_of` gave, one after the other, of the slot's episode that `start` began."""
+        for step in steps:
+            self._require(slot).append(dict(step))
+
     def forget_batches(self) -> None:
         """Let go of the batches that are known, and of the memory that they are views into."""
         self._known.clear()
@@ -220,8 +234,7 @@ class BatchSinks:
         over_now = batch.terminated | batch.truncated
         ends = [row for row in rows if over_now[row]] if over_now.any() else []
         after, final, slots = self._seen(batch.observation), self._seen(batch.final_observation) if ends else {}, batch.slots.tolist()
-        flags = {"terminated": batch.terminated, "truncated": batch.truncated, "success": batch.success}
-        outcome: dict[str, Any] = {"reward": batch.reward.tolist(), **{name: column.tolist() for name, column in flags.items()}}
+        outcome: dict[str, Any] = {name: vars(batch)[name].tolist() for name in _OUTCOME}
         going, over = ([*{**given, **outcome, **seen}.items()] for seen in (after, final))
         for position, row in enumerate(rows):
             slot = slots[row]
@@ -318,7 +331,7 @@ class BatchSinks:
     def _group_of(self, batch: StepBatch, given: Mapping[str, Any]) -> SteadyGroup | None:
         """A group whose steps leave their outcome in the arrays of this batch; None where these must be taken apart: a column varies
         in size, or the arrays' memory is not in one piece."""
-        outcome = {"reward": batch.reward, "terminated": batch.terminated, "truncated": batch.truncated, "success": batch.success}
+        outcome = {name: vars(batch)[name] for name in _OUTCOME}
         outcome |= self._seen(batch.observation)
         layout = self._require(int(batch.slots[0])).columns or ()
         columns = {column.name: column for column in layout if column.name not in self._filmed}
@@ -433,6 +446,11 @@ class _Slot:
     """The episode has had no action yet."""
     num_chunks: int = 0
     """Decisions of the episode."""
+    version: int = 0
+    """Of the weights that began an episode that is written down."""
+    first: dict[str, Any] = field(default_factory=dict)
+    """What it saw first, and its `steps` so far as columns have them; kept where checkpoints go on within episodes."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
 
 
 class TrainingRecorder:
@@ -444,12 +462,16 @@ class TrainingRecorder:
     Args:
         folder: of the recording; gone on with where it exists.
         seeds: of the slots of fixed rollouts.
+        keeps_running: keep what running episodes have shown so far, for `running`.
 
     Raises:
         RecordingError: the folder holds a recording of another simulator, or a damaged one.
     """
 
-    def __init__(self, folder: Path, info: RecordingInfo, config: RecordConfig, *, seeds: EpisodeSeeds, num_slots: int) -> None:
+    def __init__(
+        self, folder: Path, info: RecordingInfo, config: RecordConfig, *, seeds: EpisodeSeeds, num_slots: int, keeps_running: bool = False
+    ) -> None:
+        self._keeps_running = keeps_running
         resume = (folder / RECORDING_FILE).is_file()
         self.num_recorded = len(open_recording(folder)) if resume else 0
         self._writer = RecordingWriter(folder, info, video=config.video, resume=resume, duplicates="skip")
@@ -468,6 +490,29 @@ class TrainingRecorder:
         self._sinks.forget_batches()
         self._round, self._slots = seed_round, [_Slot() for _ in range(self._num_slots)]
 
+    def running(self, slot: int) -> dict[str, Any]:
+        """What is to be known of a slot's episode to go on in it (`taken_up`), plain values: what was shown so far as it came, so that
+        pictures are encoded from their first one again."""
+        playing = self._slots[slot]
+        columns = {name: _plain(stacked([step[name] for step in playing.steps])) for name in next(iter(playing.steps), ())}
+        return {**vars(playing), "first": {key: _plain(value) for key, value in playing.first.items()}, "steps": columns}
+
+    def taken_up(self, snapshots: Sequence[Snapshot], running: Sequence[Mapping[str, Any] | None]) -> None:
+        """All slots go on in these episodes, of which `running` told; None: they began without a recorder, and are not written down. Nor
+        are those again that the interrupted run finished after its checkpoint."""
+        self.restarted(snapshots[0].stream.seed_round)
+        for slot, (snapshot, told) in enumerate(zip(snapshots, running, strict=True)):
+            if told is None:
+                self._slots[slot] = _Slot(snapshot.index, fresh=False)
+                continue
+            columns = told["steps"]
+            steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            playing = self._slots[slot] = _Slot(**{**told, "steps": steps})
+            playing.recorded = playing.recorded and not self._has(slot, playing)
+            if playing.recorded:
+                self._start(slot, playing, {key: [value] for key, value in playing.first.items()}, 0)
+                self._sinks.go_on(slot, steps)
+
     def acted(self, slots: np.ndarray, observation: Observation, acted: ActedBatch, given: np.ndarray) -> list[bool]:
         """A batch of slots is about to be sent its actions.
 
@@ -485,11 +530,13 @@ class TrainingRecorder:
             playing = self._slots[slot]
             if playing.fresh:
                 playing.fresh = False
-                playing.recorded = self._begins(slot, playing.index, acted.version)
+                playing.version = acted.version
+                playing.recorded = self._is_chosen(str(self._seed(slot, playing.index))) and not self._has(slot, playing)
                 if playing.recorded:
                     seen = seen or split(observation).observation
-                    seed, who = self._seed(slot, playing.index), {"kind": "training", "version": acted.version}
-                    self._sinks.start(slot, seed, seen, row, metadata={"policy": who})
+                    self._start(slot, playing, seen, row)
+                    if self._keeps_running:
+                        playing.first = {key: copied(rows[row]) for key, rows in seen.items()}
         done = done_in_steps(acted, given) | {"policy_version": np.full(given.shape[: given.ndim - 1], acted.version)}
         if given.ndim == 3:
             numbers = np.array([self._slots[slot].num_chunks for slot in slots.tolist()])
@@ -587,10 +634,12 @@ class TrainingRecorder:
     def _seed(self, slot: int, index: int) -> int:
         return self._seeds.seed(slot, index, self._num_slots, self._round)
 
-    def _begins(self, slot: int, index: int, version: int) -> bool:
-        """Whether to write a slot's next episode down."""
-        seed = self._seed(slot, index)
-        return self._is_chosen(str(seed)) and not self._writer.has(seed, policy={"kind": "training", "version": version})
+    def _has(self, slot: int, playing: _Slot) -> bool:
+        """Whether a slot's episode is written down already."""
+        return self._writer.has(self._seed(slot, playing.index), policy=_who(playing))
+
+    def _start(self, slot: int, playing: _Slot, seen: Mapping[str, Any], row: int) -> None:
+        self._sinks.start(slot, self._seed(slot, playing.index), seen, row, metadata={"policy": _who(playing)})
 
     def _is_chosen(self, name: str) -> bool:
         limit = self._config.max_episodes
@@ -609,6 +658,10 @@ class TrainingRecorder:
                 now = [row for row in rows if batch.executed[row, number]]
             if now:
                 self._sinks.step_batch(step, own, rows=None if len(now) == len(batch.slots) else now)
+            if self._keeps_running:
+                over = step.terminated | step.truncated
+                for row, shown in self._sinks.steps_of(step, own, [row for row in now if not over[row]]):
+                    self._slots[int(batch.slots[row])].steps.append(shown)
         self._sinks.settle()
 
     def _count(self, number: int) -> None:
@@ -619,6 +672,15 @@ class TrainingRecorder:
             if self._sinks.in_progress(slot):
                 self._sinks.discard(slot)
         self._slots = []
+
+
+def _who(playing: _Slot) -> dict[str, Any]:
+    return {"kind": "training", "version": playing.version}
+
+
+def _plain(value: Any) -> Any:
+    """As a checkpoint can hold it: texts of any length as a list."""
+    return value.tolist() if isinstance(value, np.ndarray) and value.dtype == object else value
 
 
 def done_in_steps(acted: ActedBatch, given: np.ndarray) -> dict[str, np.ndarray]:

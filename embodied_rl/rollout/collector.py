@@ -211,23 +211,25 @@ class RolloutCollector(Collector):
 
     def episodes(self) -> list[bytes]:
         """See `Collector.episodes`. A rollout that was begun ahead is played to its end; those that wait to be learned from go with the
-        first slot's episode."""
+        first slot's episode, and what is recorded of each with its own."""
         while self._partial is not None:
             self._advance()
-        first, *others = [snapshot.to_bytes() for snapshot in self.manager.snapshot(range(self.manager.num_slots))]
+        slots = range(self.manager.num_slots)
+        beside: list[dict[str, Any]] = [{} if self.recorder is None else {"recorded": self.recorder.running(slot)} for slot in slots]
         if self._filled or self.max_staleness:
-            ahead = [tree_of(rollout) for rollout in self._filled]
-            first = encode_state({"ahead": ahead, "next_number": self._next_number, "episode": first})
-        return [first, *others]
+            beside[0] |= {"ahead": [tree_of(rollout) for rollout in self._filled], "next_number": self._next_number}
+        episodes = [snapshot.to_bytes() for snapshot in self.manager.snapshot(slots)]
+        return [encode_state({**own, "episode": episode}) if own else episode for own, episode in zip(beside, episodes, strict=True)]
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
-        first, *others = episodes
-        found = decode_state(first)
-        self._partial, self._next_number = None, found.get("next_number", self.generator.version)
+        found = [decode_state(episode) for episode in episodes]
+        self._partial, self._next_number = None, found[0].get("next_number", self.generator.version)
         self._arrange()
-        self._filled = deque(rollout_of(tree) for tree in found.get("ahead", ()))
-        saved = [Snapshot.from_bytes(episode) for episode in (found.get("episode", first), *others)]
+        self._filled = deque(rollout_of(tree) for tree in found[0].get("ahead", ()))
+        saved = [Snapshot.from_bytes(own.get("episode", episode)) for own, episode in zip(found, episodes, strict=True)]
         self._see(self.manager.restore(range(self.manager.num_slots), saved))
+        if self.recorder is not None:
+            self.recorder.taken_up(saved, [own.get("recorded") for own in found])
 
     def next_rollout(self, version: int) -> Rollout:
         """Collect `rollout_steps` × `num_slots` transitions, or what is left of those that were begun before; number `version`.
