@@ -28,6 +28,7 @@ from embodied_rl.sim.private_random import process_state_kept
 from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 
 Outcome = Literal["pass", "fail", "skip"]
+_NEIGHBOURS = "num_envs >= 2"
 _DETERMINISM, _EXACT, _ALONE = ("determinism",), ("determinism", "history"), ("determinism", "history", "siblings", "place")
 
 CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Session], str]], ...] = (
@@ -37,13 +38,13 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Session], str]], ...] = (
     ("history", _DETERMINISM, seeds.independent_of_history),
     ("spaces", (), rows.spaces_are_kept),
     ("actions", ("spec", "spaces"), rows.actions_are_accepted),
-    ("other_rows", (), rows.other_rows_are_left_alone),
+    ("other_rows", (_NEIGHBOURS,), rows.other_rows_are_left_alone),
     ("kept_rows", ("determinism", "spaces"), rows.nothing_is_kept),
     ("info", (), rows.info_is_plain),
     ("seeds", (), seeds.seeds_matter),
-    ("siblings", _DETERMINISM, seeds.independent_of_siblings),
-    ("order", _DETERMINISM, seeds.independent_of_order),
-    ("place", _DETERMINISM, seeds.independent_of_place),
+    ("siblings", (*_DETERMINISM, _NEIGHBOURS), seeds.independent_of_siblings),
+    ("order", (*_DETERMINISM, _NEIGHBOURS), seeds.independent_of_order),
+    ("place", (*_DETERMINISM, _NEIGHBOURS), seeds.independent_of_place),
     ("global_random", _DETERMINISM, seeds.independent_of_global_random),
     ("step_limit", (), seeds.keeps_its_limit),
     ("reset_after_end", (*_EXACT, "spaces", "siblings"), seeds.resets_after_its_end),
@@ -55,7 +56,7 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Session], str]], ...] = (
     ("replay", (*_ALONE, "new_process"), seeds.replays),
     ("close", (), rows.closes_twice),
 )
-"""(name, names of checks that must not have failed, function), in the order in which they run."""
+"""(name, `_NEIGHBOURS` and names of checks that must not have failed, function), in the order in which they run."""
 _MARK = {"pass": "ok  ", "fail": "FAIL", "skip": "skip"}
 
 
@@ -169,6 +170,8 @@ def _run(name: str, needs: tuple[str, ...], body: Callable[[Session], str], sess
     outcome: Outcome
     if broken:
         outcome, detail = "skip", f"means something only once '{broken[0]}' holds"
+    elif _NEIGHBOURS in needs and session.num_envs < 2:
+        outcome, detail = "skip", f"needs {_NEIGHBOURS}"
     else:
         try:
             outcome, detail = "pass", body(session)
@@ -259,8 +262,7 @@ def _answer(folder: Path) -> None:
     sim, parts = SimFactory(**factory).make(num_envs), {i: Part.from_dict(part) for i, part in asked.items()}
     player = Player(sim, num_envs)
     if snapshot is None:
-        player.reset(parts, options)
-        played = player.run(num_steps)
+        played = player.play(parts, num_steps, options)
     else:
         ((env_id, part),) = parts.items()
         if sim.spec.steps_together:

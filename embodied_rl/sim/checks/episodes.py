@@ -206,6 +206,11 @@ class Player:
             self.step(list(self._parts) if self.sim.spec.steps_together else [i for i in self._parts if i in self._live])
         return self.trajectories
 
+    def play(self, parts: Mapping[int, Part], num_steps: int, options: Mapping[str, Any] | None = None) -> dict[int, Trajectory]:
+        """`reset` and `run`."""
+        self.reset(parts, options)
+        return self.run(num_steps)
+
     def step(self, ids: list[int]) -> None:
         """One step of these environments."""
         rows = [self._parts[i].actions[self._position[i] % len(self._parts[i].actions)] for i in ids]
@@ -295,9 +300,7 @@ class Session:
         self.spec: SimSpec = self.sim.spec
         self.parts = {i: self.part(i) for i in range(num_envs)}
         try:
-            player = Player(self.sim, num_envs)
-            player.reset(self.parts)
-            self.reference = player.run(steps)
+            self.reference = Player(self.sim, num_envs).play(self.parts, steps)
         except BaseException:
             with suppress(Exception):
                 self.sim.close()
@@ -327,6 +330,12 @@ class Session:
                 yield Player(sim, self.num_envs, before=before, after_step=after_step)
         else:
             yield Player(self.sim, self.num_envs, before=before, after_step=after_step)
+
+    def same_again(self, parts: Mapping[int, Part], what: str, **watched: Callable[[Any], object]) -> None:
+        """Play `parts` as `exact` says. Raises Failed where one of the reference's goes otherwise; what else plays beside it is free."""
+        with self.exact(**watched) as player:
+            played = player.play(parts, self.steps, self.options)
+        same(self.reference, {i: played[i] for i in played if parts[i] is self.parts[i]}, what)
 
     def close(self) -> None:
         self.sim.close()

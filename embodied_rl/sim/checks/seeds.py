@@ -25,9 +25,8 @@ _HELD_OUT_SEED = 2**30 + 7
 
 def deterministic(s: Session) -> str:
     with s.fresh() as sim:
-        player = Player(sim, s.num_envs)
-        player.reset(s.parts)
-        same(s.reference, player.run(s.steps), "a second simulator with the same seeds and actions")
+        again = Player(sim, s.num_envs).play(s.parts, s.steps)
+    same(s.reference, again, "a second simulator with the same seeds and actions")
     return f"two simulators: {s.described(s.reference)}"
 
 
@@ -41,12 +40,9 @@ def independent_of_history(s: Session) -> str:
 
     def again(options: dict[str, Any] | None) -> Difference | None:
         for number, length in ((100, 2 * s.steps), (200, min(s.steps, 7))):  # a long one, and one left in the middle
-            player = Player(s.sim, s.num_envs)
-            player.reset({i: s.part(number + i, length) for i in range(s.num_envs)}, options)
-            player.run(length)
-        player = Player(s.sim, s.num_envs)
-        player.reset(s.parts, options)
-        found = [difference(s.reference[i], trajectory) for i, trajectory in player.run(s.steps).items()]
+            Player(s.sim, s.num_envs).play({i: s.part(number + i, length) for i in range(s.num_envs)}, length, options)
+        played = Player(s.sim, s.num_envs).play(s.parts, s.steps, options)
+        found = [difference(s.reference[i], trajectory) for i, trajectory in played.items()]
         return max((one for one in found if one is not None), key=lambda one: one.drift, default=None)
 
     plain = again(None)
@@ -62,10 +58,8 @@ def independent_of_history(s: Session) -> str:
 def resets_after_its_end(s: Session) -> str:
     ended = _play_to_the_end(s)
     with s.exact() as player:
-        player.reset(ended, s.options)
-        player.run(s.longest_episode)
-        player.reset({i: s.parts[i] for i in ended}, s.options)
-        same(s.reference, player.run(s.steps), "after an episode that ended by itself")
+        player.play(ended, s.longest_episode, s.options)
+        same(s.reference, player.play({i: s.parts[i] for i in ended}, s.steps, s.options), "after an episode that ended by itself")
     return f"{len(ended)} environment{'s' if len(ended) > 1 else ''} ended by themselves and began again as if new"
 
 
@@ -74,8 +68,8 @@ def _play_to_the_end(s: Session) -> dict[int, Part]:
     if s.played_out is None:
         parts = {i: s.part(300 + i, s.longest_episode) for i in range(s.num_envs)}
         with s.exact() as player:
-            player.reset(parts, s.options)
-            s.played_out = {i: (parts[i], trajectory) for i, trajectory in player.run(s.longest_episode).items()}
+            played = player.play(parts, s.longest_episode, s.options)
+        s.played_out = {i: (parts[i], trajectory) for i, trajectory in played.items()}
     ended = {i: part for i, (part, trajectory) in s.played_out.items() if trajectory.ended}
     if not ended:
         raise Skipped(f"no episode ended within {s.longest_episode} steps of random actions")
@@ -118,16 +112,14 @@ def never_resets_by_itself(s: Session) -> str:
 
     for i, part in ended.items():
         with s.exact() as player:
-            player.reset({i: part}, s.options)
-            played = player.run(s.longest_episode)[i]
+            played = player.play({i: part}, s.longest_episode, s.options)[i]
             if not _goes_on(player, i):
                 continue
             length = played.num_steps
             if length > 1 and looks_new(played.flat(length)) and not looks_new(played.flat(length - 1)):
                 raise Failed(f"the observation of environment {i} at its end (step {length}) is the first of another episode")
             other = Part(part.seed, random_actions(s.spec, len(part.actions), part.seed + 1))
-            player.reset({i: other}, s.options)
-            again = player.run(s.longest_episode)[i]
+            again = player.play({i: other}, s.longest_episode, s.options)[i]
         cut = bool(played.scalars["truncated"][-1] and again.ended and again.num_steps == length > 1)
         if cut and played.same_observation(length, again, length) and not played.same_observation(length - 1, again, length - 1):
             raise Failed(f"the observation of environment {i} at its limit (step {length}) owes nothing to its actions: another episode's")
@@ -151,8 +143,7 @@ def seeds_matter(s: Session) -> str:
     played: list[Trajectory] = []
     for seed in seeds:
         with s.exact() as player:
-            player.reset({0: Part(seed, s.parts[0].actions)}, s.options)
-            played.append(player.run(s.steps)[0])
+            played.append(player.play({0: Part(seed, s.parts[0].actions)}, s.steps, s.options)[0])
     alike = [(a, b) for b in range(len(seeds)) for a in range(b) if difference(played[a], played[b]) is None]
     if len(alike) == len(seeds) * (len(seeds) - 1) // 2:
         raise Failed(f"seeds {', '.join(map(str, seeds))} all give the same episode: `reset` does not use its seed")
@@ -163,34 +154,22 @@ def seeds_matter(s: Session) -> str:
 
 
 def independent_of_siblings(s: Session) -> str:
-    if s.num_envs < 2:
-        raise Skipped("needs num_envs >= 2")
-    with s.exact() as player:
-        player.reset({0: s.parts[0]}, s.options)  # where all are stepped together, the others play something else
-        same(s.reference, player.run(s.steps), "beside other neighbours" if s.spec.steps_together else "without its neighbours")
+    # Where all are stepped together, the others play something else.
+    s.same_again({0: s.parts[0]}, "beside other neighbours" if s.spec.steps_together else "without its neighbours")
     others = {i: s.part(500 + i) for i in range(1, s.num_envs)}
-    with s.exact() as player:
-        player.reset({0: s.parts[0], **others}, s.options)
-        same(s.reference, {0: player.run(s.steps)[0]}, "beside neighbours that play other episodes")
+    s.same_again({0: s.parts[0], **others}, "beside neighbours that play other episodes")
     return "environment 0 by itself and beside other episodes: the same"
 
 
 def independent_of_order(s: Session) -> str:
-    if s.num_envs < 2:
-        raise Skipped("needs num_envs >= 2")
-    with s.exact() as player:
-        player.reset(dict(reversed(s.parts.items())), s.options)
-        same(s.reference, player.run(s.steps), "reset and stepped in reverse order")
+    s.same_again(dict(reversed(s.parts.items())), "reset and stepped in reverse order")
     return "reset and stepped in reverse order: the same"
 
 
 def independent_of_place(s: Session) -> str:
-    if s.num_envs < 2:
-        raise Skipped("needs num_envs >= 2")
     place = {i: (i + 1) % s.num_envs for i in range(s.num_envs)}
     with s.exact() as player:
-        player.reset({place[i]: part for i, part in s.parts.items()}, s.options)
-        moved = player.run(s.steps)
+        moved = player.play({place[i]: part for i, part in s.parts.items()}, s.steps, s.options)
     same(s.reference, {i: moved[place[i]] for i in s.parts}, "played by the next environment of the process")
     return "each episode played by another environment: the same"
 
@@ -205,9 +184,7 @@ def independent_of_global_random(s: Session) -> str:
         if "torch" in sys.modules:
             sys.modules["torch"].manual_seed(state)
 
-    with s.exact(before=disturb) as player:
-        player.reset(s.parts, s.options)
-        same(s.reference, player.run(s.steps), "with the process-wide random generators seeded anew before every call")
+    s.same_again(s.parts, "with the process-wide random generators seeded anew before every call", before=disturb)
     return "numpy.random and random seeded anew before every call: the same"
 
 
@@ -240,9 +217,7 @@ class _InChunks(SimWrapper):
 
 def unread_observations_change_nothing(s: Session) -> str:
     with s.exact() as player:
-        chunks = Player(_InChunks(player.sim, s.num_envs), s.num_envs)
-        chunks.reset({i: s.parts[i] for i in range(s.num_envs)}, s.options)
-        actual = chunks.run(s.steps)
+        actual = Player(_InChunks(player.sim, s.num_envs), s.num_envs).play(s.parts, s.steps, s.options)
     expected = {i: _read(s.reference[i]) for i in actual}
     same(expected, {i: _read(trajectory) for i, trajectory in actual.items()}, f"observed only after every {EVERY} steps")
     return f"observed after every {EVERY} steps and at their ends: {s.described(actual)}"
@@ -282,8 +257,7 @@ def _onward(player: Player, env_id: int, part: Part, num_steps: int, options: Ma
     player.run(num_steps)
     episodes, left = [first], num_steps - (first.num_steps - already)
     while left > 0 and episodes[-1].ended and len(episodes) < _MOST_EPISODES:
-        player.reset({env_id: Part(part.seed + len(episodes), part.actions)}, options)
-        episodes.append(player.run(left)[env_id])
+        episodes.append(player.play({env_id: Part(part.seed + len(episodes), part.actions)}, left, options)[env_id])
         left -= episodes[-1].num_steps
     return episodes
 
@@ -298,16 +272,11 @@ class _Saved:
         self.sim = s.sim
         total = 20 + s.continuation_steps
         candidates = [s.part(600 + 100 * number, total) for number in range(4)]
-        lengths = []
-        for part in candidates:
-            player = Player(s.sim, s.num_envs)
-            player.reset({0: part}, s.options)
-            lengths.append(player.run(total)[0].num_steps)
+        lengths = [Player(s.sim, s.num_envs).play({0: part}, total, s.options)[0].num_steps for part in candidates]
         best = int(np.argmax(lengths))
         self.part, self.position = candidates[best], min(20, lengths[best] // 2)
         player = Player(s.sim, s.num_envs)
-        player.reset({0: self.part}, s.options)
-        player.run(self.position)
+        player.play({0: self.part}, self.position, s.options)
         started = time.perf_counter()
         self.data = self.sim.snapshot(0)
         self.save_ms = 1e3 * (time.perf_counter() - started)
@@ -343,8 +312,7 @@ def snapshots_continue(s: Session) -> str:
     drifts: dict[str, Difference | None] = {}
     for where, env_id in (("the same environment", 0), ("another environment", s.num_envs - 1)):
         player = Player(s.sim, s.num_envs)
-        player.reset({env_id: s.part(700, 20 + s.continuation_steps)}, s.options)
-        player.run(3)
+        player.play({env_id: s.part(700, 20 + s.continuation_steps)}, 3, s.options)
         drifts[where] = restored(player, env_id)
     with s.fresh() as sim:
         player = Player(sim, s.num_envs)
@@ -392,19 +360,15 @@ def replays(s: Session) -> str:
     total = 20 + s.continuation_steps
     part = s.part(800, total)
     with s.fresh() as sim:
-        player = Player(sim, s.num_envs)
-        player.reset({0: part})
-        expected = player.run(total)
+        expected = Player(sim, s.num_envs).play({0: part}, total)[0]
     mend = "; if that cannot be mended, say snapshots='none' in the spec"
     with s.exact() as player:
-        player.reset({s.num_envs - 1: part}, s.options)
-        again = {0: player.run(total)[s.num_envs - 1]}
-    if (found := difference(expected[0], again[0])) is not None:
+        again = player.play({s.num_envs - 1: part}, total, s.options)[s.num_envs - 1]
+    if (found := difference(expected, again)) is not None:
         raise Failed(f"played again in another environment: {found}{mend}")
     where = "another environment"
     with suppress(Skipped):
-        found = difference(expected[0], s.elsewhere({0: part}, total)[0])
-        if found is not None:
+        if (found := difference(expected, s.elsewhere({0: part}, total)[0])) is not None:
             raise Failed(f"played again in a new process: {found}{mend}")
         where += " and a new process"
-    return f"{expected[0].num_steps} steps again from the seed in {where}, bit by bit"
+    return f"{expected.num_steps} steps again from the seed in {where}, bit by bit"
