@@ -25,6 +25,7 @@ from embodied_rl.config import TinyVLAConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution, mean_of_steps
 from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, image_of, instructions_of, vector_of
+from embodied_rl.policies.linear import Linear
 from embodied_rl.types import SimSpec
 
 _Memory = tuple[Tensor, Tensor, Tensor]
@@ -90,12 +91,12 @@ class TinyVLAPolicy(Policy):
         state_size = 0 if config.state_key is None else vector_of(spec, config.state_key, "policy.state_key").shape[0]
         self.encoder = _Encoder(config, (height, width), state_size)
         self.decoder = _Decoder(config, self.num_units, config.num_layers, causal=config.decoding == "autoregressive")
-        self.action_head = nn.Linear(config.width, config.num_bins)
+        self.action_head = Linear(config.width, config.num_bins)
         nn.init.normal_(self.action_head.weight, std=0.01)
         nn.init.zeros_(self.action_head.bias)
         self.token_embedding = nn.Embedding(config.num_bins, config.width) if config.decoding == "autoregressive" else None
         self.value_decoder = _Decoder(config, config.chunk if config.value == "action" else 1, 1, causal=False)
-        self.value_head = nn.Sequential(nn.Linear(config.width, config.width), nn.GELU(), nn.Linear(config.width, 1))
+        self.value_head = nn.Sequential(Linear(config.width, config.width), nn.GELU(), Linear(config.width, 1))
 
     @property
     def chunk_size(self) -> int:
@@ -282,13 +283,13 @@ class _Encoder(nn.Module):
         self.fine, self.coarse = nn.Sequential(*layers[:-2]), nn.Sequential(*layers[-2:])
         self.keypoints = _Keypoints(config, channels[-2], before, state_size)
         self.register_buffer("waves", _waves(height, width), persistent=False)
-        self.places = nn.Linear(self.waves.shape[1], config.width)
+        self.places = Linear(self.waves.shape[1], config.width)
         self.words = nn.Embedding(config.vocabulary, config.width, padding_idx=0)
         self.word_places = nn.Parameter(0.1 * torch.randn(config.max_words, config.width))
         # A sum: instructions that differ in one word of many would hardly differ in their mean.
-        self.text = nn.Sequential(nn.LayerNorm(config.width), nn.Linear(config.width, config.width), nn.GELU())
-        self.film = nn.Linear(config.width, 2 * config.width)
-        self.state = nn.Linear(state_size, config.width) if state_size else None
+        self.text = nn.Sequential(nn.LayerNorm(config.width), Linear(config.width, config.width), nn.GELU())
+        self.film = Linear(config.width, 2 * config.width)
+        self.state = Linear(state_size, config.width) if state_size else None
         self.norm = nn.LayerNorm(config.width)
 
     def forward(self, ready: Mapping[str, Tensor]) -> _Memory:
@@ -319,12 +320,12 @@ class _Keypoints(nn.Module):
 
     def __init__(self, config: TinyVLAConfig, num_channels: int, size: tuple[int, int], state_size: int) -> None:
         super().__init__()
-        self.film = nn.Linear(config.width, 2 * num_channels)
+        self.film = Linear(config.width, 2 * num_channels)
         self.maps = nn.Conv2d(num_channels, config.num_keypoints, 1)
         self.sharpness = nn.Parameter(torch.full((config.num_keypoints, 1), 3.0))
         """Of a map in standard deviations: from the first step on it looks at something, not at the middle of everything."""
         num_inputs = config.num_keypoints * (2 + size[0] * size[1]) + state_size
-        self.output = nn.Sequential(nn.Linear(num_inputs, config.width), nn.GELU(), nn.Linear(config.width, config.width))
+        self.output = nn.Sequential(Linear(num_inputs, config.width), nn.GELU(), Linear(config.width, config.width))
         self.register_buffer("places", _waves(*size, num_frequencies=0), persistent=False)
 
     def forward(self, features: Tensor, words: Tensor, state: Tensor | None) -> Tensor:
@@ -370,12 +371,12 @@ class _Layer(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
-        self.own = nn.Linear(width, 3 * width)
-        self.own_out = nn.Linear(width, width)
-        self.query = nn.Linear(width, width)
-        self.memory = nn.Linear(width, 2 * width)
-        self.memory_out = nn.Linear(width, width)
-        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.own = Linear(width, 3 * width)
+        self.own_out = Linear(width, width)
+        self.query = Linear(width, width)
+        self.memory = Linear(width, 2 * width)
+        self.memory_out = Linear(width, width)
+        self.perceptron = nn.Sequential(Linear(width, 4 * width), nn.GELU(), Linear(4 * width, width))
 
     def remember(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, M, D] of the memory."""
