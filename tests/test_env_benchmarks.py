@@ -90,7 +90,7 @@ def test_auto_is_held_against_every_other_setting() -> None:
     pairs = auto_workers.compare(first, [first, second, third], seconds_of, until=0.0)
     assert pairs == {first: ([1.0] * 3, [1.0] * 3), second: ([1.0] * 3, [1.0] * 3), third: ([1.0] * 3, [2.0] * 3)}
     assert [asked.count(each) for each in (first, second, third)] == [6, 3, 3]  # auto's twice, to see the noise
-    row = {"slots": 8, "auto": "2x1", "decided": True, "choosing_s": 3.0, "steps_per_s": 1000, "rounds": 9}
+    row = {"slots": 8, "auto": "2x1", "decided": True, "choosing_s": 3.0, "start_s": 0.4, "steps_per_s": 1000, "rounds": 9}
     behind = {"2x1": [1.0, 0.02], "2x2": [0.90, 0.03], "1x2": [1.8, 0.1]}
     noise = {"2x1": [1.0, 0.02], "2x2": [0.93, 0.03], "1x2": [1.8, 0.1]}
     rows = [
