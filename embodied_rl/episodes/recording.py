@@ -168,18 +168,8 @@ class RecordingInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return {
-            "format": "embodied_rl episodes",
-            "format_version": FORMAT_VERSION,
-            "spec": self.spec.to_dict(),
-            "sim": dict(self.sim),
-            "policy": dict(self.policy),
-            "command": self.command,
-            "versions": dict(self.versions),
-            "created": self.created,
-            "metadata": dict(self.metadata),
-            "signature": self.signature,
-        }
+        own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
+        return {"format": "embodied_rl episodes", "format_version": FORMAT_VERSION, **own, "spec": self.spec.to_dict()}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RecordingInfo:

@@ -99,6 +99,12 @@ class PolicyResult:
     """[T] effective sample size of the weights up to each step; None where there are none."""
     examples: tuple[Example, ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able, without arrays."""
+        estimates = {estimate.estimator: estimate.to_dict() for estimate in self.estimates}
+        told = {"label": self.label, "checkpoint": self.path, "step": self.step}
+        return {**told, "open_loop": self.open_loop.to_dict(), "estimates": estimates}
+
     def estimate(self, name: str) -> assessment.Estimate:
         return next(estimate for estimate in self.estimates if estimate.estimator == name)
 
@@ -129,27 +135,9 @@ class OfflineStudy:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, without arrays."""
-        return {
-            "settings": asdict(self.settings),
-            "num_episodes": self.num_episodes,
-            "num_steps": self.num_steps,
-            "num_incomplete": self.num_incomplete,
-            "behaviour": None if self.behaviour is None else self.behaviour.to_dict(),
-            "ranked_by": self.ranked_by,
-            "ranking": list(self.ranking),
-            "best_share": dict(self.best_share),
-            "notes": list(self.notes),
-            "policies": [
-                {
-                    "label": policy.label,
-                    "checkpoint": policy.path,
-                    "step": policy.step,
-                    "open_loop": policy.open_loop.to_dict(),
-                    "estimates": {estimate.estimator: estimate.to_dict() for estimate in policy.estimates},
-                }
-                for policy in self.policies
-            ],
-        }
+        own = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items() if name != "policies"}
+        own |= {"settings": asdict(self.settings), "behaviour": None if self.behaviour is None else self.behaviour.to_dict()}
+        return {**own, "best_share": dict(self.best_share), "policies": [policy.to_dict() for policy in self.policies]}
 
 
 def study_recording(

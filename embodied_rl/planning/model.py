@@ -158,19 +158,10 @@ class Outlook:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        return {
-            "placement": self.placement.to_dict(),
-            "kind": self.placement.kind,
-            "label": self.placement.label,
-            "iteration_s": self.iteration_s,
-            "steps_per_s": self.steps_per_s,
-            "rollout_s": self.rollout_s,
-            "train_s": self.train_s,
-            "busy": dict(self.busy),
-            "bubble": self.bubble,
-            "costs": asdict(self.costs),
-            "ages": {str(age): share for age, share in self.ages.items()},
-        }
+        where = {"placement": self.placement.to_dict(), "kind": self.placement.kind, "label": self.placement.label}
+        own = {name: value for name, value in vars(self).items() if name not in where}
+        ages = {str(age): share for age, share in self.ages.items()}
+        return {**where, **own, "busy": dict(self.busy), "costs": asdict(self.costs), "ages": ages}
 
 
 @dataclass(frozen=True)

@@ -155,13 +155,4 @@ class FaultRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """For a log, as JSON."""
-        return {
-            "kind": self.kind.name,
-            "worker": self.worker,
-            "pid": self.pid,
-            "detail": self.detail,
-            "culprits": list(self.culprits),
-            "slots": [vars(slot) for slot in self.slots],
-            "failures_in_a_row": self.failures_in_a_row,
-            "recovery_s": self.recovery_s,
-        }
+        return {**vars(self), "kind": self.kind.name, "culprits": list(self.culprits), "slots": [vars(slot) for slot in self.slots]}
