@@ -1,6 +1,6 @@
 """PixelTasks: a gantry reaches coloured discs and pushes a block, as an instruction says, seen from above in a small picture.
 
-Our own MuJoCo scene, which draws in about a millisecond on a CPU: for vision-language-action policies without a GPU. All tasks share
+Our own MuJoCo scene, which draws in a tenth of a millisecond on a CPU: for vision-language-action policies without a GPU. All tasks share
 one scene; only the instruction says which of them an episode is about.
 """
 
