@@ -17,6 +17,8 @@ from embodied_rl.config import TrainConfig
 
 NEVER = 10**12
 """Environment steps: the gate ends a contender, not its own limit."""
+MOST_TRIALS = 100
+"""Iterations in which a run chooses how its slots are stepped; what it chooses after them, it chooses while it is measured."""
 OURS, OURS_ONE, OURS_AHEAD = "ours", "ours, 1 worker", "ours, max_staleness=1"
 VARIANTS = {OURS: [], OURS_ONE: ["sim.num_workers=1"], OURS_AHEAD: ["algorithm.max_staleness=1"]}
 """{ours: what is said beside the task}. With a staleness of 1 rollouts are played by the weights of the update before."""
@@ -118,7 +120,7 @@ def _ours(config: TrainConfig, gate: Gate) -> None:
         collect = collector.next_rollout
 
         def gated(iteration: int) -> Any:
-            if isinstance(trainer.manager, EnvManager) and trainer.manager.trials is not None:
+            if isinstance(trainer.manager, EnvManager) and trainer.manager.trials is not None and iteration < MOST_TRIALS:
                 return collect(iteration)
             gate.begin()
             rollout = collect(iteration)
