@@ -132,7 +132,11 @@ EXAMPLES = (
         f"{CARTPOLE} hybrid=ray hybrid.sharding={{num_shards:2}} hybrid.ray.gpus.train=1",
         "hybrid.ray.gpus.train=1 are divided among them. The nearest possible: hybrid.ray.gpus.train=2",
     ),
-    ("apart_from_recordings", f"{CARTPOLE} {APART} algorithm=bc {EXPERT}", f"learns from recordings only. {COLLOCATED}"),
+    (
+        "recordings_multiplexed",
+        f"{CARTPOLE} hybrid=multiplexed algorithm=bc {EXPERT}",
+        f"nothing plays until it is evaluated. {COLLOCATED}",
+    ),
     ("apart_offload", f"{CARTPOLE} hybrid=ray hybrid.offload=[gradients]", "nothing is gained by moving what is there. Leave parameters,"),
     # players
     ("players_of_one_process", f"{GROUPS} hybrid.players=2", "and with hybrid.placement=collocated what plays is one already"),

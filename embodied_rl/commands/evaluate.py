@@ -16,6 +16,7 @@ import numpy as np
 from embodied_rl.bounds import Episodes, HeldOutSeed, Temperature
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, command_line, expand_paths, print_tables
 from embodied_rl.config import PlayerConfig, SimConfig, config_file, group_names, load_sim_config
+from embodied_rl.config.policy import draws_tokens
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.progress import progress_bar
@@ -140,7 +141,8 @@ def evaluate_players(
         def make(manager: Simulators) -> Generator:
             return make_generator(checkpoint, manager.spec, policy=policy, same_task=is_own_task(checkpoint, wanted), seed=seed)
 
-        own = checkpoint.config.evaluation.temperature if temperature is None else temperature or None
+        trained = checkpoint.config
+        own = trained.evaluation.temperature if temperature is None and draws_tokens(trained.policy) else temperature or None
         return Contestant(policy, make, own if policy == "checkpoint" else None)
 
     longest = max(checkpoint.config.policy.chunk_size for checkpoint, _ in players)

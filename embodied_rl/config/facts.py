@@ -19,6 +19,7 @@ from embodied_rl.config.policy import (
     PI0PolicyConfig,
     PolicyConfig,
     TinyVLAConfig,
+    draws_tokens,
 )
 from embodied_rl.config.run import LANGUAGE, SHARED, DomainConfig, SimConfig, TrainConfig
 from embodied_rl.errors import did_you_mean
@@ -116,7 +117,7 @@ class Run:
     @property
     def draws_tokens(self) -> bool:
         """Whether the policy draws action tokens, at a temperature."""
-        return isinstance(self.policy, TinyVLAConfig | OpenVLAPolicyConfig)
+        return draws_tokens(self.policy)
 
     # ---- placement --------------------------------------------------------------------------------------------------
 

@@ -443,3 +443,8 @@ AnyPolicyConfig = (
     | CustomPolicyConfig
 )
 """One of these; `name` says which."""
+
+
+def draws_tokens(policy: AnyPolicyConfig) -> bool:
+    """Whether a policy draws action tokens, at a temperature."""
+    return isinstance(policy, TinyVLAConfig | OpenVLAPolicyConfig)

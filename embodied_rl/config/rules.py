@@ -409,7 +409,7 @@ EVALUATION = (
     ),
     Rule(
         "nothing_drawn",
-        lambda run: run.config.evaluation.temperature is not None and (run.config.domains or not run.draws_tokens),
+        lambda run: run.config.evaluation.temperature is not None and not any(task.draws_tokens for task in run.tasks),
         "evaluation.temperature must be null for policy.name={policy.name}: it is of action tokens (tiny_vla, openvla, openvla_oft), got "
         "{config.evaluation.temperature:g}.",
     ),
@@ -507,9 +507,10 @@ _APART = (
         "divided among them. The nearest possible: hybrid.ray.gpus.train={run.nearest_gpus:g}, or another number of ranks.",
     ),
     Rule(
-        "apart_from_recordings",
-        lambda run: run.hybrid.plays_apart and not run.algorithm.plays,
-        f"{{run.apart}} is for learning by playing, and algorithm={{algorithm.name}} learns from recordings only. {_COLLOCATED}",
+        "recordings_multiplexed",
+        lambda run: run.kind == "multiplexed" and not run.algorithm.plays,
+        "hybrid.placement=multiplexed lends devices of what plays to training, and algorithm={algorithm.name} learns from recordings: "
+        f"nothing plays until it is evaluated. {_COLLOCATED}",
     ),
     Rule(
         "apart_offload",

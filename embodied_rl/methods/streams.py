@@ -15,6 +15,7 @@ from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.algorithms.filters import GroupFilter, build_filters
 from embodied_rl.config import GroupsConfig, PlayerConfig, TrainConfig
+from embodied_rl.config.policy import draws_tokens
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.methods.base import Recordable
@@ -76,6 +77,11 @@ class Stream:
     def spec(self) -> SimSpec:
         """As the policy sees it."""
         return plain_spec(self.manager.spec)
+
+    @property
+    def temperature(self) -> float | None:
+        """Of evaluation; None: its policy acts by its mode, or draws no action tokens."""
+        return self.config.evaluation.temperature if draws_tokens(self.config.policy) else None
 
     @property
     def pump(self) -> QueuePump:
@@ -196,7 +202,10 @@ class DomainSimulators(Simulators):
         played: list[EpisodeSummary] = []
         for stream in self.streams:
             if stream.is_own and stream.generator is not None:
-                own = evaluate(stream.manager, stream.generator, num_episodes, first_seed=first_seed, on_episode=on_episode)
+                drawn = stream.temperature
+                own = evaluate(
+                    stream.manager, stream.generator, num_episodes, first_seed=first_seed, temperature=drawn, on_episode=on_episode
+                )
                 played += [dataclasses.replace(e, final_info={**e.final_info, "task": stream.domain}) for e in own]
         return played
 

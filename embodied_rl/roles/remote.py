@@ -115,8 +115,9 @@ class RemoteWorker(Simulators):
         return None
 
     def connect(self, method: Method) -> Method:
-        """Have a method learn from what is played there; returns what the training loop asks."""
-        method.collector = RemoteCollector(self, method.restart)
+        """Have a method learn from what is played there, if it plays; returns what the training loop asks."""
+        if self.config.algorithm.plays:
+            method.collector = RemoteCollector(self, method.restart)
         return method
 
     def worker_pids(self) -> list[int]:
@@ -162,6 +163,8 @@ class RemoteWorker(Simulators):
 
     def record(self, run_dir: Path, command: str) -> bool:
         """See `Simulators.record`: on the machine where it plays."""
+        if not self.config.algorithm.plays:
+            return False
         self._recorded = {"run_dir": str(run_dir.resolve()), "command": command}
         self.insist("record", **self._recorded)
         return True

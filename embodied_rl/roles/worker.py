@@ -247,10 +247,9 @@ class RolloutWorker:
         """
         self._give_up_episodes()
         stream = self._stream(domain)
-        generator, temperature = stream.generator, self.config.evaluation.temperature
-        assert generator is not None, "take_model comes first"
+        assert stream.generator is not None, "take_model comes first"
         manager = stream.manager if domain else self.manager
-        return evaluate(manager, generator, num_episodes, first_seed=first_seed, temperature=temperature)
+        return evaluate(manager, stream.generator, num_episodes, first_seed=first_seed, temperature=stream.temperature)
 
     def episodes(self) -> list[np.ndarray]:
         """See `Collector.episodes`: the running episodes, [bytes] uint8 each, when older weights have nothing left to play."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.errors import UserError
 from tests.golden.runs import RUNS
 from tests.roles.runs import assert_same_run, configured, curve, trained
 from tests.roles.test_within_episodes import SAC, check
@@ -49,6 +50,18 @@ def test_steps_are_kept_that_were_played_ahead(tmp_path: Path, task: list[str]) 
     assert max(ages) == configured(tmp_path, *task).algorithm.max_staleness
 
 
+OFFLINE = [*RUNS["iql"], "evaluation.every_steps=10", "checkpoint.every_steps=10", "checkpoint.keep_last=9"]
+CLONED = [*RUNS["bc"], "evaluation.every_steps=20", "checkpoint.every_steps=20", "checkpoint.keep_last=9"]
+
+
+@pytest.mark.parametrize("task", [pytest.param(OFFLINE, id="iql"), pytest.param(CLONED, id="bc", marks=pytest.mark.slow)])
+def test_what_plays_nothing_is_evaluated_elsewhere(tmp_path: Path, task: list[str]) -> None:
+    check(tmp_path, task, [APART], like=[])
+    assert any("eval/return" in row for row in curve(tmp_path / "whole"))
+    with pytest.raises(UserError, match=r"record.share=1: algorithm=\w+ plays no episodes"):
+        trained(tmp_path / "recorded", *task, APART, "record.share=1")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "ranks"),
@@ -57,6 +70,7 @@ def test_steps_are_kept_that_were_played_ahead(tmp_path: Path, task: list[str]) 
         pytest.param([*RUNS["dagger"], *DUE], [], id="dagger"),
         pytest.param(SAC, ["hybrid.sharding={num_shards: 2}"], id="sac on two ranks"),
         pytest.param([*RUNS["dagger"], *DUE], ["hybrid.sharding={num_shards: 2}"], id="dagger on two ranks"),
+        pytest.param(OFFLINE, ["hybrid.sharding={num_shards: 2}"], id="iql on two ranks"),
     ],
 )
 def test_the_driver_keeps_what_actors_play(tmp_path: Path, session: object, task: list[str], ranks: list[str]) -> None:
