@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -100,6 +101,15 @@ def require_known(name: object, known: Collection[str], said: str) -> None:
     """Raises UserError for a name that is none of those known: what is `said`, and the choices."""
     if name not in known:
         raise UserError(f"{said}{did_you_mean(name, known)}")
+
+
+class Limits:
+    """A dataclass of numbers that are above 0 and finite; None sets no limit. Raises UserError for another."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{name} must be a finite number above 0, got {value}.")
 
 
 def shown(value: object) -> str:

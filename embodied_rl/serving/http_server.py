@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from embodied_rl import __version__
-from embodied_rl.errors import UserError, did_you_mean, in_short
+from embodied_rl.errors import Limits, UserError, did_you_mean, in_short
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -201,7 +201,7 @@ _Address = tuple[str, int] | str
 
 
 @dataclass(frozen=True)
-class ServerLimits:
+class ServerLimits(Limits):
     """What one client may ask of the server. Raises UserError for a limit that is not above 0 and finite."""
 
     max_body_mb: float = 32.0
@@ -210,11 +210,6 @@ class ServerLimits:
     """Open at a time; a further one is answered 503."""
     request_s: float = 30.0
     """From a request's first byte to its last; large bodies get more."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 < value < math.inf:
-                raise UserError(f"{name} must be a finite number above 0, got {value}.")
 
 
 class _Listening(ThreadingHTTPServer):

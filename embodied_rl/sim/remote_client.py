@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 import random
 import ssl
 import time
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from embodied_rl.errors import UserError
+from embodied_rl.errors import Limits, UserError
 
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses that say "not now". 500 is not among them: it is what became of an environment."""
@@ -51,7 +50,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Patience:
+class Patience(Limits):
     """How long a client tries. Raises UserError for a time that is not above 0 and finite."""
 
     attempt_s: float = 20.0
@@ -61,11 +60,6 @@ class Patience:
     first_wait_s: float = 0.05
     """Before the second attempt; doubles with each further one, and half of it is drawn at random."""
     max_wait_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 < value < math.inf:
-                raise UserError(f"{name} must be a finite number above 0, got {value}.")
 
 
 class JsonClient:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.errors import UserError
+from embodied_rl.errors import Limits, UserError
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.generation.tokens import Completion
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
@@ -432,18 +432,13 @@ def added_text(
 
 
 @dataclass
-class SessionLimits:
+class SessionLimits(Limits):
     """How many sessions there may be, and for how long. Raises UserError for a limit that is not above 0 and finite."""
 
     max_sessions: int = 1024
     """Open at a time."""
     idle_s: float = 3600.0
     """A session without a request for so long is ended, as ``idle``."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not 0 < value < math.inf:
-                raise UserError(f"{name} must be a finite number above 0, got {value}.")
 
 
 @dataclass

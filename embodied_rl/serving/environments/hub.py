@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied_rl.config import SimConfig, group_names, load_sim_config
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import Limits, UserError, did_you_mean
 from embodied_rl.serving.http_server import HttpProblem
 from embodied_rl.sim.faults import FaultKind, SimFault
 from embodied_rl.sim.process import WorkerProcess
@@ -37,7 +37,7 @@ _DETAIL = 2000
 
 
 @dataclass(frozen=True)
-class ServiceLimits:
+class ServiceLimits(Limits):
     """What environments may use. Raises UserError for a limit that is not above 0 and finite."""
 
     max_environments: int = 64
@@ -55,11 +55,6 @@ class ServiceLimits:
     """Of the thread pools of one environment's process."""
     max_batch: int = 256
     """Requests in one batch, and environments in one make."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{name} must be a finite number above 0, got {value}.")
 
 
 @dataclass(frozen=True)
