@@ -88,7 +88,11 @@ class PixelTasks(MujocoSim):
         data = [mujoco.MjData(model) for _ in range(num_envs)]
         super().__init__(model, data, Drawing(model, multisampling=True), "top", render_size)
         self._states = [DataState(each) for each in self.data]
-        self._tip, self._dense = model.site("tip").id, reward == "dense"
+        # Views of where MuJoCo keeps them: they show the present state, and to ask MjData for an array costs as much as the arithmetic.
+        tip = model.site("tip").id
+        self._tips, self._blocks = [each.site_xpos[tip, :2] for each in data], [each.qpos[:2] for each in data]
+        self._discs, self._commands = [each.mocap_pos[:, :2] for each in data], [each.ctrl for each in data]
+        self._dense = reward == "dense"
         self._present = [self.tasks[0]] * num_envs
         several = len(self.tasks) > 1
         words: dict[str, TensorSpec | VariableSpec] = {"instruction": VariableSpec("text", 256)} if several else {}
@@ -119,14 +123,14 @@ class PixelTasks(MujocoSim):
             self._present[i], self._elapsed[i] = self.task_of(seed), 0
             tip, block, *discs = _places(np.random.default_rng(int(seed)))
             data.qpos[:] = (*block, *tip)
-            data.mocap_pos[:, :2] = discs
+            self._discs[i][:] = discs
             self._mujoco.mj_forward(self.model, data)
             self._observe(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         for i, command in zip(env_ids, np.clip(actions, -1.0, 1.0) * MAX_SPEED, strict=True):
             data, before = self.data[i], self.distance(i)
-            data.ctrl[:] = command
+            self._commands[i][:] = command
             self._mujoco.mj_step(self.model, data, SUBSTEPS)
             self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves positions of bodies one physics step behind
             self._elapsed[i] += 1
@@ -148,15 +152,15 @@ class PixelTasks(MujocoSim):
 
     def tip(self, env_id: int) -> np.ndarray:
         """[2] metres."""
-        return self.data[env_id].site_xpos[self._tip, :2]
+        return self._tips[env_id]
 
     def block(self, env_id: int) -> np.ndarray:
         """[2] metres."""
-        return self.data[env_id].qpos[:2]
+        return self._blocks[env_id]
 
     def disc(self, env_id: int, colour: str) -> np.ndarray:
         """[2] metres."""
-        return self.data[env_id].mocap_pos[DISCS.index(colour), :2]
+        return self._discs[env_id][DISCS.index(colour)]
 
     def _succeeded(self, i: int, distance: float) -> bool:
         task = self._present[i]
