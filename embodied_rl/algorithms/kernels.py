@@ -21,7 +21,7 @@ def find_cuts(truncated: np.ndarray, terminated: np.ndarray, cut: np.ndarray) ->
     for block in range(0, whole, 8):
         here = np.uint64(0)
         for word in range(block, block + 8):
-            here |= ends[word] & ~others[word]
+            here |= ends[word]
         if here:
             for word in range(block, block + 8):
                 left = ends[word] & ~others[word]
