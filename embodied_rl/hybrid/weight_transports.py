@@ -54,7 +54,8 @@ def _import_ray() -> Any:
 def pack_tensors(bucket: Sequence[tuple[str, Tensor]], device: torch.device) -> tuple[bytes, Tensor]:
     """Names, shapes and types as JSON, and the contents as one block of bytes, [n] uint8 on `device`."""
     text = json.dumps([[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in bucket]).encode()
-    parts = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in bucket]
+    # One without entries, as numpy gives it, has a stride of 0, of which no bytes can be seen.
+    parts = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in bucket if tensor.numel()]
     return text, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 

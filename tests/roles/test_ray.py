@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -183,6 +184,7 @@ def test_weights_through_the_object_store(session: Any) -> None:
         "b": torch.tensor([1.5, -0.0, float("nan")], dtype=torch.bfloat16),
         "count": torch.tensor(7),
         "empty": torch.zeros(0, 4),
+        "of numpy": torch.from_numpy(np.arange(0)),
         "flags": torch.tensor([True, False]),
     }
     publisher, reader = RayPublisher(bucket_bytes=16), session.remote(Reader).remote()
