@@ -37,7 +37,7 @@ faster the more workers there are."""
 _LEAST_START_S = 1.25
 """Of processor time, of each worker: below, it was the machine that was busy, and up to `_BUSY` times as long may have passed."""
 _BUSY = 4
-_UPDATE_S, _WINDOW_S = 0.005, 0.02
+_UPDATE_S, _WINDOW_S = 0.005, 0.012
 """Each setting is stepped so long in each round, after something like an update."""
 _LONGEST_S = 0.3
 """No further round begins after so long: the next run goes on where the number of workers is in question still."""

@@ -27,7 +27,7 @@ _TOLERANCE = 0.03
 """A setting is out of the question once it is not so much faster than the fastest, beyond doubt."""
 _NOISE, _DOUBT = 0.1, 2.5
 """How far apart samples of equal settings are taken to be while few are known; so many standard errors are beyond doubt."""
-LEAST_ROUNDS, _MOST_ROUNDS = 2, 60
+LEAST_ROUNDS, _MOST_ROUNDS = 3, 60
 """Before the first of these nothing is out; after the second the fastest is taken: the others are as fast, or what is measured is noise."""
 _STEADY = 1.5
 """Times as slow as in its best moment the leader is at the start, where other work came in between."""
@@ -339,7 +339,9 @@ class Circumstances:
         if not choice.start.is_steady:
             return
         kept = {
-            part: [{str(each): float(f"{seconds:.4g}") for each, seconds in one.items()} for one in comparison.rounds]
+            part: [
+                {str(each): float(f"{seconds:.4g}") for each, seconds in one.items()} for one in comparison.rounds if comparison.is_steady
+            ]
             for part, comparison in (("start", choice.start), ("run", choice.run))
         }
         RememberedAnswers(_FOLDER).write(*self._question(), kept)

@@ -92,7 +92,7 @@ def test_turns_and_binding_must_each_be_two_percent_faster(other: Setting, worth
 def test_what_is_behind_or_no_faster_beyond_doubt_is_out_of_the_question() -> None:
     """By hand: of n rounds without a spread 2.5 standard errors are 2.5 * 0.1 / n, and 3% are worth a word."""
     fast, slow = Setting(2, AS_READY), Setting(2, 2)  # of the same price
-    for behind, last in ((0.1, 2), (0.04, 4), (0.0, 9)):  # 0.10 - 0.125, 0.04 - 0.0625 and 0 - 0.0278 are above -0.03
+    for behind, last in ((0.2, 3), (0.04, 4), (0.0, 9)):  # 0.04 - 0.0625 and 0 - 0.0278 are above -0.03, and three rounds the least
         found = Comparison([fast, slow])
         for number in range(1, last + 1):
             found.add({fast: 1.0, slow: 1.0 + behind})
@@ -142,7 +142,7 @@ def test_settings_in_question_take_turns_over_rollouts() -> None:
     trials = Trials(comparison, lambda: noted.append("decided" if len(comparison.open) == 1 else "not yet"))
     trials.took(9.0, 100)  # everything warms up
     begun = []
-    for _ in range(2):
+    for _ in range(3):
         begun.append(trials.setting)
         for _ in settings:
             took_s = 0.08 if trials.setting == settings[0] else 0.04
@@ -152,7 +152,7 @@ def test_settings_in_question_take_turns_over_rollouts() -> None:
                 assert trials.setting == before
                 trials.took(0.04, 100)
                 took_s += 0.04
-    assert begun == [settings[0]] * 2  # the leader first, then another one
+    assert begun == [settings[0], settings[0], settings[1]]  # the leader first, then another one; the new leader
     assert comparison.rounds[0] == {settings[0]: pytest.approx(6e-4), settings[1]: pytest.approx(4e-4)}
     assert (trials.decided, trials.setting, trials.leader, noted) == (True, settings[1], settings[1], ["decided"])
     trials.end()
@@ -440,6 +440,13 @@ def test_what_was_measured_beside_other_work_is_not_kept() -> None:
     for taken, kept in (([1.0, 1.6, 1.7], False), ([1.0, 1.4, 1.7], True)):  # of the leader, whose median is 1.6 or 1.4
         asked.remember(asked.choice(Comparison(settings, [{Setting(1, 2): 4.0, Setting(2, 2): seconds} for seconds in taken])))
         assert (asked.remembered() is not None) == kept
+    tried = dataclasses.replace(asked, tried=(1, 2))
+    for taken, kept in (([1.0, 1.6, 1.7], 0), ([1.0, 1.4, 1.7], 3)):  # in rollouts: the number of workers is kept
+        rounds = [{Setting(2, 1): seconds, Setting(2, 2): 4.0} for seconds in taken]
+        tried.remember(tried.choice(compared(settings), rounds))
+        found = tried.remembered()
+        assert found is not None
+        assert (found.has_number, len(found.run.rounds)) == (True, kept)
 
 
 @pytest.mark.parametrize("spent_s", [0.0, 1e-3])
