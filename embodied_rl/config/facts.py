@@ -155,10 +155,6 @@ class Run:
         return "algorithm.max_staleness" if self.groups is None else "algorithm.groups.max_staleness"
 
     @property
-    def apart(self) -> str:
-        return "hybrid.cluster=ray" if self.on_ray else f"hybrid.placement={self.kind}"
-
-    @property
     def player(self) -> str:
         return "the player" if self.hybrid.players == 1 else "each player"
 

@@ -274,8 +274,8 @@ _LANGUAGE_AGENTS = (
     Rule(
         "agent_without_groups",
         lambda run: run.speaks and run.groups is None,
-        "policy.name=language learns from whole episodes, and algorithm={algorithm.name} does not: choose one with groups "
-        "(algorithm=grpo, gigpo, reinforce_plus_plus, …).",
+        "policy.name=language learns from whole episodes, and algorithm={algorithm.name} does not: what an answer is worth "
+        "shows when its conversation is over. Choose one with groups (algorithm=grpo, gigpo, reinforce_plus_plus, …).",
     ),
     Rule(
         "agent_critic",
