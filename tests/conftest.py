@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from embodied_rl.sim.rendering import configure_rendering
-from tests.forks import forked  # noqa: F401 (a fixture)
+from tests.forks import forked, forked_simulators  # noqa: F401 (a fixture)
 from tests.scheduling import Scheduling
 
 # Before any test imports mujoco, sapien or pygame.
@@ -93,6 +94,18 @@ def pytest_runtest_setup() -> None:
         import torch
 
         torch.manual_seed(0)
+
+
+_FORK_SIMULATORS = ("golden", "hybrid", "learning", "methods", "policies", "roles", "rollout", "vla")
+"""Folders whose tests are of what runs on simulators; files beside them use `forked`."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _simulators(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Simulators' processes are forks where they are not what is tested: a fifth of a second of imports each, a thousand times."""
+    above = request.path.relative_to(Path(__file__).parent).parts[0]
+    with forked_simulators() if above in _FORK_SIMULATORS else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

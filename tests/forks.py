@@ -1,8 +1,8 @@
-"""Processes of the package that import torch, forked from one that has imported it: most of what a short run elsewhere takes is imports.
+"""Processes of the package forked from one that has imported what they import: most of what a short run takes is imports.
 
-The first use starts ``python -m tests.forks``, which imports what rollout workers, ranks and token processes import, runs nothing, and
-forks once for each process that is asked for. The fork has the standard streams, descriptors, environment and folder that a process of
-its own would have, and runs the module as ``python -m`` does.
+The first use starts ``python -m tests.forks``, which imports what rollout workers, ranks, token processes and commands import, or what
+simulators' processes do, runs nothing, and forks once for each process that is asked for. The fork has the standard streams, descriptors,
+environment and folder that a process of its own would have, and runs the module as ``python -m`` does.
 """
 
 from __future__ import annotations
@@ -28,15 +28,23 @@ from typing import IO
 
 import pytest
 
+from embodied_rl.distributed.processes import start_module
+from embodied_rl.sim.affinity import thread_variables
+
 ROOT = Path(__file__).resolve().parent.parent
-IMPORTED = (
-    "embodied_rl.roles.worker",
-    "embodied_rl.methods.language_apart",
-    "embodied_rl.learning.ranks",
-    "embodied_rl.trainer",
-    "hydra",
-    "transformers.models.llama.modeling_llama",
-)
+IMPORTED = {
+    "torch": (
+        "embodied_rl.roles.worker",
+        "embodied_rl.methods.language_apart",
+        "embodied_rl.learning.ranks",
+        "embodied_rl.trainer",
+        "hydra",
+        "transformers.models.llama.modeling_llama",
+    ),
+    "simulators": ("embodied_rl.sim.worker", "gymnasium"),
+}
+ALONE = {**thread_variables(1), "PYTHONHASHSEED": "0"}
+"""What a simulator's process has in its environment, and its libraries read when they are imported."""
 _LONGEST = 2**18
 """Bytes of a request: mostly its environment."""
 _MANY = 64
@@ -69,10 +77,13 @@ class Fork:
         assert code is not None
         return code
 
-    def kill(self) -> None:
+    def kill(self, number: int = signal.SIGKILL) -> None:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.kill(signal.SIGTERM)
 
     def _number(self) -> int:
         told = self._report.recv(8)
@@ -81,16 +92,18 @@ class Fork:
 
 
 @functools.cache
-def _server() -> socket.socket:
+def _server(kind: str) -> tuple[socket.socket, int]:
+    """What takes requests, and its process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LONGEST)
+    environment = {**os.environ, **(ALONE if kind == "simulators" else {})}
     with theirs:
-        command = [sys.executable, "-X", "embodied_rl_starts", "-m", "tests.forks", str(theirs.fileno())]
+        command = [sys.executable, "-X", "embodied_rl_starts", "-m", "tests.forks", kind, str(theirs.fileno())]
         handed = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()], "cwd": ROOT, "process_group": 0}
-        process = subprocess.Popen(command, **handed)
+        process = subprocess.Popen(command, env=environment, **handed)
     atexit.register(process.wait)
     atexit.register(ours.close)
-    return ours
+    return ours, process.pid
 
 
 def start_forked(
@@ -102,7 +115,20 @@ def start_forked(
 ) -> Fork:
     """What `embodied_rl.distributed.processes.start_module` does."""
     streams = (1, 2) if output is None else (output.fileno(), output.fileno())
-    return _start(module, list(map(str, arguments)), {**os.environ, **(environment or {})}, os.getcwd(), streams, pass_fds)
+    words, variables = list(map(str, arguments)), {**os.environ, **(environment or {})}
+    return _start("torch", module, words, variables, os.getcwd(), streams, pass_fds)
+
+
+def start_forked_simulator(
+    keeper: str, module: str, manager: int, *arguments: object, pass_fds: Sequence[int], environment: Mapping[str, str], output: IO[bytes]
+) -> Fork | subprocess.Popen[bytes]:
+    """The keeper of a simulator's process; one of its own where its libraries would read another environment."""
+    if module != "embodied_rl.sim.worker" or dict(environment) != ALONE:
+        return start_module(keeper, module, manager, *arguments, pass_fds=pass_fds, environment=environment, output=output)
+    _, parent = _server("simulators")
+    words = [module, str(parent), *map(str, arguments)]  # it ends with what forked it: when this process ends
+    streams = (output.fileno(), output.fileno())
+    return _start("simulators", keeper, words, {**os.environ, **environment}, os.getcwd(), streams, pass_fds)
 
 
 def run_forked(
@@ -110,7 +136,8 @@ def run_forked(
 ) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run` of ``python -m module words`` says, as text. Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        fork = _start(module, list(words), {**os.environ, **(env or {})}, str(cwd), (out.fileno(), err.fileno()), (), collects=True)
+        streams = (out.fileno(), err.fileno())
+        fork = _start("torch", module, list(words), {**os.environ, **(env or {})}, str(cwd), streams, (), collects=True)
         try:
             fork.wait(timeout)
         finally:
@@ -122,6 +149,7 @@ def run_forked(
 
 
 def _start(
+    kind: str,
     module: str,
     words: list[str],
     environment: Mapping[str, str],
@@ -136,19 +164,27 @@ def _start(
     what = {"module": module, "words": words, "environment": environment, "folder": folder, "collects": collects}
     with theirs:
         message = json.dumps({**what, "descriptors": [1, 2, *pass_fds]}).encode()
-        socket.send_fds(_server(), [message], [theirs.fileno(), *streams, *pass_fds])
+        socket.send_fds(_server(kind)[0], [message], [theirs.fileno(), *streams, *pass_fds])
     return Fork(ours)
 
 
 @pytest.fixture(scope="module")
 def forked() -> Iterator[None]:
-    """The roles and ranks that a module's tests start are forks. What starts them is there in other modules' tests as it is."""
+    """Simulators' processes, roles and ranks that a module's tests start are forks. Other modules' tests start them as the package does."""
     from embodied_rl.learning import rank_hosts
     from embodied_rl.roles import role_process
 
-    with pytest.MonkeyPatch.context() as patched:
+    with forked_simulators(), pytest.MonkeyPatch.context() as patched:
         for user in (rank_hosts, role_process):
             patched.setattr(user, "start_module", start_forked)
+        yield
+
+
+@contextlib.contextmanager
+def forked_simulators() -> Iterator[None]:
+    """Processes of simulators that are started inside are forks."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("embodied_rl.sim.process.start_module", start_forked_simulator)
         yield
 
 
@@ -211,9 +247,9 @@ def _become(received: list[int], descriptors: Sequence[int], environment: Mappin
     sys.path[:0] = [folder, *(place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path)]
 
 
-def main(descriptor: int) -> Callable[[], object]:
+def main(kind: str, descriptor: int) -> Callable[[], object]:
     """What is left to be done in this process: nothing in the server, when the tests are over; in a fork, its module."""
-    for name in IMPORTED:
+    for name in IMPORTED[kind]:
         importlib.import_module(name)
     gc.freeze()
     asked = _serve(socket.socket(fileno=descriptor))
@@ -228,4 +264,4 @@ def main(descriptor: int) -> Callable[[], object]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))()
+    main(sys.argv[1], int(sys.argv[2]))()

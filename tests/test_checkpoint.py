@@ -36,6 +36,8 @@ from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.sample_run import SPEC, make_config
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def save(run_dir: Path, step: int = 1000, **changes: Any) -> Path:
     arguments: dict[str, Any] = {

@@ -32,6 +32,8 @@ from embodied_rl.types import ActionSpec
 from tests.sample_run import SPEC
 from tests.short_run import one_line_error, score_interval, told, train_shortly
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 HELD_OUT = 2**30
 
 

@@ -27,6 +27,8 @@ from tests.generation.token_servers import Exchange, TokenServer
 from tests.short_run import one_line_error
 from tests.vla.toys import PointSim
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 HELD_OUT = 2**30
 POINTS = SimFactory("tests.vla.toys:PointSim")
 SMALL = TinyVLAConfig(width=16, num_heads=2, num_layers=1, conv_channels=(4,), num_keypoints=4, num_bins=9, chunk=2)

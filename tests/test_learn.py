@@ -17,6 +17,8 @@ import embodied_rl
 from embodied_rl.errors import UserError
 from tests.short_run import QUICK
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SETTINGS = [word for word in QUICK if not word.startswith("total_steps=")]
 README = Path(__file__).parents[1] / "README.md"
 

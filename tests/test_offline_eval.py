@@ -22,6 +22,8 @@ from embodied_rl.loggers.meanings import OFFLINE
 from tests.offline_toys import CHOICES, VECTORS, info_of, play, save_policy, write
 from tests.short_run import one_line_error
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 QUICK = ("fqe.num_steps=150", "fqe.num_members=3", "fqe.hidden_sizes=[16]", "num_samples=200")
 
 

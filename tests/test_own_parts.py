@@ -32,6 +32,8 @@ from embodied_rl.trust import named_code, registered_code
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.short_run import QUICK, one_line_error, train_shortly
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "own_parts"
 GRPO = ("sim=cartpole", "algorithm=grpo", "algorithm.groups.group_size=3", "algorithm.groups.groups_per_step=2", "policy.hidden_sizes=[8]")
 SHORT = (*GRPO, "total_steps=100")

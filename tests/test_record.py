@@ -22,6 +22,8 @@ from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.sim.episode_log import Snapshot
 from tests.short_run import one_line_error, train_shortly
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ("action", "reward", "terminated", "truncated", "success", "sampled_action", "log_prob", "value", "policy_version")
 

@@ -33,6 +33,8 @@ from embodied_rl.types import ActionSpec
 from embodied_rl.video import BAND, GREEN, GREY, RED, add_border, border_width, fit_square, overlay
 from tests.short_run import one_line_error, train_shortly
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 HELD_OUT = 2**30
 SIZE = 256  # at which the whole line of text fits
 

@@ -17,6 +17,8 @@ from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
 from tests.short_run import one_line_error, told
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def recorded(folder: Path, *argv: str) -> Path:
     record([*argv, f"output={folder}"])

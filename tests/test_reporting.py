@@ -23,6 +23,8 @@ from tests.report_page.pages import Page
 from tests.sample_run import SPEC, make_config
 from tests.short_run import score_interval, train_shortly
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 FIRST = 2**30
 
 

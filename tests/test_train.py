@@ -26,6 +26,8 @@ from embodied_rl.trainer import Trainer
 from tests.forks import run_forked
 from tests.short_run import last_of, told
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=1", "sim.num_slots=4", "stop_at_success=null"]
 PENDULUM = ["sim=pendulum", *QUICK, "algorithm.rollout_steps=64", "algorithm.num_epochs=2", "algorithm.minibatch_size=64"]
 GROUPS = [
