@@ -21,6 +21,7 @@ DOMAINS = f"{TEXTS} {LAKE} {POLE}"
 MIX = "generation.mix={guest:{share:0.5,backend:random}}"
 APART = "hybrid=disaggregated"
 SCORED = "hybrid.reward_worker={target:a.b:c}"
+STARTS = "{share:0.5,sources:[best]}"
 COLLOCATED = "The nearest possible: hybrid=collocated."
 
 EXAMPLES = (
@@ -33,7 +34,9 @@ EXAMPLES = (
     ("rollout_reward", f"{CARTPOLE} algorithm.reward.std=batch", "which rollouts and stored steps do not show"),
     ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.reward.scale=2", "imitates actions without looking at any"),
     ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.critic_warmup=2", "imitates actions without looking at any"),
-    ("initialized_rollouts", f"{CARTPOLE} algorithm.initialized.share=0.5", "choose a method with groups"),
+    ("initialized_ahead", f"{CARTPOLE} {APART} algorithm.max_staleness=1 algorithm.initialized={STARTS}", "by the clock: set max_"),
+    ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.initialized={STARTS}", "imitates actions without looking at any"),
+    ("initialized_unplayed", f"{CARTPOLE} algorithm=iql {EXPERT} algorithm.initialized={STARTS}", "algorithm=iql plays none"),
     (
         "minibatch_of_a_rollout",
         f"{CARTPOLE} sim.num_slots=4 algorithm.rollout_steps=8 algorithm.minibatch_size=33",

@@ -236,10 +236,10 @@ class KlConfig(Config, place="algorithm.kl"):
 
 @dataclass(frozen=True)
 class InitializedConfig(Config, place="algorithm.initialized"):
-    """Groups that start from a snapshot inside an expert's or an earlier episode (see `embodied_rl.rollout.initialized`)."""
+    """Groups, or episodes of fixed rollouts, that start inside an expert's or an earlier episode: `embodied_rl.rollout.initialized`."""
 
     share: Share = 0.0
-    """Of the groups that start so; the others, and all evaluation, start ordinarily. 0: off."""
+    """Of the groups or episodes that start so; the others, and all evaluation, start ordinarily. 0: off."""
     mode: Literal["rollback", "parallel"] = "rollback"
     """rollback: from the last chunk of each source episode, moving back as success rises; parallel: from all over it."""
     sources: tuple[Literal["expert", "success", "best"], ...] = ("success",)

@@ -111,10 +111,11 @@ _FIXED_ROLLOUTS = (
     Rule(
         "cloned_reward",
         lambda run: (
-            (own := run.algorithm).cloning is not None and (own.reward != RewardConfig() or own.normalize_reward or own.critic_warmup)
+            (own := run.algorithm).cloning is not None
+            and (own.reward != RewardConfig() or own.normalize_reward or own.critic_warmup or own.initialized.share)
         ),
-        "algorithm.reward, .normalize_reward and .critic_warmup are about rewards, and algorithm={algorithm.name} imitates actions without "
-        "looking at any: leave them out.",
+        "algorithm.reward, .normalize_reward, .critic_warmup and .initialized are about rewards and success, and algorithm="
+        "{algorithm.name} imitates actions without looking at any: leave them out.",
     ),
     Rule(
         "rollout_reward",
@@ -124,9 +125,16 @@ _FIXED_ROLLOUTS = (
         ".length_penalty are about single steps, and go with both).",
     ),
     Rule(
-        "initialized_rollouts",
-        _without_groups(lambda run: run.algorithm.initialized.share > 0),
-        "algorithm.initialized is about groups of whole episodes: choose a method with groups (algorithm=grpo, say).",
+        "initialized_ahead",
+        _without_groups(lambda run: run.algorithm.initialized.share > 0 and run.algorithm.max_staleness),
+        "algorithm.max_staleness={algorithm.max_staleness} plays rollouts that repeat to the bit while training, and where their episodes "
+        "start (algorithm.initialized) follows from those before, which would be learned from meanwhile, by the clock: set "
+        "max_staleness=0, or algorithm.groups.",
+    ),
+    Rule(
+        "initialized_unplayed",
+        lambda run: run.algorithm.initialized.share > 0 and run.algorithm.cloning is None and not run.algorithm.plays,
+        "algorithm.initialized is about episodes that a run plays, and algorithm={algorithm.name} plays none: leave it out.",
     ),
     Rule(
         "minibatch_of_a_rollout",

@@ -18,7 +18,7 @@ from embodied_rl.methods.demonstrations import training_sim
 from embodied_rl.methods.groups import GroupMethod
 from embodied_rl.methods.off_policy import MixedMethod, OfflineMethod
 from embodied_rl.methods.rollout import RolloutMethod
-from embodied_rl.methods.starts import make_starts
+from embodied_rl.methods.starts import ORDINARY, Starts, make_starts
 from embodied_rl.methods.streams import queue_config
 from embodied_rl.sim.simulators import Simulators
 
@@ -39,14 +39,26 @@ __all__ = [
 
 
 def make_method(
-    config: TrainConfig, manager: Simulators, policy: Any, generator: Generator, run_dir: Path, ranks: RankHost | None = None
+    config: TrainConfig,
+    manager: Simulators,
+    policy: Any,
+    generator: Generator,
+    run_dir: Path,
+    ranks: RankHost | None = None,
+    starts: Starts = ORDINARY,
 ) -> Method:
-    """What the configuration asks for of a run without groups; `methods.building` makes those with groups. `ranks`: see `make_learner`."""
+    """What the configuration asks for of a run without groups; `methods.building` makes those with groups.
+
+    Args:
+        ranks: see `make_learner`.
+        starts: where its episodes start that do not start ordinarily.
+    """
     algorithm = config.algorithm
     if algorithm.cloning is not None:
         clone = DaggerMethod if algorithm.cloning.dagger else CloningMethod
         return clone(config, manager, policy, generator, run_dir, ranks)
-    if algorithm.off_policy is not None:
-        learn = MixedMethod if algorithm.off_policy.fresh else OfflineMethod
-        return learn(config, manager, policy, generator, run_dir, ranks)
-    return RolloutMethod(config, manager, policy, generator, ranks)
+    if algorithm.off_policy is None:
+        return RolloutMethod(config, manager, policy, generator, ranks, starts)
+    if algorithm.off_policy.fresh:
+        return MixedMethod(config, manager, policy, generator, run_dir, ranks, starts)
+    return OfflineMethod(config, manager, policy, generator, run_dir, ranks)

@@ -24,6 +24,7 @@ from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import mean_figures, single_threaded
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
 from embodied_rl.methods.rollout import PlayingMethod
+from embodied_rl.methods.starts import ORDINARY, Starts
 from embodied_rl.policies.base import Policy
 from embodied_rl.policies.q_ensemble import ActorWithCritics
 from embodied_rl.sim.simulators import Simulators
@@ -166,10 +167,11 @@ class MixedMethod(PlayingMethod[Rollout | None, int], OfflineMethod):
         generator: Generator,
         run_dir: Path,
         ranks: RankHost | None = None,
+        starts: Starts = ORDINARY,
     ) -> None:
-        """`ranks`: see `make_learner`."""
+        """`ranks`, `starts`: see `make_method`."""
         super().__init__(config, manager, policy, generator, run_dir, ranks)
-        self.play_in(manager, generator, policy.action_layout)
+        self.play_in(manager, generator, policy.action_layout, starts)
         self.buffer = ReplayBuffer(self.options.replay_capacity)
 
     @property
@@ -230,7 +232,7 @@ class MixedMethod(PlayingMethod[Rollout | None, int], OfflineMethod):
         super().restart(iteration)
         self._rewards.restart_episodes()
         self._draw(iteration)
-        self.collector.restart(seed_round=iteration)
+        self.begin(iteration)
 
     def metrics(self) -> dict[str, float]:
         return {**super().metrics(), "data/fresh_steps": float(len(self.buffer))}
@@ -244,6 +246,10 @@ class MixedMethod(PlayingMethod[Rollout | None, int], OfflineMethod):
         self.buffer.load_state_arrays(stored)
         super().load_state_tensors({name: part for name, part in state.items() if not name.startswith(_BUFFER)})
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self.start_state}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        self.load_starts(state)
         self._has_statistics = self.recorded is not None or self.demonstrations is not None or not self._warming_up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.acting import SwitchedGenerator
 from embodied_rl.methods.base import Experience, Method, Played, Prepared
+from embodied_rl.methods.starts import ORDINARY, Starts
 from embodied_rl.policies.base import Policy, TensorObservation, prepare_observation
 from embodied_rl.rollout.collector import PATIENCE_S, RolloutCollector
 from embodied_rl.rollout.groups import WHOLE, Share
+from embodied_rl.rollout.initialized import StartLibrary
 from embodied_rl.rollout.queue_pump import age_figures
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, Rollout
@@ -35,11 +38,13 @@ class PlayingMethod(Method[Played, Prepared]):
 
     learner: Learner
     config: TrainConfig
+    starts: Starts
+    """Where episodes start that do not start ordinarily."""
 
-    def play_in(self, manager: Simulators, generator: Generator, layout: ActionLayout) -> None:
+    def play_in(self, manager: Simulators, generator: Generator, layout: ActionLayout, starts: Starts = ORDINARY) -> None:
         """Once, when there is a learner. Raises UserError: nothing can be played while training."""
-        config = self.config
-        self.collector = make_rollout_collector(config, manager, generator, layout)
+        config, self.starts = self.config, starts
+        self.collector = make_rollout_collector(config, manager, generator, layout, starts=self.starts.libraries.get(""))
         self._ages: dict[str, float] = {}
         """Of the last rollout."""
         if config.algorithm.max_staleness:
@@ -63,7 +68,9 @@ class PlayingMethod(Method[Played, Prepared]):
     @staticmethod
     def finished_in(rollout: Rollout) -> list[tuple[bool, float, int]]:
         """See `Experience.finished`."""
-        return [(episode.success_once, episode.episode_return, episode.length) for episode in rollout.episodes]
+        # Success rates, and what is chosen by them, are of ordinary starts.
+        ordinary = [episode for episode in rollout.episodes if "start" not in episode.final_info]
+        return [(episode.success_once, episode.episode_return, episode.length) for episode in ordinary]
 
     @staticmethod
     def seen_in(rollout: Rollout) -> TensorObservation:
@@ -78,16 +85,45 @@ class PlayingMethod(Method[Played, Prepared]):
                 pass
 
     def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), **self.collector.metrics(), **self._ages}
+        return {**super().metrics(), **self.collector.metrics(), **self._ages, **self.starts.metrics()}
+
+    def published(self, version: int) -> None:
+        self.starts.commit()
+
+    def begin(self, iteration: int) -> None:
+        """New episodes in all slots; before a run's first ones, those of an expert that others start in."""
+        self.starts.begin_anew()
+        self.starts.record()
+        self.collector.restart(seed_round=iteration)
+
+    @property
+    def start_state(self) -> dict[str, Any]:
+        """What resuming needs of starts, to be a part of `state_dict`."""
+        return {"starts": libraries[""]} if (libraries := self.starts.state()) else {}
+
+    def load_starts(self, state: Mapping[str, Any]) -> None:
+        """Out of what `state_dict` gave."""
+        if self.starts.wanted:
+            self.starts.load({"": state["starts"]})
+
+    def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `Method.with_trained`: starts are of this process."""
+        return {**state, **self.start_state}
 
 
 class RolloutMethod(PlayingMethod[Rollout, Batch]):
     """PPO on `rollout_steps` of every slot."""
 
     def __init__(
-        self, config: TrainConfig, manager: Simulators, policy: Policy, generator: Generator, ranks: RankHost | None = None
+        self,
+        config: TrainConfig,
+        manager: Simulators,
+        policy: Policy,
+        generator: Generator,
+        ranks: RankHost | None = None,
+        starts: Starts = ORDINARY,
     ) -> None:
-        """`ranks`: see `make_learner`."""
+        """`ranks`, `starts`: see `make_method`."""
         compose(config.algorithm)
         self.config = config
         self._objective = RolloutObjective(policy, config.algorithm, config.hybrid.precision)
@@ -95,7 +131,7 @@ class RolloutMethod(PlayingMethod[Rollout, Batch]):
         self._policy, self._algorithm = policy, PPO(config.algorithm)
         self._figures: dict[str, float] = {}
         """Of what was prepared last: its weights, and the KL term of its rewards."""
-        self.play_in(manager, generator, policy.action_layout)
+        self.play_in(manager, generator, policy.action_layout, starts)
 
     def collect(self, iteration: int) -> Experience[Rollout]:
         rollout = self.next_rollout(iteration)
@@ -142,7 +178,7 @@ class RolloutMethod(PlayingMethod[Rollout, Batch]):
     def restart(self, iteration: int) -> None:
         self.learner.keep_reference()
         self._algorithm.restart_episodes()
-        self.collector.restart(seed_round=iteration)
+        self.begin(iteration)
 
     def state_tensors(self) -> dict[str, Tensor]:
         return self.learner.state_tensors()
@@ -151,10 +187,11 @@ class RolloutMethod(PlayingMethod[Rollout, Batch]):
         self.learner.load_state_tensors(state)
 
     def state_dict(self) -> dict[str, Any]:
-        return self._algorithm.state_dict()
+        return {**self._algorithm.state_dict(), **self.start_state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._algorithm.load_state_dict(state)
+        self.load_starts(state)
 
 
 def rollout_values(learner: Learner, policy: Policy, rollout: Rollout) -> RolloutValues:
@@ -173,7 +210,12 @@ def rollout_values(learner: Learner, policy: Policy, rollout: Rollout) -> Rollou
 
 
 def make_rollout_collector(
-    config: TrainConfig, manager: Simulators, generator: Generator, layout: ActionLayout, share: Share = WHOLE
+    config: TrainConfig,
+    manager: Simulators,
+    generator: Generator,
+    layout: ActionLayout,
+    share: Share = WHOLE,
+    starts: StartLibrary | None = None,
 ) -> RolloutCollector:
     """The collector that a configuration describes, in whatever process the simulators are; `share`: of the slots. What learns from steps
     that it keeps says how they are acted in (`Collector.draw`)."""
@@ -188,4 +230,5 @@ def make_rollout_collector(
         max_staleness=max_staleness,
         min_ready=1 if has_hosts and max_staleness else None,
         share=share,
+        starts=starts,
     )

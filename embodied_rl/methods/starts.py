@@ -43,9 +43,14 @@ class Starts:
         for stream in self._streams:
             _record_starts(stream)
 
-    def commit(self, queue: GroupQueue) -> dict[str, Lesson]:
-        """Learn from the groups that are done with; {domain: what was learned}."""
+    def commit(self, queue: GroupQueue | None = None) -> dict[str, Lesson]:
+        """Learn from the groups that are done with, of fixed rollouts from the episodes; {domain: what was learned}."""
         return {domain: starts.commit(_in_flight(queue)) for domain, starts in self.libraries.items()}
+
+    def begin_anew(self) -> None:
+        """No episode of fixed rollouts runs any more."""
+        for starts in self.libraries.values():
+            starts.goes_on({})
 
     def discard(self) -> None:
         """See `StartLibrary.discard`."""
@@ -58,7 +63,7 @@ class Starts:
         """{domain: what came about since the last call}"""
         return {domain: [starts.report()] for domain, starts in self.libraries.items()}
 
-    def learn(self, lessons: Mapping[str, Lesson], queue: GroupQueue) -> None:
+    def learn(self, lessons: Mapping[str, Lesson], queue: GroupQueue | None) -> None:
         """What was committed beside the trainer."""
         for domain, lesson in lessons.items():
             self.libraries[domain].learn(lesson, _in_flight(queue))
@@ -74,14 +79,18 @@ class Starts:
             figures |= prefixed(f"domains/{domain}" if domain else "", starts.metrics())
         return figures
 
-    def state(self, queue: GroupQueue) -> dict[str, Any]:
+    def state(self, queue: GroupQueue | None = None) -> dict[str, Any]:
         """{domain: what resuming needs}, JSON-able; empty where all groups start ordinarily."""
-        return {domain: starts.state_dict(_in_flight(queue)) for domain, starts in self.libraries.items()}
+        return {domain: starts.state_dict(_in_flight(queue) or ()) for domain, starts in self.libraries.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue. Raises IncompatibleCheckpointError (see `StartLibrary.load_state_dict`)."""
         for domain, starts in self.libraries.items():
             starts.load_state_dict(state[domain])
+
+
+ORDINARY = Starts(())
+"""All episodes start ordinarily."""
 
 
 def give_starts(streams: Sequence[Stream]) -> Starts:
@@ -103,9 +112,9 @@ def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:
     return StartLibrary(options, seed=config.seed)
 
 
-def _in_flight(queue: GroupQueue) -> list[int]:
-    """Numbers of the groups that would be asked for again, were the run resumed now."""
-    return [int(number) for number in queue.state_dict()["redo"]]
+def _in_flight(queue: GroupQueue | None) -> list[int] | None:
+    """Numbers of the groups that would be asked for again, were the run resumed now; None: there are no groups."""
+    return None if queue is None else [int(number) for number in queue.state_dict()["redo"]]
 
 
 def _record_starts(stream: Stream) -> None:

@@ -20,6 +20,7 @@ from embodied_rl.methods import Method, make_method, training_sim
 from embodied_rl.methods.building import build_elsewhere, build_here
 from embodied_rl.methods.language_apart import model_files
 from embodied_rl.methods.rollout import make_rollout_collector
+from embodied_rl.methods.starts import give_starts
 from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.build import MADE_OF_SIZES, build_policy
@@ -73,7 +74,7 @@ def start_simulators(config: TrainConfig, tell: Callable[[str], None]) -> Starte
     streams = streams_of(config, lambda own, num_slots: _simulators(own, num_slots, None if config.domains else tell))
     manager = simulators_of(streams)
     if config.algorithm.groups is None:
-        return Started(manager, functools.partial(_around_manager, config, manager))
+        return Started(manager, functools.partial(_around_manager, config, streams, manager))
     return Started(manager, functools.partial(_around_streams, config, streams))
 
 
@@ -133,12 +134,18 @@ def rollout_player(config: TrainConfig) -> Player:
 
 
 def _around_manager(
-    config: TrainConfig, manager: Simulators, spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
+    config: TrainConfig,
+    streams: list[Stream],
+    manager: Simulators,
+    spec: SimSpec,
+    run_dir: Path,
+    folder: Path | None,
+    base: Path | None,
 ) -> RunComponents:
     """All in this process, of a method without groups."""
     policy = build_policy(config.policy, spec)
     generator = make_generator(config.generation, policy)
-    method = make_method(_here(config), manager, policy, generator, run_dir)
+    method = make_method(_here(config), manager, policy, generator, run_dir, starts=give_starts(streams))
     return _scored(config, RunComponents(policy, generator, method))
 
 
@@ -165,17 +172,18 @@ def _around_worker(
 ) -> RunComponents:
     """What acts is with the simulators; what learns is here, or with Ray elsewhere too."""
     own = _here(config)
+    streams = streams_elsewhere(own, worker.specs, worker)
+    starts = worker.starts = RemoteStarts(worker, streams)
     with ExitStack() as undo:
         if config.algorithm.groups is None:
             policy: TrainedModule = build_policy(config.policy, spec)
             worker.take_policy(policy, {})
-            method: Method = make_method(own, worker, policy, worker.generator, run_dir, worker.ranks(own.hybrid))
+            method: Method = make_method(own, worker, policy, worker.generator, run_dir, worker.ranks(own.hybrid), starts)
             undo.callback(end_ranks, method)
         else:
-            streams = streams_elsewhere(own, worker.specs, worker)
             parts = build_elsewhere(own, streams, run_dir, folder, base, worker.generator)
             policy, method = parts.policy, parts.method
-            parts.method.starts = worker.starts = RemoteStarts(worker, streams, parts.method)
+            parts.method.starts = starts
             undo.callback(end_ranks, method)
             worker.take_policy(policy, {} if parts.language is None else model_files(parts.language))
         connected = worker.connect(method)

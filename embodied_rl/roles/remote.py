@@ -17,7 +17,6 @@ from embodied_rl.generation.base import Generator, Way
 from embodied_rl.hybrid.weight_sync import is_lora
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.base import Method
-from embodied_rl.methods.groups import GroupMethod
 from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.methods.starts import Starts, give_starts
 from embodied_rl.methods.streams import Stream
@@ -250,19 +249,21 @@ class RemoteGenerator(Generator):
 class RemoteStarts(Starts):
     """Where groups start, of streams that rollout workers play by copies of these libraries."""
 
-    def __init__(self, worker: RemoteWorker, streams: Sequence[Stream], method: GroupMethod) -> None:
+    def __init__(self, worker: RemoteWorker, streams: Sequence[Stream]) -> None:
         """Raises UserError: see `give_starts`."""
         give_starts(streams)
         super().__init__(streams)
-        self._worker, self._method = worker, method
+        self._worker = worker
+        self._queue: GroupQueue | None = None
+        """The method's when it last learned or was resumed; None: fixed rollouts, or there was none yet."""
 
     @property
     def now(self) -> dict[str, Any]:
         """{domain: its state}, as a worker that begins takes it."""
-        return self.state(self._method.queue)
+        return self.state(self._queue)
 
     def record(self) -> None:
-        """See `Starts.record`: a worker does it when its episodes begin anew, and each of several the same."""
+        """See `Starts.record`: a worker does it, of groups when its episodes begin anew, and each of several the same."""
         if any("expert" in starts.config.sources and starts.num_expert_messages == 0 for starts in self.libraries.values()):
             self.load(self._worker.insist("start_states"))
             for starts in self.libraries.values():
@@ -274,8 +275,9 @@ class RemoteStarts(Starts):
             for report in found:
                 self.libraries[domain].take_in(report)
 
-    def commit(self, queue: GroupQueue) -> dict[str, Lesson]:
+    def commit(self, queue: GroupQueue | None = None) -> dict[str, Lesson]:
         """See `Starts.commit`: the workers learn the same."""
+        self._queue = queue
         lessons = super().commit(queue)
         if lessons:
             try:

@@ -171,7 +171,9 @@ class RolloutWorker:
         with self.acting.reading(files):
             if config.algorithm.groups is None:
                 first.generator, layout = self.acting.generator(first)
-                self._collector = make_rollout_collector(config, self._simulators(first), first.generator, layout, self._share)
+                self._collector = make_rollout_collector(
+                    config, self._simulators(first), first.generator, layout, self._share, first.starts
+                )
                 self._residency = residency_of_playing(config.hybrid.offload, self.manager, (), first.generator)
                 return
             self.queue = make_queue(config, self.streams, self._share)
@@ -213,7 +215,8 @@ class RolloutWorker:
             assert queue is not None, "groups are asked for by a queue's state"
             self.queue.mirror(queue)
         self.collector.restart(self.queue, seed_round=seed_round)
-        self.starts.record()
+        if self.queue is not None:
+            self.starts.record()
 
     def play(self, version: int, drawn: Mapping[str, Any] | None = None) -> Collected:
         """Collect for one update of the weights `version`. `drawn`: arguments of `Collector.draw`, from now on.
@@ -234,6 +237,12 @@ class RolloutWorker:
         spans, faults = [] if self.lease is None else self.lease.spans(), self._new_faults()
         self._residency.begin("training")
         return Collected(groups, self.collector.times, state, faults, self._metrics(), rollout, spans, self.starts.report())
+
+    def start_states(self) -> dict[str, Any]:
+        """See `Starts.state`. Of fixed rollouts an expert's episodes come before all others: these begin in all slots at once."""
+        if self.queue is None:
+            self.starts.record()
+        return self.starts.state(self.queue)
 
     def demonstrate(self, domain: str = "") -> list[AgentEpisode]:
         """See `play_script`; what was being played is lost, so that `restart` must follow."""
@@ -274,6 +283,8 @@ class RolloutWorker:
         """Play on for a moment, between requests; False: nothing may be played now."""
         if not self._may_pump or self._residency.has_out:
             return False
+        if self.queue is None and self.starts.wanted:
+            return False  # where the next episodes start is learned after the weights have come
         in_lockstep = self.queue is not None and self.collector.min_ready is None
         return not in_lockstep and (self.collector.pump() or self._take_weights())
 
@@ -347,7 +358,7 @@ class RolloutWorker:
 _NAMES = ("describe", "texts", "take_model", "record", "load", "restart", "play", "demonstrate", "evaluate", "episodes", "take_up", "peek")
 _ASKED: dict[str, Callable[..., Any]] = {
     **{name: vars(RolloutWorker)[name] for name in _NAMES},
-    "start_states": lambda worker: worker.starts.state(worker.queue),
+    "start_states": lambda worker: worker.start_states(),
     "load_starts": lambda worker, states: worker.starts.copy(states),
     "learn_starts": lambda worker, lessons: worker.starts.learn(lessons, worker.queue),
 }

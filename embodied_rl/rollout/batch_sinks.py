@@ -6,7 +6,7 @@ Nothing of the run depends on it: it looks at what the collectors pass on, draws
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -478,14 +478,19 @@ class TrainingRecorder:
         self._config, self._seeds, self._num_slots = config, seeds, num_slots
         self._sinks = BatchSinks(self._writer, num_slots, observations_alone=True)
         self._round = 0
+        self._seed_of: Callable[[int], int | None] | None = None
         self._slots: list[_Slot] = []
         self._done: dict[str, np.ndarray] = {}
         """{column: [N, ...]} what was done in the step of each slot that is being simulated."""
 
     # ---- fixed rollouts of all slots --------------------------------------------------------------------------------
 
-    def restarted(self, seed_round: int) -> None:
-        """All slots begin new episodes, as `EnvManager.reset` counts them; what they were playing is given up."""
+    def restarted(self, seed_round: int, seed_of: Callable[[int], int | None] | None = None) -> None:
+        """All slots begin new episodes, as `EnvManager.reset` counts them; what they were playing is given up.
+
+        `seed_of`: seed of a slot's episode, where it does not follow from that; None: it cannot be played again from one.
+        """
+        self._seed_of = seed_of
         self._give_up()
         self._sinks.forget_batches()
         self._round, self._slots = seed_round, [_Slot() for _ in range(self._num_slots)]
@@ -497,10 +502,15 @@ class TrainingRecorder:
         columns = {name: _plain(stacked([step[name] for step in playing.steps])) for name in next(iter(playing.steps), ())}
         return {**vars(playing), "first": {key: _plain(value) for key, value in playing.first.items()}, "steps": columns}
 
-    def taken_up(self, snapshots: Sequence[Snapshot], running: Sequence[Mapping[str, Any] | None]) -> None:
+    def taken_up(
+        self,
+        snapshots: Sequence[Snapshot],
+        running: Sequence[Mapping[str, Any] | None],
+        seed_of: Callable[[int], int | None] | None = None,
+    ) -> None:
         """All slots go on in these episodes, of which `running` told; None: they began without a recorder, and are not written down. Nor
-        are those again that the interrupted run finished after its checkpoint."""
-        self.restarted(snapshots[0].stream.seed_round)
+        are those again that the interrupted run finished after its checkpoint. `seed_of`: see `restarted`."""
+        self.restarted(snapshots[0].stream.seed_round, seed_of)
         for slot, (snapshot, told) in enumerate(zip(snapshots, running, strict=True)):
             if told is None:
                 self._slots[slot] = _Slot(snapshot.index, fresh=False)
@@ -531,7 +541,8 @@ class TrainingRecorder:
             if playing.fresh:
                 playing.fresh = False
                 playing.version = acted.version
-                playing.recorded = self._is_chosen(str(self._seed(slot, playing.index))) and not self._has(slot, playing)
+                seed = self._seed(slot, playing.index)
+                playing.recorded = seed is not None and self._is_chosen(str(seed)) and not self._has(slot, playing)
                 if playing.recorded:
                     seen = seen or split(observation).observation
                     self._start(slot, playing, seen, row)
@@ -631,15 +642,18 @@ class TrainingRecorder:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _seed(self, slot: int, index: int) -> int:
-        return self._seeds.seed(slot, index, self._num_slots, self._round)
+    def _seed(self, slot: int, index: int) -> int | None:
+        return self._seed_of(slot) if self._seed_of is not None else self._seeds.seed(slot, index, self._num_slots, self._round)
 
     def _has(self, slot: int, playing: _Slot) -> bool:
         """Whether a slot's episode is written down already."""
-        return self._writer.has(self._seed(slot, playing.index), policy=_who(playing))
+        seed = self._seed(slot, playing.index)
+        return seed is not None and self._writer.has(seed, policy=_who(playing))
 
     def _start(self, slot: int, playing: _Slot, seen: Mapping[str, Any], row: int) -> None:
-        self._sinks.start(slot, self._seed(slot, playing.index), seen, row, metadata={"policy": _who(playing)})
+        seed = self._seed(slot, playing.index)
+        assert seed is not None, "it is written down"
+        self._sinks.start(slot, seed, seen, row, metadata={"policy": _who(playing)})
 
     def _is_chosen(self, name: str) -> bool:
         limit = self._config.max_episodes

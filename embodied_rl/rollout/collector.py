@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,9 @@ import numpy as np
 
 from embodied_rl.generation.base import ActedBatch, Generator, Way
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
+from embodied_rl.rollout.initialized import StartLibrary
 from embodied_rl.rollout.observations import rollout_of, tree_of
+from embodied_rl.rollout.slot_starts import SlotStarts
 from embodied_rl.sim.batches import from_zero, joined, rows_of
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -160,6 +162,7 @@ class RolloutCollector(Collector):
         max_staleness: int = 0,
         min_ready: int | None = None,
         share: Share = WHOLE,
+        starts: StartLibrary | None = None,
     ) -> None:
         """
         Args:
@@ -168,6 +171,7 @@ class RolloutCollector(Collector):
             layout: of the policy's actions; None: they are the simulator's own.
             max_staleness: S; 0: `pump` does nothing.
             share: which slots of a rollout these are: they see and draw what they do in a rollout of all of them.
+            starts: where episodes start that do not start ordinarily; their summaries say ``final_info["start"]``.
         """
         self.manager = manager
         self.layout = layout or ActionLayout.of(manager.spec.action)
@@ -192,6 +196,9 @@ class RolloutCollector(Collector):
         self._filled: deque[Rollout] = deque()
         self._since = CollectorTimes()
         """What was spent since the last rollout was handed out."""
+        self._round: int | None = None
+        """Of seeds, after a restart until its first decision."""
+        self._starts = None if starts is None else SlotStarts(manager, starts, share=share)
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0, reconfigure: bool = True) -> None:
         """Begin new episodes in all slots, with seeds that depend only on (seed, seed_round, slot): where a run can be resumed.
@@ -203,8 +210,9 @@ class RolloutCollector(Collector):
         self._since = CollectorTimes()
         self._arrange()
         self._see(self.manager.reset(self.seeds, seed_round=seed_round, reconfigure=reconfigure))
+        self._round = seed_round
         if self.recorder is not None:
-            self.recorder.restarted(seed_round)
+            self.recorder.restarted(seed_round, self._seed_of)
 
     def draw(self, way: Way, *, random_before: int = 0, first: int = 0) -> None:
         self._way, self._random_before, self._first = way, random_before, first
@@ -214,10 +222,13 @@ class RolloutCollector(Collector):
         first slot's episode, and what is recorded of each with its own."""
         while self._partial is not None:
             self._advance()
+        self._take_to_starts()
         slots = range(self.manager.num_slots)
         beside: list[dict[str, Any]] = [{} if self.recorder is None else {"recorded": self.recorder.running(slot)} for slot in slots]
         if self._filled or self.max_staleness:
             beside[0] |= {"ahead": [tree_of(rollout) for rollout in self._filled], "next_number": self._next_number}
+        if self._starts is not None:
+            beside = [{**own, "start": start} for own, start in zip(beside, self._starts.states(), strict=True)]
         episodes = [snapshot.to_bytes() for snapshot in self.manager.snapshot(slots)]
         return [encode_state({**own, "episode": episode}) if own else episode for own, episode in zip(beside, episodes, strict=True)]
 
@@ -228,8 +239,11 @@ class RolloutCollector(Collector):
         self._filled = deque(rollout_of(tree) for tree in found[0].get("ahead", ()))
         saved = [Snapshot.from_bytes(own.get("episode", episode)) for own, episode in zip(found, episodes, strict=True)]
         self._see(self.manager.restore(range(self.manager.num_slots), saved))
+        if self._starts is not None:
+            self._starts.load([own["start"] for own in found])
+            self._round = None
         if self.recorder is not None:
-            self.recorder.taken_up(saved, [own.get("recorded") for own in found])
+            self.recorder.taken_up(saved, [own.get("recorded") for own in found], self._seed_of)
 
     def next_rollout(self, version: int) -> Rollout:
         """Collect `rollout_steps` × `num_slots` transitions, or what is left of those that were begun before; number `version`.
@@ -326,6 +340,7 @@ class RolloutCollector(Collector):
             seen = joined(self._batches)
             self._arrange()
             self._see(seen)
+        self._take_to_starts()
         before, own = self._share.slots_before, self.manager.num_slots
         noise = action_noise(self.layout, (self.rollout_steps, self._share.all_slots or own), self.seed, self._next_number)
         if self._way is not None:
@@ -333,16 +348,29 @@ class RolloutCollector(Collector):
         self._next_number += 1
         return _PartialRollout(self.manager.spec.observation, self.layout, noise[:, before : before + own])
 
+    @property
+    def _seed_of(self) -> Callable[[int], int | None] | None:
+        """See `TrainingRecorder.restarted`."""
+        return None if self._starts is None else self._starts.seed_of
+
+    def _take_to_starts(self) -> None:
+        """The first episodes after a restart: those that start inside others."""
+        if self._starts is not None and self._round is not None:
+            self._see(self._starts.restart(joined(self._batches), self.seeds, self._round))
+        self._round = None
+
     def _receive(self, partial: _PartialRollout, group: range | None) -> StepBatch:
         """Wait for a group's simulators, or with None for any, and note what came of their last decision."""
         before = time.perf_counter()
         with span("env", "wait"):
             batch = self.manager.recv(group) if group is not None else self.manager.recv(min_ready=self._enough, timeout_s=PATIENCE_S)
         self._since.simulate_s += time.perf_counter() - before
+        if self._starts is not None:
+            batch = self._starts.received(batch)
         partial.received(batch.slots if group is None else group, batch)
         if self.recorder is not None:
             self.recorder.stepped(batch)
-        return batch
+        return batch if self._starts is None else self._starts.begun(batch)
 
     def _act(self, partial: _PartialRollout, seen: StepBatch, group: range | np.ndarray) -> None:
         """Decide for a group that `seen` is of, or for single slots of all that `seen` shows, and send it on."""
@@ -359,6 +387,8 @@ class RolloutCollector(Collector):
             slots, observation = group, {key: part[group] for key, part in observation.items()}
         partial.acted(group, observation, acted)
         given = acted.for_simulator(self.manager.spec.action, self.manager.chunk_size)
+        if self._starts is not None:
+            self._starts.acted(slots, observation, given)
         watched = None if self.recorder is None else self.recorder.acted(slots, observation, acted, given)
         self.manager.send(group if isinstance(group, range) else group.tolist(), given, watched)
 

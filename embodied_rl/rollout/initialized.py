@@ -16,7 +16,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -443,17 +443,20 @@ class StartLibrary:
         """Note what came of an episode; it counts once its group is done with (`commit`)."""
         self._outcomes.append(outcome)
 
-    def commit(self, in_flight: Collection[int]) -> Lesson:
-        """Learn from the groups that are done with, whatever became of them: all whose number is not in `in_flight`."""
-        waiting = set(in_flight)
+    def commit(self, in_flight: Collection[int] | None = None) -> Lesson:
+        """Learn from the groups that are done with, whatever became of them: all whose number is not in `in_flight`; None: all that have
+        an outcome, where each episode has a number to itself."""
+        waiting = self._assigned.keys() - {one.group for one in self._outcomes} if in_flight is None else set(in_flight)
         done = sorted((one for one in self._outcomes if one.group not in waiting), key=lambda one: (one.group, one.member))
         self._outcomes = [one for one in self._outcomes if one.group in waiting]
         lesson = Lesson(done, sorted(self._used(waiting) & self.sources.keys()))
         self.learn(lesson, waiting)
         return lesson
 
-    def learn(self, lesson: Lesson, in_flight: Collection[int]) -> None:
-        """What another copy committed; `in_flight`: the groups that are played here."""
+    def learn(self, lesson: Lesson, in_flight: Collection[int] | None = None) -> None:
+        """What another copy committed; `in_flight`: the groups that are played here, see `commit`."""
+        if in_flight is None:
+            in_flight = self._assigned.keys() - {one.group for one in (*self._outcomes, *lesson.done)}
         self._assigned = {group: start for group, start in self._assigned.items() if group in in_flight}
         done = lesson.done
         for one in done:
@@ -484,6 +487,11 @@ class StartLibrary:
         self.replay.num_messages += report.replay.num_messages
         self.replay.num_mismatches += report.replay.num_mismatches
         self.replay.max_drift = max(self.replay.max_drift, report.replay.max_drift)
+
+    def goes_on(self, assigned: Mapping[int, Start | None]) -> None:
+        """These episodes run, and no others: what the others were is forgotten, with their starts."""
+        self._outcomes.clear()
+        self._assigned = dict(assigned)
 
     def discard(self) -> None:
         """Forget episodes of groups that are not done with: they are played again. Their starts stay."""
@@ -635,8 +643,10 @@ class SnapshotCache:
         self._manager, self._library = manager, library
         self._kept: dict[Start, Snapshot] = {}
 
-    def restore(self, wanted: Mapping[int, Start]) -> dict[int, dict[str, Any]]:
+    def restore(self, wanted: Mapping[int, Start], streams: Mapping[int, SeedStream] | None = None) -> dict[int, dict[str, Any]]:
         """Take up the start of each slot, and return what is seen there: {slot: {key: value}}.
+
+        `streams`: of a slot whose simulator begins further episodes by itself: its seeds, the first of which is the source's.
 
         Steps in flight in other slots finish first (they stay ready to be received): with asynchronous collection this waits for
         the slowest of them, once for all the slots that are restored together.
@@ -648,10 +658,10 @@ class SnapshotCache:
         for slot, start in sorted(wanted.items()):
             if start not in self._kept:
                 first.setdefault(start, slot)
-        seen = self._take_up(sorted(first.values()), wanted) if first else {}
+        seen = self._take_up(sorted(first.values()), wanted, streams or {}) if first else {}
         others = [slot for slot in sorted(wanted) if slot not in seen]
         if others:
-            seen |= self._take_up(others, wanted)
+            seen |= self._take_up(others, wanted, streams or {})
         while len(self._kept) > _MAX_KEPT:
             del self._kept[next(iter(self._kept))]
         return seen
@@ -660,8 +670,9 @@ class SnapshotCache:
         """Forget the snapshots; a run that is resumed has none either."""
         self._kept.clear()
 
-    def _take_up(self, slots: Sequence[int], wanted: Mapping[int, Start]) -> dict[int, dict[str, Any]]:
+    def _take_up(self, slots: Sequence[int], wanted: Mapping[int, Start], streams: Mapping[int, SeedStream]) -> dict[int, dict[str, Any]]:
         snapshots = [self._snapshot(wanted[slot]) for slot in slots]
+        snapshots = [replace(one, stream=streams.get(slot, one.stream)) for slot, one in zip(slots, snapshots, strict=True)]
         batch = self._manager.restore(slots, snapshots)
         seen = {
             int(slot): {
