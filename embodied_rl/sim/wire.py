@@ -62,9 +62,9 @@ def decode_array(data: Json, dtype: str | None = None) -> np.ndarray:
         if kind.kind not in _KINDS or math.prod(shape) * kind.itemsize != len(raw):
             raise WireError(f"An array of dtype {kind} and shape {shape} cannot have {len(raw)} bytes.")
         return np.frombuffer(raw, kind).reshape(shape).copy()
+    except WireError:
+        raise
     except (KeyError, TypeError, ValueError, OSError) as error:
-        if isinstance(error, WireError):
-            raise
         raise WireError(f"An array cannot be read ({type(error).__name__}: {error}).") from error
 
 

@@ -19,7 +19,7 @@ from embodied_rl.episodes.formats import lerobot_layout as layout
 from embodied_rl.episodes.formats.hdf5 import MAX_RATIO, SMALL_BYTES
 from embodied_rl.episodes.formats.lerobot_layout import Feature, Storage
 from embodied_rl.episodes.pictures import Frames
-from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, RecordingInfo, last_only
+from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, RecordingError, RecordingInfo, last_only
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
@@ -108,11 +108,9 @@ class Rows:
                 return _objects(values if storage == "text" else map(json.loads, values))
             rows = column.combine_chunks()
             return self._numbers(name, rows.chunk(0) if isinstance(rows, pa.ChunkedArray) else rows, dtype, shape)
+        except RecordingError:
+            raise
         except (pa.ArrowException, ValueError, TypeError, KeyError) as error:
-            from embodied_rl.episodes.recording import RecordingError
-
-            if isinstance(error, RecordingError):
-                raise
             raise self._damaged(name, f"cannot be read ({_line(error)})") from error
 
     def _numbers(self, name: str, rows: pa.Array, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
