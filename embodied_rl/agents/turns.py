@@ -94,9 +94,7 @@ def episode_of(
 
 def texts(values: Sequence[str]) -> np.ndarray:
     """[n] object array of `str`."""
-    array = np.empty(len(values), object)
-    array[:] = values
-    return array
+    return np.fromiter(values, object, len(values))
 
 
 @dataclass(frozen=True, eq=False)

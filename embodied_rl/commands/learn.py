@@ -199,9 +199,7 @@ class LoadedPolicy:
             rows = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
             if part.kind == "text" and (wrong := [row for row in rows if not isinstance(row, str)]):
                 raise UserError(f"{shown(key)} must be a text, got {type(wrong[0]).__name__}. Expected: {self.expects}.")
-            column = np.empty(len(rows), object)
-            column[:] = rows
-            return column, None if rows and rows[0] is value else len(rows)
+            return np.fromiter(rows, object), None if rows and rows[0] is value else len(rows)
         array = np.asarray(value)
         single = array.shape == part.shape
         if not single and array.shape[1:] != part.shape:

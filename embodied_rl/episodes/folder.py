@@ -223,8 +223,6 @@ def read_index(path: Path, num_columns: int) -> Index:
     entries = _parse(path, lines)
     columns = {name: _column(path, entries, name) for name in _KINDS}
     lengths, snapshots = (_int64(path, name, columns[name]) for name in ("steps", "snapshots"))
-    tasks = np.empty(len(lines), object)
-    tasks[:] = columns["task"]
     table = EpisodeTable(
         lengths=lengths,
         seeds=_int64(path, "seed", columns["seed"]),
@@ -232,7 +230,7 @@ def read_index(path: Path, num_columns: int) -> Index:
         success_once=np.array(columns["success_once"], bool),
         success_at_end=np.array(columns["success_at_end"], bool),
         complete=np.array(columns["complete"], bool),
-        tasks=tasks,
+        tasks=np.fromiter(columns["task"], object, len(lines)),
     )
     sums = columns["crc32"]
     _require(path, np.array([_are_sums(found, num_columns + 1) for found in sums], bool), "crc32", f"has not {num_columns + 1} sums")

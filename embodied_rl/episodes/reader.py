@@ -250,10 +250,7 @@ class PartReader:
                 return np.stack(values)
             except ValueError as error:
                 raise self.damaged(column, number, f"holds rows of several shapes ({error})") from error
-        rows = np.empty(count, object)
-        for time, value in enumerate(values):
-            rows[time] = value
-        return rows
+        return np.fromiter(values, object, count)
 
     def run(self, column: Column, first: int, stop: int) -> np.ndarray:
         """All rows of neighbouring episodes, one after another: a view where they are plain arrays."""

@@ -53,11 +53,7 @@ class VariableLengthBuffers:
 
     def read_all(self, rows: Iterable[int]) -> np.ndarray:
         """Object array of the values of `rows`."""
-        chosen = list(rows)
-        values = np.empty(len(chosen), dtype=object)
-        for position, row in enumerate(chosen):
-            values[position] = self.read(row)
-        return values
+        return np.fromiter(map(self.read, rows), object)
 
     def copy_row(self, row: int, into: VariableLengthBuffers) -> None:
         """Copy a row to the same row of other buffers, as bytes."""

@@ -190,9 +190,7 @@ def _decode_text(spec: ActionSpec, data: Json) -> np.ndarray:
     size = len(data.encode("utf-8", "surrogatepass"))
     if size > spec.max_bytes:
         raise UserError(f"The action has {size:,} bytes, and a text of this simulator at most {spec.max_bytes:,}.")
-    texts = np.empty(1, dtype=object)
-    texts[0] = data
-    return texts
+    return np.array([data], object)
 
 
 def encode_snapshot(data: bytes) -> str:

@@ -138,10 +138,8 @@ class H5File:
         if length is not None and found.size != length:
             raise base.damaged(self.path, f"has {found.size} rows instead of {length}", episode, field)
         with self._errors(episode, field):
-            texts = np.empty(found.size, object)
-            for row, value in enumerate(self._values(found, episode, field)):
-                texts[row] = value.decode("utf-8") if isinstance(value, bytes) else str(value)
-        return texts
+            texts = (value.decode("utf-8") if isinstance(value, bytes) else str(value) for value in self._values(found, episode, field))
+            return np.fromiter(texts, object, found.size)
 
     def _values(self, found: h5py.Dataset, episode: int | None, field: str) -> Iterator[Any]:
         """Texts, some at a time: rows may all point to the same long one, and a few bytes of the file be millions in memory."""

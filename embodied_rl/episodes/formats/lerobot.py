@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -100,12 +100,12 @@ class Rows:
             raise self._damaged(name, f"has no value in {column.null_count} rows")
         try:
             if storage == "image":
-                return _objects(value["bytes"] if isinstance(value, dict) else value for value in column.to_pylist())
+                return np.fromiter((value["bytes"] if isinstance(value, dict) else value for value in column.to_pylist()), object)
             if storage in ("text", "json"):
                 values = column.to_pylist()
                 if any(not isinstance(value, str) for value in values):
                     raise self._damaged(name, "must hold text")
-                return _objects(values if storage == "text" else map(json.loads, values))
+                return np.fromiter(values if storage == "text" else map(json.loads, values), object)
             rows = column.combine_chunks()
             return self._numbers(name, rows.chunk(0) if isinstance(rows, pa.ChunkedArray) else rows, dtype, shape)
         except RecordingError:
@@ -133,13 +133,6 @@ class Rows:
 
     def _damaged(self, field: str, what: str) -> ValueError:
         return base.damaged(self._path, what, self._number, field)
-
-
-def _objects(values: Iterable[object]) -> np.ndarray:
-    found = list(values)
-    array = np.empty(len(found), object)
-    array[:] = found
-    return array
 
 
 def decode_picture(path: Path, number: int, feature: Feature, data: object) -> np.ndarray:

@@ -137,9 +137,8 @@ def random_actions(spec: SimSpec, num_steps: int, seed: int) -> np.ndarray:
     """Actions within the simulator's bounds: [num_steps, A], or an object array of short texts."""
     rng, action = np.random.default_rng(seed), spec.action
     if action.kind == "text":
-        texts = np.empty(num_steps, dtype=object)
-        texts[:] = [f"\\boxed{{{rng.integers(0, 10)}}}" if rng.random() < 0.9 else str(rng.integers(0, 100)) for _ in range(num_steps)]
-        return texts
+        texts = (f"\\boxed{{{rng.integers(0, 10)}}}" if rng.random() < 0.9 else str(rng.integers(0, 100)) for _ in range(num_steps))
+        return np.fromiter(texts, object, num_steps)
     if action.kind == "discrete":
         return rng.integers(0, action.num_actions, (num_steps, 1))
     low, high = np.nan_to_num(action.low, neginf=-1.0), np.nan_to_num(action.high, posinf=1.0)  # the check "spec" will report it
@@ -214,8 +213,7 @@ class Player:
     def step(self, ids: list[int]) -> None:
         """One step of these environments."""
         rows = [self._parts[i].actions[self._position[i] % len(self._parts[i].actions)] for i in ids]
-        actions = np.empty(len(ids), dtype=object) if self.sim.spec.action.kind == "text" else np.stack(rows)
-        actions[:] = rows
+        actions = np.fromiter(rows, object) if self.sim.spec.action.kind == "text" else np.stack(rows)
         if self._before is not None:
             self._before(self.out)
         self.sim.step(ids, actions, self.out)

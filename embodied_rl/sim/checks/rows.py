@@ -186,8 +186,7 @@ def actions_are_accepted(s: Session) -> str:
     ids = list(range(s.num_envs))
     for value in tried:
         s.sim.reset(ids, [s.parts[i].seed for i in ids], out, s.options)
-        rows = np.empty(s.num_envs, dtype=object) if action.kind == "text" else np.stack([value] * s.num_envs)
-        rows[:] = [value] * s.num_envs
+        rows = np.full(s.num_envs, value, object) if action.kind == "text" else np.stack([value] * s.num_envs)
         s.sim.step(ids, rows, out)
         if not (np.isfinite(out.reward).all() and all(np.isfinite(out.observation[key]).all() for key in s.spec.tensors)):
             raise Failed(f"action {value} gives NaN or infinity")
