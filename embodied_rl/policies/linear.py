@@ -20,7 +20,8 @@ WORTH_IT = 1 << 20
 
 @functools.cache
 def _is_there() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    has_product = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # torch's own use: it may go
+    return has_product and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
