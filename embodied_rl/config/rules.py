@@ -373,7 +373,7 @@ _DOMAINS = (
         "domains_without_groups",
         lambda run: run.config.domains and run.groups is None,
         "domains: all domains fill one queue of groups, and algorithm={algorithm.name} has none: choose one with groups "
-        "(algorithm=grpo, gigpo, …).",
+        "(algorithm=ppo_episodes is PPO there; grpo, gigpo, …).",
     ),
     Rule(
         "domains_recording",
