@@ -1,13 +1,30 @@
-"""A generator whose way of acting can be switched: with exploration noise, by the mode, or at random."""
+"""How fixed rollouts are played, whether an update consumes them or keeps them: ahead of training, and in ways that can be switched."""
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+import torch
+
+from embodied_rl.config import TrainConfig
+from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.generation.wrapped import WrappedGenerator
-from embodied_rl.types import Observation, SimSpec
+from embodied_rl.learning.devices import compute_threads
+from embodied_rl.learning.learner import Learner
+from embodied_rl.methods.base import Method, Played, Prepared
+from embodied_rl.methods.starts import ORDINARY, Starts
+from embodied_rl.policies.base import TensorObservation
+from embodied_rl.rollout.collector import PATIENCE_S, RolloutCollector
+from embodied_rl.rollout.groups import WHOLE, Share
+from embodied_rl.rollout.initialized import StartLibrary
+from embodied_rl.rollout.queue_pump import age_figures
+from embodied_rl.sim.simulators import Simulators
+from embodied_rl.types import ActionLayout, Observation, Rollout, SimSpec
 
 
 class SwitchedGenerator(WrappedGenerator):
@@ -26,3 +43,106 @@ class SwitchedGenerator(WrappedGenerator):
 
     def _present(self) -> Generator:
         return self._random if self.way == "random" else self._generator
+
+
+def make_rollout_collector(
+    config: TrainConfig,
+    manager: Simulators,
+    generator: Generator,
+    layout: ActionLayout,
+    share: Share = WHOLE,
+    starts: StartLibrary | None = None,
+) -> RolloutCollector:
+    """The collector that a configuration describes, in whatever process the simulators are; `share`: of the slots. What learns from steps
+    that it keeps says how they are acted in (`Collector.draw`)."""
+    has_hosts, max_staleness = config.hybrid.placement.kind == "multiplexed", config.algorithm.max_staleness
+    return RolloutCollector(
+        manager,
+        generator if config.algorithm.on_policy else SwitchedGenerator(generator, manager.spec),
+        rollout_steps=config.algorithm.rollout_steps,
+        num_groups=1 if has_hosts else config.sim.num_groups,
+        seed=config.seed,
+        layout=layout,
+        max_staleness=max_staleness,
+        min_ready=1 if has_hosts and max_staleness else None,
+        share=share,
+        starts=starts,
+    )
+
+
+class PlayingMethod(Method[Played, Prepared]):
+    """Plays `rollout_steps` of every slot, whether an update consumes them or keeps them; with `algorithm.max_staleness`, ahead of it."""
+
+    learner: Learner
+    config: TrainConfig
+    starts: Starts
+    """Where episodes start that do not start ordinarily."""
+
+    def play_in(self, manager: Simulators, generator: Generator, layout: ActionLayout, starts: Starts = ORDINARY) -> None:
+        """Once, when there is a learner. Raises UserError: nothing can be played while training."""
+        config, self.starts = self.config, starts
+        self.collector = make_rollout_collector(config, manager, generator, layout, starts=self.starts.libraries.get(""))
+        self._ages: dict[str, float] = {}
+        """Of the last rollout."""
+        if config.algorithm.max_staleness:
+            if generator.shares_weights:
+                raise UserError(
+                    f"algorithm.max_staleness={config.algorithm.max_staleness}: a policy of this size acts with the parameters that are "
+                    "trained, not with a copy, so that nothing can be played meanwhile. The nearest possible: hybrid=disaggregated, or "
+                    "algorithm.max_staleness=0."
+                )
+            self.learner.executor.meanwhile = functools.partial(self.play_ahead, 0.0)
+
+    def next_rollout(self, iteration: int) -> Rollout:
+        """What version `iteration` learns from, at most `algorithm.max_staleness` versions old. Raises SimFault."""
+        rollout = self.collector.next_rollout(iteration)
+        self.play_ahead(0.0)
+        if bound := self.config.algorithm.max_staleness:
+            assert rollout.age(iteration) <= bound, "newer weights wait until older ones have played"
+            self._ages = age_figures("rollout", (iteration - rollout.policy_version).ravel().tolist(), bound)
+        return rollout
+
+    @staticmethod
+    def finished_in(rollout: Rollout) -> list[tuple[bool, float, int]]:
+        """See `Experience.finished`."""
+        # Success rates, and what is chosen by them, are of ordinary starts.
+        ordinary = [episode for episode in rollout.episodes if "start" not in episode.final_info]
+        return [(episode.success_once, episode.episode_return, episode.length) for episode in ordinary]
+
+    @staticmethod
+    def seen_in(rollout: Rollout) -> TensorObservation:
+        """{key: [B, ...]} what is numbers."""
+        # What came through Ray is read-only, of which torch warns.
+        parts = {key: part if part.flags.writeable else part.copy() for key, part in rollout.observation.items() if part.dtype != object}
+        return {key: torch.from_numpy(part).flatten(0, 1) for key, part in parts.items()}
+
+    def play_ahead(self, patience_s: float = PATIENCE_S) -> None:
+        with compute_threads(1):
+            while self.collector.pump(patience_s):
+                pass
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), **self.collector.metrics(), **self._ages, **self.starts.metrics()}
+
+    def published(self, version: int) -> None:
+        self.starts.commit()
+
+    def begin(self, iteration: int) -> None:
+        """New episodes in all slots; before a run's first ones, those of an expert that others start in."""
+        self.starts.begin_anew()
+        self.starts.record()
+        self.collector.restart(seed_round=iteration)
+
+    @property
+    def start_state(self) -> dict[str, Any]:
+        """What resuming needs of starts, to be a part of `state_dict`."""
+        return {"starts": libraries[""]} if (libraries := self.starts.state()) else {}
+
+    def load_starts(self, state: Mapping[str, Any]) -> None:
+        """Out of what `state_dict` gave."""
+        if self.starts.wanted:
+            self.starts.load({"": state["starts"]})
+
+    def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `Method.with_trained`: starts are of this process."""
+        return {**state, **self.start_state}

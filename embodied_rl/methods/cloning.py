@@ -22,9 +22,9 @@ from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import Learner, make_learner, scheduled
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.recorded import CloningObjective, read_statistics, step_rows
+from embodied_rl.methods.acting import PlayingMethod
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
-from embodied_rl.methods.rollout import PlayingMethod
 from embodied_rl.policies.base import Policy
 from embodied_rl.sim.instrumented import EXPERT
 from embodied_rl.sim.simulators import Simulators

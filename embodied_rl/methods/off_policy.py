@@ -20,10 +20,10 @@ from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import Learner, make_learner, scheduled
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.recorded import CriticsObjective, prepared, read_statistics, steps_of, transition_rows
+from embodied_rl.methods.acting import PlayingMethod
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import mean_figures, single_threaded
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
-from embodied_rl.methods.rollout import PlayingMethod
 from embodied_rl.methods.starts import ORDINARY, Starts
 from embodied_rl.policies.base import Policy
 from embodied_rl.policies.q_ensemble import ActorWithCritics

@@ -17,9 +17,9 @@ from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.methods import Method, make_method, training_sim
+from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.building import build_elsewhere, build_here
 from embodied_rl.methods.language_apart import model_files
-from embodied_rl.methods.rollout import make_rollout_collector
 from embodied_rl.methods.starts import give_starts
 from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
 from embodied_rl.policies.base import TrainedModule

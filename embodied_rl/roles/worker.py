@@ -18,10 +18,10 @@ from embodied_rl.hybrid.host_times import Span
 from embodied_rl.hybrid.residency import Residency
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.methods import training_sim
+from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.base import Recordable
 from embodied_rl.methods.building import Playing, let_play
 from embodied_rl.methods.language_apart import ModelFiles
-from embodied_rl.methods.rollout import make_rollout_collector
 from embodied_rl.methods.starts import Starts, give_starts
 from embodied_rl.methods.streams import Stream, make_collector, make_queue, recordable_streams, simulators_of, streams_of
 from embodied_rl.methods.training_records import start_recorders
