@@ -28,7 +28,7 @@ from typing import IO
 
 import pytest
 
-from embodied_rl.distributed.processes import start_module
+from embodied_rl.distributed.processes import end_process, start_module
 from embodied_rl.sim.affinity import thread_variables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,7 +101,7 @@ def _server(kind: str) -> tuple[socket.socket, int]:
         command = [sys.executable, "-X", "embodied_rl_starts", "-m", "tests.forks", kind, str(theirs.fileno())]
         handed = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()], "cwd": ROOT, "process_group": 0}
         process = subprocess.Popen(command, env=environment, **handed)
-    atexit.register(process.wait)
+    atexit.register(end_process, process, 20.0)
     atexit.register(ours.close)
     return ours, process.pid
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import run_forked
 from tests.test_examples import blocks, commands
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +41,7 @@ for name, *words in json.loads(sys.argv[1]):
         if ended.code:
             raise
 """
-"""In one process, which imports torch once."""
+"""In one process, which need not import torch for each."""
 
 
 def shortened(name: str, arguments: list[str]) -> list[str]:
@@ -66,10 +65,10 @@ def test_every_command_runs(tmp_path: Path) -> None:
     shown = commands(README)
     everyday = {"train", "evaluate", "render", "record", "replay", "episodes", "offline_eval", "report", "catalog", "doctor"}
     assert {name for name, _ in shown} == everyday
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     listed = json.dumps([shortened(name, arguments) for name, arguments in shown if name not in ELSEWHERE])
-    command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, listed]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    (tmp_path / "one_after_the_other.py").write_text(ONE_AFTER_THE_OTHER, encoding="utf-8")
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = run_forked("one_after_the_other", listed, cwd=tmp_path, env=environment, timeout=1500)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     results = json.loads((tmp_path / "runs/fetch_reach/results.json").read_text(encoding="utf-8"))
     assert results["success"] >= 0.9

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ import torch
 from embodied_rl.algorithms.aggregation import AGGREGATION_MODES, Aggregation, row_sum, visible_entries
 from embodied_rl.algorithms.losses import policy_gradient_loss, ppo_clip_loss
 from tests.algorithms.loss_cases import AGGREGATIONS, NUM_ROWS, OPTIONS, global_denominator, gradient, make_case, run, select
+from tests.forks import start_forked
 
 
 def by_mode(aggregations: tuple[Aggregation, ...] = AGGREGATIONS) -> pytest.MarkDecorator:
@@ -106,23 +104,13 @@ def test_figures_add_up_over_micro_batches(name: str, aggregation: Aggregation) 
 
 
 def test_two_ranks_give_the_gradient_of_one_batch(tmp_path: Path) -> None:
-    worker = Path(__file__).with_name("gloo_rank.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     outputs = [tmp_path / f"rank{rank}.pt" for rank in range(2)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), "2", str(tmp_path / "store"), str(outputs[rank])],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    told, where = tmp_path / "told.txt", {"GLOO_SOCKET_IFNAME": "lo"}
+    with told.open("wb") as output:
+        started = [(rank, 2, tmp_path / "store", outputs[rank]) for rank in range(2)]
+        ranks = [start_forked("tests.algorithms.gloo_rank", *words, environment=where, output=output) for words in started]
     try:
-        for rank in ranks:
-            text, _ = rank.communicate(timeout=240)
-            assert rank.returncode == 0, text
+        assert [rank.wait(240) for rank in ranks] == [0, 0], told.read_text()
     finally:
         for rank in ranks:
             rank.kill()

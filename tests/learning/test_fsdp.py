@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +17,9 @@ from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.sharded_checkpoint import load_sharded, read_index, read_whole, save_sharded
 from embodied_rl.learning.tensor_parallel import parallelize
+from tests.forks import start_forked
 from tests.learning.fsdp_rank import CASES, MAX_NORM, MICRO_BATCHES, losses, make, make_folder, train
 from tests.learning.samples import make_policy, prepare_optimizer, training_tensors
-
-RANK = Path(__file__).with_name("fsdp_rank.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,10 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_folder(folder)
     _, _, optimizer, policy = plain(folder, "float32")
     save_sharded(folder / "one_process", training_tensors(policy, optimizer), metadata={"step": 3})
-    commands = [[sys.executable, str(RANK), str(rank), "2", str(folder / "store"), str(folder)] for rank in range(2)]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    failures = [process.communicate(timeout=500)[1] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(failures)[-6000:]
+    told = folder / "told.txt"
+    with told.open("wb") as output:
+        ranks = [start_forked("tests.learning.fsdp_rank", rank, 2, folder / "store", folder, output=output) for rank in range(2)]
+    assert [rank.wait(500) for rank in ranks] == [0, 0], told.read_text()[-6000:]
     return folder
 
 
