@@ -39,6 +39,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(worker_choice, "available_cores", lambda: 2)
     monkeypatch.setattr(measured_workers, "_LONGEST_START_S", 60.0)  # a busy machine starts slowly
+    monkeypatch.setattr(measured_workers, "_LONG_STEP_S", 60.0)  # and steps slowly: both numbers of workers are started
     monkeypatch.setattr(core_binding.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(core_binding, "_SAMPLE_S", 0.0)
     monkeypatch.setattr(core_binding.OthersLoad, "since", lambda self: (1.0, 1.0))
@@ -461,6 +462,7 @@ def test_fewer_workers_are_not_started_where_the_simulation_would_take_them_long
         started.append(manager.num_workers)
         return first_steps(manager)[0], 10 * spent_s * threads
 
+    monkeypatch.setattr(measured_workers, "_LONG_STEP_S", 100e-6)
     monkeypatch.setattr(measured_workers, "_first_steps", noted)
     player = measured_workers.Player("given", lambda manager: lambda: (0.2, 64))
     told = list[str]()
