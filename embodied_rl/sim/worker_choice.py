@@ -21,7 +21,7 @@ WORTH = 1.02
 other programs: each of these must be so many times as fast."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
-_MEASURED = 8
+_MEASURED = 9
 """To be raised when the measurement changes, so that what is remembered is measured again."""
 _TOLERANCE = 0.03
 """A setting is out of the question once it is not so much faster than the fastest, beyond doubt."""
@@ -296,8 +296,11 @@ class Circumstances:
     """So many workers may be bound to a core each now."""
 
     def at_start(self) -> list[Setting]:
-        """What is compared before the run, ascending: every number of workers, also bound where they may be."""
-        return [each for number in candidates(self.config.num_slots) for each in self._with(number, [self.config.num_groups])]
+        """What is compared before the run, ascending: every number of workers, also bound where they may be, and several also stepped
+        together where rollouts may go on so. One worker steps its slots in groups, and the policy acts meanwhile."""
+        groups = self.config.num_groups
+        several = sorted({*(turns for turns in self.tried if turns != AS_READY), groups})
+        return [each for number in candidates(self.config.num_slots) for each in self._with(number, several if number > 1 else [groups])]
 
     def in_run(self, start: Comparison) -> list[Setting]:
         """What rollouts try with the number of workers that was chosen."""
@@ -306,10 +309,9 @@ class Circumstances:
         return found if len(found) > 1 else []
 
     def _with(self, number: int, turns: Iterable[int]) -> list[Setting]:
-        """Bound workers are stepped in groups only: where they are the fastest, the other ways are no faster."""
-        settings = [Setting(number, each) for each in turns]
-        bound = 1 < number <= self.most_bound and Setting(number, self.config.num_groups) in settings
-        return [*settings, Setting(number, self.config.num_groups, True)] if bound else settings
+        """Bound workers are not stepped one by one: where they are the fastest, that is no faster."""
+        may_bind = 1 < number <= self.most_bound
+        return [Setting(number, each, bound) for each in turns for bound in ((False, True) if may_bind and each != AS_READY else (False,))]
 
     def compared(self, rounds: Sequence[Mapping[Setting, float]] = ()) -> Comparison:
         """Before the run, in these rounds. Raises KeyError for rounds of other settings."""

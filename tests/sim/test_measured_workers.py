@@ -237,11 +237,15 @@ def test_line_of_what_rollouts_tried() -> None:
     begun = asked.choice(start)
     workers = "sim.num_workers=auto: 2 workers for 8 slots of toy, 2.00 times as fast as 1"
     assert str(begun) == f"{workers} when it was measured here."  # the rest is in question
-    assert [str(each) for each in begun.run.open] == ["2x0", "2x1", "2x2", "2x2b"]
-    rates = {Setting(2, AS_READY): 100.0, Setting(2, 1): 80.0, Setting(2, 2): 70.0, Setting(2, 2, True): 140.0}
+    assert [str(each) for each in begun.run.open] == ["2x0", "2x1", "2x1b", "2x2", "2x2b"]
+    bound = {Setting(2, 1, True): 90.0, Setting(2, 2, True): 140.0}
+    rates = {Setting(2, AS_READY): 100.0, Setting(2, 1): 80.0, Setting(2, 2): 70.0, **bound}
     done = asked.choice(start, compared(rates, 9).rounds)
     assert done.setting == Setting(2, 2, True)
-    assert str(done) == f"{workers}; sim.placement=auto: each worker on its own cores, 1.40 times as fast as where they may move " + (
+    turns = "sim.pipeline_groups=auto: stepped in two groups, 1.56 times as fast as together"
+    assert str(
+        done
+    ) == f"{workers}; {turns}; sim.placement=auto: each worker on its own cores, 1.40 times as fast as where they may move " + (
         "when it was measured here."
     )
     unbound = asked.choice(start, compared({**rates, Setting(2, 2, True): 90.0}, 9).rounds)
@@ -265,7 +269,7 @@ def asked_of(config: SimConfig, most_bound: int = 0) -> Circumstances:
 
 
 FREE, BOUND = of_workers({1: 100.0, 2: 200.0}), {Setting(2, 2, True): 500.0}
-TOGETHER = {Setting(2, 1): 9.0, Setting(2, 2): 7.0}
+TOGETHER = {Setting(2, 1): 9.0, Setting(2, 1, True): 8.0, Setting(2, 2): 7.0}
 
 
 @pytest.mark.usefixtures("free_cores")
@@ -273,7 +277,7 @@ def test_a_remembered_binding_holds_only_while_the_cores_are_free() -> None:
     most = len(Topology.read(with_gpus=False).physical_cores)
     with_cores, without = asked_of(toy(), most), asked_of(toy())
     with_cores.remember(with_cores.choice(compared({**FREE, **BOUND}), compared({**TOGETHER, **BOUND}).rounds))
-    without.remember(without.choice(compared(FREE), compared(TOGETHER).rounds))
+    without.remember(without.choice(compared(FREE), compared({each: rate for each, rate in TOGETHER.items() if not each.bound}).rounds))
     told: list[str] = []
     with start_measured(toy(), SEEDS, tell=told.append, rollouts=True, tried=(1, 2)) as manager:
         first, second = (os.sched_getaffinity(pid) for pid in manager.worker_pids())
@@ -297,7 +301,7 @@ def test_a_remembered_binding_holds_only_while_the_cores_are_free() -> None:
 def test_rollouts_bind_workers_and_let_go_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are given: bound workers win before the run, and lose in it."""
     whole = os.sched_getaffinity(0)
-    rates = {Setting(1, 2): 9.0, Setting(2, 2): 95.0, Setting(2, 2, True): 100.0}
+    rates = {Setting(1, 2): 9.0, Setting(2, 1): 80.0, Setting(2, 1, True): 85.0, Setting(2, 2): 95.0, Setting(2, 2, True): 100.0}
     monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting: 1.0 / rates[setting])
     told, bindings = list[str](), set[bool]()
     with start_measured(toy(), SEEDS, tell=told.append, rollouts=True, tried=(1, 2)) as manager:
@@ -320,7 +324,7 @@ def test_rollouts_bind_workers_and_let_go_of_them(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("free_cores")
 def test_trials_end_where_others_take_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {**FREE, **BOUND}
+    rates = {**FREE, **BOUND, **TOGETHER}
     monkeypatch.setattr(measured_workers._Measurement, "_seconds", lambda _, setting: 1.0 / rates[setting])
     with start_measured(toy(), SEEDS, tell=lambda line: None, rollouts=True, tried=(1, 2)) as manager:
         assert manager.core_binding is not None
