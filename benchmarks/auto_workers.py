@@ -38,6 +38,7 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
+from embodied_rl.learning.devices import set_compute_threads
 from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.policies.build import build_policy
 from embodied_rl.roles.components import start_simulators
@@ -283,7 +284,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=None, help="rows as they come, one JSON object a line; what is there is not repeated")
     arguments = parser.parse_args()
     print(provenance())
-    torch.set_num_threads(1)
+    set_compute_threads(1, 1)  # as a run acts; numpy's threads would go on spinning where workers are to step
     into: Path | None = arguments.into
     rows = [json.loads(line) for line in into.read_text().splitlines()] if into is not None and into.exists() else []
     names = dict.fromkeys([*arguments.first, *arguments.only])

@@ -78,9 +78,12 @@ class Side:
         return time.process_time(), sum(sum(worker.cpu_times()[:2]) for worker in self._workers)
 
     def rollout(self, number: int) -> Rollout:
-        """The next one, timed."""
+        """The next one, timed; acted in by one thread, as a training run does."""
+        from embodied_rl.learning.devices import compute_threads
+
         started, before = time.perf_counter(), self._processor_s()
-        rollout = self.collector.next_rollout(number)
+        with compute_threads(1):
+            rollout = self.collector.next_rollout(number)
         self.seconds.append(time.perf_counter() - started)
         after = self._processor_s()
         self.processor_s.append((after[0] - before[0], after[1] - before[1]))
@@ -124,10 +127,6 @@ def require_equal(first: Rollout, second: Rollout) -> None:
 
 def measure(config: TrainConfig, turns: int | None, rollout_steps: int, rounds: int) -> list[Side]:
     """The two sides after `rounds` timed rollouts each, and one before them that warms up."""
-    import torch
-
-    if config.hybrid.num_threads is not None:
-        torch.set_num_threads(config.hybrid.num_threads)
     sides = [
         Side(EVERY_STEP, config, started(config, observing(config.sim), turns), rollout_steps),
         Side(WHERE_READ, config, started(config, config.sim, turns), rollout_steps),

@@ -43,17 +43,21 @@ def compute_threads(num_threads: int) -> Iterator[None]:
     torch's own setting does not reach numpy, whose wheels bring their own OpenBLAS; where numpy has another library,
     only torch is limited.
     """
-    functions = _openblas()
-    torch_before, blas_before = torch.get_num_threads(), functions[0]() if functions else 0
-    torch.set_num_threads(num_threads)
-    if functions:
-        functions[1](num_threads)
+    before = set_compute_threads(num_threads, num_threads)
     try:
         yield
     finally:
-        torch.set_num_threads(torch_before)
-        if functions:
-            functions[1](blas_before)
+        set_compute_threads(*before)
+
+
+def set_compute_threads(of_torch: int, of_numpy: int) -> tuple[int, int]:
+    """As `compute_threads`, for good; returns what it was before."""
+    functions = _openblas()
+    before = torch.get_num_threads(), functions[0]() if functions else 0
+    torch.set_num_threads(of_torch)
+    if functions:
+        functions[1](of_numpy)
+    return before
 
 
 @functools.cache

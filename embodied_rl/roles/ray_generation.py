@@ -13,7 +13,7 @@ from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.hybrid.weight_sync import DeltaSink, NamedTensors
 from embodied_rl.hybrid.weight_transports import ray_tensors
-from embodied_rl.learning.devices import compute_threads
+from embodied_rl.learning.devices import set_compute_threads
 from embodied_rl.methods.building import with_backend
 from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.methods.streams import Stream
@@ -190,4 +190,4 @@ class RayTokens(TokenBackend):
 
 def _one_thread() -> None:
     """Of an actor that generates, for as long as it lives."""
-    compute_threads(1).__enter__()
+    set_compute_threads(1, 1)
