@@ -3,9 +3,10 @@ the same slots over different numbers of them; in the first rollouts of the run,
 together, in turns or each by itself, and whether workers keep to cores of their own.
 
 Before the run, measured are short rollouts too, by a policy of the run's kind with random weights. Of policies that are not built for that,
-and for episodes of groups, time that passes stands for acting, and actions hold still. First as many workers as there are cores step: where
-fewer would need longer for the simulation by itself than these need for everything, no others are started. The measured workers are ended,
-or, where they give the same numbers afterwards as before, go on as the run's: the choice changes nothing but time.
+and for episodes of groups, time that passes stands for acting, and actions hold still. Several workers are also stepped together, and
+bound, so that each number is compared at its best. First as many workers as there are cores step: where fewer would need longer for the
+simulation by itself than these need for everything, no others are started. The measured workers are ended, or, where they give the same
+numbers afterwards as before, go on as the run's: the choice changes nothing but time.
 """
 
 from __future__ import annotations

@@ -86,8 +86,9 @@ class Comparison:
     def add(self, seconds: Mapping[Setting, float]) -> None:
         """One more round: seconds a step, of all settings in the first one, later of the leader and others. Raises KeyError for one that is
         missing or unknown."""
-        for each in [*seconds, *([self.leader] if self.rounds else self.open)]:
-            self._price[each], seconds[each]
+        asked = {self.leader} if self.rounds else set(self.open)
+        if wrong := (asked - seconds.keys()) | (seconds.keys() - self._price.keys()):
+            raise KeyError(", ".join(map(str, sorted(wrong))))
         self.rounds.append(dict(seconds))
         self.leader = min(self.open, key=lambda each: statistics.mean(self._behind(each)))
         self.open = [each for each in self.open if not self._is_out(each)] if len(self.rounds) < _MOST_ROUNDS else [self.leader]
