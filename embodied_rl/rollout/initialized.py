@@ -458,7 +458,7 @@ class StartLibrary:
         if in_flight is None:
             in_flight = self._assigned.keys() - {one.group for one in (*self._outcomes, *lesson.done)}
         self._assigned = {group: start for group, start in self._assigned.items() if group in in_flight}
-        done = lesson.done
+        done, held = lesson.done, set(lesson.held)
         for one in done:
             if one.start is not None and one.start.source in self.sources:
                 self._count(self.sources[one.start.source], one.start.step, one.success)
@@ -467,8 +467,9 @@ class StartLibrary:
                 self._roll_back(tracked)
         for one in done:
             if one.candidate is not None:
-                self._offer(one.candidate, set(lesson.held))
-        self._retired = {key: tracked for key, tracked in self._retired.items() if key in self._used(in_flight)}
+                self._offer(one.candidate, held)
+        used = self._used(in_flight)
+        self._retired = {key: tracked for key, tracked in self._retired.items() if key in used}
 
     def _used(self, groups: Collection[int]) -> set[int]:
         """The sources in which these groups start."""
