@@ -246,6 +246,7 @@ class RankExecutor(Executor):
                 link.send({"do": "build", "rank": index, "device_index": host.device_index(index), **common}, state)
             for _, link in links:
                 link.recv(sharding.start_timeout_s)  # what fails so far is known at once; all wait for each other from here on
+            # Kept: ranks go on reading it, and where the first is elsewhere nothing else here holds it.
             with host.meeting(sharding.num_ranks, sharding.start_timeout_s) as (where, self._store):
                 for _, link in links:
                     link.send({"do": "join", "store": where})

@@ -105,8 +105,11 @@ def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) ->
     if what == "values":
         return {"value": rank.values(tensors)}
     if what == "weights":
-        gathered = [(name, tensor.detach().cpu().clone()) if answers else None for name, tensor in rank.weights()]
-        return dict(filter(None, gathered)) if answers else None
+        kept: dict[str, Tensor] = {}
+        for name, tensor in rank.weights():  # all gather them
+            if answers:
+                kept[name] = tensor.detach().cpu().clone()
+        return kept if answers else None
     if what == "optimizer_state":
         state = rank.optimizer_state()
         return state if answers else None

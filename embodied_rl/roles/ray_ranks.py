@@ -147,6 +147,8 @@ class RayRanks:
     def __init__(self, actors: Sequence[Any], *, device: str | None = None) -> None:
         """`device`: of all ranks, the first among them (cpu, cuda); None: these are rank 1, 2, …, and compute where rank 0 does."""
         self._actors, self._device = list(actors), device
+        self._lowest = 1 if device is None else 0
+        """Rank of the first actor: without a device rank 0 is in this process."""
         self._links = [RayLink(actor) for actor in actors]
         self._addresses: list[str] = []
         self._address = _LOOPBACK
@@ -159,11 +161,11 @@ class RayRanks:
     @property
     def links(self) -> list[RankLink]:
         """See `RankHost.links`."""
-        return list(self._links if self._device is None else self._links[1:])
+        return list(self._links[1 - self._lowest :])
 
     def start(self, num_ranks: int, device: torch.device) -> None:
         """See `RankHost.start`: the driver has begun them. UserError also for a node that the others could not reach."""
-        assert num_ranks == len(self._actors) + (self._device is None), "the driver makes as many as the configuration says"
+        assert num_ranks == len(self._actors) + self._lowest, "the driver makes as many as the configuration says"
         self._addresses = ray.get([actor.address.remote() for actor in self._actors])
         own = str(ray.util.get_node_ip_address())
         within = set(self._addresses) <= {own}
@@ -190,7 +192,7 @@ class RayRanks:
         """See `RankHost.tell`: the tensors lie in the object store once."""
         text, payload = _packed(tensors)
         shared = ray.put(payload) if len(payload) else payload
-        for link in self._links if self._device is None else self._links[1:]:
+        for link in self._links[1 - self._lowest :]:
             link.send_packed(message, text, shared)
 
     def ended(self, patience_s: float) -> Exception | None:
@@ -198,7 +200,7 @@ class RayRanks:
         failed: dict[int, str] = {}
         deadline = time.monotonic() + patience_s
         while len(failed) < len(self._links) and time.monotonic() < deadline:
-            for index, link in enumerate(self._links, start=1 if self._device is None else 0):
+            for index, link in enumerate(self._links, start=self._lowest):
                 if index in failed or (found := link.failure(_LOOK_S)) is None:
                     continue
                 gone, what = found
@@ -210,7 +212,7 @@ class RayRanks:
         return TrainWorkerError("\n".join(f"{self._named(index)}: {what}" for index, what in failed.items())) if failed else None
 
     def _named(self, index: int) -> str:
-        return f"Rank {index} of training (node {self._addresses[index - (self._device is None)]})"
+        return f"Rank {index} of training (node {self._addresses[index - self._lowest]})"
 
     def close(self) -> None:
         """See `RankHost.close`: the driver ends them."""
