@@ -7,7 +7,8 @@
 For each simulator `auto` first chooses with nothing remembered: before the run, and in the first rollouts of a real policy with random
 weights, as a training run does. Then its setting and the others take turns in playing such rollouts, each after something like an update:
 one worker and several, together, in two groups and one by one, free to move and bound to cores. A number of workers that was far behind
-before the run is left out. `chose in s` is what the start took longer than a second one, for which the choice is known.
+before the run is left out. `chose in s` is what the start took longer than a later one of the chosen workers, the faster of two, and than
+the look at what other processes take, for which a run's imports leave time.
 
 A ratio is auto's rate over another setting's, over rounds in which both played side by side, with twice its standard error. It is a miss
 where all of that is below 0.95. Another setting is played no more once it is slower than auto's beyond doubt.
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 from tables import provenance, text_table
 
-from embodied_rl.config import TrainConfig
+from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
@@ -122,15 +123,18 @@ class Chosen:
 
 def choose(config: TrainConfig, seconds: float, undo: ExitStack) -> tuple[Player, Chosen, str]:
     """Start as a run does, and play until auto has decided. Returns auto's line too. Raises UserError, SimFault, TimeoutError."""
-    began, told = time.perf_counter(), list[str]()
+    looked, told = time.perf_counter(), list[str]()
+    if (binding := CoreBinding.take()) is not None:
+        binding.release()
+    look_s, began = time.perf_counter() - looked, time.perf_counter()
     manager = start_simulators(config, told.append).simulators
     undo.callback(manager.close)
     assert isinstance(manager, EnvManager)
     if (start_s := time.perf_counter() - began) > LONGEST_START_S:
         raise TimeoutError(f"took {start_s:.0f} s to start.")
     sim, again = dataclasses.replace(config.sim, num_workers=manager.num_workers), time.perf_counter()
-    EnvManager.from_config(sim, EpisodeSeeds.training(config.seed), chunk_size=config.policy.chunk_size).close()
-    start_s, began = start_s - (time.perf_counter() - again), began + time.perf_counter() - again
+    known_s = min(_start_s(sim, config) for _ in range(2))
+    start_s, began = start_s - known_s - look_s, began + time.perf_counter() - again
     player, until = Player(config, manager), time.perf_counter() + seconds
     while manager.trials is not None and time.perf_counter() < until:
         player.rollout()
@@ -145,6 +149,14 @@ def choose(config: TrainConfig, seconds: float, undo: ExitStack) -> tuple[Player
     turns = config.sim.num_groups if manager.num_turns is None else manager.num_turns
     setting = Setting(manager.num_workers, turns, bound)
     return player, Chosen(setting, decided, time.perf_counter() - began, start_s), told[0] if told else ""
+
+
+def _start_s(sim: SimConfig, config: TrainConfig) -> float:
+    """Seconds until these workers are there, and have reset once."""
+    began = time.perf_counter()
+    with EnvManager.from_config(sim, EpisodeSeeds.training(config.seed), chunk_size=config.policy.chunk_size) as manager:
+        manager.reset()
+        return time.perf_counter() - began
 
 
 def ratio(own: list[float], other: list[float]) -> tuple[float, float]:

@@ -40,9 +40,6 @@ from embodied_rl.sim.text.program import is_program
 from embodied_rl.sim.worker_choice import AS_READY
 from embodied_rl.types import SimSpec
 
-_PLAYED_STEPS = 16
-"""Of each slot, in a rollout of those that are measured before a run."""
-
 
 @dataclass(frozen=True)
 class RunComponents:
@@ -112,10 +109,9 @@ def _tried(config: TrainConfig) -> tuple[int, ...]:
 
 def rollout_player(config: TrainConfig) -> Player:
     """A policy as configured, with random weights, that plays short rollouts; torch's random numbers go on where they were."""
-    algorithm = dataclasses.replace(config.algorithm, rollout_steps=_PLAYED_STEPS, max_staleness=0)
-    own = dataclasses.replace(config, algorithm=algorithm)
 
-    def seconds(manager: EnvManager) -> Callable[[], tuple[float, int]]:
+    def seconds(manager: EnvManager, num_steps: int) -> Callable[[], tuple[float, int]]:
+        own = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, rollout_steps=num_steps, max_staleness=0))
         with torch.random.fork_rng():
             policy = build_policy(config.policy, plain_spec(manager.spec)).to(resolve_device(config.hybrid.device))
         generator = make_generator(config.generation, policy)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -28,7 +27,16 @@ from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.topology import Topology
-from embodied_rl.sim.worker_choice import LEAST_ROUNDS, Circumstances, Comparison, Setting, Trials, WorkerChoice, candidates, check_auto
+from embodied_rl.sim.worker_choice import (
+    LEAST_ROUNDS,
+    Circumstances,
+    NumberComparison,
+    Setting,
+    Trials,
+    WorkerChoice,
+    candidates,
+    check_auto,
+)
 from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import ActionSpec, StepBatch
 
@@ -38,17 +46,18 @@ faster the more workers there are."""
 _LEAST_START_S = 1.25
 """Of processor time, of each worker: below, it was the machine that was busy, and up to `_BUSY` times as long may have passed."""
 _BUSY = 4
-_UPDATE_S, _WINDOW_S = 0.005, 0.012
-"""Each setting is stepped so long in each round, after something like an update."""
+_UPDATE_S, _WINDOW_S = 0.002, 0.012
+"""Each setting is stepped so long in each round, after something like an update, in which the workers fall asleep."""
 _LONGEST_S = 0.3
 """No further round begins after so long: the next run goes on where the number of workers is in question still."""
 _CLEARLY = 1.3
 """As many workers as there are cores are so many times as fast as fewer could be at best: these are not started."""
 _LONG_STEP_S = 100e-6
-"""Of a core, for a step: what it takes to wake workers is next to nothing."""
-_COMPARED_STEPS = 8
-_STEPS = 16
-"""Of each slot, in a short rollout."""
+"""Of a core, for a step: what it takes to wake workers, and so where they are, is next to nothing."""
+_COMPARED_STEPS, _ENOUGH_S = (3, 8), 0.03
+"""So many steps, the fewer where they take longer than this, say whether workers give the same numbers as before."""
+_STEPS, _SIMULATED_S = (4, 16), 0.05
+"""Of each slot, in a short rollout: as many as are simulated in this time."""
 _NOT_MEASURED = ("embodied_rl.sim.remote:",)
 """Begins of targets whose simulators are elsewhere: their services are asked for episodes, and for nothing else."""
 
@@ -64,8 +73,8 @@ class Player:
 
     described: str
     """What its time depends on: a choice is remembered for it."""
-    seconds: Callable[[EnvManager], Callable[[], tuple[float, int]]]
-    """A manager → what plays a short rollout in it, stepped as `EnvManager.num_turns` says: (seconds, steps)."""
+    seconds: Callable[[EnvManager, int], Callable[[], tuple[float, int]]]
+    """(a manager, steps of each slot) → what plays such a rollout in it, stepped as `EnvManager.num_turns` says: (seconds, steps)."""
 
 
 def start_measured(
@@ -149,6 +158,8 @@ class _Measurement:
         self._numbers = candidates(asked.config.num_slots)
         self._found: dict[int, EnvManager] = {}
         self._plays: dict[int, Callable[[], tuple[float, int]]] = {}
+        self._num_steps = 0
+        """Of each slot, in a short rollout."""
 
     def chosen(self, before: WorkerChoice | None) -> tuple[EnvManager, WorkerChoice | None]:
         """The manager that measuring says to take; as many workers as there are cores where it cannot say. `before`: what was measured."""
@@ -176,25 +187,26 @@ class _Measurement:
             self._found.pop(other).close()
         return self._found.pop(number) if number in self._found else self._manager(number), choice
 
-    def _measured(self, start: Comparison) -> Comparison:
+    def _measured(self, start: NumberComparison) -> NumberComparison:
         """Measure what is in question, and keep the chosen manager where it is as it was at its start."""
         most = self._numbers[-1]
         steps = {most: self._begin(most)}
-        clear = None if start.rounds else self._if_clear(steps[most][1])
+        step_s = steps[most][1]
+        takes_long = step_s * most >= _LONG_STEP_S * self._found[most].num_slots
+        clear = self._if_clear(step_s) if takes_long and not start.rounds else None
         if clear is not None:
             start = clear
         else:
+            if takes_long and not start.rounds:
+                start = NumberComparison(each for each in start.open if not each.bound)
             for number in self._numbers[:-1]:
                 self._found[number] = self._manager(number)
                 steps[number] = self._begin(number)
-            until, rounds = time.perf_counter() + _LONGEST_S, 0
-            while rounds < LEAST_ROUNDS or (len({each.num_workers for each in start.open}) > 1 and time.perf_counter() < until):
-                start.add({each: self._seconds(each) for each in start.open})
-                rounds += 1
+            start.play(self._seconds, _LONGEST_S)
         for manager in self._found.values():
             manager.num_turns = None
         number = start.leader.num_workers
-        if _first_steps(self._found[number])[0] == steps[number][0] and not self._found[number].fault_records:
+        if _first_steps(self._found[number], steps[number][0])[0] == steps[number][0] and not self._found[number].fault_records:
             self._found[number].reset()
         else:  # the past of these workers shows
             self._found.pop(number).close()
@@ -203,18 +215,17 @@ class _Measurement:
     def _begin(self, number: int) -> tuple[list[bytes], float]:
         """What `_first_steps` tells of so many workers, for which the policy is built then."""
         told = _first_steps(manager := self._found[number])
+        self._num_steps = self._num_steps or min(max(int(_SIMULATED_S / told[1]), _STEPS[0]), _STEPS[1])
         if self._player is not None:
-            self._plays[number] = self._player.seconds(manager)
+            self._plays[number] = self._player.seconds(manager, self._num_steps)
         return told
 
-    def _if_clear(self, step_s: float) -> Comparison | None:
+    def _if_clear(self, step_s: float) -> NumberComparison | None:
         """As if fewer workers had been measured, where the simulation by itself would take them much longer than everything takes as many
         as there are cores. `step_s`: of all slots, together."""
         most, groups, cores = self._numbers[-1], self._asked.config.num_groups, Topology.read(with_gpus=False)
-        if step_s * most < _LONG_STEP_S * self._found[most].num_slots:
-            return None
         # Two threads of one core hold each other up: one of them by itself would be faster.
-        one_s = _STEPS * step_s * most * len(cores.physical_cores) / len(cores.cores)
+        one_s = self._num_steps * step_s * most * len(cores.physical_cores) / len(cores.cores)
         seconds, steps = min(self._play(Setting(most, groups))() for _ in range(2))
         if one_s < _CLEARLY * self._numbers[-2] * seconds:
             return None
@@ -222,15 +233,16 @@ class _Measurement:
         return self._asked.compared([{each: taken_s[each] / steps for each in taken_s}] * LEAST_ROUNDS)
 
     def _seconds(self, setting: Setting) -> float:
-        """Of a step, in one window after something like an update, in which the workers fall asleep; what wakes them does not count."""
+        """Of a step, in one window after something like an update; what wakes the workers does not count where the window is short."""
         manager = self._found[setting.num_workers]
         manager.num_turns = setting.num_turns
         if self._binding is not None and setting.bound:
             self._binding.bind(manager.worker_pids())
         play = self._play(setting)
         _think(_UPDATE_S)
-        play()
-        seconds, steps = 0.0, 0
+        seconds, steps = play()
+        if seconds < _WINDOW_S:
+            seconds, steps = 0.0, 0
         while seconds < _WINDOW_S:
             one = play()
             seconds, steps = seconds + one[0], steps + one[1]
@@ -241,7 +253,7 @@ class _Measurement:
     def _play(self, setting: Setting) -> Callable[[], tuple[float, int]]:
         """A short rollout with these workers, stepped in the groups of slots that `setting` has."""
         manager, groups = self._found[setting.num_workers], self._asked.config.num_groups
-        return self._plays.get(setting.num_workers) or Turns(manager, setting.num_turns, groups).play
+        return self._plays.get(setting.num_workers) or Turns(manager, setting.num_turns, groups, self._num_steps).play
 
 
 def _starts_slowly(manager: EnvManager, seconds: float) -> bool:
@@ -259,9 +271,9 @@ def _starts_slowly(manager: EnvManager, seconds: float) -> bool:
 class Turns:
     """The slots of a manager, stepped in turns as a rollout does, by actions that hold still."""
 
-    def __init__(self, manager: EnvManager, num_turns: int, num_calls: int) -> None:
-        """Resets all slots. `num_calls`: of the policy, for all slots."""
-        self._manager, num_groups = manager, min(num_turns, manager.num_slots)
+    def __init__(self, manager: EnvManager, num_turns: int, num_calls: int, num_steps: int) -> None:
+        """Resets all slots. `num_calls`: of the policy, for all slots; `num_steps`: of each slot, in a rollout."""
+        self._manager, self._num_steps, num_groups = manager, num_steps, min(num_turns, manager.num_slots)
         self._groups = [group for group in split_slots(range(manager.num_slots), num_groups) if len(group)]
         self._actions = [still_actions(manager, len(group)) for group in self._groups]
         self._think_s = _THINK_S * num_calls / len(self._groups)
@@ -272,13 +284,13 @@ class Turns:
         for group, actions in zip(self._groups, self._actions, strict=True):
             self._manager.send(group, actions)
         started = time.perf_counter()
-        for number in range(_STEPS):
+        for number in range(self._num_steps):
             for group, actions in zip(self._groups, self._actions, strict=True):
                 begin_ended(self._manager, self._manager.recv(group))
-                if number < _STEPS - 1:
+                if number < self._num_steps - 1:
                     _think(self._think_s)
                     self._manager.send(group, actions)
-        return time.perf_counter() - started, _STEPS * self._manager.num_slots
+        return time.perf_counter() - started, self._num_steps * self._manager.num_slots
 
 
 def _think(seconds: float) -> None:
@@ -306,11 +318,12 @@ def still_actions(manager: EnvManager, num_slots: int) -> np.ndarray:
     return np.broadcast_to(np.where(np.isfinite(middle), middle, 0.0), shape).astype(spec.dtype)
 
 
-def _first_steps(manager: EnvManager) -> tuple[list[bytes], float]:
-    """(what comes of a reset and some steps, bit by bit; seconds of most of these steps of all slots)."""
+def _first_steps(manager: EnvManager, before: Sequence[bytes] = ()) -> tuple[list[bytes], float]:
+    """(what comes of a reset and some steps, as many as `before` is of, bit by bit; seconds of the fastest of these steps of all slots)."""
     actions, slots = still_actions(manager, manager.num_slots), range(manager.num_slots)
-    batch, seen, taken_s = manager.reset(), [], []
-    for _ in range(_COMPARED_STEPS):
+    batch, seen, taken_s = manager.reset(), list[bytes](), list[float]()
+    least, most = _COMPARED_STEPS
+    while len(seen) < len(before) if before else len(taken_s) < least or (len(taken_s) < most and sum(taken_s) < _ENOUGH_S):
         seen += [batch.observation[key].tobytes() for key in manager.spec.tensors]
         begin_ended(manager, batch)
         began = time.perf_counter()
@@ -318,4 +331,4 @@ def _first_steps(manager: EnvManager) -> tuple[list[bytes], float]:
         batch = manager.recv(slots)
         taken_s.append(time.perf_counter() - began)
         seen.append(batch.reward.tobytes())
-    return seen, statistics.median(taken_s)
+    return seen, min(taken_s)

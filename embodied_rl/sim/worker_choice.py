@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import platform
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ WORTH = 1.02
 other programs: each of these must be so many times as fast."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
-_MEASURED = 9
+_MEASURED = 10
 """To be raised when the measurement changes, so that what is remembered is measured again."""
 _TOLERANCE = 0.03
 """A setting is out of the question once it is not so much faster than the fastest, beyond doubt."""
@@ -90,7 +91,7 @@ class Comparison:
         if wrong := (asked - seconds.keys()) | (seconds.keys() - self._price.keys()):
             raise KeyError(", ".join(map(str, sorted(wrong))))
         self.rounds.append(dict(seconds))
-        self.leader = min(self.open, key=lambda each: statistics.mean(self._behind(each)))
+        self.leader = min(self.open, key=self._behind_by)
         self.open = [each for each in self.open if not self._is_out(each)] if len(self.rounds) < _MOST_ROUNDS else [self.leader]
 
     @property
@@ -106,16 +107,23 @@ class Comparison:
         """By what share of the leader's mean time it was slower, in each round that both were in, prices paid."""
         own, best = self._price[setting], self._price[self.leader]
         both = self._both(setting, self.leader)
-        mean = statistics.mean(best * theirs for _, theirs in both)
+        mean = self._middle([best * theirs for _, theirs in both])
         return [(own * ours - best * theirs) / mean for ours, theirs in both]
+
+    def _behind_by(self, setting: Setting) -> float:
+        return self._middle(self._behind(setting))
+
+    @staticmethod
+    def _middle(values: Sequence[float]) -> float:
+        return statistics.mean(values)
 
     def _is_out(self, setting: Setting) -> bool:
         behind = self._behind(setting)
         if setting == self.leader or len(behind) < LEAST_ROUNDS:
             return False
-        mean = statistics.mean(behind)
-        error = math.sqrt(_NOISE**2 + sum((each - mean) ** 2 for each in behind)) / len(behind)
-        return mean - _DOUBT * error > -_TOLERANCE
+        middle = self._middle(behind)
+        error = math.sqrt(_NOISE**2 + sum((each - middle) ** 2 for each in behind)) / len(behind)
+        return middle - _DOUBT * error > -_TOLERANCE
 
     @property
     def is_steady(self) -> bool:
@@ -126,7 +134,45 @@ class Comparison:
     def gain(self, setting: Setting, other: Setting) -> float:
         """Times as fast, over the rounds that both were in; 1 where they never met."""
         both = self._both(setting, other)
-        return sum(theirs for _, theirs in both) / sum(own for own, _ in both) if both else 1.0
+        return 1.0 + self._middle([theirs - own for own, theirs in both]) / self._middle([own for own, _ in both]) if both else 1.0
+
+
+class NumberComparison(Comparison):
+    """Before a run: which number of workers. Of equally many, only the faster half goes on to the next round, until one is left, which
+    meets those of other numbers in all further rounds: the luckiest of four would seem faster than it is. Compared are medians: samples are
+    short, so that whatever holds one up makes it far longer, and the first ones are cold."""
+
+    def add(self, seconds: Mapping[Setting, float]) -> None:
+        super().add(seconds)
+        if not self.has_number:
+            by_number = [[each for each in self.open if each.num_workers == number] for number in self._numbers]
+            halves = [sorted(own, key=self._behind_by)[: (len(own) + 1) // 2] for own in by_number]
+            self.open = sorted(each for half in halves for each in half)
+
+    def play(self, seconds: Callable[[Setting], float], longest_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Rounds until the number is known, at least one; none begins after `longest_s`. `seconds`: plays a sample; of a step in it."""
+        until = clock() + longest_s
+        while not self.rounds or (not self.has_number and clock() < until):
+            order = self.open[:: -1 if len(self.rounds) % 2 else 1]
+            self.add({each: seconds(each) for each in order})
+
+    @property
+    def has_number(self) -> bool:
+        """Whether the number of workers is not in question."""
+        return len(self._numbers) == 1
+
+    def rival(self, num_workers: int) -> Setting:
+        """The best of those with so many workers: what was in the most rounds, the fastest where several were."""
+        own = [each for each in self.met if each.num_workers == num_workers]
+        return min(own, key=lambda each: (-sum(each in one for one in self.rounds), self.gain(self.leader, each)))
+
+    @property
+    def _numbers(self) -> set[int]:
+        return {each.num_workers for each in self.open}
+
+    @staticmethod
+    def _middle(values: Sequence[float]) -> float:
+        return statistics.median(values)
 
 
 class Trials:
@@ -211,7 +257,7 @@ class WorkerChoice:
 
     sim: str
     num_slots: int
-    start: Comparison
+    start: NumberComparison
     """Before a run began: which number of workers."""
     run: Comparison
     """In rollouts, with so many; none where nothing is tried there."""
@@ -229,7 +275,7 @@ class WorkerChoice:
     @property
     def has_number(self) -> bool:
         """Whether the number of workers is not in question."""
-        return len({each.num_workers for each in self.start.open}) == 1
+        return self.start.has_number
 
     def __str__(self) -> str:
         """One line of what is known by now, and what it gains; empty: nothing is."""
@@ -244,7 +290,7 @@ class WorkerChoice:
         if not others:
             return []
         other = 1 if number > 1 else max(each.num_workers for each in others)
-        gain = min(self.start.gain(self.start.leader, each) for each in others if each.num_workers == other)
+        gain = self.start.gain(self.start.leader, self.start.rival(other))
         workers = "1 worker" if number == 1 else f"{number} workers"
         return [f"sim.num_workers=auto: {workers} for {self.num_slots} slots of {self.sim}, {gain:.2f} times as fast as {other}"]
 
@@ -303,7 +349,7 @@ class Circumstances:
         several = sorted({*(turns for turns in self.tried if turns != AS_READY), groups})
         return [each for number in candidates(self.config.num_slots) for each in self._with(number, several if number > 1 else [groups])]
 
-    def in_run(self, start: Comparison) -> list[Setting]:
+    def in_run(self, start: NumberComparison) -> list[Setting]:
         """What rollouts try with the number of workers that was chosen."""
         number = start.leader.num_workers
         found = self._with(number, [each for each in self.tried if each != AS_READY or number > 1])
@@ -314,14 +360,14 @@ class Circumstances:
         may_bind = 1 < number <= self.most_bound
         return [Setting(number, each, bound) for each in turns for bound in ((False, True) if may_bind and each != AS_READY else (False,))]
 
-    def compared(self, rounds: Sequence[Mapping[Setting, float]] = ()) -> Comparison:
+    def compared(self, rounds: Sequence[Mapping[Setting, float]] = ()) -> NumberComparison:
         """Before the run, in these rounds. Raises KeyError for rounds of other settings."""
         settings = self.at_start()
         if rounds and not rounds[0].keys() <= set(settings):
             raise KeyError(str(rounds[0]))
-        return Comparison([each for each in settings if not rounds or each in rounds[0]], rounds)
+        return NumberComparison([each for each in settings if not rounds or each in rounds[0]], rounds)
 
-    def choice(self, start: Comparison, run: Iterable[Mapping[Setting, float]] = ()) -> WorkerChoice:
+    def choice(self, start: NumberComparison, run: Iterable[Mapping[Setting, float]] = ()) -> WorkerChoice:
         """What comes of these measurements. Raises KeyError for rounds of other settings."""
         return WorkerChoice(self.config.name, self.config.num_slots, start, Comparison(self.in_run(start), run))
 
