@@ -28,8 +28,8 @@ _TOLERANCE = 0.03
 """A setting is out of the question once it is not so much faster than the fastest, beyond doubt."""
 _NOISE, _DOUBT = 0.1, 2.5
 """How far apart samples of equal settings are taken to be while few are known; so many standard errors are beyond doubt."""
-LEAST_ROUNDS, _MOST_ROUNDS = 3, 60
-"""Before the first of these nothing is out; after the second the fastest is taken: the others are as fast, or what is measured is noise."""
+LEAST_ROUNDS = 3
+"""Before these nothing is out."""
 _STEADY = 1.5
 """Times as slow as in its best moment the leader is at the start, where other work came in between."""
 _SAMPLE_S = 0.1
@@ -68,6 +68,8 @@ class Comparison:
     a run has the slow moments too.
     """
 
+    most_rounds = 60
+    """After these the leader is taken: the others are as fast, or what is measured is noise."""
     leader: Setting
     """The fastest of those that are in question, its price paid."""
 
@@ -92,7 +94,7 @@ class Comparison:
             raise KeyError(", ".join(map(str, sorted(wrong))))
         self.rounds.append(dict(seconds))
         self.leader = min(self.open, key=self._behind_by)
-        self.open = [each for each in self.open if not self._is_out(each)] if len(self.rounds) < _MOST_ROUNDS else [self.leader]
+        self.open = [each for each in self.open if not self._is_out(each)] if len(self.rounds) < self.most_rounds else [self.leader]
 
     @property
     def met(self) -> Iterable[Setting]:
@@ -141,6 +143,9 @@ class NumberComparison(Comparison):
     """Before a run: which number of workers. Of equally many, only the faster half goes on to the next round, until one is left, which
     meets those of other numbers in all further rounds: the luckiest of four would seem faster than it is. Compared are medians: samples are
     short, so that whatever holds one up makes it far longer, and the first ones are cold."""
+
+    most_rounds = 20
+    """Of two or three starts: other workers are started for them."""
 
     def add(self, seconds: Mapping[Setting, float]) -> None:
         super().add(seconds)
