@@ -6,12 +6,16 @@ from __future__ import annotations
 import math
 import platform
 import statistics
+import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from embodied_rl import __version__
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.files import RememberedAnswers
@@ -427,6 +431,14 @@ def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | No
 
 def _simulator(config: SimConfig, chunk_size: int) -> tuple[str, object]:
     """A simulator, its slots and this machine."""
-    simulator = [config.target, config.task, sorted(config.kwargs.items(), key=str), config.num_slots, chunk_size]
+    code = [__version__, _source(config.target)]
+    simulator = [config.target, code, config.task, sorted(config.kwargs.items(), key=str), config.num_slots, chunk_size]
     machine = [platform.node(), platform.machine(), available_cores(), config.placement]
     return config.name, [_MEASURED, simulator, machine]
+
+
+def _source(target: str) -> int | None:
+    """A sum over a simulator's file, which is not imported: edited, its steps may cost something else. None: there is no such file."""
+    places = [Path(folder, *target.partition(":")[0].split(".")) for folder in sys.path]
+    files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
+    return next((zlib.crc32(file.read_bytes()) for file in files if file.is_file()), None)

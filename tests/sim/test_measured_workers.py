@@ -559,6 +559,26 @@ def test_what_was_measured_is_remembered_until_the_slots_or_the_machine_change(m
     assert rollouts.remembered() is None
 
 
+def test_what_was_measured_holds_for_this_measurement_and_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").mkdir()
+    file = tmp_path / "own" / "sim.py"
+    file.write_text("class Slow: ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = Circumstances(SimConfig(name="own", target="own.sim:Slow", num_slots=4))
+    asked.remember(asked.choice(compared(of_workers({1: 300.0, 2: 200.0}))))
+    assert asked.remembered() is not None
+    assert auto_workers(asked.config, 4, 1) == 1
+    with monkeypatch.context() as other:
+        other.setattr(worker_choice, "_MEASURED", 0)
+        assert (asked.remembered(), auto_workers(asked.config, 4, 1)) == (None, None)
+    with monkeypatch.context() as other:
+        other.setattr(worker_choice, "__version__", "0.0")
+        assert (asked.remembered(), auto_workers(asked.config, 4, 1)) == (None, None)
+    assert asked.remembered() is not None
+    file.write_text("class Slow:  # twice as fast now")
+    assert (asked.remembered(), auto_workers(asked.config, 4, 1)) == (None, None)
+
+
 def test_what_was_measured_beside_other_work_is_not_kept() -> None:
     asked, settings = Circumstances(toy()), of_workers({1: 1.0, 2: 2.0})
     for taken, kept in (([1.0, 1.6, 1.7], False), ([1.0, 1.4, 1.7], True)):  # of the leader, whose median is 1.6 or 1.4
