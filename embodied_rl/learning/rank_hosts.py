@@ -65,7 +65,8 @@ class RankHost(Protocol):
         ...
 
     def meeting(self, num_ranks: int, timeout_s: float) -> contextlib.AbstractContextManager[tuple[str, Store]]:
-        """(address that the others `open_store`, rank 0's own store), until all have joined."""
+        """(address that the others `open_store`, rank 0's own store), until all have joined; the store is there until `close`: NCCL's
+        ranks meet in it once more, before their first exchange."""
         ...
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
@@ -89,6 +90,7 @@ class LocalRanks:
     def __init__(self) -> None:
         self.links: list[RankLink] = []
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="embodied_ranks_")
 
     def start(self, num_ranks: int, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
@@ -112,9 +114,8 @@ class LocalRanks:
     @contextlib.contextmanager
     def meeting(self, num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Store]]:
         """See `RankHost.meeting`: a file."""
-        with tempfile.TemporaryDirectory(prefix="embodied_ranks_") as folder:
-            where = str(Path(folder) / "store")
-            yield where, open_store(where, num_ranks, timeout_s)
+        where = str(Path(self._folder.name) / "store")
+        yield where, open_store(where, num_ranks, timeout_s)
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         for link in self.links:
@@ -135,6 +136,7 @@ class LocalRanks:
             link.close()  # type: ignore[attr-defined]
         for process in self.processes:
             end_process(process, _END_S)
+        self._folder.cleanup()
 
 
 # ---- where ranks meet ---------------------------------------------------------------------------------------------------

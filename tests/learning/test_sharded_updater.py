@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,18 @@ def test_offloading_to_the_host_changes_nothing_on_a_processor() -> None:
         assert torch.equal(parameters(policies[1])[name], parameter)
 
 
+def test_the_store_of_the_ranks_is_there_as_long_as_they_are() -> None:
+    """NCCL's ranks meet in it before their first exchange, which comes after all have joined."""
+    learner, ranks = sharded(make_policy(), 1)
+    try:
+        ranks._store.set_timeout(timedelta(seconds=5))
+        ranks._store.set("later", "here")
+        assert ranks._store.get("later") == b"here"
+    finally:
+        ranks.close()
+    assert learner.ranks is ranks
+
+
 @pytest.mark.gpu
 def test_offloading_to_the_host_keeps_what_is_trained_there_and_trains_the_same() -> None:
     policies = [make_policy().cuda(), make_policy().cuda()]
@@ -157,7 +170,7 @@ def test_offloading_to_the_host_keeps_what_is_trained_there_and_trains_the_same(
         try:
             update(learner, batch, 0, 5, 0)
             updater.write_back()
-            optimizer = updater.rank.optimizer
+            optimizer = updater.rank.optimizer.groups[""]
             held = [*optimizer.parameters.values(), *(part for name, part in optimizer.parts().items() if name != "step")]
             assert {tensor.device.type for tensor in held} == {"cpu" if offload else "cuda"}
         finally:
