@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch, QueuedGenerator
@@ -80,7 +80,10 @@ class TorchGenerator(QueuedGenerator):
 
 class ModuleActor:
     """Any policy: a copy of the module, refreshed from the original. One of more than `SHARED_FROM` parameters is the original itself:
-    it acts and is trained in turns, so that its weights are those of the last publication whenever it acts."""
+    it acts and is trained in turns, so that its weights are those of the last publication whenever it acts.
+
+    A copy acts where the original is trained, but for one that reads vectors only: on the host, where a call costs less than a GPU's.
+    """
 
     SHARED_FROM = 100_000_000
 
@@ -89,8 +92,11 @@ class ModuleActor:
         self.module = policy if is_large else copy.deepcopy(policy)
 
     def refresh(self, policy: Policy) -> None:
-        if self.module is not policy:
-            self.module.load_state_dict(policy.state_dict())
+        if self.module is policy:
+            return
+        if policy.work != "vectors":
+            self.module.to(next(policy.parameters()).device)
+        self.module.load_state_dict(policy.state_dict())
 
     @property
     def _device(self) -> torch.device:
@@ -123,17 +129,17 @@ class NumpyGaussianActor:
         assert isinstance(policy.head, DiagonalGaussian)
         layers = [layer for layer in policy.actor if isinstance(layer, nn.Linear)]
         # Copies, laid out [in, out]: a product of few rows reads them in order.
-        weights = [np.array(layer.weight.detach().numpy().T, order="C") for layer in layers]
-        biases = [layer.bias.detach().numpy().copy() for layer in layers]
+        weights = [np.array(_on_host(layer.weight).T, order="C") for layer in layers]
+        biases = [_on_host(layer.bias).copy() for layer in layers]
         self._hidden = list(zip(weights[:-1], biases[:-1], strict=True))
         self._output_weight, self._output_bias = weights[-1], biases[-1]
-        log_std = policy.head.log_std.detach().numpy()
+        log_std = _on_host(policy.head.log_std)
         self._std, self._inverse_std = np.exp(log_std), np.exp(-log_std)
         self._log_prob_of_mode = -log_std - np.float32(LOG_SQRT_2PI)
         self._scale: tuple[np.ndarray, np.ndarray] | None = None
         if policy.normalizer is not None:
             mean, inverse_std = policy.normalizer.scale()
-            self._scale = mean.numpy().copy(), inverse_std.numpy().copy()
+            self._scale = _on_host(mean).copy(), _on_host(inverse_std).copy()
             self._clip = np.float32(policy.normalizer.clip)
 
     def act(
@@ -170,6 +176,11 @@ class NumpyGaussianActor:
         z *= np.float32(-0.5)
         z += self._log_prob_of_mode
         return action, z
+
+
+def _on_host(tensor: Tensor) -> np.ndarray:
+    """Of a parameter, which may be trained on another device."""
+    return tensor.detach().cpu().numpy()
 
 
 def _product(x: np.ndarray, weight: np.ndarray, parts: Sequence[slice]) -> np.ndarray:
