@@ -7,7 +7,9 @@ reads all of them. Sides take turns in each round; medians over rounds.
 - publish: `SharedWeightsPublisher.publish`, until the version is there for readers;
 - publish + read: until the other process has copied it into a model of its own and said so;
 - only changed: nine tenths of the tensors are as before; GB/s of the model, not of what was written;
-- shared storage: a generating module that reads the trained parameters where they lie; the time of saying so.
+
+``--device cuda`` (the default where there is a GPU): trained and generating weights lie on the GPU. The limit is then one pinned copy from
+the device, and one more side is measured: in place, the trained float32 weights copied into those that generate, on the same device.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from tables import provenance, text_table
 from torch import Tensor
 
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
+from embodied_rl.hybrid.weight_sync import NamedTensors
 
 COPY = "memory copy"
 
 
-def make_weights(megabytes: int, hidden: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def make_weights(megabytes: int, hidden: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
     """Layers of a transformer of this width until `megabytes` (10^6 bytes) are reached."""
     shapes = {
         "q_proj": (hidden, hidden),
@@ -44,24 +47,32 @@ def make_weights(megabytes: int, hidden: int, dtype: torch.dtype) -> dict[str, T
     weights: dict[str, Tensor] = {}
     layer = 0
     while sum(tensor.nbytes for tensor in weights.values()) < megabytes * 10**6:
-        weights |= {f"layers.{layer}.{name}": torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+        weights |= {f"layers.{layer}.{name}": torch.randn(shape, device=device).to(dtype) for name, shape in shapes.items()}
         layer += 1
     return weights
 
 
 def seconds_of(action: Callable[[], object]) -> float:
     """Wall-clock of one call."""
+    synchronise()
     started = time.perf_counter()
     action()
+    synchronise()
     return time.perf_counter() - started
+
+
+def synchronise() -> None:
+    """Wait for the GPU, if this process uses one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class Reader:
     """A process that copies every version into a model of its own."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, device: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--read", path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, "--read", path, "--device", device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.wait()
 
@@ -85,28 +96,42 @@ class Reader:
         self._process.wait(30)
 
 
-def read_forever(path: str) -> None:
+class Copied:
+    """A model of one's own that takes every version."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.own: dict[str, Tensor] = {}
+
+    def load_weights(self, version: int, tensors: NamedTensors) -> None:
+        for name, tensor in tensors:
+            if name in self.own:
+                self.own[name].copy_(tensor, non_blocking=True)
+            else:
+                self.own[name] = tensor.to(self.device, copy=True)
+        synchronise()
+
+
+def read_forever(path: str, device: str) -> None:
     """The other process."""
     torch.set_num_threads(1)
-    reader = SharedWeightsReader(path)
-    with reader.hold() as held:
-        own = {name: tensor.clone() for name, tensor in held.tensors.items()}
+    reader, model = SharedWeightsReader(path), Copied(device)
+    version = reader.update(model, None)
     print(-1, flush=True)
     for _ in sys.stdin:
-        with reader.hold() as held:
-            for name, tensor in held.tensors.items():
-                own[name].copy_(tensor)
-            print(held.version, flush=True)
+        version = reader.update(model, version)
+        print(version, flush=True)
 
 
-def measure(weights: dict[str, Tensor], rounds: int) -> Iterator[dict[str, float]]:
+def measure(weights: dict[str, Tensor], rounds: int, device: str) -> Iterator[dict[str, float]]:
     """Seconds by side, once for each round."""
-    size = sum(tensor.nbytes for tensor in weights.values())
-    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    size, pinned = sum(tensor.nbytes for tensor in weights.values()), device == "cuda"
+    source, target = torch.ones(size, dtype=torch.uint8, device=device), torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+    trained = {name: tensor.float() for name, tensor in weights.items()} if pinned else {}
     publisher = SharedWeightsPublisher(weights)
     for version in (0, 1):  # both buffers' pages are there from now on
         publisher.publish(version, weights.items())
-    reader = Reader(publisher.path)
+    reader = Reader(publisher.path, device)
     changed = dict(list(weights.items())[::10])
     version = 1
     try:
@@ -121,6 +146,8 @@ def measure(weights: dict[str, Tensor], rounds: int) -> Iterator[dict[str, float
             seconds["only changed"] = seconds_of(lambda number=version: publisher.publish(number, weights.items(), only_changed=True))
             if reader.read() != version:
                 raise RuntimeError("the reader has another version than the one that was published")
+            if pinned:
+                seconds["in place"] = seconds_of(lambda: [weights[name].copy_(tensor) for name, tensor in trained.items()])
             yield seconds
     finally:
         reader.close()
@@ -148,15 +175,17 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("--read", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.read:
-        read_forever(arguments.read)
+        read_forever(arguments.read, device)
         return
     torch.set_num_threads(1)  # the memory copy too: what one core can move
     print(provenance())
-    weights = make_weights(arguments.megabytes, arguments.hidden_size, getattr(torch, arguments.dtype))
-    measured = list(measure(weights, arguments.rounds))
+    weights = make_weights(arguments.megabytes, arguments.hidden_size, getattr(torch, arguments.dtype), device)
+    measured = list(measure(weights, arguments.rounds, device))
     print(f"\n{report(measured, sum(tensor.nbytes for tensor in weights.values()))}")
 
 

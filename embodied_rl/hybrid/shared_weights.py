@@ -64,7 +64,7 @@ class SharedWeightsPublisher:
         text = json.dumps(
             {name: [place.offset, list(place.shape), str(place.dtype).removeprefix("torch.")] for name, place in places.items()}
         ).encode()
-        self._timeout_s, self._places, self._size = timeout_s, places, size
+        self._timeout_s, self._places, self._size, self._pinned = timeout_s, places, size, 0
         self._fd = os.memfd_create("embodied_rl_weights", os.MFD_CLOEXEC)
         total = _first_buffer(len(text)) + 2 * size
         try:
@@ -91,7 +91,7 @@ class SharedWeightsPublisher:
 
         Args:
             only_changed: compare first and write what differs from the version that this buffer held. Reading is cheaper than writing where
-                most is frozen.
+                most is frozen; what lies on a GPU is written whole, which is faster than bringing it here to be compared.
 
         Raises:
             ValueError: a tensor is missing, unknown or of another shape; readers keep the version before.
@@ -102,16 +102,21 @@ class SharedWeightsPublisher:
         try:
             self._header[_VERSION + target] = -1
             views, missing, written = self._buffers[target], set(self._places), 0
+            device: torch.device | None = None
             for name, tensor in tensors:
                 if name not in missing or tensor.shape != views[name].shape:
                     raise ValueError(
                         f"tensor '{name}' {list(tensor.shape)} is not one that this publication was laid out for, or comes twice."
                     )
                 missing.discard(name)
-                if only_changed and _same_bytes(views[name], tensor.to("cpu", views[name].dtype).contiguous()):
+                if only_changed and not tensor.is_cuda and _same_bytes(views[name], tensor.to(views[name].dtype).contiguous()):
                     continue
-                views[name].copy_(tensor)
+                if tensor.is_cuda and device is None:
+                    device, self._pinned = tensor.device, self._pinned or _pin(self._map)
+                views[name].copy_(tensor, non_blocking=True)
                 written += views[name].nbytes
+            if device is not None:
+                torch.cuda.synchronize(device)
             if missing:
                 raise ValueError(f"tensors were not published: {', '.join(sorted(missing)[:4])} (of {len(missing)}).")
             self._header[_VERSION + target] = version
@@ -124,6 +129,7 @@ class SharedWeightsPublisher:
         """Signal to readers that nothing follows; what they hold stays valid. May be called twice."""
         if self._fd >= 0:
             self._header[_CLOSED] = 1
+            _unpin(self._pinned)
             os.close(self._fd)
             self._fd = -1
 
@@ -154,6 +160,7 @@ class SharedWeightsReader:
         size = int(self._header[_LAYOUT_BYTES])
         layout: dict[str, Any] = json.loads(self._map[_PAGE : _PAGE + size])
         places = {name: _Place(offset, tuple(shape), getattr(torch, dtype)) for name, (offset, shape, dtype) in layout.items()}
+        self._pinned = 0
         step = int(self._header[_BUFFER_BYTES])
         self._buffers = [_views(self._map, _first_buffer(size) + number * step, places) for number in range(2)]
 
@@ -196,6 +203,8 @@ class SharedWeightsReader:
         newest = self.version
         if newest is None or newest == present_version:
             return present_version
+        if torch.cuda.is_initialized():
+            self._pinned = self._pinned or _pin(self._map)
         with self.hold() as held:
             backend.load_weights(held.version, held.tensors.items())
             return held.version
@@ -203,6 +212,7 @@ class SharedWeightsReader:
     def close(self) -> None:
         """Let go of the memory. May be called twice."""
         if self._fd >= 0:
+            _unpin(self._pinned)
             os.close(self._fd)
             self._fd = -1
 
@@ -244,6 +254,20 @@ def _views(memory: mmap.mmap, start: int, places: Mapping[str, _Place]) -> dict[
             continue
         views[name] = torch.frombuffer(memory, dtype=place.dtype, count=count, offset=start + place.offset).view(place.shape)
     return views
+
+
+def _pin(memory: mmap.mmap) -> int:
+    """Have the GPU's driver hold these pages in place, so that copies run at the speed of the link; its address, to be let go by `_unpin`.
+
+    -1: the system refuses, and copies are slower.
+    """
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    return address if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)) == 0 else -1
+
+
+def _unpin(address: int) -> None:
+    if address > 0:
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

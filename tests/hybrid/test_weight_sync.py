@@ -236,3 +236,21 @@ def test_ray_object_store() -> None:
     finally:
         ray.shutdown()
     assert all(torch.equal(got[name], tensor) for name, tensor in same(4).items())
+
+
+@pytest.mark.gpu
+def test_weights_on_a_gpu_are_published_and_read_through_pinned_memory() -> None:
+    weights = {f"layer.{number}": torch.randn(64, 33, device="cuda") for number in range(5)}
+    specs = {name: torch.empty_like(tensor, dtype=torch.bfloat16) for name, tensor in weights.items()}
+    publisher = SharedWeightsPublisher(specs)
+    reader, collects = SharedWeightsReader(publisher.path), Collects()
+    for version in range(3):
+        publisher.publish(version, weights.items(), only_changed=version == 2)
+        assert reader.update(collects, None) == version
+        for name, tensor in weights.items():
+            torch.testing.assert_close(collects.tensors[name], tensor.to(torch.bfloat16).cpu(), rtol=0, atol=0)
+        weights["layer.1"].add_(1.0)
+    assert publisher._pinned > 0
+    assert reader._pinned > 0
+    reader.close()
+    publisher.close()
