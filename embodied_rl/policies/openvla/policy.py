@@ -269,8 +269,8 @@ class VLAPolicy(Policy):
 
     @staticmethod
     def is_padded(prompt_mask: Tensor) -> bool:
-        """Whether a prompt of [B, P] is shorter than the others; waits for the device where the mask lies on one."""
-        return not bool(prompt_mask.all())
+        """Whether a prompt of [B, P] is shorter than the others; one on a device counts as such: to read it is to wait."""
+        return prompt_mask.device.type != "cpu" or not bool(prompt_mask.all())
 
     # ---- Policy ---------------------------------------------------------------------------------------------------------
 
@@ -670,6 +670,7 @@ def _add_lora(model: nn.Module, config: OpenVLAPolicyConfig, skip: str | None) -
     """Adapters in float32 beside frozen layers. Raises UserError where no layer has such a name."""
     with from_extra("policy.lora_rank", "language"):
         from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     wanted = [
         name
@@ -684,3 +685,16 @@ def _add_lora(model: nn.Module, config: OpenVLAPolicyConfig, skip: str | None) -
         )
     settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=wanted)  # type: ignore[arg-type]
     inject_adapter_in_model(settings, model)
+    # peft makes them in the precision of the layer: in bfloat16, steps that are small beside a weight would be lost.
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.cast_input_dtype_enabled = False
+            for adapter in (*layer.lora_A.values(), *layer.lora_B.values()):
+                adapter.float().__class__ = _Adapter
+
+
+class _Adapter(nn.Linear):
+    """Half of a LoRA product: kept in its own precision, computed in that of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight.to(input.dtype))

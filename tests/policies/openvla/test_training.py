@@ -24,12 +24,13 @@ from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.config.rules import resolve
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
+from embodied_rl.learning.optimizer import Optimizer
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.openvla.config import shapes_of
 from embodied_rl.policies.openvla.model import OpenVLA
 from embodied_rl.policies.openvla.oft import PARTS, OFTConfig, OpenVLAOFT
-from embodied_rl.policies.openvla.policy import VLAPolicy
+from embodied_rl.policies.openvla.policy import VLAPolicy, _add_lora
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from embodied_rl.train import train
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
@@ -82,6 +83,36 @@ def test_what_is_trained(folder: Path) -> None:
     assert not any("vision_backbone" in name for name in trained(build(folder, lora_rank=2, freeze_vision=True)))
     roles = {whole.role_of(name) for name in everything}
     assert roles == {"backbone", "head", "value"}
+
+
+def test_adapters_of_a_model_in_bfloat16_take_small_steps(folder: Path) -> None:
+    """1e-6 beside 0.1 is nothing in bfloat16, whose next number is 0.0005 away."""
+    policy = build(folder, lora_rank=2, dtype="bfloat16")
+    adapters = {name: parameter for name, parameter in policy.named_parameters() if ".lora_" in name}
+    assert {parameter.dtype for parameter in adapters.values()} == {torch.float32}
+    optimizer = Optimizer(adapters, eps=1e-8, max_grad_norm=1.0)
+    with torch.no_grad():
+        for name, parameter in adapters.items():
+            parameter.fill_(0.1 if "lora_A" in name else 0.0)
+    ready = policy.prepare(observe())
+    acted = policy.act(ready, torch.rand(2, 7, generator=torch.Generator().manual_seed(0)))
+    for _ in range(2):
+        policy.evaluate(ready, acted.action).log_prob.sum().backward()
+        optimizer.step(1e-6)
+    moved = [(parameter - 0.1).abs().max().item() for name, parameter in adapters.items() if "lora_A" in name]
+    assert max(moved) == pytest.approx(1e-6, rel=0.5), "of A, whose gradient is zero until B has moved"
+
+
+def test_an_adapter_computes_in_its_inputs_precision() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False)).to(torch.bfloat16)
+    _add_lora(model, OpenVLAPolicyConfig(path="none", lora_rank=2, lora_alpha=4.0), None)
+    state = {name: torch.randn(part.shape, generator=torch.Generator().manual_seed(len(name))) for name, part in model.state_dict().items()}
+    model.load_state_dict(state)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    whole, down, up = (state[f"0.{name}.weight"].to(torch.bfloat16).double() for name in ("base_layer", "lora_A.default", "lora_B.default"))
+    found = model(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), x.double() @ (whole + 2.0 * up @ down).T, atol=0.2, rtol=0.02)
 
 
 def test_layers_computed_again_have_the_same_gradients(folder: Path) -> None:
