@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,20 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= count:
         raise UserError(f"device={device}: torch finds {count} GPUs here (python -m embodied_rl.doctor says why). Use device=cpu or auto.")
     return found
+
+
+def repeat_bits(device: torch.device) -> None:
+    """Have a GPU add gradients in the same order in every run: the same seed gives the same weights, as on a CPU.
+
+    Without it the gradients of convolutions and of attention are sums in the order in which blocks happen to end. What has no such order
+    in torch goes on without.
+    """
+    if device.type == "cuda":
+        # It would write every new tensor once more.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        warnings.filterwarnings("ignore", message=".* does not have a deterministic implementation")
+        warnings.filterwarnings("ignore", message="Deterministic behavior was enabled with")
 
 
 def num_cores() -> int:

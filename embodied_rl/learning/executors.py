@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from embodied_rl.algorithms.batch import Rows
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.learning import fsdp
+from embodied_rl.learning.devices import repeat_bits
 from embodied_rl.learning.objectives import Metrics, Numbers, Objective, Precision
 from embodied_rl.learning.optimizer import Optimizer, Optimizers
 from embodied_rl.policies.base import TrainedModule
@@ -162,6 +163,7 @@ class Executor(ABC):
     """Owns the optimizer of a policy and takes its steps."""
 
     def __init__(self, policy: TrainedModule, config: AlgorithmConfig, device: torch.device) -> None:
+        repeat_bits(device)
         self.policy, self.config, self.device = policy, config, device
         self.meanwhile: Callable[[], object] = lambda: None
         """Called before a step and between its parts: what else this process has to do, and is due."""
