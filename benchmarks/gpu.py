@@ -8,9 +8,11 @@ with shapes that a processor can hold, so that none fails for a trivial reason o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 480.0
+"""Of a section."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,28 @@ class Section:
     tiny: tuple[str, ...]
 
 
+def marked_gpu() -> tuple[str, ...]:
+    """Test files with tests that are marked so: collecting all would take longer than running these."""
+    return tuple(str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text())
+
+
 SECTIONS: dict[str, Section] = {
     "audit": Section("Device audit: copies between host and device, by stage", ("gpu_audit.py",), ("gpu_audit.py",)),
-    "tests": Section("Tests marked gpu", ("-m", "pytest", "-q", "-m", "gpu", "tests"), ("-m", "pytest", "-q", "-m", "gpu", "tests/hybrid")),
+    "tests": Section(
+        "Tests marked gpu",
+        ("-m", "pytest", "-q", "-n", "0", "-m", "gpu and not slow", *marked_gpu()),
+        ("-m", "pytest", "-q", "-n", "0", "-m", "gpu and not gpu", *marked_gpu()),
+    ),
+    "runs": Section(
+        "Golden runs on the GPU and on the CPU: do they end, agree, repeat?",
+        ("gpu_runs.py",),
+        ("gpu_runs.py", "--device", "cpu", "ppo_autograd", "grpo"),
+    ),
+    "small": Section(
+        "Small policies: acting and updating on the CPU and on the GPU",
+        ("gpu_small.py",),
+        ("gpu_small.py", "--rounds", "1", "--policies", "MLP (64, 64) of a state"),
+    ),
     "actions": Section(
         "OpenVLA-7B and OFT shapes: actions a second with and without CUDA graphs, against transformers and the roofline",
         ("vla.py", "--batches", "1", "8", "32", "--rounds", "10"),
@@ -48,6 +70,11 @@ SECTIONS: dict[str, Section] = {
         "Engine turns: seconds and GB/s of offload and onload, bytes left",
         ("offload.py", "--megabytes", "8000"),
         ("offload.py", "--megabytes", "12", "--rounds", "2"),
+    ),
+    "job": Section(
+        "OpenVLA-7B trained by PPO, end to end: seconds of each stage",
+        ("gpu_job.py",),
+        ("gpu_job.py", "--shape", "tiny", "--slots", "4", "--micro", "4", "--ways", "LoRA"),
     ),
     "vllm": Section("vLLM: seconds to sleep and wake, bytes left", ("vllm_turns.py",), ("vllm_turns.py", "--tiny")),
     "weights": Section("Publication of weights", ("weight_sync.py",), ("weight_sync.py", "--megabytes", "8", "--rounds", "2")),
@@ -72,20 +99,29 @@ class Outcome:
     output: str
 
 
-def run(name: str, *, tiny: bool) -> Outcome:
-    """Run a section in a process of its own."""
+def run(name: str, *, tiny: bool, limit_s: float) -> Outcome:
+    """Run a section in a process of its own, which ends with all that it started."""
     section = SECTIONS[name]
     words = section.tiny if tiny else section.on_gpu
     folder = Path(__file__).parent
     command = [sys.executable, *(words if words[0] == "-m" else (str(folder / words[0]), *words[1:]))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     begun = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        output, errors = process.communicate(timeout=limit_s)
         # pytest's 5: no test was selected.
-        status, output = "ok" if done.returncode in (0, 5) else "failed", done.stdout + (done.stderr if done.returncode else "")
-    except subprocess.TimeoutExpired as error:
-        status, output = "out of time", (error.stdout or b"").decode(errors="replace")
+        status = "ok" if process.returncode in (0, 5) else "failed"
+    except subprocess.TimeoutExpired:
+        status = "out of time"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if status == "out of time":
+        output, errors = process.communicate()
+    output += errors if status != "ok" else ""
     figure = next((line.removeprefix("figure: ") for line in reversed(output.splitlines()) if line.startswith("figure: ")), "")
     return Outcome(section.title, " ".join(["python", *words]), status, time.monotonic() - begun, figure, output[-20_000:])
 
@@ -117,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=list(SECTIONS), metavar="NAME", help=", ".join(SECTIONS))
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder of gpu.json and gpu.md")
     parser.add_argument("--tiny", action="store_true", help="shapes that a processor can hold")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a section at most")
     parser.add_argument("--again", action="store_true", help="also sections that are done")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -126,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not options.again and name in outcomes and outcomes[name].status == "ok":
             print(f"{name}: done before")
             continue
-        outcomes[name] = run(name, tiny=options.tiny)
+        outcomes[name] = run(name, tiny=options.tiny, limit_s=options.limit)
         write_beside(notes, json.dumps({key: asdict(row) for key, row in outcomes.items()}, indent=1))
         write_beside(notes.with_suffix(".md"), markdown(outcomes))
         print(f"{name}: {outcomes[name].status}, {outcomes[name].seconds:.0f} s. {outcomes[name].figure}", flush=True)

@@ -32,7 +32,6 @@ from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.optimizer import Optimizers
 from embodied_rl.policies.base import ActionOutput, Policy, prepare_observation
 from embodied_rl.policies.build import build_policy
-from embodied_rl.policies.openvla.policy import VLAPolicy
 from embodied_rl.types import ActionLayout, ActionSpec, SimSpec, TensorSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -156,8 +155,6 @@ def audit(config: AnyPolicyConfig, spec: SimSpec, device: str) -> dict[str, Copi
     with tensors_on(device) as move:
         put(policy, move)
         observation = {key: move(part) for key, part in ready.items()}
-        if device == VIRTUAL and isinstance(policy, VLAPolicy):
-            policy.is_padded = lambda mask: False  # type: ignore[method-assign]  # a fake tensor has no values to ask
         for name, stage in stages_of(policy, observation, layout, device).items():
             counting = CountCopies(device)
             try:

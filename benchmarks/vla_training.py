@@ -1,8 +1,8 @@
 """Training steps of OpenVLA: time, tokens per second and peak memory, with all weights and with LoRA, with and without checkpointing.
 
 ``python benchmarks/vla_training.py``. Weights are random: only shapes matter here. A step is what PPO and cloning do with a micro-batch:
-pictures and prompts with their action tokens through the whole model, the log-probabilities' gradient, AdamW. `--shape` is `7b` (bfloat16)
-on a CUDA device and `medium` elsewhere: OpenVLA's layout with 8 layers, 256 wide.
+pictures and prompts with their action tokens through the whole model, the log-probabilities' gradient, clipped, and the learner's own step
+of AdamW. `--shape` is `7b` (bfloat16) on a CUDA device and `medium` elsewhere: OpenVLA's layout with 8 layers, 256 wide.
 
 Each way runs in a process of its own, so that its peak is its own: of the device's memory on a GPU, else of the process's, less what it
 held before it made the model. Gradient checkpointing is of the language model's layers, as `policy.gradient_checkpointing` has it.
@@ -31,6 +31,7 @@ from vla import NUM_TOKENS, PROMPT_TOKENS, SHAPES, flop_of, peaks_of, random_inp
 
 from embodied_rl.config import ShardingConfig
 from embodied_rl.learning.fsdp import make_mesh, shard
+from embodied_rl.learning.optimizer import Optimizer
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.openvla.model import OpenVLA
 from embodied_rl.policies.openvla.processor import PixelNormaliser
@@ -82,10 +83,11 @@ def one_rank(device: str) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def steps(step: Step, rows: int, rounds: int, device: str) -> list[float]:
+def steps(step: Step, rows: int, rounds: int, device: str, *, fused: bool = True) -> list[float]:
     """Seconds of each step (processor time on a CPU), after one that is not measured."""
     clock = time.process_time if device == "cpu" else time.perf_counter
-    optimizer = torch.optim.AdamW([part for part in step.parameters() if part.requires_grad], lr=1e-6, foreach=False)
+    trained = {name: part for name, part in step.named_parameters() if part.requires_grad}
+    optimizer = Optimizer(trained, eps=1e-8, max_grad_norm=1.0, fused=fused)
     given = random_inputs(rows, device, NUM_TOKENS)
     choices = (given["noise"] * step.model.tokens.num_bins).long()
     seconds = []
@@ -93,7 +95,8 @@ def steps(step: Step, rows: int, rounds: int, device: str) -> list[float]:
         synchronise(device)
         start = clock()
         step.evaluate(given["images"], given["input_ids"], given["mask"], choices).backward()
-        optimizer.step()
+        optimizer.clip()
+        optimizer.step(1e-6)
         optimizer.zero_grad()
         synchronise(device)
         seconds.append(clock() - start)
@@ -107,7 +110,8 @@ def resident_bytes() -> int:
 
 def measure_alone(shape: str, way: str, rank: int, rows: int, rounds: int, device: str) -> dict[str, Any]:
     """One way, in a process that has nothing else: {seconds, peak_bytes, trained}, or {error}."""
-    torch.set_num_threads(1)
+    if device == "cpu":
+        torch.set_num_threads(1)
     import peft  # noqa: F401  (its memory is no part of any way)
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -118,7 +122,9 @@ def measure_alone(shape: str, way: str, rank: int, rows: int, rounds: int, devic
         if way.endswith(OFFLOAD):
             with one_rank(device):
                 config = ShardingConfig(cpu_offload=True)
-                seconds = steps(shard(step, make_mesh(config, device), config), rows, rounds, device)
+                # As `ranks.Rank` has it.
+                fused = device != "cuda"
+                seconds = steps(shard(step, make_mesh(config, device), config), rows, rounds, device, fused=fused)
         else:
             seconds = steps(step, rows, rounds, device)
     except torch.OutOfMemoryError:
@@ -137,6 +143,7 @@ def measure(options: argparse.Namespace, device: str) -> dict[str, dict[str, Any
         if done.returncode:
             raise SystemExit(f"'{way}' failed:\n{done.stderr}")
         results[way] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{way}: {results[way]}", flush=True)
     return results
 
 

@@ -64,7 +64,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_what_is_done_stays_done(tmp_path: Path) -> None:
     first = command(tmp_path, "--sections", "maniskill")
     assert first.returncode == 0, first.stdout + first.stderr
-    assert first.stdout.splitlines()[-1] == "figure: 1 of 8 sections are done"
+    assert first.stdout.splitlines()[-1] == "figure: 1 of 11 sections are done"
     noted = json.loads((tmp_path / "gpu.json").read_text())["maniskill"]
     assert noted["figure"].startswith("cartpole ")
     assert noted["figure"] in (tmp_path / "gpu.md").read_text()
@@ -76,4 +76,4 @@ def test_every_section_runs_on_a_processor(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     pytest.importorskip("peft")
     done = command(tmp_path)
-    assert done.stdout.splitlines()[-1] == "figure: 8 of 8 sections are done", done.stdout + (tmp_path / "gpu.md").read_text()
+    assert done.stdout.splitlines()[-1] == "figure: 11 of 11 sections are done", done.stdout + (tmp_path / "gpu.md").read_text()

@@ -181,13 +181,16 @@ def make_openvla(directory: Path) -> Path:
     return directory
 
 
-def run(name: str, folder: Path) -> Path:
-    """Train golden run `name` below `folder`, with one thread whatever the machine has; returns its run folder."""
+def run(name: str, folder: Path, *changed: str) -> Path:
+    """Train golden run `name` below `folder`, with one thread whatever the machine has; returns its run folder.
+
+    `changed`: overrides after its own.
+    """
     torch.set_num_threads(1)
     if name in RESUMED:
         return resumed(name, folder)
     words = [word.replace("{openvla}", str(make_openvla(folder / "openvla"))) if "{openvla}" in word else word for word in RUNS[name]]
-    words = one_of_each(words)
+    words = one_of_each([*words, *changed])
     return train(load_train_config([*words, f"run_dir={folder / 'run'}"]), overrides=words)
 
 
@@ -213,24 +216,30 @@ def one_of_each(words: list[str]) -> list[str]:
     return list(values.values())
 
 
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    """{file/tensor: value} of the last checkpoint's policies, in the order of the names."""
+    folder = (run_dir / "checkpoints" / "last").resolve()
+    # A language model's tensors may lie in the checkpoint's model folder: they count under the names that they had before.
+    files = {path for path in folder.rglob("*.safetensors") if not path.name.startswith("learner") and path.parent.name != MODEL_FOLDER}
+    files |= {path.parent / POLICY_FILE for path in folder.rglob(STATE_FILE)}
+    assert files, f"no weights in {folder}"
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(files):
+        tensors = load_checkpoint(path.parent).policy if path.name == POLICY_FILE else load_file(path)
+        found |= {f"{path.relative_to(folder)}/{key}": tensors[key] for key in sorted(tensors)}
+    return found
+
+
 def hashes(run_dir: Path, *, values: bool) -> dict[str, str]:
     """{"weights", "metrics"}: SHA-256 of every tensor of the last checkpoint's weights, and of the metrics without clocks.
 
     Without `values`, of their names and shapes.
     """
     digest = hashlib.sha256()
-    folder = (run_dir / "checkpoints" / "last").resolve()
-    # A language model's tensors may lie in the checkpoint's model folder: they count under the names that they had before.
-    files = {path for path in folder.rglob("*.safetensors") if not path.name.startswith("learner") and path.parent.name != MODEL_FOLDER}
-    files |= {path.parent / POLICY_FILE for path in folder.rglob(STATE_FILE)}
-    assert files, f"no weights in {folder}"
-    for path in sorted(files):
-        tensors = load_checkpoint(path.parent).policy if path.name == POLICY_FILE else load_file(path)
-        for key in sorted(tensors):
-            tensor = tensors[key]
-            digest.update(f"{path.relative_to(folder)}/{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            if values:
-                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else np.asarray(tensor).tobytes())
+    for name, tensor in weights(run_dir).items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if values:
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else np.asarray(tensor).tobytes())
     clocks = ("time", "speed", "roles", "memory", "timeline")
     rows: list[Any] = [
         {key: value for key, value in row.items() if not key.startswith(clocks)} for row in read_metrics(run_dir / "metrics.jsonl")

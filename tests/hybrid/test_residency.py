@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,17 @@ def test_impossible_settings_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_gpu_memory_is_given_back_by_the_allocators_own_numbers() -> None:
-    module = nn.Sequential(*[nn.Linear(1024, 1024, device="cuda") for _ in range(8)])
-    optimizer = Optimizer(dict(module.named_parameters()), eps=1e-8, max_grad_norm=1.0)
-    module(torch.randn(4, 1024, device="cuda")).sum().backward()
-    optimizer.step(1e-3)
+    def trained() -> tuple[nn.Module, Optimizer]:
+        module = nn.Sequential(*[nn.Linear(1024, 1024, device="cuda") for _ in range(8)])
+        optimizer = Optimizer(dict(module.named_parameters()), eps=1e-8, max_grad_norm=1.0)
+        module(torch.randn(4, 1024, device="cuda")).sum().backward()
+        optimizer.step(1e-3)
+        return module, optimizer
+
+    trained()  # cuBLAS takes memory of its own from the allocator, once
+    gc.collect()
+    others = torch.cuda.memory_allocated()
+    module, optimizer = trained()
     before = {name: tensor.clone().cpu() for name, tensor in module.state_dict().items()}
     residency = Residency()
     residency.register("parameters", Tensors(module.parameters))
@@ -216,7 +224,7 @@ def test_gpu_memory_is_given_back_by_the_allocators_own_numbers() -> None:
     # The allocator rounds each tensor up to 512 bytes.
     freed = allocated - torch.cuda.memory_allocated()
     assert on_gpu <= freed <= on_gpu + 512 * 80
-    assert torch.cuda.memory_allocated() < 0.02 * allocated + 2**20
+    assert torch.cuda.memory_allocated() - others < 0.02 * on_gpu
     residency.begin("training")
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor.cpu(), before[name])

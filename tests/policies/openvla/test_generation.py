@@ -180,4 +180,5 @@ def test_generation_in_bfloat16_on_a_gpu_agrees_with_its_training_pass(model: Op
     sampled = generate(half, moved, torch.rand(2, 7, device=device), 7)
     logits, _ = half.teacher_forced(moved, sampled.choices + half.tokens.first_token)
     found = TokenDistribution.from_logits(logits).log_prob(sampled.choices)
-    torch.testing.assert_close(found, sampled.log_prob, atol=0.1, rtol=0)
+    # Logits of up to 8 are rounded in steps of 1/32, after hidden states that were rounded in each layer.
+    torch.testing.assert_close(found, sampled.log_prob, atol=0.25, rtol=0)
