@@ -13,6 +13,8 @@ ARGS ?=
 MINUTES ?= 10
 TORCH ?=
 export PYTHON TORCH
+# In a new clone each worker of the tests would compile all modules, and all at the same time: one process does it beside mypy.
+COMPILED = test -d tests/__pycache__
 # Processes start by the hundred: the package is compiled for the first of them, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -43,7 +45,7 @@ train: $(STAMP) ## train the main job; ARGS="…" overrides anything
 check: $(TEST_STAMP) ## format, lint and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	$(COMPILED) || $(PY) -m pytest --collect-only -qq >/dev/null 2>&1 & $(PY) -m mypy; found=$$?; wait; exit $$found
 
 test: check ## the tests that every change must pass
 	$(PY) -m pytest --numprocesses auto --dist loadfile $(ARGS)
