@@ -12,6 +12,7 @@ numbers afterwards as before, go on as the run's: the choice changes nothing but
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -191,9 +192,9 @@ class _Measurement:
         """Measure what is in question, and keep the chosen manager where it is as it was at its start."""
         most = self._numbers[-1]
         steps = {most: self._begin(most)}
-        step_s = steps[most][1]
-        takes_long = step_s * most >= _LONG_STEP_S * self._found[most].num_slots
-        clear = self._if_clear(step_s) if takes_long and not start.rounds else None
+        core_s = steps[most][2]
+        takes_long = core_s >= _LONG_STEP_S * self._found[most].num_slots
+        clear = self._if_clear(core_s) if takes_long and not start.rounds else None
         if clear is not None:
             start = clear
         else:
@@ -212,7 +213,7 @@ class _Measurement:
             self._found.pop(number).close()
         return start
 
-    def _begin(self, number: int) -> tuple[list[bytes], float]:
+    def _begin(self, number: int) -> tuple[list[bytes], float, float]:
         """What `_first_steps` tells of so many workers, for which the policy is built then."""
         told = _first_steps(manager := self._found[number])
         self._num_steps = self._num_steps or min(max(int(_SIMULATED_S / told[1]), _STEPS[0]), _STEPS[1])
@@ -220,12 +221,12 @@ class _Measurement:
             self._plays[number] = self._player.seconds(manager, self._num_steps)
         return told
 
-    def _if_clear(self, step_s: float) -> NumberComparison | None:
+    def _if_clear(self, core_s: float) -> NumberComparison | None:
         """As if fewer workers had been measured, where the simulation by itself would take them much longer than everything takes as many
-        as there are cores. `step_s`: of all slots, together."""
+        as there are cores. `core_s`: of one core, for a step of all slots."""
         most, groups, cores = self._numbers[-1], self._asked.config.num_groups, Topology.read(with_gpus=False)
         # Two threads of one core hold each other up: one of them by itself would be faster.
-        one_s = self._num_steps * step_s * most * len(cores.physical_cores) / len(cores.cores)
+        one_s = self._num_steps * core_s * len(cores.physical_cores) / len(cores.cores)
         seconds, steps = min(self._play(Setting(most, groups))() for _ in range(2))
         if one_s < _CLEARLY * self._numbers[-2] * seconds:
             return None
@@ -318,17 +319,27 @@ def still_actions(manager: EnvManager, num_slots: int) -> np.ndarray:
     return np.broadcast_to(np.where(np.isfinite(middle), middle, 0.0), shape).astype(spec.dtype)
 
 
-def _first_steps(manager: EnvManager, before: Sequence[bytes] = ()) -> tuple[list[bytes], float]:
-    """(what comes of a reset and some steps, as many as `before` is of, bit by bit; seconds of the fastest of these steps of all slots)."""
+def _first_steps(manager: EnvManager, before: Sequence[bytes] = ()) -> tuple[list[bytes], float, float]:
+    """(what comes of a reset and some steps, as many as `before` is of, bit by bit; seconds that one of these steps of all slots took at
+    least, and seconds of one core, other programs or not)."""
     actions, slots = still_actions(manager, manager.num_slots), range(manager.num_slots)
-    batch, seen, taken_s = manager.reset(), list[bytes](), list[float]()
+    batch, seen, taken_s, core_s = manager.reset(), list[bytes](), list[float](), list[float]()
     least, most = _COMPARED_STEPS
     while len(seen) < len(before) if before else len(taken_s) < least or (len(taken_s) < most and sum(taken_s) < _ENOUGH_S):
         seen += [batch.observation[key].tobytes() for key in manager.spec.tensors]
         begin_ended(manager, batch)
-        began = time.perf_counter()
+        used_s, began = _processor_s(manager), time.perf_counter()
         manager.send(slots, actions)
         batch = manager.recv(slots)
         taken_s.append(time.perf_counter() - began)
+        core_s.append(min(taken_s[-1] * manager.num_workers, (_processor_s(manager) - used_s) or math.inf))
         seen.append(batch.reward.tobytes())
-    return seen, min(taken_s)
+    return seen, min(taken_s), min(core_s)
+
+
+def _processor_s(manager: EnvManager) -> float:
+    """Processor time of the workers' main threads, which other programs that take the cores hardly change; 0 where it is not known."""
+    try:
+        return sum(int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[0]) for pid in manager.worker_pids()) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

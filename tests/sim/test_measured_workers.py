@@ -491,7 +491,7 @@ def test_workers_are_chosen_by_rollouts_of_the_runs_policy(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("step_s", "num_steps"), [(1e-4, 16), (0.005, 10), (1.0, 4)])
 def test_what_takes_long_plays_shorter_rollouts_and_is_not_bound(step_s: float, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 slots over two workers: a step by itself takes a core 50 us, 2.5 ms and 0.5 s, more than 100 us but for the first."""
+    """Of 4 slots: a step by itself takes a core 50 us, 2.5 ms and 0.5 s, more than 100 us but for the first."""
     first_steps, played, measured = measured_workers._first_steps, set[int](), set[Setting]()
 
     def sampled(_: object, setting: Setting) -> float:
@@ -503,7 +503,7 @@ def test_what_takes_long_plays_shorter_rollouts_and_is_not_bound(step_s: float, 
         return lambda: (60.0, 4 * num_steps)  # long: fewer workers may be as fast
 
     monkeypatch.setattr(measured_workers, "_LONG_STEP_S", 100e-6)
-    monkeypatch.setattr(measured_workers, "_first_steps", lambda *args: (first_steps(*args)[0], step_s))
+    monkeypatch.setattr(measured_workers, "_first_steps", lambda *args: (first_steps(*args)[0], step_s, 2 * step_s))
     monkeypatch.setattr(measured_workers._Measurement, "_seconds", sampled)
     config = dataclasses.replace(toy(), placement="none")
     asked = Circumstances(config, rollouts=True, tried=(1, 2), most_bound=2)
@@ -601,9 +601,9 @@ def test_fewer_workers_are_not_started_where_the_simulation_would_take_them_long
     threads = len(cores.cores) / len(cores.physical_cores)
     started, first_steps = list[int](), measured_workers._first_steps
 
-    def noted(manager: EnvManager, before: Sequence[bytes] = ()) -> tuple[list[bytes], float]:
+    def noted(manager: EnvManager, before: Sequence[bytes] = ()) -> tuple[list[bytes], float, float]:
         started.append(manager.num_workers)
-        return first_steps(manager, before)[0], 1e-6 + spent_s * threads
+        return first_steps(manager, before)[0], 1e-6 + spent_s, 2 * spent_s * threads
 
     monkeypatch.setattr(measured_workers, "_LONG_STEP_S", 100e-6)
     monkeypatch.setattr(measured_workers, "_first_steps", noted)
@@ -619,6 +619,17 @@ def test_fewer_workers_are_not_started_where_the_simulation_would_take_them_long
     found = Circumstances(toy(), rollouts=True, policy="given").remembered()
     assert found is not None
     assert found.has_number
+
+
+def test_what_a_step_takes_is_told_by_the_processor_time_of_the_workers() -> None:
+    """Four slots of 5 ms each, over two workers that both ask for one core: a step takes 20 ms or more, half of it waiting."""
+    core = {next(iter(os.sched_getaffinity(0)))}
+    with EnvManager.from_config(dataclasses.replace(toy(busy_s=0.005), num_workers=2), SEEDS) as manager:
+        for pid in manager.worker_pids():
+            os.sched_setaffinity(pid, core)
+        _, passed_s, core_s = measured_workers._first_steps(manager)
+    assert 0.02 <= core_s < 0.026
+    assert passed_s >= 0.02
 
 
 def test_slow_start_is_the_simulators_only_where_it_used_the_processor() -> None:

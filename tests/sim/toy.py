@@ -37,8 +37,9 @@ class CountingSim(SimEnv):
         once: str | None = None,
         victim: int | None = None,
         step_s: float = 0.0,
+        busy_s: float = 0.0,
     ) -> None:
-        self.once, self.victim, self.step_s, self.leaked = once, victim, step_s, b""
+        self.once, self.victim, self.step_s, self.busy_s, self.leaked = once, victim, step_s, busy_s, b""
         observation = {"state": TensorSpec((3,), "float64")}
         if image:
             observation["rgb"] = TensorSpec((8, 8, 3), "uint8")
@@ -57,6 +58,9 @@ class CountingSim(SimEnv):
             self.state[env_id, 2] += actions[row, 0]
             if self.step_s:
                 time.sleep(self.step_s)
+            until = time.thread_time() + self.busy_s
+            while time.thread_time() < until:
+                pass
             out.reward[env_id] = actions[row, 0]
             if self.misbehave and self.state[env_id, 1] == self.at and self._is_time(env_id):
                 self._misbehave(env_id)
