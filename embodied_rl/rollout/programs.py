@@ -33,7 +33,7 @@ from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.batch_sinks import record_turns
 from embodied_rl.rollout.collector import PATIENCE_S
-from embodied_rl.rollout.groups import Assignment, GroupQueue
+from embodied_rl.rollout.groups import Assignment, BatchNeverFullError, GroupQueue
 from embodied_rl.rollout.queue_pump import QueuePump
 from embodied_rl.sandbox.launch import NOT_STARTED
 from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
@@ -250,6 +250,8 @@ class ProgramRunner:
 
 _LOOK_S = 0.25
 """How often it is looked whether running programs are still needed."""
+_HOPELESS = 8
+"""Programs that fail before their first question, and none that does not, before the run ends: a module is missing, say."""
 _SEEDS = 29
 """Stream of randomness: the seeds of sessions."""
 
@@ -284,6 +286,8 @@ class ProgramCollector(QueuePump):
         self.faults: list[ProgramFault] = []
         """All of the run so far."""
         self._faults_file = faults_file
+        self._early: int | None = 0
+        """Programs that failed before their first question; None: one has come further, so that the program itself works."""
         self._tokenizer, self._num_slots, self._sampling, self._greedy_member = tokenizer, num_slots, sampling, greedy_member
         self._turns: dict[Assignment, int] = {}
         self._counts: Counter[str] = Counter()
@@ -339,7 +343,12 @@ class ProgramCollector(QueuePump):
                 with self._faults_file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"iteration": self.queue.version, **played.outcome.to_dict()}) + "\n")
             self.queue.failed(whose, str(played.outcome))
+            early = played.outcome.num_turns == 0 and played.outcome.kind in (ProgramFaultKind.CRASHED, ProgramFaultKind.NOT_STARTED)
+            self._early = self._early + 1 if early and self._early is not None else None
+            if self._early == _HOPELESS:
+                raise BatchNeverFullError(f"The first {_HOPELESS} programs ended before they asked the model once. {played.outcome}")
             return
+        self._early = None
         episode = episode_of_session(
             played.outcome,
             self._tokenizer,

@@ -304,6 +304,15 @@ def test_a_program_that_always_fails_ends_the_run_with_its_last_words(tmp_path: 
             collecting.next_groups(0)
 
 
+def test_a_program_that_never_gets_to_the_model_ends_the_run_soon(tmp_path: Path) -> None:
+    words = tokenizer()
+    with running(says(words, "red"), words, options(program(tmp_path, "import no_such_module"))) as runner:
+        collecting = collector(runner, words, new_queue(max_retries=100, max_rejected_per_step=1000))
+        with pytest.raises(BatchNeverFullError, match=r"first 8 programs ended before they asked the model once.*no_such_module"):
+            collecting.next_groups(0)
+    assert len(collecting.faults) == 8
+
+
 # ---- configuration --------------------------------------------------------------------------------------------------
 
 
