@@ -325,7 +325,7 @@ class HybridConfig(Config, place="hybrid"):
     max_restarts: Retries = 3
     """How often roles outside this process are begun anew in a run, when they end unexpectedly."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where training and generation run; auto: a GPU where there is one."""
+    """Where training and generation run; auto: a GPU where there is one, and a processor for an MLP of narrow layers."""
     num_threads: Processes | None = None
     """Threads of the learner on a CPU, of each rank with sharding; null: as many as there are cores, one with sharding. Each of them
     computes its own part of a minibatch of images."""

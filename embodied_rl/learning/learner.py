@@ -277,12 +277,12 @@ def make_learner(
 
     Raises UserError where the device is not here, or the policy cannot be cut.
     """
-    device = resolve_device(hybrid.device)
+    widest = max((layer.out_features for layer in policy.modules() if isinstance(layer, nn.Linear)), default=0)
+    device = training_device(hybrid, policy.work, widest)
     policy.to(device)
     if device.type == "cpu" and any(isinstance(layer, nn.Conv2d) for layer in policy.modules()):
         keep_freed_memory()
     num_threads = hybrid.rank_threads or num_cores()
-    widest = max((layer.out_features for layer in policy.modules() if isinstance(layer, nn.Linear)), default=0)
     if hybrid.sharding is not None:
         divided = RankExecutor(policy, config, hybrid, device, ranks)
         return Learner(policy, config, objective, divided, num_threads, divided)
@@ -305,6 +305,17 @@ def make_learner(
             num_threads = max(1, num_threads // parts)
         executor = LocalExecutor(policy, config, device, objective.precision, side_by_side=parts)
     return Learner(policy, config, objective, executor, num_threads)
+
+
+def training_device(hybrid: HybridConfig, work: str, widest: int) -> torch.device:
+    """Where a policy of this kind of work (`TrainedModule.work`), whose widest layer has so many outputs, is trained.
+
+    `hybrid.device=auto` leaves a GPU to others where an update of it would only wait for calls: an MLP of (64, 64) takes 78 ms there and
+    38 ms on a processor, one of (1024, 1024) 95 and 451 (benchmarks/gpu_small.py).
+    """
+    if hybrid.device == "auto" and hybrid.sharding is None and work == "vectors" and widest < VERY_WIDE_LAYER:
+        return torch.device("cpu")
+    return resolve_device(hybrid.device)
 
 
 def _fused(

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from embodied_rl.config import AlgorithmConfig
+from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
 from embodied_rl.learning.executors import LocalExecutor
 from embodied_rl.learning.fused import Faster, FusedExecutor
-from embodied_rl.learning.learner import LEAST_IMAGES, Learner, scheduled, shuffled
+from embodied_rl.learning.learner import LEAST_IMAGES, Learner, scheduled, shuffled, training_device
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.methods.rollout import rollout_values
 from embodied_rl.policies.actor_critic import ActorCritic
@@ -303,3 +303,23 @@ def test_the_faster_of_two_ways_is_kept_and_asked_for_again(second_s: float) -> 
         ways.took((second_s if ways.second else 1.0) + slow)
     tried, kept = [False, True] * 4, [second_s < 1.0] * 5
     assert taken == [*tried, *kept, *tried]
+
+
+@pytest.mark.parametrize(
+    ("work", "widest", "options", "wanted"),
+    [
+        ("vectors", 64, {}, "cpu"),
+        ("vectors", 1024, {}, "cuda"),
+        ("pictures", 64, {}, "cuda"),
+        ("large", 64, {}, "cuda"),
+        ("vectors", 64, {"device": "cuda"}, "cuda"),
+        ("vectors", 64, {"sharding": ShardingConfig()}, "cuda"),
+        ("large", 64, {"device": "cpu"}, "cpu"),
+    ],
+)
+def test_a_gpu_is_left_to_others_where_it_would_wait_for_calls(
+    work: str, widest: int, options: dict[str, Any], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert training_device(HybridConfig(**options), work, widest).type == wanted
