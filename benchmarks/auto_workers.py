@@ -13,7 +13,8 @@ the look at what other processes take, for which a run's imports leave time.
 A ratio is auto's rate over another setting's, over rounds in which both played side by side, with twice its standard error. It is a miss
 where all of that is below 0.95. Another setting is played no more once it is slower than auto's beyond doubt.
 
-Rows go into a file as they come; with the same file, `--into FILE`, a second call goes on with the simulators that are not in it.
+What is printed at the end is the table of docs/results.md. Rows go into a file as they come; with the same file, `--into FILE`, a second
+call goes on with the simulators that are not in it.
 Simulators that are not installed here are left out with a line each; robosuite's, which starts slowly, has fewer slots.
 """
 
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import provenance, text_table
+from tables import markdown_table, provenance
 
 from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.config.compose import load_train_config
@@ -242,46 +243,22 @@ def worst(row: dict[str, Any]) -> tuple[str, float, float]:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """The table, and whether auto kept what we want of it."""
-    lines, missed = [], []
+    """The table of docs/results.md, and whether auto kept what we want of it."""
+    settings = {Setting.read(each) for row in rows for each in row["ratios"]}
+    columns = sorted(settings, key=lambda each: (each.num_workers, each.num_turns or math.inf, each.bound))
+    lines = []
     for row in rows:
-        name, mean, error = worst(row)
-        if mean + error < REACH:
-            missed.append(row["sim"])
-        again, noise = row["ratios"][row["auto"]]
-        others = "  ".join(f"{each}: {one[0]:.2f}±{one[1]:.2f}" for each, one in row["ratios"].items() if each != row["auto"])
-        chosen = row["auto"] + ("" if row["decided"] else "?")
-        lines.append(
-            [
-                *(
-                    row["sim"],
-                    str(row["slots"]),
-                    chosen,
-                    f"{row['start_s']:.2f}",
-                    f"{row['choosing_s']:.0f}",
-                    f"{row['steps_per_s']:,}",
-                    str(row["rounds"]),
-                ),
-                *(f"{again:.2f}±{noise:.2f}", name, f"{mean:.2f}±{error:.2f}", others),
-            ]
-        )
-    heads = [
-        "simulator",
-        "slots",
-        "auto",
-        "chose in s",
-        "decided after s",
-        "steps/s",
-        "rounds",
-        "auto again",
-        "best other",
-        "auto / best",
-        "auto / others",
-    ]
+        ratios = [row["ratios"].get(str(each)) for each in columns]
+        cells = ["" if one is None else f"{one[0]:.2f} ± {one[1]:.2f}" for one in ratios]
+        chosen = [row["auto"] + ("" if row["decided"] else ", undecided"), f"{row['start_s']:.2f}", f"{row['choosing_s']:.0f}"]
+        lines.append([row["sim"], str(row["slots"]), *cells, *chosen])
+    heads = [f"{each.num_workers} × {each.num_turns}{' b' * each.bound}" for each in columns]
+    missed = [row["sim"] for row in rows if sum(worst(row)[1:]) < REACH]
     within = sum(worst(row)[1] >= REACH for row in rows)
     told = f" ({', '.join(missed)})" if missed else ""
     return (
-        f"{text_table(heads, lines)}\n\nworkers x turns (0: one by one; b: bound; ?: not yet decided, the fastest so far)\n"
+        f"{markdown_table(['', 'slots', *heads, 'auto took', 'chose in, s', 'decided after, s'], lines)}\n\n"
+        "workers × turns (0: one by one; b: bound); undecided: the fastest so far\n"
         f"figure: auto is beyond doubt behind {REACH:.0%} of the best setting with {len(missed)} of {len(rows)} simulators{told}; "
         f"its mean is at {REACH:.0%} or more with {within}"
     )

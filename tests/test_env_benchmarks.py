@@ -102,7 +102,8 @@ def test_auto_is_held_against_every_other_setting() -> None:
     text = auto_workers.report(rows)
     assert "behind 95% of the best setting with 1 of 3 simulators (behind)" in text
     assert text.endswith("its mean is at 95% or more with 1")
-    assert "0.93±0.03" in text
+    assert text.splitlines()[0] == "|  | slots | 1 × 2 | 2 × 1 | 2 × 2 | auto took | chose in, s | decided after, s |"
+    assert text.splitlines()[3] == "| noise | 8 | 1.80 ± 0.10 | 1.00 ± 0.02 | 0.93 ± 0.03 | 2x1 | 0.40 | 3 |"
 
 
 def test_default_is_what_a_user_gets_who_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
