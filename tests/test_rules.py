@@ -18,6 +18,7 @@ PROGRAM = TEXTS.replace("frozenlake", "agent_program")
 LAKE = "domains.lake={sim:{name:lake,target:a:b}}"
 POLE = "domains.pole={sim:{name:pole,target:a:b},policy:{name:actor_critic}}"
 DOMAINS = f"{TEXTS} {LAKE} {POLE}"
+ROLLOUTS = " ".join([CARTPOLE, *(f"domains.d{number}={{sim:{{name:pole,target:a:b,num_slots:{number}}}}}" for number in (4, 6))])
 MIX = "generation.mix={guest:{share:0.5,backend:random}}"
 APART = "hybrid=disaggregated"
 SCORED = "hybrid.reward_worker={target:a.b:c}"
@@ -41,6 +42,12 @@ EXAMPLES = (
         "minibatch_of_a_rollout",
         f"{CARTPOLE} sim.num_slots=4 algorithm.rollout_steps=8 algorithm.minibatch_size=33",
         "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps (32), got 33.",
+    ),
+    (
+        # Of 4 and 6 slots that share a policy an update learns from 5 * 8 decisions each: of 10 and 7 steps, rounded.
+        "minibatch_of_a_rollout",
+        f"{ROLLOUTS} algorithm.rollout_steps=8 algorithm.minibatch_size=83",
+        "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps (82), got 83.",
     ),
     # whole episodes
     ("rollout_staleness", f"{GROUPS} algorithm.max_staleness=1", "set algorithm.groups.max_staleness instead"),
@@ -92,7 +99,7 @@ EXAMPLES = (
     ),
     ("chunks_of_one", f"{VLA} policy.chunk=1 algorithm.advantage=gae_chunk", "'tiny_vla' acts step by step: take gae"),
     # several domains
-    ("domains_without_groups", f"{DOMAINS} algorithm=ppo", "all domains fill one queue of groups, and algorithm=ppo has none"),
+    ("domains_with_stored_steps", f"{CARTPOLE} algorithm=sac {POLE}", "algorithm=sac stores the steps of one task, recorded or played"),
     ("domains_recording", f"{DOMAINS} recording=[x]", "recording=x holds episodes of one task, and a run with several domains has many"),
     ("robot_player", f"{DOMAINS} domains.pole.algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
     ("domain_name", f"{DOMAINS} domains.language={{sim:{{name:x,target:y}}}}", "not be 'language' or 'shared'"),
@@ -150,6 +157,7 @@ EXAMPLES = (
         "divide sim.num_slots=2 slots: each needs one.",
     ),
     ("idle_players", f"{DOMAINS} {APART} {MIX[:-2]},num_slots:2}}}} hybrid.players=4", "mix.guest.num_slots=2 slots: each needs"),
+    ("idle_players", f"{ROLLOUTS} {APART} hybrid.players=4", "the slots of every domain: each needs as many as the others. The nearest"),
     (
         "idle_players",
         f"{GROUPS} {APART} algorithm.groups.groups_per_step=4 hybrid.players=3",

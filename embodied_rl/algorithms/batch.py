@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -127,6 +127,14 @@ class Batch(TensorRows):
     """[B, K] bool, where advantage, returns and value are [B, K], a number for each step of a chunk: those that were executed."""
     reference_log_prob: Tensor | None = None
     """[B, L] under the policy that the run started with; None: the loss does not compare with it."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[Batch]) -> Batch:
+        """One after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        found = [part.tensors() for part in parts]
+        return cls.of_tensors({name: torch.cat([tensors[name] for tensors in found]) for name in found[0]})
 
     @property
     def num_rows(self) -> int:

@@ -37,6 +37,8 @@ class Run:
     config: TrainConfig
     domain: str | None = None
     """Whose configuration it is; None: the run's."""
+    beside: int = 0
+    """Decisions of other domains' rollouts that the same update learns from."""
 
     @property
     def sim(self) -> SimConfig:
@@ -175,14 +177,19 @@ class Run:
 
     def divides(self, players: int) -> bool:
         """Whether so many players can have a slot each, and equally many groups."""
-        return (self.groups is None or self.groups.groups_per_step % players == 0) and players <= self.fewest_slots[1]
+        if players > self.fewest_slots[1]:
+            return False
+        if self.groups is None:
+            # How long each domain's rollouts are follows from the slots.
+            return all(domain.sim.num_slots % players == 0 for domain in self.config.domains.values())
+        return self.groups.groups_per_step % players == 0
 
     @property
     def divided(self) -> str:
         """What several players divide, and what each of them needs."""
         slots = "{}={} slots".format(*self.fewest_slots)
         if self.groups is None:
-            return f"{slots}: each needs one"
+            return f"{slots}: each needs one" if not self.config.domains else "the slots of every domain: each needs as many as the others"
         groups = f"algorithm.groups.groups_per_step={self.groups.groups_per_step} groups"
         return f"{groups} and {slots}: each needs as many groups as the others, and a slot"
 
@@ -211,7 +218,23 @@ class Run:
     @property
     def tasks(self) -> Iterator[Run]:
         """Each domain's own run; where there are no domains, the run itself."""
-        return (Run(self.config.for_domain(name), name) for name in self.config.domains) if self.config.domains else iter([self])
+        own = {name: self.config.for_domain(name) for name in self.config.domains}
+        of: dict[str, int] = {}
+        for name, config in own.items():
+            policy = self.config.policy_of(name)
+            of[policy] = of.get(policy, 0) + config.decisions_per_iteration
+        tasks = (Run(one, name, of[self.config.policy_of(name)] - one.decisions_per_iteration) for name, one in own.items())
+        return tasks if own else iter([self])
+
+    @property
+    def num_decisions(self) -> int:
+        """That an update on fixed rollouts learns from."""
+        return self.config.decisions_per_iteration + self.beside
+
+    @property
+    def one_by_one(self) -> Run | None:
+        """The first of several domains whose method keeps its steps."""
+        return next((task for task in self.tasks if not task.algorithm.on_policy), None) if self.config.domains else None
 
     @property
     def texts(self) -> list[str]:

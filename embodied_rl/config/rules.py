@@ -138,8 +138,8 @@ _FIXED_ROLLOUTS = (
     ),
     Rule(
         "minibatch_of_a_rollout",
-        _without_groups(lambda run: run.algorithm.on_policy and run.algorithm.minibatch_size > run.config.decisions_per_iteration),
-        "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps ({config.decisions_per_iteration}), got "
+        _without_groups(lambda run: run.algorithm.on_policy and run.algorithm.minibatch_size > run.num_decisions),
+        "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps ({run.num_decisions}), got "
         "{algorithm.minibatch_size}.",
     ),
 )
@@ -370,10 +370,10 @@ OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_DIVERGENCE, *_OFF_POLICY, *_PR
 
 _DOMAINS = (
     Rule(
-        "domains_without_groups",
-        lambda run: run.config.domains and run.groups is None,
-        "domains: all domains fill one queue of groups, and algorithm={algorithm.name} has none: choose one with groups "
-        "(algorithm=ppo_episodes is PPO there; grpo, gigpo, …).",
+        "domains_with_stored_steps",
+        lambda run: run.one_by_one is not None,
+        "domains: algorithm={run.one_by_one.algorithm.name} stores the steps of one task, recorded or played, and several domains are "
+        "learned from by what they play for each update: choose rollouts (algorithm=ppo) or groups (ppo_episodes, grpo, gigpo, …).",
     ),
     Rule(
         "domains_recording",

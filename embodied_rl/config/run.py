@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fractions
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -117,14 +118,14 @@ class DomainConfig(Config, place="domains.…"):
     sim: SimConfig
     """Its simulator: ``/sim@domains.NAME.sim: frozenlake`` in an experiment's defaults."""
     weight: Positive = 1.0
-    """Its share of the groups, against the other domains'."""
+    """Its share of the groups, or with fixed rollouts of an iteration's environment steps, against the other domains'."""
     policy: AnyPolicyConfig | None = None
     """Its own policy, ``/policy@domains.NAME.policy: mlp``; null: the run's, which all such domains share."""
     agent: dict[str, Any] = field(default_factory=dict)
     """In place of the run's `agent`."""
     algorithm: dict[str, Any] = field(default_factory=dict)
     """In place of the run's `algorithm`; of a domain that shares the run's policy: only advantage, advantage_options, gamma, gae_lambda,
-    reward and warm_start. Groups are the run's."""
+    reward and warm_start. groups, rollout_steps and max_staleness are the run's."""
     backend: Literal["tokens_torch", "vllm"] | None = None
     """Where its tokens are sampled; null: the run's generation.backend."""
     recording: tuple[str, ...] = ()
@@ -132,7 +133,8 @@ class DomainConfig(Config, place="domains.…"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require("groups" not in self.algorithm, "domains.….algorithm", "without groups: all domains share the run's", "groups")
+        for key in ("groups", "rollout_steps", "max_staleness"):
+            require(key not in self.algorithm, "domains.….algorithm", f"without {key}: all domains share the run's", key)
         if self.policy is None:
             unknown = sorted(set(self.algorithm) - set(CREDIT_KEYS))
             rule = f"some of {', '.join(CREDIT_KEYS)} in a domain that shares the run's policy"
@@ -364,8 +366,14 @@ class TrainConfig(Config):
         if domain.policy is not None and policy.name != "language":
             backend = "torch"
         generation = dataclasses.replace(self.generation, backend=backend, mix={})
+        total_steps = self.total_steps
+        if self.algorithm.groups is None:
+            # As many iterations as the run has.
+            algorithm = dataclasses.replace(algorithm, rollout_steps=self._rollout_steps(name))
+            total_steps = self.num_iterations * self._steps_at_once[name] * algorithm.rollout_steps
         return dataclasses.replace(
             self,
+            total_steps=total_steps,
             sim=domain.sim,
             policy=policy,
             agent=agent,
@@ -395,8 +403,22 @@ class TrainConfig(Config):
 
     @property
     def steps_per_iteration(self) -> int:
-        """Environment steps of one rollout, where no episode ends within a chunk: decisions × the policy's chunk."""
+        """Environment steps of one rollout of each domain, where no episode ends within a chunk: decisions × the policy's chunk."""
+        if self.domains:
+            return sum(steps * self._rollout_steps(name) for name, steps in self._steps_at_once.items())
         return self.decisions_per_iteration * self.policy.chunk_size
+
+    @property
+    def _steps_at_once(self) -> dict[str, int]:
+        """{domain: environment steps of one decision in all of its slots}"""
+        policies = {name: self.policy if domain.policy is None else domain.policy for name, domain in self.domains.items()}
+        return {name: domain.sim.num_slots * policies[name].chunk_size for name, domain in self.domains.items()}
+
+    def _rollout_steps(self, name: str) -> int:
+        """Of each slot in a domain: the environment steps that `rollout_steps` would be in all domains, divided by weight."""
+        weights, steps = {name: fractions.Fraction(domain.weight) for name, domain in self.domains.items()}, self._steps_at_once
+        share = weights[name] / sum(weights.values()) * sum(steps.values())
+        return max(1, round(self.algorithm.rollout_steps * share / steps[name]))
 
     @property
     def num_iterations(self) -> int:

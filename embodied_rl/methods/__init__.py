@@ -47,7 +47,7 @@ def make_method(
     ranks: RankHost | None = None,
     starts: Starts = ORDINARY,
 ) -> Method:
-    """What the configuration asks for of a run without groups; `methods.building` makes those with groups.
+    """What keeps its steps or learns from recorded ones; `methods.building` makes what consumes what it plays.
 
     Args:
         ranks: see `make_learner`.
@@ -57,8 +57,7 @@ def make_method(
     if algorithm.cloning is not None:
         clone = DaggerMethod if algorithm.cloning.dagger else CloningMethod
         return clone(config, manager, policy, generator, run_dir, ranks)
-    if algorithm.off_policy is None:
-        return RolloutMethod(config, manager, policy, generator, ranks, starts)
+    assert algorithm.off_policy is not None, "the others are built otherwise"
     if algorithm.off_policy.fresh:
         return MixedMethod(config, manager, policy, generator, run_dir, ranks, starts)
     return OfflineMethod(config, manager, policy, generator, run_dir, ranks)

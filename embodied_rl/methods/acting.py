@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,12 +14,12 @@ from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.generation.wrapped import WrappedGenerator
 from embodied_rl.learning.devices import compute_threads
-from embodied_rl.learning.learner import Learner
 from embodied_rl.methods.base import Method, Played, Prepared
 from embodied_rl.methods.starts import ORDINARY, Starts
+from embodied_rl.methods.streams import episode_figures, prefixed
 from embodied_rl.policies.base import TensorObservation
-from embodied_rl.rollout.collector import PATIENCE_S, RolloutCollector
-from embodied_rl.rollout.groups import WHOLE, Share
+from embodied_rl.rollout.collector import PATIENCE_S, Collector, RolloutCollector
+from embodied_rl.rollout.groups import WHOLE, Share, group_seed
 from embodied_rl.rollout.initialized import StartLibrary
 from embodied_rl.rollout.queue_pump import age_figures
 from embodied_rl.sim.simulators import Simulators
@@ -52,16 +51,17 @@ def make_rollout_collector(
     layout: ActionLayout,
     share: Share = WHOLE,
     starts: StartLibrary | None = None,
+    domain: str = "",
 ) -> RolloutCollector:
     """The collector that a configuration describes, in whatever process the simulators are; `share`: of the slots. What learns from steps
-    that it keeps says how they are acted in (`Collector.draw`)."""
+    that it keeps says how they are acted in (`Collector.draw`). Each named domain draws its own seeds and noise."""
     has_hosts, max_staleness = config.hybrid.placement.kind == "multiplexed", config.algorithm.max_staleness
     return RolloutCollector(
         manager,
         generator if config.algorithm.on_policy else SwitchedGenerator(generator, manager.spec),
         rollout_steps=config.algorithm.rollout_steps,
         num_groups=1 if has_hosts else config.sim.num_groups,
-        seed=config.seed,
+        seed=group_seed(config.seed, domain, 0) if domain else config.seed,
         layout=layout,
         max_staleness=max_staleness,
         min_ready=1 if has_hosts and max_staleness else None,
@@ -70,51 +70,60 @@ def make_rollout_collector(
     )
 
 
+def finished_in(rollout: Rollout) -> list[tuple[bool, float, int]]:
+    """See `Experience.finished`."""
+    # Success rates, and what is chosen by them, are of ordinary starts.
+    ordinary = [episode for episode in rollout.episodes if "start" not in episode.final_info]
+    return [(episode.success_once, episode.episode_return, episode.length) for episode in ordinary]
+
+
+def seen_in(rollout: Rollout) -> TensorObservation:
+    """{key: [B, ...]} what is numbers."""
+    # What came through Ray is read-only, of which torch warns.
+    parts = {key: part if part.flags.writeable else part.copy() for key, part in rollout.observation.items() if part.dtype != object}
+    return {key: torch.from_numpy(part).flatten(0, 1) for key, part in parts.items()}
+
+
 class PlayingMethod(Method[Played, Prepared]):
     """Plays `rollout_steps` of every slot, whether an update consumes them or keeps them; with `algorithm.max_staleness`, ahead of it."""
 
-    learner: Learner
     config: TrainConfig
     starts: Starts
     """Where episodes start that do not start ordinarily."""
 
     def play_in(self, manager: Simulators, generator: Generator, layout: ActionLayout, starts: Starts = ORDINARY) -> None:
-        """Once, when there is a learner. Raises UserError: nothing can be played while training."""
-        config, self.starts = self.config, starts
-        self.collector = make_rollout_collector(config, manager, generator, layout, starts=self.starts.libraries.get(""))
-        self._ages: dict[str, float] = {}
-        """Of the last rollout."""
+        """`play_by` a collector of the run's only domain. Raises UserError."""
+        collector = make_rollout_collector(self.config, manager, generator, layout, starts=starts.libraries.get(""))
+        self.starts = starts
+        self.play_by(collector, [generator])
+
+    def play_by(self, collector: Collector, acting: Sequence[Generator]) -> None:
+        """Once, when there are learners; `acting`: what acts for the collector. Raises UserError: nothing can be played while training."""
+        config, self.collector = self.config, collector
+        self._figures: dict[str, float] = {}
+        """Of the last rollouts: each named domain's, and ages."""
         if config.algorithm.max_staleness:
-            if generator.shares_weights:
+            if any(generator.shares_weights for generator in acting):
                 raise UserError(
                     f"algorithm.max_staleness={config.algorithm.max_staleness}: a policy of this size acts with the parameters that are "
                     "trained, not with a copy, so that nothing can be played meanwhile. The nearest possible: hybrid=disaggregated, or "
                     "algorithm.max_staleness=0."
                 )
-            self.learner.executor.meanwhile = functools.partial(self.play_ahead, 0.0)
+            for learner in self.all_learners:
+                learner.executor.meanwhile = functools.partial(self.play_ahead, 0.0)
 
-    def next_rollout(self, iteration: int) -> Rollout:
-        """What version `iteration` learns from, at most `algorithm.max_staleness` versions old. Raises SimFault."""
-        rollout = self.collector.next_rollout(iteration)
+    def next_rollouts(self, iteration: int) -> dict[str, Rollout]:
+        """{domain: what version `iteration` learns from}, at most `algorithm.max_staleness` versions old. Raises SimFault."""
+        rollouts, self._figures = self.collector.next_rollouts(iteration), {}
+        for domain in filter(None, rollouts):
+            figures = {"steps": float(rollouts[domain].num_steps), **episode_figures(finished_in(rollouts[domain]))}
+            self._figures |= prefixed(f"domains/{domain}", figures)
         self.play_ahead(0.0)
         if bound := self.config.algorithm.max_staleness:
-            assert rollout.age(iteration) <= bound, "newer weights wait until older ones have played"
-            self._ages = age_figures("rollout", (iteration - rollout.policy_version).ravel().tolist(), bound)
-        return rollout
-
-    @staticmethod
-    def finished_in(rollout: Rollout) -> list[tuple[bool, float, int]]:
-        """See `Experience.finished`."""
-        # Success rates, and what is chosen by them, are of ordinary starts.
-        ordinary = [episode for episode in rollout.episodes if "start" not in episode.final_info]
-        return [(episode.success_once, episode.episode_return, episode.length) for episode in ordinary]
-
-    @staticmethod
-    def seen_in(rollout: Rollout) -> TensorObservation:
-        """{key: [B, ...]} what is numbers."""
-        # What came through Ray is read-only, of which torch warns.
-        parts = {key: part if part.flags.writeable else part.copy() for key, part in rollout.observation.items() if part.dtype != object}
-        return {key: torch.from_numpy(part).flatten(0, 1) for key, part in parts.items()}
+            ages = [age for rollout in rollouts.values() for age in (iteration - rollout.policy_version).ravel().tolist()]
+            assert max(ages) <= bound, "newer weights wait until older ones have played"
+            self._figures |= age_figures("rollout", ages, bound)
+        return rollouts
 
     def play_ahead(self, patience_s: float = PATIENCE_S) -> None:
         with compute_threads(1):
@@ -122,7 +131,7 @@ class PlayingMethod(Method[Played, Prepared]):
                 pass
 
     def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), **self.collector.metrics(), **self._ages, **self.starts.metrics()}
+        return {**super().metrics(), **self.collector.metrics(), **self._figures, **self.starts.metrics()}
 
     def published(self, version: int) -> None:
         self.starts.commit()
@@ -132,17 +141,3 @@ class PlayingMethod(Method[Played, Prepared]):
         self.starts.begin_anew()
         self.starts.record()
         self.collector.restart(seed_round=iteration)
-
-    @property
-    def start_state(self) -> dict[str, Any]:
-        """What resuming needs of starts, to be a part of `state_dict`."""
-        return {"starts": libraries[""]} if (libraries := self.starts.state()) else {}
-
-    def load_starts(self, state: Mapping[str, Any]) -> None:
-        """Out of what `state_dict` gave."""
-        if self.starts.wanted:
-            self.starts.load({"": state["starts"]})
-
-    def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """See `Method.with_trained`: starts are of this process."""
-        return {**state, **self.start_state}

@@ -23,7 +23,8 @@ from embodied_rl.learning.episode_objectives import TokenObjective
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import TokenBatch
-from embodied_rl.methods.groups import GroupLearner
+from embodied_rl.methods.groups import of_domain
+from embodied_rl.methods.learners import PolicyLearner
 from embodied_rl.methods.streams import Stream, prefixed
 from embodied_rl.methods.warm_start import NO_START, WarmStart
 from embodied_rl.policies.language import LanguagePolicy
@@ -46,7 +47,7 @@ class PreparedTurns:
     metrics: dict[str, float]
 
 
-class TokenLearner(GroupLearner):
+class TokenLearner(PolicyLearner):
     """One language policy that plays one or several domains of text; each domain's episodes are valued in its own way."""
 
     policy: LanguagePolicy
@@ -70,10 +71,10 @@ class TokenLearner(GroupLearner):
         self._last: dict[str, list[AgentEpisode]] = {}
 
     def prepare(self, gathered: Sequence[EpisodeGroup]) -> PreparedTurns:
-        """See `GroupLearner.prepare`: the tokens of all domains, each with its own credit."""
+        """See `PolicyLearner.prepare`: the tokens of all domains, each with its own credit."""
         parts: list[PreparedTurns] = []
         for name, method in self._methods.items():
-            if own := self.of_domain(name, gathered):
+            if own := of_domain(name, gathered):
                 parts.append(prepare_turns(method, self.learner, own, trust_sampled=self._trust_sampled))
         return joined(parts)
 
@@ -93,7 +94,7 @@ class TokenLearner(GroupLearner):
         return any(start.wanted for start in self.warm_starts.values())
 
     def begin(self, version: int) -> None:
-        """See `GroupLearner.begin`: the players' episodes of all domains are cloned together, so that no domain is forgotten."""
+        """See `PolicyLearner.begin`: the players' episodes of all domains are cloned together, so that no domain is forgotten."""
         wanted = {name: start for name, start in self.warm_starts.items() if start.wanted}
         if wanted:
             before = {name: start.success() for name, start in wanted.items()}
@@ -117,7 +118,7 @@ class TokenLearner(GroupLearner):
             self._last[stream.name] = agent_episodes(groups)[: _DOMAIN_DIALOGUES if stream.domain else _DIALOGUES]
 
     def finish(self, run_dir: Path) -> None:
-        """See `GroupLearner.finish`: the last training episodes, to be read."""
+        """See `PolicyLearner.finish`: the last training episodes, to be read."""
         page, decode = Path(DIALOGUES), functools.partial(self.policy.tokenizer.decode, skip_special_tokens=False)
         for name, episodes in self._last.items():
             path = run_dir / (page if "" in self._methods else page.with_stem(f"{page.stem}-{name}"))

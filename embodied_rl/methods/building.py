@@ -1,4 +1,4 @@
-"""Builds a run on groups of episodes: the policies of its streams, what acts in them, their collectors, and what learns."""
+"""Builds a run on what it plays: the policies of its streams, what acts in them, their collectors, and what learns."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from embodied_rl.generation.base import Generator
 from embodied_rl.generation.scripted_tokens import RandomTokens
 from embodied_rl.generation.tokens import SharedTokens, TokenBackend
 from embodied_rl.learning.rank_hosts import RankHost
+from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.agents import TokenLearner
-from embodied_rl.methods.groups import EpisodeLearner, GroupLearner, GroupMethod
+from embodied_rl.methods.groups import EpisodeLearner, GroupMethod
 from embodied_rl.methods.language_player import Speaking, make_agent, make_backend, make_language_policy
+from embodied_rl.methods.learners import PolicyLearner, StreamsMethod
+from embodied_rl.methods.rollout import RolloutLearner, RolloutMethod
 from embodied_rl.methods.starts import give_starts
-from embodied_rl.methods.streams import Stream, StreamGenerators, make_queue
+from embodied_rl.methods.streams import Stream, StreamGenerators, make_collector, make_queue
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import Policy, TrainedModule
 from embodied_rl.policies.build import build_policy
@@ -34,7 +37,7 @@ from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import GroupQueue
+from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share
 from embodied_rl.rollout.programs import ProgramCollector, ProgramGenerator
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import ProgramOptions, is_program
@@ -87,12 +90,12 @@ class RunPolicies(TrainedModule):
 
 @dataclasses.dataclass(frozen=True)
 class RunParts:
-    """What learns in a run on groups, and what acts where that is in this process."""
+    """What learns in a run, and what acts where that is in this process."""
 
     policy: TrainedModule
     language: LanguagePolicy | None
     """The one among the policies that speaks."""
-    method: GroupMethod
+    method: StreamsMethod
     generator: Generator
 
 
@@ -152,15 +155,17 @@ class Playing:
 def let_play(
     streams: Sequence[Stream],
     acting: Acting,
-    queue: GroupQueue,
+    queue: GroupQueue | None,
     run_dir: Path,
     simulators: Callable[[Stream], Simulators] | None = None,
+    share: Share = WHOLE,
 ) -> Playing:
-    """Give every stream its generator and its collector, which fills `queue`.
+    """Give every stream its generator and its collector, which fills `queue`, or rollouts.
 
     Args:
         run_dir: gets what agent programs failed of (`PROGRAM_FAULTS`).
         simulators: what a robot's collector plays in, in place of the stream's own.
+        share: of a rollout's slots, where other workers play the rest.
 
     Raises:
         UserError: as `Agent` and the backends do.
@@ -171,8 +176,9 @@ def let_play(
     with ExitStack() as stack:
         for stream, kind in zip(streams, kinds, strict=True):
             if stream.config.policy.name != "language":
-                _let_robot_play(stream, acting, queue, stream.manager if simulators is None else simulators(stream))
+                _let_robot_play(stream, acting, queue, stream.manager if simulators is None else simulators(stream), share)
                 continue
+            assert queue is not None, "the configuration was checked"
             assert acting.speaking is not None, "there is a language policy"
             agent = stream.agent = make_agent(stream.config.agent, acting.speaking, stream.spec)  # its errors come before an engine
             stack.callback(agent.close)
@@ -195,9 +201,14 @@ def let_play(
     return Playing(backends, close)
 
 
-def _let_robot_play(stream: Stream, acting: Acting, queue: GroupQueue, simulators: Simulators) -> None:
+def _let_robot_play(stream: Stream, acting: Acting, queue: GroupQueue | None, simulators: Simulators, share: Share) -> None:
     stream.generator, layout = acting.generator(stream)
-    stream.collector = GroupCollector(
+    if queue is None:
+        stream.rollouts = make_rollout_collector(
+            stream.config, simulators, stream.generator, layout, share.of(stream.domain), stream.starts, stream.domain
+        )
+        return
+    stream.pump = GroupCollector(
         simulators,
         stream.generator,
         queue,
@@ -210,7 +221,7 @@ def _let_robot_play(stream: Stream, acting: Acting, queue: GroupQueue, simulator
 
 
 def _let_agent_play(stream: Stream, agent: Agent, backend: TokenBackend, queue: GroupQueue, acting: Acting) -> None:
-    stream.collector = AgentCollector(
+    stream.pump = AgentCollector(
         stream.manager,
         agent,
         backend,
@@ -235,7 +246,7 @@ def _let_programs_play(stream: Stream, agent: Agent, acting: Acting, queue: Grou
     served = ProgramGenerator(agent, speaking.tokenizer, backend, acting.weights, secrets.token_urlsafe(24))
     acting.weights_go_through(stream.name, served.backend)
     stream.generator = served
-    stream.collector = ProgramCollector(
+    stream.pump = ProgramCollector(
         served.runner(ProgramOptions.of(config.sim)),
         queue,
         served.tokenizer,
@@ -311,7 +322,7 @@ def build_here(config: TrainConfig, streams: Sequence[Stream], run_dir: Path, ch
     """
     give_starts(streams)
     policies, language = _policies(config, streams, run_dir, checkpoint, base)
-    queue, first = make_queue(config, streams), streams[0]
+    queue, first = make_queue(config, streams) if config.algorithm.groups is not None else None, streams[0]
     playing = let_play(streams, ActingHere(policies, language, run_dir), queue, run_dir)
     # That of a run's only stream, which knows its backend, as it is.
     generator = _all_generators(streams, language, playing) if first.domain else first.generator
@@ -365,14 +376,16 @@ def _learning(
     queue: GroupQueue | None,
     ranks: RankHost | None = None,
 ) -> RunParts:
-    learners: dict[str, GroupLearner] = {}
+    learners: dict[str, PolicyLearner] = {}
+    of_rollouts = config.algorithm.groups is None
+    learn: Callable[..., PolicyLearner] = RolloutLearner if of_rollouts else EpisodeLearner
     divided = _divided(policies, language)
     for name, policy in policies.items():
         own = [stream for stream in streams if stream.is_own and stream.policy == name]
         configs = {stream.domain: stream.config for stream in own}
         if language is None or policy is not language:
             shared = config if name == SHARED else own[0].config
-            learners[name] = EpisodeLearner(shared if name == divided else _whole(shared), configs, policy, ranks)
+            learners[name] = learn(shared if name == divided else _whole(shared), configs, policy, ranks)
             continue
         learner = learners[name] = TokenLearner(config, configs, language, ranks)
         if generator is not None:
@@ -381,7 +394,11 @@ def _learning(
             learner.warm_starts = {stream.domain: WarmStart(stream, stream.generator or generator) for stream in wanted}
     of = {stream.domain: stream.policy for stream in streams}
     trained = RunPolicies(policies, language, of) if streams[0].domain else policies[""]
-    method = GroupMethod(config, streams, learners, run_dir, queue, divided=divided)
+    if not of_rollouts:
+        method: StreamsMethod = GroupMethod(config, streams, learners, run_dir, queue, divided=divided)
+    else:
+        method = rollouts = RolloutMethod(config, streams, learners, run_dir, divided=divided)
+        rollouts.play_by(make_collector(streams, None), [stream.generator for stream in streams if stream.generator is not None])
     return RunParts(trained, language, method, generator or Generator())
 
 

@@ -22,7 +22,7 @@ from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import Learner, make_learner, scheduled
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.recorded import CloningObjective, read_statistics, step_rows
-from embodied_rl.methods.acting import PlayingMethod
+from embodied_rl.methods.acting import PlayingMethod, finished_in
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
 from embodied_rl.policies.base import Policy
@@ -233,8 +233,8 @@ class DaggerMethod(PlayingMethod[Rollout | None, None], CloningMethod):
         if iteration == 0:
             return Experience(0, [], nothing_seen(self.policy), None)
         self._draw()
-        rollout = self.next_rollout(iteration)
-        return Experience(rollout.num_steps, self.finished_in(rollout), nothing_seen(self.policy), rollout)
+        rollout = self.next_rollouts(iteration)[""]
+        return Experience(rollout.num_steps, finished_in(rollout), nothing_seen(self.policy), rollout)
 
     def prepare(self, experience: Experience[Rollout | None]) -> None:
         """Add the expert's answers to the data."""

@@ -20,7 +20,7 @@ from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import Learner, make_learner, scheduled
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.recorded import CriticsObjective, prepared, read_statistics, steps_of, transition_rows
-from embodied_rl.methods.acting import PlayingMethod
+from embodied_rl.methods.acting import PlayingMethod, finished_in, seen_in
 from embodied_rl.methods.base import Experience, Method
 from embodied_rl.methods.cloning import mean_figures, single_threaded
 from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
@@ -180,11 +180,11 @@ class MixedMethod(PlayingMethod[Rollout | None, int], OfflineMethod):
 
     def collect(self, iteration: int) -> Experience[Rollout | None]:
         self._draw(iteration)
-        rollout = self.next_rollout(iteration)
+        rollout = self.next_rollouts(iteration)[""]
         seen = nothing_seen(self.policy)
         if not self._has_statistics:
-            seen = {key: part for key, part in self.seen_in(rollout).items() if key in seen}
-        return Experience(rollout.num_steps, self.finished_in(rollout), seen, rollout)
+            seen = {key: part for key, part in seen_in(rollout).items() if key in seen}
+        return Experience(rollout.num_steps, finished_in(rollout), seen, rollout)
 
     def _draw(self, iteration: int) -> None:
         """Say in which of the rollouts from this one on the warm-up ends: it goes by what is stored when one is learned from. A policy that
@@ -247,9 +247,9 @@ class MixedMethod(PlayingMethod[Rollout | None, int], OfflineMethod):
         super().load_state_tensors({name: part for name, part in state.items() if not name.startswith(_BUFFER)})
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self.start_state}
+        return {**super().state_dict(), **self.starts.of_method()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.load_starts(state)
+        self.starts.load_of_method(state)
         self._has_statistics = self.recorded is not None or self.demonstrations is not None or not self._warming_up

@@ -1,111 +1,98 @@
-"""PPO on a fixed number of steps of every slot."""
+"""PPO on a fixed number of steps of every slot: of one domain or several, by one policy or one of each domain."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.ppo import PPO, RolloutValues, corrected, flat_rows
 from embodied_rl.algorithms.units import at_level
 from embodied_rl.config import TrainConfig
-from embodied_rl.generation.base import Generator
-from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
-from embodied_rl.methods.acting import PlayingMethod
+from embodied_rl.methods.acting import PlayingMethod, finished_in, seen_in
 from embodied_rl.methods.base import Experience
-from embodied_rl.methods.starts import ORDINARY, Starts
-from embodied_rl.policies.base import Policy, prepare_observation
-from embodied_rl.sim.simulators import Simulators
+from embodied_rl.methods.learners import RobotLearner, StreamsMethod, together
+from embodied_rl.policies.base import Policy, TensorObservation, prepare_observation
 from embodied_rl.types import Rollout
 
 
-class RolloutMethod(PlayingMethod[Rollout, Batch]):
-    """PPO on `rollout_steps` of every slot."""
+class RolloutLearner(RobotLearner[PPO]):
+    """PPO on fixed rollouts: a row is a decision."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        manager: Simulators,
-        policy: Policy,
-        generator: Generator,
-        ranks: RankHost | None = None,
-        starts: Starts = ORDINARY,
-    ) -> None:
-        """`ranks`, `starts`: see `make_method`."""
-        compose(config.algorithm)
-        self.config = config
+    def __init__(self, config: TrainConfig, configs: Mapping[str, TrainConfig], policy: Policy, ranks: RankHost | None = None) -> None:
+        """See `RobotLearner`."""
         self._objective = RolloutObjective(policy, config.algorithm, config.hybrid.precision)
-        self.learner = make_learner(self._objective, policy, config.algorithm, config.hybrid, ranks=ranks)
-        self._policy, self._algorithm = policy, PPO(config.algorithm)
+        super().__init__(config, configs, policy, PPO, self._objective, ranks)
         self._figures: dict[str, float] = {}
         """Of what was prepared last: its weights, and the KL term of its rewards."""
-        self.play_in(manager, generator, policy.action_layout, starts)
 
-    def collect(self, iteration: int) -> Experience[Rollout]:
-        rollout = self.next_rollout(iteration)
-        seen = self.seen_in(rollout) if self.config.algorithm.moves_statistics else {}
-        return Experience(rollout.num_steps, self.finished_in(rollout), seen, rollout)
+    def observation(self, gathered: dict[str, Rollout]) -> TensorObservation:
+        return together([seen_in(rollout) for rollout in gathered.values()]) if self.moves_statistics else {}
 
-    def prepare(self, experience: Experience[Rollout]) -> Batch:
-        rollout, algorithm, learner = experience.data, self.config.algorithm, self.learner
-        values = rollout_values(learner, self._policy, rollout)
-        seen = {key: rollout.observation[key].reshape(-1, *rollout.observation[key].shape[2:]) for key in self._policy.observation_keys}
-        ready, action = prepare_observation(self._policy, seen), flat_rows(rollout.action)
-        kl, steps, present, reference = self._algorithm.kl, self._objective.steps(action.device), None, None
-        if algorithm.correction.enabled or kl.in_reward:
+    def prepare(self, gathered: dict[str, Rollout]) -> Batch:
+        self._figures = {}
+        return Batch.joined([self._prepared(self.methods[name], rollout) for name, rollout in gathered.items()])
+
+    def _prepared(self, algorithm: PPO, rollout: Rollout) -> Batch:
+        learner, policy, kl = self.learner, self.policy, algorithm.kl
+        values = rollout_values(learner, policy, rollout)
+        seen = {key: rollout.observation[key].reshape(-1, *rollout.observation[key].shape[2:]) for key in policy.observation_keys}
+        ready, action = prepare_observation(policy, seen), flat_rows(rollout.action)
+        steps, present, reference = self._objective.steps(action.device), None, None
+        if algorithm.config.correction.enabled or kl.in_reward:
             present = learner.log_probs(ready, action)
         if learner.has_reference:
             reference = learner.log_probs(ready, action, of_reference=True)
-        action_dim = max(self._policy.spec.action.dim, 1)
         of_units = kl.divergence(present, reference)
         of_steps = None if of_units is None else at_level(of_units, "action", None, steps)
-        rollout, self._figures = self._algorithm.shaped(rollout, of_steps)
-        batch = self._algorithm.prepare(rollout, values, ready, action_dim=action_dim)
+        rollout, figures = algorithm.shaped(rollout, of_steps)
+        batch = algorithm.prepare(rollout, values, ready, action_dim=max(policy.spec.action.dim, 1))
         if kl.in_loss:
             batch = batch.replaced(reference_log_prob=reference)
-        if not algorithm.correction.enabled:
-            return batch
-        assert present is not None, "it was computed"
-        weighed, figures = corrected(batch, present, algorithm.correction, level=algorithm.ratio, steps=steps)
+        if algorithm.config.correction.enabled:
+            assert present is not None, "it was computed"
+            batch, weighed = corrected(batch, present, algorithm.config.correction, level=algorithm.config.ratio, steps=steps)
+            figures |= weighed
         self._figures |= figures
-        return weighed
+        return batch
 
     def update(self, prepared: Batch, *, iteration: int, steps: int) -> dict[str, float]:
-        if iteration < self.config.algorithm.critic_warmup:
-            # Without advantages the policy's loss has no gradient.
+        if iteration < self.config.algorithm.critic_warmup:  # without advantages the policy's loss has no gradient
             prepared = prepared.replaced(advantage=torch.zeros_like(prepared.advantage))
         stats = self.learner.update(
             prepared,
             minibatch_rows=self.config.algorithm.minibatch_size,
             progress=iteration / self.config.num_iterations,
             seed=[self.config.seed, iteration],
-            kl_coef=self._algorithm.kl.coefficient.value,
+            kl_coef=self.kl.coefficient.value,
         )
-        return {**stats, **self._figures, **self._algorithm.kl.measured(stats, prepared.num_rows)}
+        return {**stats, **self._figures, **self.kl.measured(stats, prepared.num_rows)}
+
+    def begin(self, version: int) -> None:
+        super().begin(version)
+        for method in self.methods.values():
+            method.restart_episodes()
+
+
+class RolloutMethod(PlayingMethod[dict[str, Any], dict[str, Any]], StreamsMethod):
+    """A rollout of every stream for each update; every policy learns from its own."""
+
+    def collect(self, iteration: int) -> Experience[dict[str, Any]]:
+        played = self.next_rollouts(iteration)
+        of = {name: [stream.domain for stream in self.streams if stream.policy == name] for name in self.learners}
+        gathered, seen = self.gathered({name: {domain: played[domain] for domain in domains} for name, domains in of.items()})
+        finished = [episode for rollout in played.values() for episode in finished_in(rollout)]
+        return Experience(sum(rollout.num_steps for rollout in played.values()), finished, seen, gathered)
 
     def restart(self, iteration: int) -> None:
-        self.learner.keep_reference()
-        self._algorithm.restart_episodes()
+        self.warm_start.run(iteration)
         self.begin(iteration)
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return self.learner.state_tensors()
-
-    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        self.learner.load_state_tensors(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self._algorithm.state_dict(), **self.start_state}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._algorithm.load_state_dict(state)
-        self.load_starts(state)
 
 
 def rollout_values(learner: Learner, policy: Policy, rollout: Rollout) -> RolloutValues:

@@ -83,6 +83,16 @@ class Starts:
         """{domain: what resuming needs}, JSON-able; empty where all groups start ordinarily."""
         return {domain: starts.state_dict(_in_flight(queue) or ()) for domain, starts in self.libraries.items()}
 
+    def of_method(self, queue: GroupQueue | None = None) -> dict[str, Any]:
+        """`state` as a part of the method's: of a run's only domain without its name."""
+        libraries = self.state(queue)
+        return {"starts": libraries.get("", libraries)} if libraries else {}
+
+    def load_of_method(self, state: Mapping[str, Any]) -> None:
+        """`load` out of a method's state."""
+        if self.wanted:
+            self.load({"": state["starts"]} if "" in self.libraries else state["starts"])
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue. Raises IncompatibleCheckpointError (see `StartLibrary.load_state_dict`)."""
         for domain, starts in self.libraries.items():

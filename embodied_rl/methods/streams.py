@@ -1,4 +1,4 @@
-"""What a run on groups of episodes plays: a stream for each domain and player, and one queue that asks all of them for groups.
+"""What a run plays: a stream for each domain and player; of a method on groups, one queue asks all of them.
 
 A run with one domain has one stream, whose domain has no name: its configuration is the run's, and its figures and tensors have no prefix.
 """
@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.algorithms.filters import GroupFilter, build_filters
@@ -19,6 +21,8 @@ from embodied_rl.config.policy import draws_tokens
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.methods.base import Recordable
+from embodied_rl.rollout.collector import NOT_PLAYED, Collector, RolloutCollector
+from embodied_rl.rollout.domain_rollouts import DomainRollouts
 from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, queue_weights
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, GroupQueueConfig, Share
@@ -36,7 +40,7 @@ OWN_PLAYER = "policy"
 
 @dataclass
 class Stream:
-    """What one player plays in one domain; generator and collector are None where they are in another process."""
+    """What one player plays in one domain; generator and collector, `pump` or `rollouts`, are None where they are in another process."""
 
     domain: str
     """The configuration's; empty: the run's only one."""
@@ -51,11 +55,18 @@ class Stream:
     """Of a player of generation.mix."""
     generator: Generator | None = None
     """Plays held-out episodes; None of other players than the run's own, too."""
-    collector: QueuePump | None = None
+    pump: QueuePump | None = None
+    """Of a method on groups."""
+    rollouts: RolloutCollector | None = None
+    """Of fixed rollouts."""
     agent: Agent | None = None
     """Of a domain of text."""
     starts: StartLibrary | None = None
     """Where groups start that do not start ordinarily."""
+
+    @property
+    def collector(self) -> Collector:
+        return self.pump or self.rollouts or NOT_PLAYED
 
     @property
     def is_own(self) -> bool:
@@ -82,12 +93,6 @@ class Stream:
     def temperature(self) -> float | None:
         """Of evaluation; None: its policy acts by its mode, or draws no action tokens."""
         return self.config.evaluation.temperature if draws_tokens(self.config.policy) else None
-
-    @property
-    def pump(self) -> QueuePump:
-        """The collector, of a stream that is played in this process."""
-        assert self.collector is not None, "it is played in another process"
-        return self.collector
 
 
 def domains_of(config: TrainConfig) -> tuple[str, ...]:
@@ -246,19 +251,20 @@ def simulators_of(streams: Sequence[Stream]) -> Simulators:
     return DomainSimulators(streams) if streams[0].domain else streams[0].manager
 
 
-def make_collector(config: TrainConfig, streams: Sequence[Stream], queue: GroupQueue) -> QueuePump:
-    """What fills the queue from the streams' own collectors."""
-    groups = config.algorithm.groups
-    assert groups is not None, "a method on groups"
-    if not streams[0].domain:
-        return streams[0].pump
-    return DomainCollector({stream.name: stream.pump for stream in streams}, queue, lockstep=groups.max_staleness == 0)
+def make_collector(streams: Sequence[Stream], queue: GroupQueue | None) -> Collector:
+    """What fills the queue, or without one rollouts, from the streams' own collectors; `NOT_PLAYED` of those in another process."""
+    if not streams[0].domain or not streams[0].collector.plays:
+        return streams[0].collector
+    if queue is None:
+        return DomainRollouts({stream.domain: stream.rollouts for stream in streams if stream.rollouts is not None})
+    pumps = {stream.name: stream.pump for stream in streams if stream.pump is not None}
+    return DomainCollector(pumps, queue, lockstep=queue.config.max_staleness == 0)
 
 
 def recordable_streams(streams: Sequence[Stream]) -> list[Recordable]:
     """What may be written down of a run's streams (`record.share`): every domain as the run's own policy plays it."""
-    own = [stream for stream in streams if stream.is_own]
-    return [Recordable(one.pump, one.domain, one.manager.num_slots, one.spec, one.config.sim) for one in own]
+    own = [stream for stream in streams if stream.is_own and stream.collector.plays]
+    return [Recordable(one.collector, one.domain, one.manager.num_slots, one.spec, one.config.sim) for one in own]
 
 
 def make_queue(config: TrainConfig, streams: Sequence[Stream], share: Share = WHOLE) -> GroupQueue:
@@ -298,3 +304,9 @@ def prefixed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def of_name(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `prefixed`, the other way round."""
     return {key.removeprefix(f"{name}/"): value for key, value in values.items() if key.startswith(f"{name}/")} if name else dict(values)
+
+
+def episode_figures(finished: Sequence[tuple[bool, float, int]]) -> dict[str, float]:
+    """``episodes`` of a batch (`Experience.finished`), and their means where there are any: ``success``, ``return``, ``length``."""
+    columns = zip(("success", "return", "length"), zip(*finished, strict=True), strict=False)
+    return {"episodes": float(len(finished)), **{name: float(np.mean(column)) for name, column in columns}}

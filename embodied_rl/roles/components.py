@@ -70,7 +70,7 @@ def start_simulators(config: TrainConfig, tell: Callable[[str], None]) -> Starte
         return Started(worker, functools.partial(_around_worker, config, worker))
     streams = streams_of(config, lambda own, num_slots: _simulators(own, num_slots, None if config.domains else tell))
     manager = simulators_of(streams)
-    if config.algorithm.groups is None:
+    if not config.algorithm.on_policy:
         return Started(manager, functools.partial(_around_manager, config, streams, manager))
     return Started(manager, functools.partial(_around_streams, config, streams))
 
@@ -138,7 +138,7 @@ def _around_manager(
     folder: Path | None,
     base: Path | None,
 ) -> RunComponents:
-    """All in this process, of a method without groups."""
+    """All in this process, of a method that keeps its steps."""
     policy = build_policy(config.policy, spec)
     generator = make_generator(config.generation, policy)
     method = make_method(_here(config), manager, policy, generator, run_dir, starts=give_starts(streams))
@@ -148,7 +148,7 @@ def _around_manager(
 def _around_streams(
     config: TrainConfig, streams: list[Stream], spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
 ) -> RunComponents:
-    """All in this process, of a method on groups."""
+    """All in this process, of a method that consumes what it plays."""
     parts = build_here(_here(config), streams, run_dir, folder, base)
     return _scored(config, RunComponents(parts.policy, parts.generator, parts.method))
 
@@ -171,7 +171,7 @@ def _around_worker(
     streams = streams_elsewhere(own, worker.specs, worker)
     starts = worker.starts = RemoteStarts(worker, streams)
     with ExitStack() as undo:
-        if config.algorithm.groups is None:
+        if not config.algorithm.on_policy:
             policy: TrainedModule = build_policy(config.policy, spec)
             worker.take_policy(policy, {})
             method: Method = make_method(own, worker, policy, worker.generator, run_dir, worker.ranks(own.hybrid), starts)

@@ -15,24 +15,21 @@ import torch
 from torch import Tensor
 
 from embodied_rl.config import HybridConfig, TrainConfig
-from embodied_rl.generation.base import Generator
 from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.ranks import RankExecutor
-from embodied_rl.methods import Experience, Method, make_method
+from embodied_rl.methods import Experience, Method
 from embodied_rl.methods.building import build_elsewhere
 from embodied_rl.methods.language_apart import ModelFiles, blank_policy, write_model_files
 from embodied_rl.methods.streams import streams_elsewhere
 from embodied_rl.policies.base import TrainedModule
-from embodied_rl.policies.build import build_policy
 from embodied_rl.roles.ray_calls import Actor, Outcome, Reference, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_ranks import RankWorker, RayRanks
 from embodied_rl.roles.ray_roles import RayTeam, RayWorker, wait_for_start
 from embodied_rl.roles.remote import RemoteCollector, RemoteWorker, WorkerHandle
-from embodied_rl.rollout.collector import NOT_PLAYED, CollectorTimes
-from embodied_rl.sim.simulators import SimulatorsElsewhere
+from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.types import SimSpec
 
 
@@ -46,7 +43,6 @@ class TrainWorker:
     def __init__(
         self,
         config: TrainConfig,
-        num_slots: int,
         model: ModelFiles,
         specs: Sequence[dict[str, Any]],
         ranks: Sequence[Any] = (),
@@ -73,8 +69,7 @@ class TrainWorker:
             # A model's files are read when this is over: an actor that is killed leaves nothing behind.
             with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder:
                 found = [SimSpec.from_dict(one) for one in specs]
-                self.policy, self.method = _learner(own, found, num_slots, model, Path(folder), RayRanks(ranks))
-            self.method.collector = NOT_PLAYED
+                self.policy, self.method = _learner(own, found, model, Path(folder), RayRanks(ranks))
 
         self._built = outcome_of(build)
 
@@ -148,7 +143,7 @@ class TrainedApart(Method[Any, Experience]):
         self._ranks = [rank.options(**cluster.options("train", number)).remote(worker.model) for number in range(1, num_ranks)]
         actor: Actor = ray.remote(TrainWorker).options(**cluster.options("train"))
         specs = [spec.to_dict() for spec in worker.specs]
-        self._worker: Actor = actor.remote(config, worker.num_slots, worker.model, specs, self._ranks)
+        self._worker: Actor = actor.remote(config, worker.model, specs, self._ranks)
         try:
             first = self._worker.load.remote(_on_host(self._policy.state_dict()))
             ranks_s = 0.0 if config.hybrid.sharding is None else config.hybrid.sharding.start_timeout_s
@@ -295,18 +290,14 @@ def _end(actor: Actor) -> None:
 
 
 def _learner(
-    config: TrainConfig, specs: Sequence[SimSpec], num_slots: int, model: ModelFiles, folder: Path, ranks: RankHost
+    config: TrainConfig, specs: Sequence[SimSpec], model: ModelFiles, folder: Path, ranks: RankHost
 ) -> tuple[TrainedModule, Method]:
     """(policy with random weights, method). `specs`: of all streams; `model`: of a language policy."""
-    run_dir = Path(config.run_dir)
-    if config.algorithm.groups is None:
-        policy = build_policy(config.policy, specs[0])
-        return policy, make_method(config, SimulatorsElsewhere(specs[0], num_slots), policy, Generator(), run_dir, ranks)
     language = None
     if model:
         write_model_files(model, folder)
         language = blank_policy(config.language, folder)
-    parts = build_elsewhere(config, streams_elsewhere(config, specs), run_dir, language=language, ranks=ranks)
+    parts = build_elsewhere(config, streams_elsewhere(config, specs), Path(config.run_dir), language=language, ranks=ranks)
     return parts.policy, parts.method
 
 

@@ -333,10 +333,8 @@ class RemoteCollector(Collector):
     def draw(self, way: Way, *, random_before: int = 0, first: int = 0) -> None:
         self._drawn = {"way": way, "random_before": random_before, "first": first}
 
-    def next_rollout(self, version: int) -> Rollout:
-        rollout = self._play(version).rollout
-        assert rollout is not None, "fixed rollouts"
-        return rollout
+    def next_rollouts(self, version: int) -> dict[str, Rollout]:
+        return self._play(version).rollouts
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
         """See `GroupCollector.next_groups`; the queue here learns in the same moment that they are consumed."""

@@ -18,8 +18,6 @@ from embodied_rl.hybrid.host_times import Span
 from embodied_rl.hybrid.residency import Residency
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.methods import training_sim
-from embodied_rl.methods.acting import make_rollout_collector
-from embodied_rl.methods.base import Recordable
 from embodied_rl.methods.building import Playing, let_play
 from embodied_rl.methods.language_apart import ModelFiles
 from embodied_rl.methods.starts import Starts, give_starts
@@ -53,14 +51,15 @@ class Collected:
     """What was collected for one update, and what its receiver needs to go on should the worker end."""
 
     groups: list[EpisodeGroup]
-    """Empty: it is a fixed rollout."""
+    """Empty: there are fixed rollouts."""
     times: CollectorTimes
     queue: dict[str, Any] | None
     """Of groups: the queue's state as if they were trained on. It comes with the groups, so that none is consumed twice."""
     faults: list[FaultRecord]
     """Of simulators, since the last time."""
     metrics: dict[str, float]
-    rollout: Rollout | None = None
+    rollouts: dict[str, Rollout] = field(default_factory=dict)
+    """{domain: its fixed rollout}"""
     spans: list[Span] = field(default_factory=list)
     """Of hosts, for a timeline."""
     starts: dict[str, list[Report]] = field(default_factory=dict)
@@ -169,18 +168,12 @@ class RolloutWorker:
         config, first = self.config, self.streams[0]
         self.starts = give_starts(self.streams)
         with self.acting.reading(files):
-            if config.algorithm.groups is None:
-                first.generator, layout = self.acting.generator(first)
-                self._collector = make_rollout_collector(
-                    config, self._simulators(first), first.generator, layout, self._share, first.starts
-                )
-                self._residency = residency_of_playing(config.hybrid.offload, self.manager, (), first.generator)
-                return
-            self.queue = make_queue(config, self.streams, self._share)
-            self._playing = let_play(self.streams, self.acting, self.queue, Path(config.run_dir), self._simulators)
+            if config.algorithm.groups is not None:
+                self.queue = make_queue(config, self.streams, self._share)
+            self._playing = let_play(self.streams, self.acting, self.queue, Path(config.run_dir), self._simulators, self._share)
         backends = list(self._playing.backends.values())
         self._residency = residency_of_playing(config.hybrid.offload, self.manager, backends, first.generator)
-        self._collector = make_collector(config, self.streams, self.queue)
+        self._collector = make_collector(self.streams, self.queue)
         self.scorer = self._make_scoring(config)
         self._collector.score_with(self.scorer)
 
@@ -189,9 +182,7 @@ class RolloutWorker:
 
         Raises UserError: see `start_recorders`.
         """
-        first, share = self.streams[0], self._share
-        whole = Recordable(self.collector, "", self.manager.num_slots, first.spec, first.config.sim)
-        recordable = [whole] if self.queue is None else recordable_streams(self.streams)
+        recordable, share = recordable_streams(self.streams), self._share
         if share.count > 1:
             recordable = [replace(one, folder=str(Path(one.folder, f"worker_{share.index}"))) for one in recordable]
         self.recorders = start_recorders(self.config, recordable, Path(run_dir), command)
@@ -224,11 +215,12 @@ class RolloutWorker:
         if drawn:
             self.collector.draw(**drawn)
         groups: list[EpisodeGroup] = []
-        state = rollout = None
+        rollouts: dict[str, Rollout] = {}
+        state = None
         self._take_weights()
         self._residency.begin("generation")
         if self.queue is None:
-            rollout = self.collector.next_rollout(version)
+            rollouts = self.collector.next_rollouts(version)
         else:
             groups = self.collector.next_groups(version)
         self._lend()
@@ -236,7 +228,7 @@ class RolloutWorker:
             state = self.queue.state_dict(settled=True)
         spans, faults = [] if self.lease is None else self.lease.spans(), self._new_faults()
         self._residency.begin("training")
-        return Collected(groups, self.collector.times, state, faults, self._metrics(), rollout, spans, self.starts.report())
+        return Collected(groups, self.collector.times, state, faults, self._metrics(), rollouts, spans, self.starts.report())
 
     def start_states(self) -> dict[str, Any]:
         """See `Starts.state`. Of fixed rollouts an expert's episodes come before all others: these begin in all slots at once."""

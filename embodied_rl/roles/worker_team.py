@@ -23,6 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from embodied_rl.config import SimConfig, TrainConfig
+from embodied_rl.methods.streams import domains_of
 from embodied_rl.roles.failures import RoleLost
 from embodied_rl.roles.worker import Collected
 from embodied_rl.rollout.collector import CollectorTimes
@@ -41,15 +42,17 @@ class WorkerTeam:
     def __init__(self, config: TrainConfig, start: Callable[[TrainConfig, Share], Any]) -> None:
         """`start` a `WorkerHandle` for each share of the configuration's `hybrid.players`; those that began are ended if one cannot."""
         self._workers: list[Any] = []
-        self._slots: list[int] = []
-        """Of each of them, with fixed rollouts."""
-        self._domains = list(config.domains)
+        self._slots: list[dict[str, int]] = []
+        """{domain: its own} of each of them."""
+        self._domains, whole = list(config.domains), slots_of(config)
         self._pool = ThreadPoolExecutor(config.hybrid.players, thread_name_prefix="worker")
         try:
             for index in range(config.hybrid.players):
                 part = part_of(config, index)
-                self._workers.append(start(part, Share(index, config.hybrid.players, sum(self._slots), config.sim.num_slots)))
-                self._slots.append(part.sim.num_slots)
+                before = {name: sum(slots[name] for slots in self._slots) for name in whole}
+                domains = {name: (before[name], slots) for name, slots in whole.items()}
+                self._workers.append(start(part, Share(index, config.hybrid.players, domains=domains)))
+                self._slots.append(slots_of(part))
         except BaseException:
             self.close()
             raise
@@ -66,13 +69,22 @@ class WorkerTeam:
             return self._ask(what, [{**arguments, "queue": state} for state in states])[0]
         if what == "take_up":
             left = iter(arguments["episodes"])
-            return self._ask(what, [{"episodes": list(itertools.islice(left, slots))} for slots in self._slots])[0]
+            parts: list[list[Any]] = [[] for _ in self._workers]
+            for domain, index in self._order:
+                parts[index] += itertools.islice(left, self._slots[index][domain])
+            return self._ask(what, [{"episodes": part} for part in parts])[0]
         answers = self._ask(what, [arguments] * len(self._workers))
         if what == "play":
             return joined(answers)
         if what == "episodes":
-            return [episode for part in answers for episode in part]
+            lefts = [iter(part) for part in answers]
+            return [episode for domain, index in self._order for episode in itertools.islice(lefts[index], self._slots[index][domain])]
         return _described(answers) if what == "describe" else answers[0]
+
+    @property
+    def _order(self) -> list[tuple[str, int]]:
+        """(domain, worker) as one worker for all would have their slots."""
+        return [(domain, index) for domain in self._slots[0] for index in range(len(self._workers))]
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
         """Have all of them play with these weights. Raises RoleLost."""
@@ -110,6 +122,11 @@ class WorkerTeam:
         for error in sorted(errors, key=lambda error: not isinstance(error, RoleLost)):
             raise error
         return [future.result() for future in futures]
+
+
+def slots_of(config: TrainConfig) -> dict[str, int]:
+    """{domain: its slots}; the only one of a run has no name."""
+    return {name: config.for_domain(name).sim.num_slots for name in domains_of(config)}
 
 
 def part_of(config: TrainConfig, index: int) -> TrainConfig:
@@ -180,7 +197,7 @@ def joined(parts: Sequence[Collected]) -> Collected:
         faults=[record for part in parts for record in part.faults],
         metrics=_figures([part.metrics for part in parts]),
         starts={domain: [report for part in parts for report in part.starts[domain]] for domain in parts[0].starts},
-        rollout=side_by_side(rollouts) if (rollouts := [part.rollout for part in parts if part.rollout is not None]) else None,
+        rollouts={domain: side_by_side([part.rollouts[domain] for part in parts]) for domain in parts[0].rollouts},
     )
 
 

@@ -93,6 +93,10 @@ class Collector:
         """The rollout that `version` learns from. Raises SimFault (see EnvManager)."""
         raise AssertionError("this collector fills groups")
 
+    def next_rollouts(self, version: int) -> dict[str, Rollout]:
+        """{domain: its `next_rollout`}; the only one of a run has no name."""
+        return {"": self.next_rollout(version)}
+
     def next_groups(self, version: int) -> list[EpisodeGroup]:
         """The groups that `version` learns from. Raises SimFault (see EnvManager) and BatchNeverFullError."""
         raise AssertionError("this collector fills rollouts")
@@ -246,19 +250,23 @@ class RolloutCollector(Collector):
             self.recorder.taken_up(saved, [own.get("recorded") for own in found], self._seed_of)
 
     def next_rollout(self, version: int) -> Rollout:
-        """Collect `rollout_steps` × `num_slots` transitions, or what is left of those that were begun before; number `version`.
-
-        Raises SimFault (see EnvManager).
-        """
-        assert self._batches, "restart() comes first"
-        if self._partial is None and not self._filled:
-            self._next_number = version
-        while not self._filled:
-            self._advance()
+        """`rollout_steps` × `num_slots` transitions, or what is left of those that were begun before; number `version`. Raises SimFault."""
+        while self.advance(version):
+            pass
         self.times, self._since = self._since, CollectorTimes()
         rollout = self._filled.popleft()
         self.manager.rollout_took(self.times.simulate_s + self.times.act_s, rollout.num_steps)
         return rollout
+
+    def advance(self, version: int) -> bool:
+        """One decision of what `next_rollout` gives. False: that is complete."""
+        assert self._batches, "restart() comes first"
+        if self._filled:
+            return False
+        if self._partial is None:
+            self._next_number = version
+        self._advance()
+        return True
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """One decision of a group ahead of time. False: the next rollout may not begin before newer weights act."""

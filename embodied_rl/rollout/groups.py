@@ -301,6 +301,13 @@ class Share:
     """Of the workers before it."""
     all_slots: int | None = None
     """Of all workers; None: it has them all."""
+    domains: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """{domain: the two numbers of its slots}, where there are several."""
+
+    def of(self, domain: str) -> Share:
+        """That of a domain's slots."""
+        before, whole = self.domains.get(domain, (self.slots_before, self.all_slots))
+        return Share(self.index, self.count, before, whole)
 
     def first_from(self, number: int) -> int:
         """Its first one that is no smaller than `number`."""

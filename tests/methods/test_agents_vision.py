@@ -69,7 +69,7 @@ def test_what_was_sampled_is_trained_with_its_pictures(folders: dict[str, Path],
         method.restart(0)
         experience = method.collect(0)
         prepared = method.prepare(experience)
-        episodes = [episode for group in experience.data.groups for episode in group.episodes]
+        episodes = [episode for group in experience.data[""] for episode in group.episodes]
         vision = trainer.policy.vision
         lake = frozenlake.make(1, picture_size=32)
         out = StepBuffers.allocate(lake.spec, 1)

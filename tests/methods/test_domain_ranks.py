@@ -54,11 +54,23 @@ def test_a_temperature_of_evaluation_is_that_of_the_domains_that_draw_tokens(tmp
     assert mode["points"] != drawn["points"]
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-def test_without_a_language_policy_the_largest_is_divided(tmp_path: Path, shared: bool) -> None:
+ROLLOUTS = ["algorithm=ppo", "algorithm.rollout_steps=8", "algorithm.minibatch_size=16", "algorithm.num_epochs=1"]
+
+
+@pytest.mark.parametrize(
+    ("shared", "method"),
+    [
+        pytest.param(False, [], id="own"),
+        pytest.param(True, [], id="shared"),
+        pytest.param(True, ROLLOUTS, id="rollouts", marks=pytest.mark.slow),
+    ],
+)
+def test_without_a_language_policy_the_largest_is_divided(tmp_path: Path, shared: bool, method: list[str]) -> None:
     """A network for pixels that acts in chunks trains on two ranks, and the small one of the pole beside them, as in one process; also
     where it is the run's and plays two domains."""
     task = [*robots(shared=shared), "total_steps=150"]
+    if method:
+        task = [*(word for word in task if not word.startswith(("algorithm.groups", "algorithm.minibatch"))), *method]
     ranks = ["hybrid=fsdp2", "hybrid.device=cpu", "hybrid.num_threads=1"]
     states = []
     for name, more in (("here", ["hybrid.device=cpu"]), ("ranks", ranks)):

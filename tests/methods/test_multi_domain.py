@@ -245,7 +245,7 @@ def test_the_same_policy_on_two_players_and_chance_as_a_third(tmp_path: Path) ->
         trainer.method.restart(0)
         with trainer.engine.generation():
             experience = trainer.method.collect(0)
-        played = Counter(group.domain for group in experience.data.groups)
+        played = Counter(group.domain for group in experience.data["language"])
         metrics = trainer.method.metrics()
         stats = trainer.method.update(trainer.method.prepare(experience), iteration=0, steps=0)
     assert set(played) <= {"lake", "sums", "lake@cool", "sums@cool"}, "chance is not learned from"

@@ -89,7 +89,7 @@ def test_what_is_trained_is_what_was_captured(tmp_path: Path, program: Callable[
         method.update(prepared, iteration=0, steps=0)
         changed = [name for name, tensor in trainer.policy.named_weights() if not bool((tensor == before[name]).all())]
     sessions = {played.outcome.session: played.outcome for played in seen.values() if isinstance(played.outcome, CapturedSession)}
-    episodes = [episode for group in experience.data.groups for episode in group.episodes]
+    episodes = [episode for group in experience.data[""] for episode in group.episodes]
     assert len(episodes) == 4
     rows = [row for episode in episodes for row in sessions[episode.metadata["session"]].trajectories()]
     assert [sequence.token_ids.tolist() for sequence in prepared[""].tokens.sequences] == [row.token_ids.tolist() for row in rows]
@@ -104,7 +104,7 @@ def test_what_is_trained_is_what_was_captured(tmp_path: Path, program: Callable[
         np.testing.assert_allclose(
             evaluated.log_prob[number].detach().numpy()[: len(row.mask)][row.mask], row.log_prob[row.mask], atol=1e-4
         )
-    rewarded = [{episode.episode_return for episode in group.episodes} for group in experience.data.groups]
+    rewarded = [{episode.episode_return for episode in group.episodes} for group in experience.data[""]]
     assert set().union(*rewarded) <= {0.0, 1.0}
     assert changed or all(len(of_group) == 1 for of_group in rewarded), "rewards differed within a group, and nothing was learned"
 

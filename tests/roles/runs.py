@@ -15,8 +15,10 @@ import numpy as np
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
+from embodied_rl.methods import Experience
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
+from embodied_rl.types import EpisodeGroup
 
 QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=2", "sim.num_slots=4", "stop_at_success=null"]
 ROLLOUTS = [
@@ -46,6 +48,14 @@ TWO_POLES = [
     *(f"domains.{name}={{weight: {weight}, sim: {_POLE}, policy: {{hidden_sizes: [8]}}}}" for name, weight in (("near", 1), ("far", 2))),
 ]
 """Two domains, each with its own network."""
+
+
+def groups_of(experience: Experience[dict[str, Any]]) -> list[EpisodeGroup]:
+    """Those that an update learns from, ascending by number: a language policy's as they are, a robot's in each domain's batch."""
+    parts = [
+        own if isinstance(own, list) else [group for batch in own.values() for group in batch.groups] for own in experience.data.values()
+    ]
+    return sorted((group for part in parts for group in part), key=lambda group: group.number)
 
 
 def configured(run_dir: Path, *overrides: str) -> TrainConfig:

@@ -15,7 +15,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.methods.language_apart import write_model_files
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
-from tests.roles.runs import TEXTS, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
+from tests.roles.runs import TEXTS, Naps, assert_same_run, configured, curve, groups_of, run_with_a_kill, trained
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -57,7 +57,7 @@ def test_episodes_go_on_while_training_and_none_is_older_than_allowed(tmp_path: 
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
-            for group in experience.data.groups:
+            for group in groups_of(experience):
                 ages.append(group.age(trainer.iteration))
                 numbers.append(group.number)
                 for episode in group.episodes:
@@ -114,7 +114,7 @@ def test_reward_workers_score_whole_dialogues_here_and_there(tmp_path: Path) -> 
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
-            for episode in (episode for group in experience.data.groups for episode in group.episodes):
+            for episode in (episode for group in groups_of(experience) for episode in group.episodes):
                 assert episode.episode_return == pytest.approx(-0.1 * len(episode.turns))
                 assert episode.episode_return == pytest.approx(sum(turn.reward for turn in episode.turns))
                 assert episode.game_return == episode.metadata["simulator_return"]

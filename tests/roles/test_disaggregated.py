@@ -18,7 +18,7 @@ from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.rollout.groups import BatchNeverFullError
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
-from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, Naps, assert_same_run, configured, curve, trained
+from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, Naps, assert_same_run, configured, curve, groups_of, trained
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -90,8 +90,8 @@ def test_rollouts_go_on_while_training_and_no_group_is_older_than_allowed(tmp_pa
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
-            ages.append([group.age(trainer.iteration) for group in experience.data.groups])
-            numbers.extend(group.number for group in experience.data.groups)
+            ages.append([group.age(trainer.iteration) for group in groups_of(experience)])
+            numbers.extend(group.number for group in groups_of(experience))
             naps.take(any(1 in batch for batch in ages))
             return prepare(experience)
 

@@ -15,7 +15,7 @@ from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.methods.test_domain_options import CLONED, DOOR
 from tests.methods.test_multi_domain import COMMON, DOMAINS
-from tests.roles.runs import TEXTS, TWO_POLES, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
+from tests.roles.runs import TEXTS, TWO_POLES, Naps, assert_same_run, configured, curve, groups_of, run_with_a_kill, trained
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -130,7 +130,7 @@ def test_domains_are_played_while_training_and_none_is_older_than_allowed(tmp_pa
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
-            for group in experience.data.groups:
+            for group in groups_of(experience):
                 numbers.append(group.number)
                 ages.add((group.domain, group.age(trainer.iteration)))
                 for episode in group.episodes:

@@ -30,7 +30,7 @@ from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import Episode, Rollout
-from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, TWO_POLES, Naps, configured, curve, trained
+from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, TWO_POLES, Naps, configured, curve, groups_of, trained
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -154,8 +154,8 @@ def test_a_robots_run_trains_while_the_other_half_plays(tmp_path: Path) -> None:
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
-            ages.extend(group.age(trainer.iteration) for group in experience.data.groups)
-            numbers.extend(group.number for group in experience.data.groups)
+            ages.extend(group.age(trainer.iteration) for group in groups_of(experience))
+            numbers.extend(group.number for group in groups_of(experience))
             naps.take(1 in ages)
             return prepare(experience)
 
@@ -265,7 +265,7 @@ def rollouts_of(config: TrainConfig, num_rollouts: int, between: int) -> tuple[l
         worker.load(0, iter(weights))
         worker.restart(0)
         for version in range(num_rollouts):
-            rollout = worker.play(version).rollout
+            rollout = worker.play(version).rollouts[""]
             assert rollout is not None
             found.append(rollout)
             for _ in range(between):
@@ -362,7 +362,7 @@ def run_texts(run_dir: Path, *overrides: str, kill_host: bool = False) -> tuple[
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
-            for group in experience.data.groups:
+            for group in groups_of(experience):
                 numbers.append(group.number)
                 for episode in group.episodes:
                     behind = trainer.iteration - np.concatenate([turn.version for turn in episode.turns])
@@ -493,7 +493,7 @@ def test_robots_and_texts_share_the_hosts(tmp_path: Path) -> None:
         prepare = method.prepare
 
         def note(experience: Any) -> Any:
-            ages.update((group.domain, group.age(trainer.iteration)) for group in experience.data.groups)
+            ages.update((group.domain, group.age(trainer.iteration)) for group in groups_of(experience))
             naps.take({age for _, age in ages} == {0, 1})
             return prepare(experience)
 

@@ -30,7 +30,8 @@ from tests.methods.test_domain_options import PLAYERS
 from tests.methods.test_multi_domain import COMMON, DOMAINS
 from tests.methods.test_programs import STAYS
 from tests.methods.test_programs import small as programs
-from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
+from tests.methods.test_rollout_domains import ROLLOUTS_OF_DOMAINS
+from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, assert_same_run, configured, curve, groups_of, trained
 
 SCORED = "hybrid.reward_worker={target: tests.roles.scores:short_is_good, num_workers: 1}"
 
@@ -54,7 +55,7 @@ def test_agent_programs_with_ray(tmp_path: Path, session: Any) -> None:
 
         def note(iteration: int) -> Any:
             experience = collect(iteration)
-            turns = [turn for group in experience.data.groups for episode in group.episodes for turn in episode.turns]
+            turns = [turn for group in groups_of(experience) for episode in group.episodes for turn in episode.turns]
             versions.append({int(version) for turn in turns for version in turn.version})
             return experience
 
@@ -70,8 +71,9 @@ def test_agent_programs_with_ray(tmp_path: Path, session: Any) -> None:
 
 
 @pytest.mark.slow
-def test_fixed_rollouts_with_ray(tmp_path: Path, session: Any) -> None:
-    task = [*ROLLOUTS, "total_steps=384", "evaluation.every_steps=128"]
+@pytest.mark.parametrize("task", [pytest.param(ROLLOUTS, id="one"), pytest.param(ROLLOUTS_OF_DOMAINS, id="domains")])
+def test_fixed_rollouts_with_ray(tmp_path: Path, session: Any, task: Sequence[str]) -> None:
+    task = ["total_steps=384", *task, "evaluation.every_steps=128"]
     assert_same_run(trained(tmp_path / "here", *task), trained(tmp_path / "ray", *task, "hybrid=ray", "hybrid.num_threads=1"))
 
 
@@ -163,7 +165,7 @@ def test_a_language_agent_with_ray_plays_on_while_training(tmp_path: Path, sessi
         update = method.update
 
         def note(experience: Any, **options: Any) -> Any:
-            ages.extend(group.age(trainer.iteration) for group in experience.data.groups)
+            ages.extend(group.age(trainer.iteration) for group in groups_of(experience))
             time.sleep(0.5)
             return update(experience, **options)
 

@@ -134,7 +134,7 @@ def test_two_players_fill_one_rollout(tmp_path: Path, task: str) -> None:
         with Trainer(configured(tmp_path / name, *own, *words), tmp_path / name, command="test") as trainer:
             trainer.engine.publish(0)
             trainer.method.restart(0)
-            found[name] = [trainer.method.collector.next_rollout(0) for _ in range(2)]
+            found[name] = [trainer.method.collector.next_rollouts(0)[""] for _ in range(2)]
     for one, two in zip(found["one"], found["two"], strict=True):
         # A forward pass of some rows differs from one of all in its last bits.
         for name in ("action", "reward", "log_prob", "terminated", "truncated", "success", "policy_version", "executed"):

@@ -1,0 +1,230 @@
+"""What a run learns with: a learner for each policy, whatever it learns from, and what all of them together bring to a method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from embodied_rl.algorithms.step_rewards import KlTerm, StepRewards
+from embodied_rl.config import AlgorithmConfig, SimConfig, TrainConfig
+from embodied_rl.learning.learner import Learner, make_learner
+from embodied_rl.learning.objectives import Objective
+from embodied_rl.learning.rank_hosts import RankHost
+from embodied_rl.methods.base import Experience, Method, Recordable
+from embodied_rl.methods.starts import Starts
+from embodied_rl.methods.streams import Stream, of_name, prefixed, recordable_streams
+from embodied_rl.policies.base import Policy, TensorObservation, TrainedModule
+from embodied_rl.types import EpisodeGroup, SimSpec
+
+
+class PolicyLearner:
+    """One policy with its learner: what it learns from what its streams play."""
+
+    config: TrainConfig
+    policy: TrainedModule
+    learner: Learner
+
+    def gather(self, played: Any) -> Any:
+        """What was played by its policy as `prepare` takes it; by default as it is."""
+        return played
+
+    def observation(self, gathered: Any) -> TensorObservation:
+        """Everything that the policy saw, for its statistics; texts have none."""
+        return {}
+
+    def prepare(self, gathered: Any) -> Any:
+        """Rewards become advantages; no parameter changes."""
+        raise NotImplementedError
+
+    def update(self, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
+        """One update; its metrics. Raises NonFiniteLossError."""
+        raise NotImplementedError
+
+    @property
+    def wants_start(self) -> bool:
+        """Whether `begin` has a warm start to make."""
+        return False
+
+    def begin(self, version: int) -> None:
+        """Before the run's first episodes: a warm start, where there is one; the weights it leaves are published as `version`."""
+
+    def note(self, stream: Stream, groups: Sequence[EpisodeGroup]) -> None:
+        """What was played in a separate stream for this batch."""
+
+    def finish(self, run_dir: Path) -> None:
+        """The run is over: write down what is to be read."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs beside the learner's tensors, JSON-able."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class LearnersStart:
+    """What comes before a run's first episodes, of all learners."""
+
+    def __init__(self, learners: Sequence[PolicyLearner]) -> None:
+        self._learners = list(learners)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any learner has a warm start to make."""
+        return any(learner.wants_start for learner in self._learners)
+
+    def run(self, version: int) -> None:
+        """See `PolicyLearner.begin`."""
+        for learner in self._learners:
+            learner.begin(version)
+
+
+Valued = TypeVar("Valued", bound=StepRewards)
+"""How a domain's experience is valued."""
+
+
+class RobotLearner(PolicyLearner, Generic[Valued]):
+    """A robot's policy: what was played in each of its domains is valued in its own way, and one update learns from all."""
+
+    policy: Policy
+    place: str = ""
+    """Of the domains' part in `state_dict`; empty: that is the whole."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        configs: Mapping[str, TrainConfig],
+        policy: Policy,
+        values: Callable[[AlgorithmConfig], Valued],
+        objective: Objective[Any, Any],
+        ranks: RankHost | None,
+    ) -> None:
+        """
+        Args:
+            config: of the update.
+            configs: {domain that the policy plays: its own}; `values` makes of each how its experience is valued.
+            ranks: see `make_learner`.
+        """
+        self.config, self.policy = config, policy
+        self.methods = {name: values(own.algorithm) for name, own in configs.items()}
+        self.moves_statistics = all(own.algorithm.moves_statistics for own in configs.values())
+        self.learner = make_learner(objective, policy, config.algorithm, config.hybrid, ranks=ranks)
+
+    @property
+    def kl(self) -> KlTerm:
+        """Of the update: the first domain's, since all have the same."""
+        return next(iter(self.methods.values())).kl
+
+    def begin(self, version: int) -> None:
+        """See `PolicyLearner.begin`: what was cloned, if anything was, is what a KL term compares with."""
+        self.learner.keep_reference()
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: method.state_dict() for name, method in self.methods.items()}
+        own = states if len(states) > 1 else next(iter(states.values()))
+        return {self.place: own} if self.place else own
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        own = state[self.place] if self.place else state
+        for name, method in self.methods.items():
+            method.load_state_dict(own[name] if len(self.methods) > 1 else own)
+
+
+def together(seen: Sequence[TensorObservation]) -> TensorObservation:
+    """One after the other."""
+    if len(seen) < 2:
+        return seen[0] if seen else {}
+    return {key: torch.cat([part[key] for part in seen]) for key in seen[0]}
+
+
+class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
+    """Learns from the streams of one or several domains: every policy from what its own played."""
+
+    def __init__(
+        self, config: TrainConfig, streams: Sequence[Stream], learners: Mapping[str, PolicyLearner], run_dir: Path, *, divided: str
+    ) -> None:
+        """
+        Args:
+            streams: those without a collector are played in another process, and what connects them sets the method's.
+            learners: {name of the policy (`Stream.policy`): what trains it}.
+            run_dir: gets what is written down when the run ends.
+            divided: name of the policy that ranks train, in this run or in the one that wrote its checkpoint.
+        """
+        self.config, self.streams, self.learners, self._run_dir = config, list(streams), dict(learners), run_dir
+        self._divided = divided
+        self.warm_start: LearnersStart = LearnersStart(list(self.learners.values()))
+        self.starts = Starts(streams)
+
+    @property
+    def all_learners(self) -> list[Learner]:
+        return [own.learner for own in self.learners.values()]
+
+    def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> list[Recordable]:
+        """See `Method.recordable`: one for each domain."""
+        return recordable_streams(self.streams)
+
+    def gathered(self, played: Mapping[str, Any]) -> tuple[dict[str, Any], TensorObservation]:
+        """({policy: what its learner gathered of what was played by it}, everything that the policies saw)."""
+        found = {name: self.learners[name].gather(own) for name, own in played.items()}
+        seen = {key: part for name, own in found.items() for key, part in prefixed(name, self.learners[name].observation(own)).items()}
+        return found, seen
+
+    def prepare(self, experience: Experience[dict[str, Any]]) -> dict[str, Any]:
+        return {name: self.learners[name].prepare(own) for name, own in experience.data.items()}
+
+    def update(self, prepared: dict[str, Any], *, iteration: int, steps: int) -> dict[str, float]:
+        stats: dict[str, float] = {}
+        for name, own in prepared.items():
+            stats |= prefixed(name, self.learners[name].update(own, iteration=iteration, steps=steps))
+        return stats
+
+    def finish(self) -> None:
+        for learner in self.learners.values():
+            learner.finish(self._run_dir)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return {key: part for name, own in self.learners.items() for key, part in prefixed(name, own.learner.state_tensors()).items()}
+
+    def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What ranks wrote of their optimizer, as it stands in `state_tensors` of a run without ranks."""
+        return prefixed(self._divided, state)
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        for name, own in self.learners.items():
+            own.learner.load_state_tensors(of_name(name, state))
+
+    def played_state(self) -> dict[str, Any]:
+        """The part of `state_dict` that is of what is played: where episodes start."""
+        return self.starts.of_method()
+
+    def state_dict(self) -> dict[str, Any]:
+        state, own = self.played_state(), {name: learner.state_dict() for name, learner in self.learners.items()}
+        if "" in own:
+            return {**own[""], **state}
+        specs = {stream.domain: stream.spec.to_dict() for stream in self.streams if stream.is_own}
+        return {**state, "roles": own, "specs": specs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, learner in self.learners.items():
+            learner.load_state_dict(state["roles"][name] if name else state)
+        self.starts.load_of_method(state)
+
+    def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
+        """See `Method.with_trained`: what is played, and warm starts, are of this process."""
+        state = {**state, **self.played_state()}
+        own = {name: learner.state_dict() for name, learner in self.learners.items()}
+        if "" in own:
+            return {**state, **_started(own[""])}
+        return {**state, "roles": {name: {**role, **_started(own[name])} for name, role in state["roles"].items()}}
+
+
+def _started(role: Mapping[str, Any]) -> dict[str, Any]:
+    """What a policy's state says of its warm starts."""
+    return {name: role[name] for name in ("warm_start", "warm_starts") if name in role}
