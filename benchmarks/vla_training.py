@@ -83,11 +83,11 @@ def one_rank(device: str) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def steps(step: Step, rows: int, rounds: int, device: str, *, fused: bool = True) -> list[float]:
+def steps(step: Step, rows: int, rounds: int, device: str) -> list[float]:
     """Seconds of each step (processor time on a CPU), after one that is not measured."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     trained = {name: part for name, part in step.named_parameters() if part.requires_grad}
-    optimizer = Optimizer(trained, eps=1e-8, max_grad_norm=1.0, fused=fused)
+    optimizer = Optimizer(trained, eps=1e-8, max_grad_norm=1.0)
     given = random_inputs(rows, device, NUM_TOKENS)
     choices = (given["noise"] * step.model.tokens.num_bins).long()
     seconds = []
@@ -122,9 +122,7 @@ def measure_alone(shape: str, way: str, rank: int, rows: int, rounds: int, devic
         if way.endswith(OFFLOAD):
             with one_rank(device):
                 config = ShardingConfig(cpu_offload=True)
-                # As `ranks.Rank` has it.
-                fused = device != "cuda"
-                seconds = steps(shard(step, make_mesh(config, device), config), rows, rounds, device, fused=fused)
+                seconds = steps(shard(step, make_mesh(config, device), config), rows, rounds, device)
         else:
             seconds = steps(step, rows, rounds, device)
     except torch.OutOfMemoryError:

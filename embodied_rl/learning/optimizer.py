@@ -31,20 +31,18 @@ class Optimizer:
         max_grad_norm: float,
         weight_decay: float = 0.0,
         scales: Mapping[str, float] | None = None,
-        fused: bool = True,
         only: bool = False,
     ) -> None:
         """
         Args:
             max_grad_norm: gradients are scaled so that their global norm is this at most.
             scales: {parameter: what the schedule's rate is multiplied with}; 1 where it is not named.
-            fused: one kernel over all parameters instead of a dozen operations each; it exists for the CPU and CUDA.
             only: other parameters that have gradients take part in the losses, and get none of them.
         """
         self.parameters = dict(parameters)
         self.inputs: list[Tensor] | None = list(self.parameters.values()) if only else None
         """What a backward pass computes gradients for; None: all that a loss depends on."""
-        self._max_grad_norm, self._eps, self._weight_decay, self._fused = max_grad_norm, eps, weight_decay, fused
+        self._max_grad_norm, self._eps, self._weight_decay = max_grad_norm, eps, weight_decay
         self._scaled: dict[float, list[str]] = {}
         for name in self.parameters:
             self._scaled.setdefault((scales or {}).get(name, 1.0), []).append(name)
@@ -68,16 +66,17 @@ class Optimizer:
         """Step with the gradients that lie in the parameters, at the schedule's rate."""
         for scale, names in self._scaled.items():
             # By torch's function: its class imports the compiler, which takes a second of every run's start.
+            # Of a rank's own parts, which may lie on the host while the mesh is one of GPUs: one kernel of where they lie.
             moved = [(parameter, self._state_of(name)) for name in names if (parameter := self.parameters[name]).grad is not None]
             adamw(
-                [parameter for parameter, _ in moved],
-                [parameter.grad for parameter, _ in moved if parameter.grad is not None],
-                [state["exp_avg"] for _, state in moved],
-                [state["exp_avg_sq"] for _, state in moved],
+                [fsdp.local_part(parameter) for parameter, _ in moved],
+                [fsdp.local_part(parameter.grad) for parameter, _ in moved if parameter.grad is not None],
+                [fsdp.local_part(state["exp_avg"]) for _, state in moved],
+                [fsdp.local_part(state["exp_avg_sq"]) for _, state in moved],
                 [],
                 [state["step"] for _, state in moved],
                 foreach=False,
-                fused=self._fused,
+                fused=True,
                 amsgrad=False,
                 beta1=BETAS[0],
                 beta2=BETAS[1],
@@ -158,7 +157,7 @@ class Optimizers:
     The state is theirs: under their names for the group ``""``, under ``adam.<group>.<name>`` for others.
     """
 
-    def __init__(self, module: TrainedModule, config: AlgorithmConfig, *, fused: bool = True) -> None:
+    def __init__(self, module: TrainedModule, config: AlgorithmConfig) -> None:
         """Each part of a policy has its learning rate (`algorithm.head_learning_rate`, `.value_learning_rate`)."""
         rates: dict[Role, float | None] = {"backbone": None, "head": config.head_learning_rate, "value": config.value_learning_rate}
         self.groups = {
@@ -168,7 +167,6 @@ class Optimizers:
                 max_grad_norm=config.max_grad_norm,
                 weight_decay=0.0 if config.cloning is None else config.cloning.weight_decay,
                 scales={name: (rates[module.role_of(name)] or config.learning_rate) / config.learning_rate for name in parameters},
-                fused=fused,
                 only=group != "",
             )
             for group, parameters in module.parameter_groups().items()

@@ -63,7 +63,7 @@ class Rank:
         self.config, self.device = config, device
         self.mesh = fsdp.make_mesh(sharding, device.type)
         self.policy = fsdp.shard(policy.to(device), self.mesh, sharding)
-        self.optimizer = Optimizers(self.policy, config, fused=not (sharding.cpu_offload and device.type == "cuda"))
+        self.optimizer = Optimizers(self.policy, config)
         self.saving: SavingCheckpoint | None = None
         self._data_group = None if sharding.num_tensor_shards == 1 else self.mesh["replicate", "shard"]._flatten("data").get_group()
         self._made: dict[str, Objective[Any, Any]] = {}
