@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from embodied_rl.config import HybridConfig
 from embodied_rl.errors import UserError, shown
 
 
@@ -28,6 +29,21 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= count:
         raise UserError(f"device={device}: torch finds {count} GPUs here (python -m embodied_rl.doctor says why). Use device=cpu or auto.")
     return found
+
+
+VERY_WIDE_LAYER = 512
+"""From this width on, single matrix products are worth more than one thread."""
+
+
+def training_device(hybrid: HybridConfig, work: str, widest: int) -> torch.device:
+    """Where a policy of this kind of work (`TrainedModule.work`), whose widest layer has so many outputs, is trained.
+
+    `hybrid.device=auto` leaves a GPU to others where an update of it would only wait for calls: an MLP of (64, 64) takes 78 ms there and
+    38 ms on a processor, one of (1024, 1024) 95 and 451 (benchmarks/gpu_small.py).
+    """
+    if hybrid.device == "auto" and hybrid.sharding is None and work == "vectors" and widest < VERY_WIDE_LAYER:
+        return torch.device("cpu")
+    return resolve_device(hybrid.device)
 
 
 def repeat_bits(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from embodied_rl.algorithms.batch import Rows
 from embodied_rl.config import AlgorithmConfig, HybridConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
 from embodied_rl.learning.batching import AdjustedRows, adjust_rows
-from embodied_rl.learning.devices import compute_threads, keep_freed_memory, num_cores, resolve_device
+from embodied_rl.learning.devices import VERY_WIDE_LAYER, compute_threads, keep_freed_memory, num_cores, training_device
 from embodied_rl.learning.episode_objectives import TokenCloning
 from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, forward_rows, forwards, is_finite, norm_name
 from embodied_rl.learning.objectives import Objective
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 WIDE_LAYER = 128
 """From this width on, autograd's operations are worth more than one thread."""
-VERY_WIDE_LAYER = 512
-"""From this width on, single matrix products are worth more than one thread."""
 LEAST_IMAGES = 32
 """Of a minibatch of images, what is worth its own thread."""
 _REFERENCE = "reference."
@@ -305,17 +303,6 @@ def make_learner(
             num_threads = max(1, num_threads // parts)
         executor = LocalExecutor(policy, config, device, objective.precision, side_by_side=parts)
     return Learner(policy, config, objective, executor, num_threads)
-
-
-def training_device(hybrid: HybridConfig, work: str, widest: int) -> torch.device:
-    """Where a policy of this kind of work (`TrainedModule.work`), whose widest layer has so many outputs, is trained.
-
-    `hybrid.device=auto` leaves a GPU to others where an update of it would only wait for calls: an MLP of (64, 64) takes 78 ms there and
-    38 ms on a processor, one of (1024, 1024) 95 and 451 (benchmarks/gpu_small.py).
-    """
-    if hybrid.device == "auto" and hybrid.sharding is None and work == "vectors" and widest < VERY_WIDE_LAYER:
-        return torch.device("cpu")
-    return resolve_device(hybrid.device)
 
 
 def _fused(

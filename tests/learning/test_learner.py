@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
+from embodied_rl.learning.devices import training_device
 from embodied_rl.learning.executors import LocalExecutor
 from embodied_rl.learning.fused import Faster, FusedExecutor
-from embodied_rl.learning.learner import LEAST_IMAGES, Learner, scheduled, shuffled, training_device
+from embodied_rl.learning.learner import LEAST_IMAGES, Learner, scheduled, shuffled
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.methods.rollout import rollout_values
 from embodied_rl.policies.actor_critic import ActorCritic
