@@ -49,7 +49,7 @@ _LEAST_START_S = 1.25
 _BUSY = 4
 _UPDATE_S, _WINDOW_S = 0.002, 0.012
 """Each setting is stepped so long in each round, after something like an update, in which the workers fall asleep."""
-_LONGEST_S = 0.3
+_LONGEST_S = 0.4
 """No further round begins after so long: the next run goes on where the number of workers is in question still."""
 _CLEARLY = 1.3
 """As many workers as there are cores are so many times as fast as fewer could be at best: these are not started."""

@@ -226,10 +226,10 @@ RECORDED = {
 """Seconds a step of one worker and of each in TWO, as they were measured in docs/results.md, over those of the best."""
 
 
-@pytest.mark.parametrize(("cold", "most_wrong", "plainly_wrong"), [(0.0, 0.02, 0.03), (0.4, 0.04, 0.15)])
+@pytest.mark.parametrize(("cold", "most_wrong", "plainly_wrong"), [(0.0, 0.01, 0.03), (0.4, 0.03, 0.2)])
 def test_few_short_samples_find_the_number_of_workers(cold: float, most_wrong: float, plainly_wrong: float) -> None:
     """Samples of 12 ms with noise of 6%, 3% of which something else holds up for 2 to 10 ms; one worker's first is so much slower. Wrong is
-    what loses 5%. Compared by means over three rounds of everything, it was wrong more often, and took longer."""
+    what loses 5%. Compared by means over three rounds of everything, it was wrong far more often."""
     generator, met, wrong, played = np.random.default_rng(3), list[Setting](), [0, 0], [0, 0]
 
     def seconds(setting: Setting, true: Mapping[Setting, float]) -> float:
@@ -240,7 +240,7 @@ def test_few_short_samples_find_the_number_of_workers(cold: float, most_wrong: f
 
     def halved(true: Mapping[Setting, float]) -> Comparison:
         found = NumberComparison(true)
-        found.play(lambda setting: seconds(setting, true), 0.3, lambda: 0.02 * len(met))
+        found.play(lambda setting: seconds(setting, true), measured_workers._LONGEST_S, lambda: 0.02 * len(met))
         return found
 
     def plain(true: Mapping[Setting, float]) -> Comparison:
@@ -258,7 +258,7 @@ def test_few_short_samples_find_the_number_of_workers(cold: float, most_wrong: f
             played[which % 2] += len(met)
     assert wrong[0] <= most_wrong * 100 * len(RECORDED)
     assert wrong[1] >= plainly_wrong * 100 * len(RECORDED)
-    assert played[0] < played[1]
+    assert played[0] < (1.2 if cold else 0.9) * played[1]
 
 
 SYNTHETIC = {
