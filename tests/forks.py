@@ -133,11 +133,12 @@ def start_forked(
     pass_fds: Sequence[int] = (),
     environment: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
+    collects: bool = False,
 ) -> Fork:
-    """What `embodied_rl.distributed.processes.start_module` does."""
+    """What `embodied_rl.distributed.processes.start_module` does; with `collects`, ``python -m module arguments``."""
     streams = (1, 2) if output is None else (output.fileno(), output.fileno())
     words, variables = list(map(str, arguments)), {**os.environ, **(environment or {})}
-    return _start("torch", module, words, variables, os.getcwd(), _streams(*streams, *pass_fds))
+    return _start("torch", module, words, variables, os.getcwd(), _streams(*streams, *pass_fds), collects=collects)
 
 
 def start_forked_simulator(

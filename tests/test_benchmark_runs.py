@@ -9,22 +9,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.forks import run_forked
 from tests.test_benchmarks import BENCHMARKS, ROOT, agree, columns, over, printed
 
 
 def run_script(name: str, *arguments: str, status: int = 0) -> list[str]:
     """The lines that a benchmark prints. One thread for everybody: spinning threads on busy cores take minutes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(BENCHMARKS / name), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == status, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{ROOT}"}
+    done = run_forked(name.removesuffix(".py"), *arguments, cwd=ROOT, env=environment)
+    assert done.returncode == status, f"{name} {' '.join(arguments)}\n{done.stdout}{done.stderr}"
     return done.stdout.splitlines()
 
 

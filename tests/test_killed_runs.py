@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from embodied_rl.checkpoint import find_last, load_checkpoint
 from embodied_rl.compose import load_train_config
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.train import train
+from tests.forks import start_forked
 from tests.short_run import last_of
 
 COMMON = (
@@ -64,38 +66,23 @@ def scalars_of(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, event.value) for event in shown.Scalars(name)] for name in names}
 
 
-HELD_BACK = """
-import sys, time
-from embodied_rl.loggers.jsonl import JsonlLogger, read_metrics
-from embodied_rl.commands.train import main
-log, most = JsonlLogger.log, int(sys.argv.pop(1))
-
-def held_back(self, *arguments):
-    while len(read_metrics(self.path)) >= most:
-        time.sleep(1.0)
-    log(self, *arguments)
-
-JsonlLogger.log = held_back
-main()
-"""
-"""Trains, and waits for its end before it has logged more rows than it is told."""
-
-
 def kill_at_random(run_dir: Path, overrides: tuple[str, ...], rng: random.Random, later_than: int, num_rows: int) -> int:
     """Start (or continue) a run in a process of its own and kill it; the number of rows that it had logged, `num_rows` - 1 at most.
 
     However late we come to it, it has not ended by itself.
     """
     wanted = rng.randint(later_than + 1, num_rows - 1)
-    command = [sys.executable, "-c", HELD_BACK, str(num_rows - 1), *last_of(overrides), f"run_dir={run_dir}", "resume=auto"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + START_S
-    while len(rows_of(run_dir)) < wanted and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    time.sleep(rng.uniform(0.0, 0.05))
-    process.send_signal(signal.SIGKILL)
-    _, errors = process.communicate()
-    assert process.returncode == -signal.SIGKILL, errors.decode()
+    words = [str(num_rows - 1), *last_of(overrides), f"run_dir={run_dir}", "resume=auto"]
+    with tempfile.TemporaryFile() as output:
+        process = start_forked("tests.held_back", *words, output=output, collects=True)
+        deadline = time.monotonic() + START_S
+        while len(rows_of(run_dir)) < wanted and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0.0, 0.05))
+        process.kill(signal.SIGKILL)
+        ended = process.wait(60)
+        output.seek(0)
+        assert ended == -signal.SIGKILL, output.read().decode()
     return len(rows_of(run_dir))
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import select
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -21,9 +20,8 @@ from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeig
 from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, apply_delta, buckets, is_lora, only
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
+from tests.forks import Fork, start_forked
 from tests.policies.language_models import tiny
-
-READER = Path(__file__).with_name("weight_reader.py")
 
 
 class Collects:
@@ -136,37 +134,40 @@ def test_versions_are_whole_and_held_ones_are_not_overwritten() -> None:
         SharedWeightsReader(publisher.path)
 
 
-def start_reader(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, str(READER), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start_reader(*arguments: str) -> tuple[Fork, IO[str]]:
+    """The other process, and what it prints."""
+    here, there = os.pipe()
+    with open(there, "wb") as output:
+        return start_forked("tests.hybrid.weight_reader", *arguments, output=output, collects=True), open(here, encoding="utf-8")
 
 
-def finish(process: subprocess.Popen[str]) -> Any:
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err[-4000:]
-    return json.loads(out.splitlines()[-1])
+def finish(process: Fork, printed: IO[str]) -> Any:
+    with printed:
+        said = printed.read()
+    assert process.wait(300) == 0, said[-4000:]
+    return json.loads(said.splitlines()[-1])
 
 
 def test_no_reader_ever_sees_half_a_model_and_a_dead_one_holds_nobody_up() -> None:
     tensors = {str(i): torch.zeros(64, 257) for i in range(20)}
     publisher = SharedWeightsPublisher(tensors, timeout_s=60.0)
     publisher.publish(0, tensors.items())
-    holder = start_reader("hold", publisher.path)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "holding 0\n"
-    reader = start_reader("watch", publisher.path)
+    holder, held = start_reader("hold", publisher.path)
+    assert held.readline() == "holding 0\n"
+    reader, seen_by = start_reader("watch", publisher.path)
     publisher.publish(1, ((name, torch.full((64, 257), 1.0)) for name in tensors))
     holder.kill()  # while it holds version 0, whose buffer is the next to be written
-    holder.communicate()
+    holder.wait(60)
+    held.close()
     version, deadline = 1, time.monotonic() + 120
-    assert reader.stdout is not None
-    assert reader.stdout.readline() == "watching\n"
+    assert seen_by.readline() == "watching\n"
     # It has begun, and says when it has seen enough.
-    while not select.select([reader.stdout], [], [], 0.0)[0]:
+    while not select.select([seen_by], [], [], 0.0)[0]:
         assert time.monotonic() < deadline, "the reader gets hardly anything to see"
         version += 1
         publisher.publish(version, ((name, torch.full((64, 257), float(version))) for name in tensors))
     publisher.close()
-    seen = finish(reader)
+    seen = finish(reader, seen_by)
     assert seen["torn"] == 0
     assert seen["reads"] > 50
     assert seen["versions"] > 5
@@ -182,14 +183,13 @@ def test_every_token_is_of_the_version_that_it_carries(tmp_path: Path) -> None:
     publisher = SharedWeightsPublisher(dict(policy.named_weights()))
     kept = {0: snapshot(policy)}
     publisher.publish(0, policy.named_weights())
-    process = start_reader("generate", publisher.path, str(folder), str(tmp_path / "tokens.npz"))
-    assert process.stdout is not None
+    process, printed = start_reader("generate", publisher.path, str(folder), str(tmp_path / "tokens.npz"))
     for version in (1, 2, 3):
-        process.stdout.readline()  # a few tokens were sampled with the version before
+        printed.readline()  # a few tokens were sampled with the version before
         move(policy, version)
         kept[version] = snapshot(policy)
         publisher.publish(version, policy.named_weights())
-    told = finish(process)
+    told = finish(process, printed)
     publisher.close()
     with np.load(tmp_path / "tokens.npz") as file:
         rows = [{name: file[f"{i}/{name}"] for name in ("prompt", "token_ids", "log_prob", "version")} for i in range(told["completions"])]
