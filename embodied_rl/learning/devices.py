@@ -46,18 +46,27 @@ def training_device(hybrid: HybridConfig, work: str, widest: int) -> torch.devic
     return resolve_device(hybrid.device)
 
 
-def repeat_bits(device: torch.device) -> None:
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
     """Have a GPU add gradients in the same order in every run: the same seed gives the same weights, as on a CPU.
 
     Without it the gradients of convolutions and of attention are sums in the order in which blocks happen to end. What has no such order
     in torch goes on without.
     """
-    if device.type == "cuda":
-        # It would write every new tensor once more.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        warnings.filterwarnings("ignore", message=".* does not have a deterministic implementation")
-        warnings.filterwarnings("ignore", message="Deterministic behavior was enabled with")
+    if device.type != "cuda":
+        yield
+        return
+    # It would write every new tensor once more.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* does not have a deterministic implementation")
+            warnings.filterwarnings("ignore", message="Deterministic behavior was enabled with")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def num_cores() -> int:

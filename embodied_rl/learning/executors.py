@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from embodied_rl.algorithms.batch import Rows
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.learning import fsdp
-from embodied_rl.learning.devices import repeat_bits
+from embodied_rl.learning.devices import repeatable
 from embodied_rl.learning.objectives import Metrics, Numbers, Objective, Precision
 from embodied_rl.learning.optimizer import Optimizer, Optimizers
 from embodied_rl.policies.base import TrainedModule
@@ -134,7 +134,9 @@ def objective_step(
 
     losses = [functools.partial(loss_of, places) for places in micro]
     stepped = {group: optimizers.groups[group] for group in objective.groups}
-    figures = take_step(policy, stepped, losses, learning_rate, summed=summed, frees_gradients=objective.frees_gradients, threads=threads)
+    frees = objective.frees_gradients
+    with repeatable(device):
+        figures = take_step(policy, stepped, losses, learning_rate, summed=summed, frees_gradients=frees, threads=threads)
     if is_finite(figures):
         objective.stepped(policy)
     return figures
@@ -163,7 +165,6 @@ class Executor(ABC):
     """Owns the optimizer of a policy and takes its steps."""
 
     def __init__(self, policy: TrainedModule, config: AlgorithmConfig, device: torch.device) -> None:
-        repeat_bits(device)
         self.policy, self.config, self.device = policy, config, device
         self.meanwhile: Callable[[], object] = lambda: None
         """Called before a step and between its parts: what else this process has to do, and is due."""

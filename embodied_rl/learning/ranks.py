@@ -33,7 +33,6 @@ from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
 from embodied_rl.distributed.channel import ChannelClosed
 from embodied_rl.errors import UserError
 from embodied_rl.learning import fsdp
-from embodied_rl.learning.devices import repeat_bits
 from embodied_rl.learning.episode_objectives import EpisodeObjective, TokenCloning, TokenObjective
 from embodied_rl.learning.executors import Executor, Figures, forward_rows, forwards, objective_step
 from embodied_rl.learning.objectives import Numbers, Objective, RolloutObjective
@@ -59,7 +58,6 @@ class Rank:
 
     def __init__(self, policy: TrainedModule, config: AlgorithmConfig, sharding: ShardingConfig, device: torch.device) -> None:
         """Cut `policy`, in place; all ranks give equal ones. Raises UserError as `fsdp.shard` does."""
-        repeat_bits(device)
         self.config, self.device = config, device
         self.mesh = fsdp.make_mesh(sharding, device.type)
         self.policy = fsdp.shard(policy.to(device), self.mesh, sharding)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
-from embodied_rl.learning.devices import training_device
+from embodied_rl.learning.devices import repeatable, training_device
 from embodied_rl.learning.executors import LocalExecutor
 from embodied_rl.learning.fused import Faster, FusedExecutor
 from embodied_rl.learning.learner import LEAST_IMAGES, Learner, scheduled, shuffled
@@ -324,3 +324,10 @@ def test_a_gpu_is_left_to_others_where_it_would_wait_for_calls(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert training_device(HybridConfig(**options), work, widest).type == wanted
+
+
+def test_only_steps_on_a_gpu_ask_for_repeatable_sums() -> None:
+    for device, asked in (("cpu", False), ("cuda", True)):
+        with repeatable(torch.device(device)):
+            assert torch.are_deterministic_algorithms_enabled() is asked
+        assert not torch.are_deterministic_algorithms_enabled()
