@@ -134,11 +134,12 @@ def start_forked(
     environment: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
     collects: bool = False,
+    folder: Path | None = None,
 ) -> Fork:
     """What `embodied_rl.distributed.processes.start_module` does; with `collects`, ``python -m module arguments``."""
     streams = (1, 2) if output is None else (output.fileno(), output.fileno())
     words, variables = list(map(str, arguments)), {**os.environ, **(environment or {})}
-    return _start("torch", module, words, variables, os.getcwd(), _streams(*streams, *pass_fds), collects=collects)
+    return _start("torch", module, words, variables, str(folder or Path.cwd()), _streams(*streams, *pass_fds), collects=collects)
 
 
 def start_forked_simulator(

@@ -23,7 +23,7 @@ from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.reporting import too_short
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
-from tests.forks import run_forked
+from tests.forks import run_forked, start_forked
 from tests.short_run import last_of, told
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -109,21 +109,16 @@ def test_other_seeds_give_other_runs(tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
     overrides = [*PENDULUM, "sim.num_workers=2", "total_steps=100000000", "run_dir=run", "checkpoint.every_steps=null"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "embodied_rl.train", *last_of(overrides)],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    with open(tmp_path / "printed", "wb") as output:
+        process = start_forked("embodied_rl.train", *last_of(overrides), output=output, collects=True, folder=tmp_path)
     metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
         assert process.poll() is None, "it has ended by itself"
         assert time.monotonic() < deadline, "it does not begin"
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
+    status, errors = process.wait(240), (tmp_path / "printed").read_text()
+    assert status == 0, errors
     assert "Interrupted and saved" in errors
     assert "resume=run" in errors
     steps = json.loads((tmp_path / "run/checkpoints/last/state.json").read_text())["step"]
@@ -282,13 +277,8 @@ def test_resume_with_another_run_dir_goes_on_there_with_the_history(tmp_path: Pa
 
 def test_a_run_whose_folder_is_removed_ends_with_a_checkpoint_elsewhere(tmp_path: Path) -> None:
     overrides = [*PENDULUM, "total_steps=100000000", "run_dir=run", "checkpoint.every_steps=null", "logger.names=[jsonl,plot]"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "embodied_rl.train", *last_of(overrides)],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    with open(tmp_path / "printed", "wb") as output:
+        process = start_forked("embodied_rl.train", *last_of(overrides), output=output, collects=True, folder=tmp_path)
     metrics, deadline = tmp_path / "run/metrics.jsonl", time.monotonic() + 240
     while not (metrics.exists() and metrics.read_text().count("\n") > 3):
         assert process.poll() is None, "it has ended by itself"
@@ -296,8 +286,8 @@ def test_a_run_whose_folder_is_removed_ends_with_a_checkpoint_elsewhere(tmp_path
         time.sleep(0.1)
     rows = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     shutil.rmtree(tmp_path / "run")
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 2, errors
+    status, errors = process.wait(240), (tmp_path / "printed").read_text()
+    assert status == 2, errors
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert "The run's folder run was removed or moved while it ran." in line
     assert line.endswith("go on with resume=run_rescued.")
