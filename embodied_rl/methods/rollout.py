@@ -44,19 +44,16 @@ class RolloutLearner(RobotLearner[PPO]):
         values = rollout_values(learner, policy, rollout)
         seen = {key: rollout.observation[key].reshape(-1, *rollout.observation[key].shape[2:]) for key in policy.observation_keys}
         ready, action = prepare_observation(policy, seen), flat_rows(rollout.action)
-        steps, present, reference = self._objective.steps(action.device), None, None
-        if algorithm.config.correction.enabled or kl.in_reward:
-            present = learner.log_probs(ready, action)
-        if learner.has_reference:
-            reference = learner.log_probs(ready, action, of_reference=True)
+        present = learner.log_probs(ready, action) if algorithm.config.correction.enabled or kl.in_reward else None
+        reference = learner.log_probs(ready, action, of_reference=True) if learner.has_reference else None
+        steps = self._objective.steps(action.device)
         of_units = kl.divergence(present, reference)
         of_steps = None if of_units is None else at_level(of_units, "action", None, steps)
         rollout, figures = algorithm.shaped(rollout, of_steps)
         batch = algorithm.prepare(rollout, values, ready, action_dim=max(policy.spec.action.dim, 1))
         if kl.in_loss:
             batch = batch.replaced(reference_log_prob=reference)
-        if algorithm.config.correction.enabled:
-            assert present is not None, "it was computed"
+        if algorithm.config.correction.enabled and present is not None:
             batch, weighed = corrected(batch, present, algorithm.config.correction, level=algorithm.config.ratio, steps=steps)
             figures |= weighed
         self._figures |= figures
@@ -98,11 +95,8 @@ class RolloutMethod(PlayingMethod[dict[str, Any], dict[str, Any]], StreamsMethod
 def rollout_values(learner: Learner, policy: Policy, rollout: Rollout) -> RolloutValues:
     """The critic's values of everything the rollout saw, in one pass."""
     steps, slots = rollout.reward.shape
-    flat = {}
-    for key in policy.observation_keys:
-        seen = rollout.observation[key]
-        rows = seen.reshape(steps * slots, *seen.shape[2:])
-        flat[key] = np.concatenate([rows, rollout.last_observation[key], rollout.final_observation[key]])
+    seen = {key: rollout.observation[key].reshape(steps * slots, *rollout.observation[key].shape[2:]) for key in policy.observation_keys}
+    flat = {key: np.concatenate([rows, rollout.last_observation[key], rollout.final_observation[key]]) for key, rows in seen.items()}
     values = learner.values(prepare_observation(policy, flat))
     value, last, final = np.split(values, [steps * slots, (steps + 1) * slots])
     if values.ndim == 2:  # of each step of a chunk: what comes after begins with the first
