@@ -90,7 +90,7 @@ class LocalRanks:
     def __init__(self) -> None:
         self.links: list[RankLink] = []
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="embodied_ranks_")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self, num_ranks: int, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
@@ -114,6 +114,7 @@ class LocalRanks:
     @contextlib.contextmanager
     def meeting(self, num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Store]]:
         """See `RankHost.meeting`: a file."""
+        self._folder = tempfile.TemporaryDirectory(prefix="embodied_ranks_")
         where = str(Path(self._folder.name) / "store")
         yield where, open_store(where, num_ranks, timeout_s)
 
@@ -136,7 +137,8 @@ class LocalRanks:
             link.close()  # type: ignore[attr-defined]
         for process in self.processes:
             end_process(process, _END_S)
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 # ---- where ranks meet ---------------------------------------------------------------------------------------------------

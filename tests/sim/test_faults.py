@@ -96,7 +96,7 @@ def test_nan_names_slot_seed_and_step(where: str) -> None:
         ("tests.sim.toy:CountingSym", {}, "Did you mean 'CountingSim'"),
         ("tests.sim.toi:CountingSim", {}, "cannot be imported"),
         ("nonsense", {}, "not of the form"),
-        (COUNTING, {"colour": "red"}, "does not take 'colour'. Known: at, image, length"),
+        (COUNTING, {"colour": "red"}, "does not take 'colour'. Known: at, busy_s, image, length"),
         ("embodied_rl.sim.robots.metaworld:make", {"colour": "red"}, "Simulator 'metaworld' does not take 'colour'"),
         ("math:pi", {}, "3.14159.* is no class or function that makes a gymnasium.Env"),
         ("time:time", {}, "is no class or function that makes a gymnasium.Env"),
