@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from omegaconf import OmegaConf
 
 from embodied_rl.sim.rendering import configure_rendering
-from tests.forks import descendants, forked, forked_simulators  # noqa: F401 (a fixture)
+from tests.forks import forked, forked_simulators  # noqa: F401 (a fixture)
 from tests.scheduling import Scheduling
 
 # Before any test imports mujoco, sapien or pygame.
@@ -163,7 +163,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _workers() -> list[str]:
     """Command lines of simulator processes below this one that still run."""
     found = []
-    for child in descendants():
+    for child in psutil.Process().children(recursive=True):
         try:
             command = " ".join(child.cmdline()[1:])  # without the interpreter, which may lie in a folder of that name
             ours = "embodied_rl." in command or ("tests.forks" in command and child.ppid() != os.getpid())

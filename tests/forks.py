@@ -3,8 +3,6 @@
 The first use starts ``python -m tests.forks``, which imports what rollout workers, ranks, token processes and commands import, or what
 simulators' processes do, runs nothing, and forks once for each process that is asked for. The fork has the standard streams, descriptors,
 environment and folder that a process of its own would have, and runs the module as ``python -m`` does.
-
-Where pytest runs all tests in workers, they are forks too, of one process that has imported for all: see `fork_workers`.
 """
 
 from __future__ import annotations
@@ -24,12 +22,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-import psutil
 import pytest
 
 from embodied_rl.distributed.processes import end_process, start_module
@@ -47,15 +43,12 @@ IMPORTED = {
     ),
     "simulators": ("embodied_rl.sim.worker", "gymnasium"),
 }
-IMPORTED["workers"] = (*IMPORTED["torch"], "anthropic", "openai", "peft", "scipy.stats", "numba", "hypothesis", "_pytest.python")
 ALONE = {**thread_variables(1), "PYTHONHASHSEED": "0"}
 """What a simulator's process has in its environment, and its libraries read when they are imported."""
 _LONGEST = 2**18
 """Bytes of a request: mostly its environment."""
 _MANY = 64
 """Descriptors of a request at most."""
-_GIVEN = os.environ.pop("TESTS_FORKS", None)
-"""In a worker that is a fork: the descriptor and the process of what forks for it."""
 
 
 class Fork:
@@ -89,10 +82,6 @@ class Fork:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def forget(self) -> None:
-        """It ends by itself, and nobody asks how."""
-        self._report.close()
-
     def terminate(self) -> None:
         self.kill(signal.SIGTERM)
 
@@ -111,11 +100,6 @@ def _request_sockets() -> tuple[socket.socket, socket.socket]:
 @functools.cache
 def _server(kind: str) -> tuple[socket.socket, int]:
     """What takes requests, and its process."""
-    if kind == "torch" and _GIVEN is not None:
-        descriptor, number = map(int, _GIVEN.split())
-        given = socket.socket(fileno=descriptor)
-        atexit.register(given.close)
-        return given, number
     ours, theirs = _request_sockets()
     environment = {**os.environ, **(ALONE if kind == "simulators" else {})}
     with theirs:
@@ -180,72 +164,23 @@ def _start(
     descriptors: Mapping[int, int],
     *,
     collects: bool = False,
-    code: str | None = None,
-    group: int = 0,
 ) -> Fork:
     """Ask for a fork.
 
     Args:
         descriptors: {number in the fork: of ours}.
         collects: its garbage collector is on, as in any Python; what `start_module` starts turns it on by itself.
-        code: what it runs, as ``python -c`` does, in place of a module.
-        group: of processes; 0: its own.
     """
     ours, theirs = socket.socketpair()
-    what = {"module": module, "words": words, "environment": environment, "folder": folder, "collects": collects, "code": code}
+    what = {"module": module, "words": words, "environment": environment, "folder": folder, "collects": collects}
     with theirs:
-        message = json.dumps({**what, "group": group, "descriptors": list(descriptors)}).encode()
+        message = json.dumps({**what, "descriptors": list(descriptors)}).encode()
         socket.send_fds(_server(kind)[0], [message], [theirs.fileno(), *descriptors.values()])
     return Fork(ours)
 
 
 def _streams(out: int, err: int, *passed: int) -> dict[int, int]:
     return {1: out, 2: err, **{number: number for number in passed}}
-
-
-def fork_workers() -> None:
-    """Have the workers of pytest-xdist be forks, and each be given a process that forks for it: what they import is imported once."""
-    from execnet import gateway_io
-    from execnet.gateway_base import Popen2IO
-
-    class ForkedIO(Popen2IO):
-        """A worker, and the pipes to it: in place of ``python -c command[-1]``."""
-
-        def __init__(self, command: Sequence[str], execmodel: object) -> None:
-            read, to_worker = os.pipe()
-            from_worker, write = os.pipe()
-            ours, theirs = _request_sockets()
-            with ours, theirs:
-                passed = theirs.fileno()
-                words = ["torch", str(passed)]
-                forker = _start("workers", "tests.forks", words, dict(os.environ), str(ROOT), _streams(1, 2, passed))
-                environment = {**os.environ, "TESTS_FORKS": f"{ours.fileno()} {forker.pid}"}
-                forker.forget()
-                code = f"import os; os.set_inheritable({ours.fileno()}, False)\n{command[-1]}"
-                descriptors = {0: read, 1: write, 2: 2, ours.fileno(): ours.fileno()}
-                group = os.getpgrp()
-                self.popen = _start("workers", "", [], environment, os.getcwd(), descriptors, collects=True, code=code, group=group)
-            os.close(read)
-            os.close(write)
-            super().__init__(os.fdopen(to_worker, "wb"), os.fdopen(from_worker, "rb"), execmodel)
-
-        def wait(self) -> int:
-            return self.popen.wait()
-
-        def kill(self) -> None:
-            self.popen.kill()
-
-    _server("workers")
-    gateway_io.Popen2IOMaster = ForkedIO
-
-
-def descendants() -> list[psutil.Process]:
-    """Processes below this one, and below what forks for it."""
-    found = psutil.Process().children(recursive=True)
-    if _GIVEN is not None:
-        with contextlib.suppress(psutil.Error):
-            found += psutil.Process(_server("torch")[1]).children(recursive=True)
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -335,20 +270,12 @@ def main(kind: str, descriptor: int) -> Callable[[], object]:
     if asked is None:
         return lambda: None
     request, received = asked
-    os.setpgid(0, request["group"])
+    os.setpgid(0, 0)
     _become(received, request["descriptors"], request["environment"], request["folder"])
     sys.argv[1:] = request["words"]
     if request["collects"]:
         gc.enable()
-    if request["code"]:
-        return functools.partial(_run, request["code"])
     return functools.partial(runpy.run_module, request["module"], run_name="__main__", alter_sys=True)
-
-
-def _run(code: str) -> None:
-    sys._xoptions.pop("embodied_rl_starts", None)
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(code, vars(main))
 
 
 if __name__ == "__main__":

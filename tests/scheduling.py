@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import fork_workers
-
 DURATIONS = Path(__file__).with_name("durations.json")
 WORTH_A_LINE_S = 1.0
 ALONE_S = 20.0
@@ -58,11 +56,6 @@ class Scheduling:
         if "PYTEST_XDIST_WORKER" in os.environ:
             place = {unit: number for number, unit in enumerate(longest_first([item.nodeid for item in items]))}
             items.sort(key=lambda item: place[unit_of(item.nodeid)])
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_setupnodes(self, config: pytest.Config) -> None:
-        if config.args_source == pytest.Config.ArgsSource.TESTPATHS:  # all tests, or some of each folder: they import everything
-            fork_workers()
 
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: object) -> object:
         if config.getvalue("dist") != "loadfile":

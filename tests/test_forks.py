@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from embodied_rl.distributed.processes import start_module
-from tests import forks
-from tests.forks import descendants, start_forked
+from tests.forks import start_forked
 
 SAYS = """
 import os, sys
@@ -52,17 +51,10 @@ def test_it_is_killed_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
     assert process.poll() is None
-    assert {process.pid, other.pid} <= {child.pid for child in descendants()}
+    assert {process.pid, other.pid} <= {child.pid for child in psutil.Process().children(recursive=True)}
     process.kill()
     assert process.wait(120) == -signal.SIGKILL
     assert other.poll() is None
     os.kill(other.pid, signal.SIGTERM)
     assert other.wait(120) == -signal.SIGTERM
     os.close(there)
-
-
-def test_workers_that_run_all_tests_are_forks(pytestconfig: pytest.Config) -> None:
-    """Of one process, which has forked something for this one too."""
-    everything = pytestconfig.args_source == pytest.Config.ArgsSource.TESTPATHS
-    is_fork = "tests.forks" in psutil.Process(os.getppid()).cmdline()
-    assert is_fork == (forks._GIVEN is not None) == (everything and "PYTEST_XDIST_WORKER" in os.environ)
