@@ -129,7 +129,7 @@ def _ours(config: TrainConfig, gate: Gate) -> None:
             return rollout
 
         collector.next_rollout = gated
-        learner = trainer.method.learner
+        (learner,) = trainer.method.all_learners
         parts = learner.executor.side_by_side if isinstance(learner.executor, LocalExecutor) else 1
         gate.tell(threads=parts * learner.compute_threads, processes=1 + trainer.manager.num_workers)
         trainer.run()
