@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -20,9 +19,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 480.0
 """Of a section."""
+END_S = 20.0
+"""For processes that were killed to be gone."""
 
 
 @dataclass(frozen=True)
@@ -107,23 +110,28 @@ def run(name: str, *, tiny: bool, limit_s: float) -> Outcome:
     command = [sys.executable, *(words if words[0] == "-m" else (str(folder / words[0]), *words[1:]))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     begun = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         output, errors = process.communicate(timeout=limit_s)
         # pytest's 5: no test was selected.
         status = "ok" if process.returncode in (0, 5) else "failed"
     except subprocess.TimeoutExpired:
-        status = "out of time"
+        end_all(process)
+        status, (output, errors) = "out of time", process.communicate(timeout=END_S)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    if status == "out of time":
-        output, errors = process.communicate()
+        end_all(process)
     output += errors if status != "ok" else ""
     figure = next((line.removeprefix("figure: ") for line in reversed(output.splitlines()) if line.startswith("figure: ")), "")
     return Outcome(section.title, " ".join(["python", *words]), status, time.monotonic() - begun, figure, output[-20_000:])
+
+
+def end_all(process: subprocess.Popen[str]) -> None:
+    """Kill a process with all that are below it; nothing where it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.wait(END_S)
 
 
 def markdown(outcomes: dict[str, Outcome]) -> str:

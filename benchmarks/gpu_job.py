@@ -8,10 +8,7 @@ optimizer leaves the device while actions are generated (``hybrid.offload=[optim
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from gpu import end_all
 from tables import provenance, text_table
 from vla import SHAPES, random_model
 
@@ -31,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 STEPS, ROUNDS = 8, 3
 ITERATION = "time/update_s"
+LIMIT_S = 300.0
+"""Of a run's first iterations, its start included."""
 WAYS = {
     "LoRA": ("policy.lora_rank=32", "policy.lora_alpha=32"),
     "all weights": ("policy.gradient_checkpointing=true",),
@@ -75,7 +75,7 @@ def iterations(words: list[str], run_dir: Path, count: int) -> tuple[list[dict[s
     """Metrics of the first `count` iterations of a run, which is ended then: its last checkpoint would take minutes; and its error."""
     with tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, "-m", "embodied_rl.train", *words]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        process, until = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, text=True), time.monotonic() + LIMIT_S
         try:
             while True:
                 ended = process.poll() is not None
@@ -83,14 +83,13 @@ def iterations(words: list[str], run_dir: Path, count: int) -> tuple[list[dict[s
                 rows = [row for row in read_metrics(file) if ITERATION in row] if file.exists() else []
                 if len(rows) >= count:
                     return rows[:count], ""
-                if ended:
+                if ended or time.monotonic() > until:
                     output.seek(0)
-                    return rows, output.read()[-4000:]
+                    why = "it ended" if ended else f"no {count} iterations in {LIMIT_S:.0f} s"
+                    return rows, f"{why}: {output.read()[-4000:]}"
                 time.sleep(0.5)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_all(process)
 
 
 def row_of(way: str, last: dict[str, float], slots: int, begun: float) -> list[str]:

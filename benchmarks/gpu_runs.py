@@ -9,12 +9,9 @@ drawn lies on the edge of two.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import importlib.util
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
+from gpu import end_all
 from tables import provenance, text_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,10 +52,11 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 def compare(name: str, device: str) -> dict[str, float | str]:
     """{cpu_s, device_s, difference, repeated}, or {error}."""
-    changed = [f"hybrid.device={device}", *(["hybrid.sharding.num_shards=1"] if name.startswith("fsdp2") else [])]
+    here = ["hybrid.sharding.num_shards=1"] if name.startswith("fsdp2") else []
+    there = [*here, f"hybrid.device={device}"]
     seconds, found = [], []
     try:
-        for words in ([changed[-1]] if len(changed) > 1 else [], changed, changed):
+        for words in (here, there, there):
             with tempfile.TemporaryDirectory() as folder:
                 begun = time.perf_counter()
                 found.append(weights(run(name, Path(folder), *words)))
@@ -72,14 +71,13 @@ def compare(name: str, device: str) -> dict[str, float | str]:
 def alone(name: str, device: str) -> dict[str, float | str]:
     """What `compare` found in a process of its own, which is ended with all that it started after `LIMIT_S`."""
     command = [sys.executable, __file__, "--device", device, "--alone", name]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         errors = process.communicate(timeout=LIMIT_S + 10)[1]
     except subprocess.TimeoutExpired:
         errors = ""
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        end_all(process)
     lines = errors.splitlines()
     rows = [line for line in lines if line.startswith('{"')]
     found: dict[str, float | str] = json.loads(rows[-1]) if rows else {"error": f"status {process.poll()}: " + "\n".join(lines[-40:])}

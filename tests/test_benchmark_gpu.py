@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.test_benchmark_runs import run_script
@@ -69,6 +70,15 @@ def test_what_is_done_stays_done(tmp_path: Path) -> None:
     assert noted["figure"].startswith("cartpole ")
     assert noted["figure"] in (tmp_path / "gpu.md").read_text()
     assert "maniskill: done before" in command(tmp_path, "--sections", "maniskill").stdout
+
+
+def test_a_section_out_of_time_ends_with_what_it_started(tmp_path: Path) -> None:
+    before = set(psutil.pids())
+    done = command(tmp_path, "--sections", "runs", "--limit", "4")
+    assert done.returncode == 1
+    assert "runs: out of time" in done.stdout, done.stdout + done.stderr
+    left = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"]) if one.pid not in before]
+    assert not [words for words in left if "gpu_runs.py" in " ".join(words)]
 
 
 @pytest.mark.slow
