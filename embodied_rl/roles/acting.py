@@ -37,7 +37,7 @@ class OwnPolicy:
         self.policy.eval()
         self.generator = make_generator(config.generation, self.policy)
         self.layout = self.policy.action_layout
-        # As in one process: small policies act as a copy on the CPU, large ones where they are.
+        # As in one process: what acts as a copy says where (`ModuleActor`), a large policy acts where it is.
         self.policy.to(resolve_device(config.hybrid.device))
 
     def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:

@@ -113,8 +113,9 @@ def rollout_player(config: TrainConfig) -> Player:
     def seconds(manager: EnvManager, num_steps: int) -> Callable[[], tuple[float, int]]:
         own = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, rollout_steps=num_steps, max_staleness=0))
         with torch.random.fork_rng():
-            policy = build_policy(config.policy, plain_spec(manager.spec)).to(resolve_device(config.hybrid.device))
+            policy = build_policy(config.policy, plain_spec(manager.spec))
         generator = make_generator(config.generation, policy)
+        policy.to(resolve_device(config.hybrid.device))  # afterwards, as in a run: where a small one acts is the generator's to say
         generator.publish(0)
         collector = make_rollout_collector(own, manager, generator, policy.action_layout)
         collector.restart(reconfigure=False)
