@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed as dist
 
 from embodied_rl.config import ShardingConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
@@ -243,3 +244,32 @@ def test_train_helper_takes_plain_modules(tmp_path: Path) -> None:
     make_folder(tmp_path)
     norms, _ = train(make(tmp_path), 0, 1)
     assert norms == pytest.approx(plain(tmp_path, "float32")[1], rel=1e-5)
+
+
+def test_a_block_that_no_forward_runs_is_no_obstacle_to_micro_batches() -> None:
+    """As the last block of OpenVLA's vision transformers; gradients are those of the module without ranks."""
+
+    class TwoOfThree(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(3)])
+
+        def evaluate(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](x)).square().sum()
+
+    plain, x = TwoOfThree(), torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    plain.evaluate(x).backward()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = ShardingConfig(num_shards=1, precision="bfloat16")
+        cut = fsdp.shard(TwoOfThree(), fsdp.make_mesh(config, "cpu"), config)
+        fsdp.accumulate(cut, [functools.partial(cut.evaluate, part) for part in x.split(2)])
+        found = {name: None if one.grad is None else fsdp.whole(one.grad) for name, one in cut.named_parameters()}
+    finally:
+        dist.destroy_process_group()
+    for name, one in plain.named_parameters():
+        if one.grad is None:
+            assert found[name] is None or not found[name].any()
+        else:
+            torch.testing.assert_close(found[name], one.grad, atol=0.3, rtol=0.05, msg=name)
