@@ -100,7 +100,7 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
     for part in sharded_parts(module):
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
-        # Once: a block that no forward runs (the last of a vision transformer) has no gathered parameter to look for gradients in otherwise.
+        # Once: a block that no forward runs (the last of a vision transformer) would have no gathered parameter to look for gradients in.
         part.unshard()
         part.reshard()
     # Values and entropies are views; no caller writes into what a policy returns.
