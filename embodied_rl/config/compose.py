@@ -257,20 +257,26 @@ def _hydra() -> AbstractContextManager[None]:
 
 
 def add_resolvers() -> None:
-    """Let configuration files say ``${rows_per_slot:1024,${sim.num_slots}}``."""
+    """Let configuration files say ``${rows_per_slot:1024}``."""
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("rows_per_slot", rows_per_slot, replace=True)
 
 
-def rows_per_slot(rows: int, num_slots: object) -> int:
+def rows_per_slot(rows: int, *, _root_: Mapping[str, Any]) -> int:
     """Steps of every slot that make up about so many `rows` of one update, as from at least 16 slots; at least 1.
 
     Fewer slots take no more steps than 16 would: their updates are smaller, and as frequent in each slot's time. What is no number of
     slots is refused where `sim.num_slots` is checked.
+
+    Args:
+        rows: of one update.
+        _root_: the composed configuration: the slots are those of its domains, or of `sim` where it has none.
     """
-    slots = num_slots if isinstance(num_slots, int) and not isinstance(num_slots, bool) else 16
-    return max(1, rows // max(slots, 16))
+    domains = _root_.get("domains") or {}
+    played = [domain.get("sim") for domain in domains.values()] if domains else [_root_.get("sim")]
+    slots = [(sim or {}).get("num_slots") for sim in played]
+    return max(1, rows // max(sum(number for number in slots if type(number) is int), 16))
 
 
 def add_installed_configs() -> None:

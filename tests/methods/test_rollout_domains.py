@@ -44,6 +44,15 @@ def configured(folder: Path, *overrides: str) -> Any:
     return load_train_config([*ROLLOUTS_OF_DOMAINS, *overrides, f"run_dir={folder}"])
 
 
+def test_the_slots_of_all_domains_make_up_the_rows_of_an_update() -> None:
+    """1,024 rows of 32 slots in two domains: 32 steps of each; `sim`, which has 64 slots and is not played, does not count."""
+    thirty = POLE.replace("num_slots: 4", "num_slots: 30")
+    domains = [f"domains.pole={{sim: {thirty}}}", f"domains.arm={{sim: {ARM}, policy: {OWN}}}"]
+    config = load_train_config(["sim=cartpole", "algorithm=ppo", "sim.num_slots=64", *domains])
+    assert (config.algorithm.rollout_steps, config.steps_per_iteration) == (32, 1024)
+    assert load_train_config(["sim=cartpole", "algorithm=ppo", "sim.num_slots=64"]).algorithm.rollout_steps == 16
+
+
 def begun(trainer: Trainer) -> dict[str, Rollout]:
     """The first rollout of each domain."""
     trainer.engine.publish(0)
