@@ -20,8 +20,7 @@ from tables import provenance, text_table
 
 from embodied_rl.agents.agent import Agent
 from embodied_rl.config import AgentConfig
-from embodied_rl.generation.scripted_tokens import RandomTokens
-from embodied_rl.generation.tokens import Completion
+from embodied_rl.generation.tokens import Completion, RandomTokens
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig

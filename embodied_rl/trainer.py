@@ -21,9 +21,8 @@ from embodied_rl.files import next_free
 from embodied_rl.hybrid.assembly import make_engine
 from embodied_rl.loggers import Logger, check_loggers, make_loggers
 from embodied_rl.methods import Experience
-from embodied_rl.methods.expert_warm_start import clone_experts
-from embodied_rl.methods.streams import domains_of
-from embodied_rl.methods.training_records import start_recorders
+from embodied_rl.methods.streams import domains_of, start_recorders
+from embodied_rl.methods.warm_start import clone_experts
 from embodied_rl.progress import Advance, progress_bar
 from embodied_rl.reporting import RunSummary, parts_text, require_time, shows_progress, warm_start_figures
 from embodied_rl.resuming import PolicySaver, load_method, load_policy, random_states, save_method, set_random_states

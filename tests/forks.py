@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = {
     "torch": (
         "embodied_rl.roles.worker",
-        "embodied_rl.methods.language_apart",
+        "embodied_rl.methods.language_player",
         "embodied_rl.learning.ranks",
         "embodied_rl.trainer",
         "hydra",

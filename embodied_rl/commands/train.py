@@ -211,7 +211,7 @@ def train(
         if checkpoint is None:
             require_time(config, time.time() - began, "before anything was started")
         with loading("PyTorch", shown=shows_progress(config)):
-            from embodied_rl.roles.failures import RoleLost
+            from embodied_rl.roles.wire import RoleLost
         for num_restarts in itertools.count():
             try:
                 _run(config, run_dir, command, checkpoint, started, loggers, tells)
@@ -238,7 +238,7 @@ def _run(
     from embodied_rl.reporting import remember_start, shows_progress
 
     with loading("libraries", shown=shows_progress(config)):
-        from embodied_rl.roles.failures import RoleLost
+        from embodied_rl.roles.wire import RoleLost
         from embodied_rl.trainer import Trainer
 
     with Trainer(config, run_dir, command=command, checkpoint=checkpoint, started=started, loggers=loggers) as trainer:

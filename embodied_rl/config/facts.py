@@ -26,7 +26,7 @@ from embodied_rl.errors import did_you_mean
 from embodied_rl.hybrid.placement import Cluster, Placement
 from embodied_rl.hybrid.placement import resolve as placed
 from embodied_rl.learning.devices import resolve_device
-from embodied_rl.roles.hosts import this_machine
+from embodied_rl.roles.device_lease import this_machine
 from embodied_rl.sim.text.program import is_program
 
 

@@ -30,7 +30,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.methods.demonstrations import expert_of, training_sim
 from embodied_rl.methods.streams import queue_config
 from embodied_rl.policies.build import custom_class
-from embodied_rl.roles.hosts import plan_here, with_host_threads
+from embodied_rl.roles.device_lease import plan_here, with_host_threads
 
 _TOKENS = ("tokens_torch", "vllm")
 _OF_CHUNKS = ("gae_chunk", "gae_action")

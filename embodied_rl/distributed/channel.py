@@ -1,10 +1,11 @@
-"""The one form of messages between processes of a run: JSON and a block of raw bytes, on a socket. Nothing is pickled.
+"""The one form of messages between processes of a run: JSON and a block of raw bytes, or tensors, on a socket. Nothing is pickled.
 
 What is frequent has its own ways: steps go through shared memory, weights through shared memory or Ray's object store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -13,7 +14,11 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _HEADER = struct.Struct("<8sQIQ")
 """Key of the channel, number of the request, bytes of the text, bytes of the payload."""
@@ -187,3 +192,47 @@ def _parsed(text: bytes) -> dict[str, Any]:
 def _close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+# ---- Messages with arrays -------------------------------------------------------------------------------------------
+
+
+class Link(Messages):
+    """A connected socket that carries JSON messages with named tensors, both ways at any time; each direction counts its own."""
+
+    stall_s = 120.0  # a process that computes on all cores may let a large message wait
+
+    def __init__(self, connection: socket.socket, *, begins: bool = False) -> None:
+        """`begins`: this end sends the first message."""
+        super().__init__(connection, begins=begins)
+        self._num_sent = self._num_received = 0
+
+    def send(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Send; tensors are copied to the host. Raises ChannelClosed."""
+        from safetensors.torch import save  # not before: simulators' processes hold no torch
+
+        plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in (tensors or {}).items()}
+        self._num_sent += 1
+        self._send(self._num_sent, message, save(plain) if plain else b"")
+
+    def recv(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The next message and its tensors, which lie on the host.
+
+        Raises:
+            ChannelClosed: the other end is gone, or what came is none of its messages.
+            TimeoutError: nothing came in time.
+        """
+        from safetensors.torch import load
+
+        try:
+            message, payload, _ = self._recv(self._num_received + 1, timeout_s)
+        except ChannelGarbled as error:
+            raise ChannelClosed(str(error)) from error
+        self._num_received += 1
+        return message, load(payload) if payload else {}
+
+    def close(self) -> None:
+        """May be called while another thread waits for a message: that thread and the other end get ChannelClosed at once."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        super().close()

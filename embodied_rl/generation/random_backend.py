@@ -1,4 +1,4 @@
-"""Actions that need no model."""
+"""Actions that need no model, and generators around another."""
 
 from __future__ import annotations
 
@@ -7,8 +7,32 @@ import math
 import numpy as np
 
 from embodied_rl.generation.base import ActedBatch, Generator, QueuedGenerator
-from embodied_rl.generation.wrapped import WrappedGenerator
 from embodied_rl.types import Observation, SimSpec
+
+
+class WrappedGenerator(Generator):
+    """Forwards every call to another generator: the base of wrappers that change how it is called."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+
+    @property
+    def version(self) -> int:
+        return self._generator.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._generator.version = version
+
+    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        self._generator.send(slots, observation, noise)
+
+    def recv(self) -> ActedBatch:
+        return self._generator.recv()
+
+    def publish(self, version: int) -> None:
+        self._generator.publish(version)
+
 
 _erf = np.frompyfunc(math.erf, 1, 1)
 """numpy has no error function."""

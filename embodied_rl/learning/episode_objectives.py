@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.episodes import Credit, EpisodeBatch
+from embodied_rl.algorithms.episode_method import Credit, EpisodeBatch
 from embodied_rl.algorithms.losses import behaviour_cloning_loss, explained_variance
 from embodied_rl.algorithms.units import Level, at_level, mask_at_level, spread
 from embodied_rl.config import AlgorithmConfig

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from embodied_rl.distributed.link import Link
+from embodied_rl.distributed.channel import Link
 from embodied_rl.distributed.processes import end_process, start_module
 from embodied_rl.errors import UserError
 

@@ -18,8 +18,7 @@ from torch import distributed as dist
 
 from embodied_rl.config import AlgorithmConfig, AnyPolicyConfig, LanguageConfig, ShardingConfig
 from embodied_rl.config.building import build, convert
-from embodied_rl.distributed.channel import ChannelClosed
-from embodied_rl.distributed.link import Link
+from embodied_rl.distributed.channel import ChannelClosed, Link
 from embodied_rl.distributed.processes import started
 from embodied_rl.learning.ranks import Rank, join
 from embodied_rl.policies.base import TrainedModule

@@ -14,8 +14,8 @@ from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.episodes.sink import Sink
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.generation.base import ActedBatch, Generator
+from embodied_rl.generation.random_backend import WrappedGenerator
 from embodied_rl.generation.tokens import Completion
-from embodied_rl.generation.wrapped import WrappedGenerator
 from embodied_rl.rollout.evaluation import Watcher, play_seeds
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import EpisodeSummary, Observation, StepBatch

@@ -11,8 +11,7 @@ import torch
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch, Generator
-from embodied_rl.generation.random_backend import RandomGenerator
-from embodied_rl.generation.wrapped import WrappedGenerator
+from embodied_rl.generation.random_backend import RandomGenerator, WrappedGenerator
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.methods.base import Method, Played, Prepared
 from embodied_rl.methods.starts import ORDINARY, Starts

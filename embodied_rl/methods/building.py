@@ -18,8 +18,7 @@ from embodied_rl.config.run import LANGUAGE, SHARED, PlayerConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
-from embodied_rl.generation.scripted_tokens import RandomTokens
-from embodied_rl.generation.tokens import SharedTokens, TokenBackend
+from embodied_rl.generation.tokens import RandomTokens, SharedTokens, TokenBackend
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.agents import TokenLearner

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from embodied_rl.algorithms.episode_method import EpisodeMethod
-from embodied_rl.algorithms.episodes import Credit, EpisodeBatch, EpisodeValues
+from embodied_rl.algorithms.episode_method import Credit, EpisodeBatch, EpisodeMethod, EpisodeValues
 from embodied_rl.algorithms.units import Level
 from embodied_rl.config import TrainConfig
 from embodied_rl.learning.episode_objectives import EpisodeObjective

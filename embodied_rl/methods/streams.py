@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,21 +19,24 @@ from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.algorithms.filters import GroupFilter, build_filters
 from embodied_rl.config import GroupsConfig, PlayerConfig, TrainConfig
 from embodied_rl.config.policy import draws_tokens
+from embodied_rl.episodes.recording import RecordingInfo
+from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.methods.base import Recordable
+from embodied_rl.rollout.batch_sinks import FOLDER, TrainingRecorder
 from embodied_rl.rollout.collector import NOT_PLAYED, Collector, RolloutCollector
-from embodied_rl.rollout.domain_rollouts import DomainRollouts
 from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, queue_weights
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, GroupQueueConfig, Share
 from embodied_rl.rollout.initialized import StartLibrary
-from embodied_rl.rollout.queue_pump import DomainCollector, QueuePump
+from embodied_rl.rollout.queue_pump import DomainCollector, DomainRollouts, QueuePump
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.sim.simulators import Simulators, SimulatorsElsewhere
 from embodied_rl.sim.text.program import is_program
-from embodied_rl.types import EpisodeSummary, SimSpec
+from embodied_rl.types import ActionLayout, EpisodeSummary, SimSpec
+from embodied_rl.versions import versions
 
 OWN_PLAYER = "policy"
 """In metrics: the run's own backend, beside the players of generation.mix."""
@@ -310,3 +314,32 @@ def episode_figures(finished: Sequence[tuple[bool, float, int]]) -> dict[str, fl
     """``episodes`` of a batch (`Experience.finished`), and their means where there are any: ``success``, ``return``, ``length``."""
     columns = zip(("success", "return", "length"), zip(*finished, strict=True), strict=False)
     return {"episodes": float(len(finished)), **{name: float(np.mean(column)) for name, column in columns}}
+
+
+def start_recorders(config: TrainConfig, recordable: Sequence[Recordable], run_dir: Path, command: str) -> list[TrainingRecorder]:
+    """Have a share of the training episodes written into ``<run_dir>/episodes``, or into the folder of each collector in it.
+
+    Raises:
+        UserError: no episodes are played.
+        RecordingError: see `TrainingRecorder`.
+    """
+    if not recordable:
+        raise UserError(f"record.share={config.record.share:g}: algorithm={config.algorithm.name} plays no episodes. Set record.share=0.")
+
+    who = {"kind": "training", "algorithm": config.algorithm.name, "seed": config.seed}
+    recorders = []
+    for one in recordable:
+        layout = one.collector.layout
+        units = {} if layout is None or layout == ActionLayout.of(one.spec.action) else layout.about_units()
+        info = RecordingInfo(one.spec, dataclasses.asdict(one.sim), who | units, command, versions()).signed()
+        recorder = TrainingRecorder(
+            run_dir / FOLDER / one.folder,
+            info,
+            config.record,
+            seeds=one.collector.seeds,
+            num_slots=one.num_slots,
+            keeps_running=config.checkpoint.within_episodes,
+        )
+        one.collector.recorder = recorder
+        recorders.append(recorder)
+    return recorders

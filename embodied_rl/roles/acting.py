@@ -16,7 +16,7 @@ from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenBackend
 from embodied_rl.learning.devices import resolve_device
 from embodied_rl.methods.building import Acting
-from embodied_rl.methods.language_apart import ModelFiles, blank_backend, blank_policy, read_model, write_model_files
+from embodied_rl.methods.language_player import ModelFiles, blank_backend, blank_policy, read_model, write_model_files
 from embodied_rl.methods.streams import Stream
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import LanguagePolicy

@@ -19,12 +19,12 @@ from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.methods import Method, make_method, training_sim
 from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.building import build_elsewhere, build_here
-from embodied_rl.methods.language_apart import model_files
+from embodied_rl.methods.language_player import model_files
 from embodied_rl.methods.starts import give_starts
 from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.build import MADE_OF_SIZES, build_policy
-from embodied_rl.roles.hosts import this_machine
+from embodied_rl.roles.device_lease import this_machine
 from embodied_rl.roles.remote import RemoteStarts, RemoteWorker, WorkerHandle
 from embodied_rl.roles.worker import make_scorer
 from embodied_rl.roles.worker_process import WorkerProcess

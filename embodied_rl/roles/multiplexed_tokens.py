@@ -12,7 +12,7 @@ from typing import Any
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, check_new_ids, refuse_structures
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher
-from embodied_rl.methods.language_apart import ModelFiles
+from embodied_rl.methods.language_player import ModelFiles
 from embodied_rl.roles.device_lease import DeviceLease
 from embodied_rl.roles.token_process import TokenProcess
 from embodied_rl.rollout.migration import PartialAnswer, TokenHost

@@ -8,11 +8,11 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
 
-from embodied_rl.roles.failures import RoleLost, decode_error, encode_error
+from embodied_rl.roles.wire import RoleLost, decode_error, encode_error
 from embodied_rl.stopping import waiting
 
 Outcome = tuple[str, Any]
-"""("value", …), ("error", what `failures.encode_error` gives), or ("lost", which other role ended)."""
+"""("value", …), ("error", what `wire.encode_error` gives), or ("lost", which other role ended)."""
 Actor = Any
 """Handle of an actor: Ray makes its methods when they are called."""
 Reference = Any

@@ -11,11 +11,10 @@ import numpy as np
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
-from embodied_rl.hybrid.weight_sync import DeltaSink, NamedTensors
-from embodied_rl.hybrid.weight_transports import ray_tensors
+from embodied_rl.hybrid.weight_sync import DeltaSink, NamedTensors, ray_tensors
 from embodied_rl.learning.devices import set_compute_threads
 from embodied_rl.methods.building import with_backend
-from embodied_rl.methods.language_apart import ModelFiles
+from embodied_rl.methods.language_player import ModelFiles
 from embodied_rl.methods.streams import Stream
 from embodied_rl.roles.acting import LoadedActing, WorkerActing
 from embodied_rl.roles.ray_calls import Actor, Outcome, Reference, outcome_of, value_of

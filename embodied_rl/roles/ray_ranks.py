@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from embodied_rl.distributed.channel import ChannelClosed
-from embodied_rl.hybrid.weight_transports import pack_tensors, unpack_tensors
+from embodied_rl.hybrid.weight_sync import pack_tensors, unpack_tensors
 from embodied_rl.learning.rank_hosts import RankLink, TrainWorkerError, listen_on, listening_store
 from embodied_rl.learning.train_worker import RankServer
-from embodied_rl.methods.language_apart import ModelFiles, write_model_files
-from embodied_rl.roles.failures import RoleLost, decode_error
+from embodied_rl.methods.language_player import ModelFiles, write_model_files
 from embodied_rl.roles.ray_calls import GONE, Actor, Outcome, Reference, first_line, outcome_of, value_of
+from embodied_rl.roles.wire import RoleLost, decode_error
 
 _LOOPBACK = "127.0.0.1"
 _LEAVE_S = 1.0

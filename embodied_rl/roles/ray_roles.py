@@ -28,8 +28,7 @@ from torch import Tensor
 
 from embodied_rl.config import RewardWorkerConfig, TrainConfig
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.weight_sync import DeltaSource, NamedTensors
-from embodied_rl.hybrid.weight_transports import RayPublisher
+from embodied_rl.hybrid.weight_sync import DeltaSource, NamedTensors, RayPublisher
 from embodied_rl.roles.ray_calls import GONE, Actor, Outcome, Reference, first_line, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_generation import GenerationWorker, RayActing

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from embodied_rl.config import HybridConfig, TrainConfig
-from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
+from embodied_rl.hybrid.weight_sync import RayPublisher, ray_tensors
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.methods import Experience, Method
 from embodied_rl.methods.building import build_elsewhere
-from embodied_rl.methods.language_apart import ModelFiles, blank_policy, write_model_files
+from embodied_rl.methods.language_player import ModelFiles, blank_policy, write_model_files
 from embodied_rl.methods.streams import streams_elsewhere
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.roles.ray_calls import Actor, Outcome, Reference, outcome_of, value_of

@@ -17,11 +17,11 @@ from embodied_rl.generation.base import Generator, Way
 from embodied_rl.hybrid.weight_sync import is_lora
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.base import Method
-from embodied_rl.methods.language_apart import ModelFiles
+from embodied_rl.methods.language_player import ModelFiles
 from embodied_rl.methods.starts import Starts, give_starts
 from embodied_rl.methods.streams import Stream
 from embodied_rl.policies.base import TrainedModule
-from embodied_rl.roles.failures import RoleLost
+from embodied_rl.roles.wire import RoleLost
 from embodied_rl.roles.worker import Collected
 from embodied_rl.rollout.collector import Collector, CollectorTimes
 from embodied_rl.rollout.groups import GroupQueue
@@ -72,7 +72,7 @@ class RemoteWorker(Simulators):
         self.policy: TrainedModule | None = None
         """Whose weights `publish` sends; see `take_policy`."""
         self.model: ModelFiles = {}
-        """Files of the language model, from which the worker builds it elsewhere (`language_apart.model_files`); empty without one."""
+        """Files of the language model, from which the worker builds it elsewhere (`language_player.model_files`); empty without one."""
         self.starts: RemoteStarts | None = None
         """Of groups; those that workers play by are copies."""
         self._recorded: dict[str, str] = {}

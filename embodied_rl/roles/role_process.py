@@ -9,11 +9,9 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from embodied_rl.distributed.channel import ChannelClosed
-from embodied_rl.distributed.link import Link
+from embodied_rl.distributed.channel import ChannelClosed, Link
 from embodied_rl.distributed.processes import end_process, start_module
-from embodied_rl.roles.failures import RoleLost, decode_error
-from embodied_rl.roles.wire import pack
+from embodied_rl.roles.wire import RoleLost, decode_error, pack
 from embodied_rl.stopping import waiting
 
 _END_S = 20.0

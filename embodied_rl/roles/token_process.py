@@ -22,17 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.distributed.channel import ChannelClosed
-from embodied_rl.distributed.link import Link
+from embodied_rl.distributed.channel import ChannelClosed, Link
 from embodied_rl.distributed.processes import started
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, TokenBackend, check_new_ids, refuse_structures
 from embodied_rl.hybrid.shared_weights import AnnouncedWeights, SharedWeightsPublisher
 from embodied_rl.learning.devices import compute_threads, resolve_device
-from embodied_rl.methods.language_apart import ModelFiles, blank_backend, write_model_files
-from embodied_rl.roles.failures import encode_error
+from embodied_rl.methods.language_player import ModelFiles, blank_backend, write_model_files
 from embodied_rl.roles.role_process import RoleProcess
-from embodied_rl.roles.wire import pack, register, unpack
+from embodied_rl.roles.wire import encode_error, pack, register, unpack
 
 for _kind in (GenerationRequest, Completion, Failure):
     register(_kind)

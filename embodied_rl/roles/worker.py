@@ -14,19 +14,17 @@ import numpy as np
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.config import TrainConfig
 from embodied_rl.hybrid.assembly import residency_of_playing
-from embodied_rl.hybrid.host_times import Span
+from embodied_rl.hybrid.multiplex import Span
 from embodied_rl.hybrid.residency import Residency
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.methods import training_sim
 from embodied_rl.methods.building import Playing, let_play
-from embodied_rl.methods.language_apart import ModelFiles
+from embodied_rl.methods.language_player import ModelFiles
 from embodied_rl.methods.starts import Starts, give_starts
-from embodied_rl.methods.streams import Stream, make_collector, make_queue, recordable_streams, simulators_of, streams_of
-from embodied_rl.methods.training_records import start_recorders
+from embodied_rl.methods.streams import Stream, make_collector, make_queue, recordable_streams, simulators_of, start_recorders, streams_of
 from embodied_rl.methods.warm_start import play_script
 from embodied_rl.roles.acting import LoadedActing, Weights, WorkerActing
-from embodied_rl.roles.device_lease import DeviceLease
-from embodied_rl.roles.hosts import hosted_sim, plan_here
+from embodied_rl.roles.device_lease import DeviceLease, hosted_sim, plan_here
 from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
 from embodied_rl.roles.wire import register
 from embodied_rl.rollout.batch_sinks import TrainingRecorder

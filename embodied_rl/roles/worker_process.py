@@ -18,13 +18,11 @@ from typing import Any
 from torch import Tensor
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.distributed.channel import ChannelClosed
-from embodied_rl.distributed.link import Link
+from embodied_rl.distributed.channel import ChannelClosed, Link
 from embodied_rl.distributed.processes import started
 from embodied_rl.hybrid.shared_weights import AnnouncedWeights, SharedWeightsPublisher
-from embodied_rl.roles.failures import RoleLost, encode_error
 from embodied_rl.roles.role_process import RoleProcess
-from embodied_rl.roles.wire import pack, unpack
+from embodied_rl.roles.wire import RoleLost, encode_error, pack, unpack
 from embodied_rl.roles.worker import Inbox, RolloutWorker, serve
 from embodied_rl.rollout.groups import WHOLE, Share
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.methods.streams import domains_of
-from embodied_rl.roles.failures import RoleLost
+from embodied_rl.roles.wire import RoleLost
 from embodied_rl.roles.worker import Collected
 from embodied_rl.rollout.collector import CollectorTimes
 from embodied_rl.rollout.groups import EpisodeCounts, GroupCounts, Share

@@ -13,8 +13,7 @@ from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.parsing import ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.config import AgentConfig, LanguageConfig
-from embodied_rl.generation.scripted_tokens import RandomTokens
-from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.generation.tokens import RandomTokens, TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, word_tokenizer

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodied_rl.algorithms.episode_method import EpisodeMethod
-from embodied_rl.algorithms.episodes import EpisodeBatch, EpisodeValues
+from embodied_rl.algorithms.episode_method import EpisodeBatch, EpisodeMethod, EpisodeValues
 from embodied_rl.config import AlgorithmConfig, CorrectionConfig, GroupsConfig, KlConfig, RewardConfig
 from embodied_rl.errors import UserError
 from embodied_rl.types import Episode, EpisodeGroup

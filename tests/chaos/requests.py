@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied_rl.config import SimConfig
-from embodied_rl.generation.scripted_tokens import ScriptedTokens
+from embodied_rl.generation.tokens import ScriptedTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.tiny_language import train_tokenizer
 from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions

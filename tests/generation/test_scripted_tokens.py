@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.generation.scripted_tokens import RandomTokens, ScriptedTokens
-from embodied_rl.generation.tokens import GenerationRequest
+from embodied_rl.generation.tokens import GenerationRequest, RandomTokens, ScriptedTokens
 
 
 def request(number: int, new: int = 10, prompt: int = 5, **options: Any) -> GenerationRequest:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.generation.scripted_tokens import ScriptedTokens
-from embodied_rl.generation.tokens import Completion, GenerationRequest, SharedTokens
+from embodied_rl.generation.tokens import Completion, GenerationRequest, ScriptedTokens, SharedTokens
 from embodied_rl.generation.torch_tokens import TorchTokens
 from tests.agents.samples import tiny_policy
 

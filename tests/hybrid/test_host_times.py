@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embodied_rl.hybrid.host_times import HostTimes
+from embodied_rl.hybrid.multiplex import HostTimes
 
 
 class Clock:

@@ -226,7 +226,7 @@ def move(policy: LanguagePolicy, seed: int) -> None:
 
 def test_ray_object_store() -> None:
     ray = pytest.importorskip("ray")
-    from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
+    from embodied_rl.hybrid.weight_sync import RayPublisher, ray_tensors
 
     ray.init(address="local", num_cpus=1, include_dashboard=False)  # never one that somebody else has started
     try:

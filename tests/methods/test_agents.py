@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from embodied_rl.agents.turns import agent_episodes, rows_of
-from embodied_rl.algorithms.episode_method import EpisodeMethod
-from embodied_rl.algorithms.episodes import Credit, EpisodeValues
+from embodied_rl.algorithms.episode_method import Credit, EpisodeMethod, EpisodeValues
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import AlgorithmConfig, GroupsConfig, HybridConfig, KlConfig

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from embodied_rl.agents.turns import AgentEpisode
-from embodied_rl.algorithms.episodes import Credit
+from embodied_rl.algorithms.episode_method import Credit
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.compose import load_train_config

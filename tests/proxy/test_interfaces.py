@@ -19,7 +19,7 @@ import anthropic
 import openai
 
 from embodied_rl.config.policy import LanguageConfig
-from embodied_rl.generation.scripted_tokens import ScriptedTokens
+from embodied_rl.generation.tokens import ScriptedTokens
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy

@@ -23,8 +23,7 @@ from embodied_rl.commands import serve_agent
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
-from embodied_rl.generation.scripted_tokens import ScriptedTokens
-from embodied_rl.generation.tokens import GenerationRequest
+from embodied_rl.generation.tokens import GenerationRequest, ScriptedTokens
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import build_language_policy

@@ -12,7 +12,7 @@ import pytest
 
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.errors import UserError
-from embodied_rl.methods.language_apart import write_model_files
+from embodied_rl.methods.language_player import write_model_files
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.roles.runs import TEXTS, Naps, assert_same_run, configured, curve, groups_of, run_with_a_kill, trained

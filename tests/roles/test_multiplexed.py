@@ -19,11 +19,9 @@ from embodied_rl.compose import load_train_config
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
-from embodied_rl.methods.language_apart import model_files
-from embodied_rl.methods.language_player import make_language_policy
+from embodied_rl.methods.language_player import make_language_policy, model_files
 from embodied_rl.policies.packing import TokenSequence
-from embodied_rl.roles.device_lease import DeviceLease
-from embodied_rl.roles.hosts import HostPlan, plan_hosts
+from embodied_rl.roles.device_lease import DeviceLease, HostPlan, plan_hosts
 from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
 from embodied_rl.roles.worker import RolloutWorker
 from embodied_rl.sim.factory import SimFactory

@@ -21,7 +21,7 @@ import torch
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config import HybridConfig, RayConfig, RayCpusConfig, RewardWorkerConfig
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.weight_transports import RayPublisher, ray_tensors
+from embodied_rl.hybrid.weight_sync import RayPublisher, ray_tensors
 from embodied_rl.roles.ray_cluster import Need, RayCluster, needs_of, why_never
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer

@@ -15,11 +15,10 @@ import torch
 from embodied_rl.config import LanguageConfig, RayConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
-from embodied_rl.methods.language_apart import ModelFiles, blank_backend, model_files, write_model_files
+from embodied_rl.methods.language_player import ModelFiles, blank_backend, model_files, write_model_files
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
-from embodied_rl.roles.device_lease import DeviceLease
-from embodied_rl.roles.hosts import HostPlan
+from embodied_rl.roles.device_lease import DeviceLease, HostPlan
 from embodied_rl.roles.multiplexed_tokens import MultiplexedTokens, start_token_hosts
 from embodied_rl.roles.token_process import TokenProcess
 from tests.generation.constrained import ANSWERS, STRUCTURE
@@ -88,7 +87,7 @@ def two_hosts(config: TrainConfig, files: ModelFiles, weights: dict[str, torch.T
 
 def an_actor(config: TrainConfig, files: ModelFiles, weights: dict[str, torch.Tensor]) -> Iterator[TokenBackend]:
     pytest.importorskip("ray")
-    from embodied_rl.hybrid.weight_transports import RayPublisher
+    from embodied_rl.hybrid.weight_sync import RayPublisher
     from embodied_rl.roles.ray_cluster import prepare
     from embodied_rl.roles.ray_generation import GenerationWorker, RayActing
 

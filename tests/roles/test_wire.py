@@ -14,10 +14,9 @@ import torch
 
 from embodied_rl.agents.parsing import InvalidAction, MalformedCall, ParsedAction, ToolCall, ToolRequest, ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn, episode_of
-from embodied_rl.distributed.link import Link
+from embodied_rl.distributed.channel import Link
 from embodied_rl.errors import UserError
-from embodied_rl.roles.failures import RoleError, decode_error, encode_error
-from embodied_rl.roles.wire import pack, unpack
+from embodied_rl.roles.wire import RoleError, decode_error, encode_error, pack, unpack
 from embodied_rl.rollout.groups import BatchNeverFullError
 from embodied_rl.sim.faults import FaultKind, FaultRecord, NonFiniteSimulationError, SimFault, SlotFault
 from embodied_rl.types import Episode, EpisodeGroup

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.generation.scripted_tokens import ScriptedTokens
-from embodied_rl.generation.tokens import GenerationRequest, TokenBackend
+from embodied_rl.generation.tokens import GenerationRequest, ScriptedTokens, TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.tiny_language import word_tokenizer
 from embodied_rl.rollout.programs import ProgramRunner

@@ -16,8 +16,7 @@ from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.parsing import InvalidAction
 from embodied_rl.agents.turns import AgentEpisode, rows_of
 from embodied_rl.config import AgentConfig
-from embodied_rl.generation.scripted_tokens import ScriptedTokens
-from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest
+from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, ScriptedTokens
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.rollout.agent_generator import AgentGenerator

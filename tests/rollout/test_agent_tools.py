@@ -18,8 +18,7 @@ from embodied_rl.agents.tools.base import Toolbox, text_schema
 from embodied_rl.agents.tools.builtin import ToolRunner
 from embodied_rl.agents.turns import AgentEpisode, rows_of
 from embodied_rl.config import ToolsConfig
-from embodied_rl.generation.scripted_tokens import RandomTokens, ScriptedTokens
-from embodied_rl.generation.tokens import GenerationRequest
+from embodied_rl.generation.tokens import GenerationRequest, RandomTokens, ScriptedTokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.tiny_language import make_tiny_model
 from embodied_rl.rollout.agent_collector import AgentCollector

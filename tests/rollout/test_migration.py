@@ -11,8 +11,7 @@ import torch
 
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
-from embodied_rl.generation.scripted_tokens import ScriptedTokens
-from embodied_rl.generation.tokens import Completion, GenerationRequest
+from embodied_rl.generation.tokens import Completion, GenerationRequest, ScriptedTokens
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.hybrid.multiplex import Multiplexer
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from embodied_rl.algorithms.advantages import whiten
-from embodied_rl.algorithms.episodes import EpisodeBatch
+from embodied_rl.algorithms.episode_method import EpisodeBatch
 from embodied_rl.algorithms.ppo import PPO, RolloutValues
 from embodied_rl.config import AlgorithmConfig, TinyVLAConfig
 from embodied_rl.generation.torch_backend import TorchGenerator

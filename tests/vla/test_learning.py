@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.episode_method import EpisodeMethod
-from embodied_rl.algorithms.episodes import EpisodeBatch
+from embodied_rl.algorithms.episode_method import EpisodeBatch, EpisodeMethod
 from embodied_rl.config import AlgorithmConfig, CorrectionConfig, GroupsConfig, HybridConfig, KlConfig, TinyVLAConfig
 from embodied_rl.learning.episode_objectives import EpisodeObjective
 from embodied_rl.learning.executors import LocalExecutor

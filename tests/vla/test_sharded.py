@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from embodied_rl.algorithms.batch import Batch
-from embodied_rl.algorithms.episodes import EpisodeBatch
+from embodied_rl.algorithms.episode_method import EpisodeBatch
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
 from embodied_rl.loggers.jsonl import read_metrics
