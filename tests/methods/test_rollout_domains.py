@@ -45,7 +45,7 @@ def configured(folder: Path, *overrides: str) -> Any:
 
 
 def test_the_slots_of_all_domains_make_up_the_rows_of_an_update() -> None:
-    """1,024 rows of 32 slots are 32 steps of each, half of them for each domain: 17 of 30 slots (rounded), 256 of two. `sim` is not played."""
+    """1,024 rows of 32 slots are 32 steps of each, half for each domain: 17 of 30 slots (rounded), 256 of two. `sim` is not played."""
     thirty = POLE.replace("num_slots: 4", "num_slots: 30")
     domains = [f"domains.pole={{sim: {thirty}}}", f"domains.arm={{sim: {ARM}, policy: {OWN}}}"]
     config = load_train_config(["sim=cartpole", "algorithm=ppo", "sim.num_slots=64", *domains])
