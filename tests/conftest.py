@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import io
 import os
-import pickle
 import sys
 import tempfile
 import time
@@ -17,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
-from omegaconf import OmegaConf
 
+import tests.composing  # noqa: F401
 from embodied_rl.sim.rendering import configure_rendering
 from tests.forks import forked, forked_simulators  # noqa: F401 (a fixture)
 from tests.scheduling import Scheduling
@@ -42,25 +39,6 @@ os.environ["XDG_STATE_HOME"], os.environ["XDG_CONFIG_HOME"] = (str(Path(_OWN_FOL
 # Nothing is said of a property by how long an example takes on a busy machine, and the same tests are the same examples in every run.
 settings.register_profile("anywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("anywhere")
-
-_parse = OmegaConf.load
-
-
-@functools.cache
-def _parsed(text: str) -> bytes:
-    return pickle.dumps(_parse(io.StringIO(text)))
-
-
-def _parse_once(file: str | Path | io.TextIOBase) -> object:
-    """Composing reads fifteen files of configurations, the same ones hundreds of times: a third of its time."""
-    if isinstance(file, io.TextIOBase):
-        with contextlib.suppress(Exception):
-            return pickle.loads(_parsed(file.read()))
-        file.seek(0)  # a mistake is told with the file's name
-    return _parse(file)
-
-
-OmegaConf.load = staticmethod(_parse_once)
 
 _SHARED_MEMORY = Path("/dev/shm")
 _GRACE_S = 60.0

@@ -28,6 +28,7 @@ from typing import IO
 
 import pytest
 
+from embodied_rl.config.compose import check_overrides
 from embodied_rl.distributed.processes import end_process, start_module
 from embodied_rl.sim.affinity import thread_variables
 
@@ -40,6 +41,7 @@ IMPORTED = {
         "embodied_rl.trainer",
         "hydra",
         "transformers.models.llama.modeling_llama",
+        "tests.composing",
     ),
     "simulators": ("embodied_rl.sim.worker", "gymnasium"),
 }
@@ -265,6 +267,8 @@ def main(kind: str, descriptor: int) -> Callable[[], object]:
     """What is left to be done in this process: nothing in the server, when the tests are over; in a fork, its module."""
     for name in IMPORTED[kind]:
         importlib.import_module(name)
+    if kind == "torch":
+        check_overrides("train", ["experiment=cartpole", "seed=1"])  # Hydra's grammar and plugins are read by the first use
     gc.freeze()
     asked = _serve(socket.socket(fileno=descriptor))
     if asked is None:
