@@ -10,17 +10,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.commands.cli import as_command, columns, print_tables, terminal_width
+from embodied_rl.algorithms.advantage_table import ADVANTAGES, AdvantageInfo
+from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES, LossInfo
+from embodied_rl.commands.cli import as_command, columns, fail, print_tables, terminal_width
 from embodied_rl.config import SimConfig, config_file, group_names, load_sim_config
 from embodied_rl.errors import UserError, did_you_mean, require_known
 from embodied_rl.progress import progress_bar, wrapped_lines
+from embodied_rl.sim.check import check_sim
+from embodied_rl.sim.factory import SimFactory, task_list
 
 if TYPE_CHECKING:
     from importlib.metadata import PackageMetadata
 
-    from embodied_rl.algorithms.advantage_table import AdvantageInfo
-    from embodied_rl.algorithms.loss_table import LossInfo
-    from embodied_rl.config import SimConfig
 
 KINDS = {"simulators": "sim", "policies": "policy", "algorithms": "algorithm", "experiments": "experiment", "loggers": "logger"}
 """What a user asks for → folder below configs/."""
@@ -106,9 +107,6 @@ class Method:
 
 def methods(kind: str) -> list[Method]:
     """The advantages, losses or loss terms (`METHODS`) that a configuration can name, in the tables' order. Loads no tensor library."""
-    from embodied_rl.algorithms.advantage_table import ADVANTAGES
-    from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES
-
     tables: dict[str, Iterable[AdvantageInfo | LossInfo]] = {
         "advantages": ADVANTAGES.values(),
         "losses": LOSSES.values(),
@@ -189,8 +187,6 @@ def _entry(group: str, name: str, path: Path | None) -> Entry:
     import yaml
 
     if path is None:
-        from embodied_rl.config import load_sim_config
-
         target = load_sim_config(name).target
         return Entry(name, None, f"Registered by an installed package: {target}.", None, True, f"python -m embodied_rl.train sim={name}")
     text = path.read_text(encoding="utf-8")
@@ -311,8 +307,6 @@ def _document(kinds: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _tasks(arguments: Sequence[str], as_json: bool) -> None:
-    from embodied_rl.sim.factory import task_list
-
     if len(arguments) != 1:
         raise UserError("Which simulator? python -m embodied_rl.catalog tasks SIM; `python -m embodied_rl.catalog simulators` lists them.")
     config = load_sim_config(arguments[0])
@@ -328,11 +322,7 @@ def _tasks(arguments: Sequence[str], as_json: bool) -> None:
 
 
 def _check(arguments: Sequence[str], as_json: bool) -> None:
-    from embodied_rl.commands.cli import fail
-    from embodied_rl.sim.check import check_sim
-
     config, numbers = what_to_check(arguments)
-    from embodied_rl.sim.factory import SimFactory
 
     with progress_bar(f"checking {config.name}"):
         report = check_sim(SimFactory(config.target, config.task, config.kwargs, config.extra), **numbers)
@@ -347,7 +337,6 @@ def _check(arguments: Sequence[str], as_json: bool) -> None:
 
 def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
     """The simulator's configuration and `check_sim`'s numbers, from the words after ``check``. Raises UserError."""
-
     import yaml
 
     if not arguments or "=" in arguments[0]:

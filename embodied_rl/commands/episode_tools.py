@@ -13,13 +13,18 @@ import numpy as np
 
 from embodied_rl.bounds import Seed
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, columns, fail, terminal_width
+from embodied_rl.episodes.folder import adopted, require_compatible, validate
+from embodied_rl.episodes.formats import NATIVE, new_folder, write_foreign
+from embodied_rl.episodes.formats.base import unknown_seed
+from embodied_rl.episodes.reader import open_recording
+from embodied_rl.episodes.recording import FieldNote, Recording, RecordingError, RecordingInfo
+from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.progress import progress_bar
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from embodied_rl.episodes.recording import FieldNote, Recording, RecordingInfo
 
 FORMAT_NAMES = ("lerobot", "maniskill", "minari", "native", "robomimic")
 VIDEO_FORMATS = ("mp4", "png", "raw")
@@ -153,8 +158,6 @@ def _range(values: np.ndarray) -> dict[str, Any]:
 
 
 def _info(values: dict[str, Any]) -> None:
-    from embodied_rl.episodes.reader import open_recording
-
     with open_recording(values["path"]) as recording:
         data = describe(recording)
     if values["json"]:
@@ -203,10 +206,6 @@ def _action(action: Mapping[str, Any]) -> str:
 
 
 def _validate(values: dict[str, Any]) -> None:
-    from embodied_rl.episodes.folder import validate
-    from embodied_rl.episodes.reader import open_recording
-    from embodied_rl.episodes.recording import RecordingError
-
     path = Path(values["path"])
     try:
         # Readable but wrong contents are reported too; every checksum is compared once.
@@ -234,8 +233,6 @@ def convert(source: Recording, output: Path, format_name: str, video: str = "mp4
         UserError: the output cannot be written.
         MissingExtraError: h5py or pyarrow is not installed.
     """
-    from embodied_rl.episodes.formats import NATIVE, new_folder, write_foreign
-
     with progress_bar(f"writing {format_name}", len(source)) as advance:
         if format_name != NATIVE:
             options = {"video": video} if format_name == "lerobot" else {}
@@ -246,8 +243,6 @@ def convert(source: Recording, output: Path, format_name: str, video: str = "mp4
 
 
 def _native_notes(source: Recording, video: str) -> tuple[FieldNote, ...]:
-    from embodied_rl.episodes.recording import FieldNote
-
     images = source.episode(0).images if len(source) and video == "mp4" else {}
     return tuple(FieldNote(f"images.{name}", "changed", "as H.264, which is not exact (video=png is)") for name in images)
 
@@ -261,10 +256,6 @@ def _write_native(
     advance: Callable[[int], object],
 ) -> tuple[int, int]:
     """Write episodes of several recordings into one; returns how many are in it, and how many were there already."""
-
-    from embodied_rl.episodes.folder import adopted, require_compatible
-    from embodied_rl.episodes.formats.base import unknown_seed
-    from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
 
     written = skipped = 0
     with RecordingWriter(folder, info, video=video, duplicates=duplicates) as writer:
@@ -290,10 +281,6 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
         RecordingError: observations, actions or simulators differ, a source is damaged, or the output is there already.
         UserError: the output cannot be written.
     """
-
-    from embodied_rl.episodes.folder import require_compatible
-    from embodied_rl.episodes.formats import new_folder
-    from embodied_rl.episodes.recording import RecordingError
 
     first = sources[0]
     same = True
@@ -337,8 +324,6 @@ def split_numbers(recording: Recording, fractions: Sequence[float], seed: int) -
 def split(recording: Recording, output: Path, parts: Mapping[str, Sequence[int]], video: str = "mp4") -> None:
     """Write episodes by number into ``output/<name>``, each part a separate recording.
     Raises RecordingError: the recording is damaged, or the output is there already; UserError: the output cannot be written."""
-    from embodied_rl.episodes.formats import new_folder
-
     with progress_bar("splitting", sum(map(len, parts.values()))) as advance, new_folder(output) as folder:
         for name, numbers in parts.items():
             metadata = {**recording.info.metadata, "split_from": str(recording.path), "split": name}
@@ -347,8 +332,6 @@ def split(recording: Recording, output: Path, parts: Mapping[str, Sequence[int]]
 
 
 def _convert(values: dict[str, Any]) -> None:
-    from embodied_rl.episodes.reader import open_recording
-
     output = Path(values["output"])
     with open_recording(values["path"]) as source:
         if values["video"] == "raw" and values["format"] != "native":
@@ -375,8 +358,6 @@ def _print_notes(title: str, notes: Sequence[Mapping[str, str]]) -> None:
 
 
 def _merge(values: dict[str, Any]) -> None:
-    from embodied_rl.episodes.reader import open_recording
-
     paths = values["path"]
     if len(paths) < 2:
         raise UserError("merge takes two recordings or more: python -m embodied_rl.episodes merge A B output=C.")
@@ -387,8 +368,6 @@ def _merge(values: dict[str, Any]) -> None:
 
 
 def _split(values: dict[str, Any]) -> None:
-    from embodied_rl.episodes.reader import open_recording
-
     with open_recording(values["path"]) as recording:
         parts = parts_of(recording, values["fractions"], values["names"], values["by"], values["seed"])
         split(recording, Path(values["output"]), parts, values["video"])

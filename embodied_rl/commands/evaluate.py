@@ -14,24 +14,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.bounds import Episodes, HeldOutSeed, Temperature
+from embodied_rl.checkpoint import Checkpoint, base_of, check_compatible, load_checkpoint, note_base
+from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, command_line, expand_paths, print_tables
-from embodied_rl.config import PlayerConfig, SimConfig, config_file, group_names, load_sim_config
+from embodied_rl.config import PlayerConfig, SimConfig, TrainConfig, config_file, group_names, load_sim_config
+from embodied_rl.config.building import build
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.config.policy import draws_tokens
 from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.evaluation.output import (
+    Contestant,
+    EvaluationResult,
+    comparison_table,
+    document_of,
+    documents_of,
+    episodes_csv,
+    labels,
+    overview,
+    play,
+    result_table,
+    steps_of,
+    task_table,
+    told_of,
+)
 from embodied_rl.files import next_free, write_atomic
+from embodied_rl.generation.base import Generator
+from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
 from embodied_rl.progress import progress_bar
+from embodied_rl.sim.simulators import Simulators
 from embodied_rl.trust import trusted_names
+from embodied_rl.types import Observation, SimSpec
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from embodied_rl.checkpoint import Checkpoint
-    from embodied_rl.config import TrainConfig
-    from embodied_rl.evaluation.output import EvaluationResult
-    from embodied_rl.generation.base import Generator
     from embodied_rl.policies.base import Policy
-    from embodied_rl.sim.simulators import Simulators
-    from embodied_rl.types import Observation, SimSpec
 
 
 EVALUATION_FILE, COMPARISON_FILE = "evaluation.json", "comparison.json"
@@ -133,8 +150,6 @@ def evaluate_players(
         IncompatibleCheckpointError: the simulator's spaces are not those that a policy was trained with.
         UserError, SimFault: from the simulator.
     """
-    from embodied_rl.evaluation.output import Contestant, play
-
     wanted = players[0][0].config.sim if sim is None else sim
 
     def contestant(checkpoint: Checkpoint, policy: str) -> Contestant:
@@ -169,8 +184,6 @@ def make_generator(
 
 def random_generator(spec: SimSpec, seed: int) -> Generator:
     """Random actions, also for callers that give no noise."""
-    from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
-
     return NoisyGenerator(RandomGenerator(spec), spec, seed)
 
 
@@ -185,7 +198,6 @@ def acting(policy: Policy, version: int = 0) -> Generator:
 
 def _language_generator(checkpoint: Checkpoint, spec: SimSpec, policy: str, same_task: bool, seed: int) -> Generator:
     """An agent with the checkpoint's model, or one that answers with any of its actions."""
-    from embodied_rl.checkpoint import base_of, check_compatible
     from embodied_rl.methods.language_player import make_agent_generator, make_random_agent, read_language_policy
     from embodied_rl.resuming import load_policy
 
@@ -203,7 +215,6 @@ def _language_generator(checkpoint: Checkpoint, spec: SimSpec, policy: str, same
 def make_policy(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True) -> Policy:
     """The checkpoint's policy with its weights loaded.
     Raises IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy."""
-    from embodied_rl.checkpoint import check_compatible
     from embodied_rl.policies.build import build_policy
     from embodied_rl.resuming import load_policy
 
@@ -244,9 +255,6 @@ def load_to_play(
         trust: see `load_checkpoint`.
         logs: the checkpoint's own loggers will be used.
     """
-    from embodied_rl.checkpoint import load_checkpoint
-    from embodied_rl.checkpoint.folder import domain_part
-
     keys = [*overrides, *([] if logs else ["logger"])]
 
     def load(replaced: Sequence[str]) -> Checkpoint:
@@ -271,7 +279,6 @@ def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
     Raises:
         UserError: an unknown simulator, key or value.
     """
-
     data = dataclasses.asdict(base)
     for key, value in overrides.items():
         _, first, *rest = key.split(".")
@@ -292,7 +299,6 @@ def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
 def expand_checkpoints(text: str) -> list[str]:
     """Paths of ``A``, ``A,B`` or a pattern such as ``runs/*/checkpoints/step_*``, each once.
     Raises UserError: nothing is named, a pattern matches nothing, or there are more than `MAX_CHECKPOINTS`."""
-
     paths = expand_paths(text, "checkpoint", "runs/fetch_reach/*, …/checkpoints/step_*")
     if not 1 <= len(paths) <= MAX_CHECKPOINTS:
         raise UserError(f"checkpoint={text} names {len(paths)} checkpoints; between 1 and {MAX_CHECKPOINTS} can be played at once.")
@@ -379,8 +385,6 @@ def _players(checkpoint: str, policy: str, against: str | None, load: Callable[[
 def _tell_players(
     players: Sequence[tuple[Checkpoint, str]], results: Sequence[EvaluationResult], values: Mapping[str, Any], command: str
 ) -> None:
-    from embodied_rl.evaluation.output import comparison_table, document_of, documents_of, labels, overview, result_table, steps_of, told_of
-
     first, against = players[0][0], values["against"] is not None
     if len(players) == 1:
         tables, default = [result_table(results[0])], first.run_dir / EVALUATION_FILE
@@ -409,8 +413,6 @@ def _tell(
     document: Callable[[], Mapping[str, Any]],
 ) -> None:
     """Tables on the console; JSON and CSV."""
-    from embodied_rl.evaluation.output import episodes_csv, task_table
-
     # Shown first: a file that cannot be written must not cost the figures.
     by_task = task_table(names, results)
     print_tables(*tables, *([] if by_task is None else [by_task]))
@@ -467,7 +469,6 @@ def evaluate_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides
 
 def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Untrained:
     """From the command's words, and from what they were parsed to. Raises UserError."""
-    from embodied_rl.config.compose import load_train_config
     from embodied_rl.config.facts import Run
     from embodied_rl.config.rules import EVALUATION, refuse
 
@@ -502,8 +503,6 @@ def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: 
 
 
 def _server(overrides: Mapping[str, Any]) -> PlayerConfig:
-    from embodied_rl.config.building import build
-
     given = {key.removeprefix("openai."): value for key, value in overrides.items() if key.startswith("openai.")}
     missing = [f"openai.{name}=…" for name in ("base_url", "model") if name not in given]
     if missing:
@@ -515,8 +514,6 @@ def play_untrained(player: Untrained) -> EvaluationResult:
     """The episodes and their figures.
     Raises UserError: the policy does not fit the simulator, its folder is incomplete, or a server does not answer."""
     import torch
-
-    from embodied_rl.evaluation.output import Contestant, play
 
     config, wanted = player.config, player.config.evaluation
     torch.manual_seed(config.seed)
@@ -566,9 +563,6 @@ def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:
 
 
 def _tell_untrained(player: Untrained, result: EvaluationResult, values: Mapping[str, Any], command: str) -> None:
-    from embodied_rl.checkpoint import note_base
-    from embodied_rl.evaluation.output import document_of, result_table
-
     output = _output(values, next_free(Path("runs") / player.config.sim.name / f"evaluation-{player.kind}.json"))
 
     def document() -> Mapping[str, Any]:

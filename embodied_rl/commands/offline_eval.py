@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from embodied_rl.bounds import Bounds, Coefficient, Episodes, Seed, Share, Steps
+from embodied_rl.checkpoint import Checkpoint, load_checkpoint
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, print_tables
+from embodied_rl.episodes.assessment import Assumptions, Estimate
+from embodied_rl.episodes.reader import open_recording
+from embodied_rl.episodes.recording import Recording
 from embodied_rl.errors import UserError
+from embodied_rl.evaluation.output import labels
 from embodied_rl.files import finite, next_free, write_atomic
 from embodied_rl.progress import figure_table, progress_bar
+from embodied_rl.trust import trusted_names
 from embodied_rl.versions import machine, versions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from embodied_rl.checkpoint import Checkpoint
-    from embodied_rl.episodes.assessment import Estimate
-    from embodied_rl.episodes.recording import Recording
     from embodied_rl.evaluation.offline_study import OfflineSettings, OfflineStudy
     from embodied_rl.evaluation.offline_tables import Shown
 
@@ -66,9 +69,6 @@ COMMAND = Command(
 def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, Checkpoint]]:
     """[(label, checkpoint)] of paths separated by commas; `trust` is `load_checkpoint`'s.
     Raises UserError: none is named, or one is named twice; IncompatibleCheckpointError: one cannot be read."""
-    from embodied_rl.checkpoint import load_checkpoint
-    from embodied_rl.evaluation.output import labels
-
     words = [word.strip() for word in paths.split(",") if word.strip()]
     if not words:
         raise UserError("checkpoint= names none. Give a run's folder, or several separated by commas.")
@@ -83,7 +83,6 @@ def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, C
 
 def settings_of(values: Mapping[str, Any], further: Mapping[str, Any]) -> OfflineSettings:
     """From the command's arguments. Raises UserError naming the one that is out of range."""
-    from embodied_rl.episodes.assessment import Assumptions
     from embodied_rl.evaluation.offline_study import ALL_ESTIMATORS, OfflineSettings
 
     words = [word.strip() for word in values["estimators"].split(",") if word.strip()]
@@ -135,7 +134,6 @@ def _table(shown: Shown, caption: str = "") -> Table:
 
 def document_of(study: OfflineStudy, recording: Recording, command: str, wall_clock_s: float) -> dict[str, Any]:
     """What offline_eval.json holds: every figure and its provenance."""
-
     return {
         "recording": str(recording.path),
         "task": recording.spec.task,
@@ -160,9 +158,6 @@ def main(argv: Sequence[str]) -> None:
     started = time.perf_counter()
 
     with progress_bar(f"offline evaluation of {values['checkpoint']} on {values['recording']}"):
-        from embodied_rl.episodes.reader import open_recording
-        from embodied_rl.trust import trusted_names
-
         settings = settings_of(values, further)
         checkpoints = load_checkpoints(values["checkpoint"], trusted_names(values["trust"]))
     with open_recording(values["recording"]) as recording:

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.bounds import Seed, Size
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, command_line, print_tables, terminal_width
 from embodied_rl.config import config_file, group_names
+from embodied_rl.config.compose import load_train_config
+from embodied_rl.config.hybrid import ClusterConfig, PlacementConfig, WorkloadConfig, load_yaml
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.files import write_atomic
+from embodied_rl.hybrid.placement import Cluster
+from embodied_rl.planning.model import Plan, candidates, plan
 from embodied_rl.progress import figure_table, progress_bar, wrapped_lines
 from embodied_rl.versions import versions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from embodied_rl.config.hybrid import ClusterConfig, WorkloadConfig
-    from embodied_rl.hybrid.placement import Cluster
     from embodied_rl.planning.measuring import Measurement
-    from embodied_rl.planning.model import Plan
 
 COMMAND = Command(
     name="plan",
@@ -70,10 +71,6 @@ def main(argv: Sequence[str]) -> None:
     """The command line."""
     values, overrides = COMMAND.parse(argv)
 
-    from embodied_rl.config.hybrid import PlacementConfig
-    from embodied_rl.hybrid.placement import Cluster
-    from embodied_rl.planning.model import candidates, plan
-
     _check(values, overrides)
     cluster = Cluster(cluster_of(values["cluster"]))
     with progress_bar("planning: measuring a run" if values["measure"] else "planning"):
@@ -100,8 +97,6 @@ def main(argv: Sequence[str]) -> None:
 
 def cluster_of(name: str) -> ClusterConfig:
     """A file, a name of configs/cluster, or ``here``. Raises UserError with the nearest name."""
-    from embodied_rl.config.hybrid import ClusterConfig, load_yaml
-
     if name == "here":
         from embodied_rl.planning.measuring import this_machine
 
@@ -112,8 +107,6 @@ def cluster_of(name: str) -> ClusterConfig:
 
 def workload_of(name: str, overrides: Mapping[str, Any]) -> WorkloadConfig:
     """A file or a name of configs/workload, with overrides. Raises UserError with the nearest name."""
-    from embodied_rl.config.hybrid import WorkloadConfig, load_yaml
-
     path = _find("workload", name)
     return WorkloadConfig.from_dict(_merged({"name": path.stem, **load_yaml(path, "workload")}, overrides))
 
@@ -145,13 +138,10 @@ def _merged(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any
 
 
 def _changed(workload: WorkloadConfig, overrides: Mapping[str, Any]) -> WorkloadConfig:
-    from embodied_rl.config.hybrid import WorkloadConfig
-
     return WorkloadConfig.from_dict(_merged(dataclasses.asdict(workload), overrides))
 
 
 def _measure(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Measurement:
-    from embodied_rl.config.compose import load_train_config
     from embodied_rl.planning.measuring import measure
 
     chosen = [f"{group}={values[group]}" for group in _RUN if values[group] is not None]
@@ -184,7 +174,6 @@ def _save(path: Path, workload: WorkloadConfig) -> None:
 
 def document_of(found: Plan, workload: WorkloadConfig, cluster: Cluster, measured: Measurement | None, command: str) -> dict[str, Any]:
     """What the JSON holds."""
-
     return {
         "cluster": dataclasses.asdict(cluster.config),
         "workload": dataclasses.asdict(workload),

@@ -9,26 +9,29 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from embodied_rl.bounds import Episodes, HeldOutSeed, Seed
+from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, fail
-from embodied_rl.config import load_sim_config
+from embodied_rl.config import SimConfig, load_sim_config
+from embodied_rl.episodes.folder import RECORDING_FILE
+from embodied_rl.episodes.layout import Films, films_folder, keep_films
+from embodied_rl.episodes.recording import RecordingInfo
+from embodied_rl.episodes.writer import GATHER_S, RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.files import next_free
+from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.progress import progress_bar
+from embodied_rl.rollout.filmed import films_of, with_films
+from embodied_rl.rollout.recording import ExpertPlayer, GeneratorPlayer, Player, Recorder, RecordingPlan, RecordingResult
+from embodied_rl.sim.instrumented import instrumented, plain_spec
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.robots.experts import expert_target
+from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.trust import trusted_names
+from embodied_rl.types import EpisodeSummary, SimSpec
 from embodied_rl.versions import machine, versions
-
-if TYPE_CHECKING:
-    from embodied_rl.checkpoint import Checkpoint
-    from embodied_rl.config import SimConfig
-    from embodied_rl.episodes.layout import Films
-    from embodied_rl.episodes.recording import RecordingInfo
-    from embodied_rl.episodes.writer import RecordingWriter
-    from embodied_rl.rollout.recording import Player, RecordingPlan, RecordingResult
-    from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.types import EpisodeSummary, SimSpec
 
 POLICIES = ("checkpoint", "expert", "random")
 VIDEO_FORMATS = ("mp4", "png", "raw")
@@ -138,14 +141,6 @@ def record(
         IncompatibleCheckpointError: the checkpoint does not fit the simulator.
         SimFault: the simulator failed and its configuration says to stop.
     """
-    from embodied_rl.episodes.layout import films_folder, keep_films
-    from embodied_rl.episodes.writer import GATHER_S, RecordingWriter
-    from embodied_rl.rollout.filmed import films_of, with_films
-    from embodied_rl.sim.instrumented import instrumented, plain_spec
-    from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.sim.robots.experts import expert_target
-    from embodied_rl.sim.seeding import EpisodeSeeds
-
     started, showing = time.perf_counter(), showing or Showing()
     target = (expert or expert_target(sim)) if policy == "expert" else None
     shown = instrumented(sim, expert=target, physics=showing.physics, image_size=showing.image_size, cameras=showing.cameras)
@@ -169,8 +164,6 @@ def _play(
     manager: EnvManager, player: Player, writer: RecordingWriter, plan: RecordingPlan, *, num_groups: int, films: Films | None
 ) -> RecordingResult:
     """Run the recorder, with a progress bar."""
-    from embodied_rl.rollout.recording import Recorder
-
     successes = num_played = told = 0
     with progress_bar(f"recording {manager.spec.task}", plan.num_episodes) as advance:
 
@@ -198,13 +191,10 @@ def _player(
 ) -> tuple[Player, dict[str, Any]]:
     """Who acts, and what the recording says about it."""
     from embodied_rl.commands.evaluate import acting, is_own_task, make_policy
-    from embodied_rl.rollout.recording import ExpertPlayer, GeneratorPlayer
 
     if policy == "expert":
         return ExpertPlayer(), {"kind": "expert", "target": expert}
     if policy == "random":
-        from embodied_rl.generation.random_backend import RandomGenerator
-
         if spec.action.kind == "text":
             raise UserError(f"Task '{spec.task}' is answered in text, and there is no random text. Give an expert: expert=….")
         return GeneratorPlayer(RandomGenerator(spec), spec.action, draws=True), {"kind": "random", "noise_seed": noise_seed}
@@ -231,8 +221,6 @@ def _info(
     command: str,
     checkpoint: Checkpoint | None,
 ) -> RecordingInfo:
-    from embodied_rl.episodes.recording import RecordingInfo
-
     return RecordingInfo(
         spec=spec,
         sim=dataclasses.asdict(sim),
@@ -259,8 +247,6 @@ def main(argv: Sequence[str]) -> None:
     policy = _policy_of(values)
     _check(values)
     with progress_bar(f"recording {values['num_episodes']} episodes of {values['checkpoint'] or values['sim']}: starting simulators"):
-        from embodied_rl.rollout.recording import RecordingPlan
-
         showing = Showing.parse(values["states"], values["images"], values["cameras"])
         checkpoint, sim = _choose(values, overrides)
         plan = RecordingPlan(
@@ -324,8 +310,6 @@ def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Ch
 
 def _folder(values: Mapping[str, Any], sim: SimConfig, policy: str) -> Path:
     """Raises UserError where the folder holds a recording and is not to be gone on with."""
-    from embodied_rl.episodes.folder import RECORDING_FILE
-
     if values["output"] is None:
         return next_free(Path("recordings") / f"{sim.name}-{policy}")
     folder = Path(values["output"])

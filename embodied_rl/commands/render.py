@@ -7,28 +7,43 @@ import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from embodied_rl.bounds import FilmRate, HeldOutSeed, PictureSize, PlayedEpisodes, ShownEpisodes
+from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command
+from embodied_rl.commands.replay import chosen_sim, sim_of
+from embodied_rl.config import SimConfig
+from embodied_rl.episodes.reader import open_recording
+from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.errors import UserError, require_known
+from embodied_rl.evaluation.output import labels
 from embodied_rl.files import require_writable
-from embodied_rl.media.overlays import FORMATS, Film, file_name, write_videos
+from embodied_rl.generation.base import Generator
+from embodied_rl.loggers.trackers import TensorBoardLogger, WandbLogger
+from embodied_rl.media.episodes import (
+    FilmedEpisode,
+    PictureSink,
+    Selection,
+    choose_cameras,
+    from_pictures,
+    recorded_cameras,
+    stride_of,
+    summaries,
+)
+from embodied_rl.media.episodes import film as film_seeds
+from embodied_rl.media.overlays import FORMATS, Film, Overlays, Pictures, Row, file_name, parse_overlays, write_videos
 from embodied_rl.progress import progress_bar
+from embodied_rl.rollout.replaying import Replayer, check_fits
+from embodied_rl.sim.faults import SimFault
+from embodied_rl.sim.film import filmed
+from embodied_rl.sim.instrumented import instrumented, plain_spec
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.trust import trusted_names
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from embodied_rl.checkpoint import Checkpoint
-    from embodied_rl.config import SimConfig
-    from embodied_rl.episodes.recording import RecordedEpisode, Recording
-    from embodied_rl.generation.base import Generator
-    from embodied_rl.media.episodes import FilmedEpisode, Selection
-    from embodied_rl.media.overlays import Pictures, Row
-    from embodied_rl.sim.faults import SimFault
-    from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.types import EpisodeSummary, Observation, SimSpec
+from embodied_rl.types import EpisodeSummary, Observation, SimSpec
 
 LOGGERS = ("tensorboard", "wandb")
 _MAX_SLOTS = 4
@@ -123,8 +138,6 @@ def film_players(
         UserError: the task or this machine cannot render, or the files cannot be written.
         IncompatibleCheckpointError: a checkpoint does not fit the simulator.
     """
-    from embodied_rl.sim.faults import SimFault
-
     wanted = players[0][0].config.sim if sim is None else sim
     try:
         spec, rows = _play(players, wanted, film)
@@ -153,11 +166,6 @@ def _write_dialogues(players: Sequence[tuple[Checkpoint, str]], rows: Sequence[R
 
 
 def _play(players: Sequence[tuple[Checkpoint, str]], sim: SimConfig, film: Film) -> tuple[SimSpec, list[Row]]:
-    from embodied_rl.media.episodes import Selection
-    from embodied_rl.sim.film import filmed
-    from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
-
     selection = film.selection()
     positions: Sequence[int] = selection.positions(film.seed) if selection.is_known_before else range(selection.among)
     seeds = [HELD_OUT_START + film.seed + position for position in positions]
@@ -183,8 +191,6 @@ def _film_one(
     film: Film,
     selection: Selection,
 ) -> list[FilmedEpisode]:
-    from embodied_rl.media.episodes import film as film_seeds
-
     with _progress(f"filming {manager.spec.task}", len(seeds), film) as advance:
         finished: list[EpisodeSummary] = []
 
@@ -210,7 +216,6 @@ def _actor(
 ) -> tuple[Generator, Callable[[Observation], np.ndarray] | None]:
     """What acts, and its estimates where they are to be drawn."""
     from embodied_rl.commands.evaluate import acting, is_own_task, make_generator, make_policy, value_estimate
-    from embodied_rl.media.overlays import parse_overlays
 
     same_task = is_own_task(checkpoint, sim)
     if policy == "random" or checkpoint.config.policy.name == "language":
@@ -221,9 +226,6 @@ def _actor(
 
 def _rows(players: Sequence[tuple[Checkpoint, str]], shown: Sequence[Sequence[FilmedEpisode]], spec: SimSpec) -> list[Row]:
     """Each policy's episodes, named with what they came to."""
-    from embodied_rl.evaluation.output import labels
-    from embodied_rl.media.overlays import Row
-
     rows = []
     for label, episodes in zip(labels(players), shown, strict=True):
         outcomes = [episode.finished for episode in episodes]
@@ -264,10 +266,6 @@ def film_recording(
     Raises:
         UserError: there is no episode; a replay is needed and is not possible; the files cannot be written.
     """
-    from embodied_rl.commands.replay import sim_of
-    from embodied_rl.media.episodes import choose_cameras, from_pictures, recorded_cameras, stride_of, summaries
-    from embodied_rl.media.overlays import Row
-
     if len(recording) == 0:
         raise UserError(f"'{recording.path}' holds no episode.")
     selection = film.selection(len(recording))
@@ -295,12 +293,6 @@ def film_recording(
 
 def _replayed(recording: Recording, numbers: Sequence[int], film: Film, stride: int, sim: SimConfig) -> list[FilmedEpisode]:
     """Play these episodes again, and keep what the simulator draws."""
-    from embodied_rl.media.episodes import PictureSink
-    from embodied_rl.rollout.replaying import Replayer, check_fits
-    from embodied_rl.sim.instrumented import instrumented, plain_spec
-    from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.sim.seeding import EpisodeSeeds
-
     first = recording.episode(numbers[0])
     shown = instrumented(sim, physics=first.state is not None, image_size=film.size)
     sinks: list[PictureSink] = []
@@ -329,8 +321,6 @@ def _replayed(recording: Recording, numbers: Sequence[int], film: Film, stride: 
 
 
 def _pictures(rows: Sequence[Row], spec: SimSpec, film: Film, cameras: Sequence[str]) -> Pictures:
-    from embodied_rl.media.overlays import Overlays, Pictures, parse_overlays
-
     overlays = Overlays(parse_overlays(film.overlay), spec.action, tuple(cameras))
     return Pictures(rows, overlays, reports_success=spec.reports_success)
 
@@ -338,8 +328,6 @@ def _pictures(rows: Sequence[Row], spec: SimSpec, film: Film, cameras: Sequence[
 def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[str]) -> None:
     """Put a video into the logs of the checkpoint's run, at the checkpoint's step.
     Raises MissingExtraError: a logger's packages are not installed."""
-    from embodied_rl.loggers.trackers import TensorBoardLogger, WandbLogger
-
     run_dir, config = checkpoint.run_dir, checkpoint.config.logger
     for name in names:
         logger: TensorBoardLogger | WandbLogger
@@ -407,8 +395,6 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
 
 
 def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
-    from embodied_rl.commands.replay import chosen_sim
-    from embodied_rl.episodes.reader import open_recording
     from embodied_rl.media.dialogues import film_captured, is_captured
 
     for name in ("checkpoint", "against", "log"):

@@ -15,20 +15,25 @@ import numpy as np
 from embodied_rl.bounds import Coefficient, Episodes, PictureSize
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, as_command, command_line, fail, print_tables
 from embodied_rl.config import SimConfig, load_sim_config
+from embodied_rl.episodes.folder import RECORDING_FILE
+from embodied_rl.episodes.reader import open_recording
+from embodied_rl.episodes.recording import RecordedEpisode, Recording
+from embodied_rl.episodes.sink import EpisodeSink
+from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.progress import figure_table, progress_bar
+from embodied_rl.rollout.replaying import EpisodeReplay, KeyDrift, Replayer, check_fits
+from embodied_rl.sim.instrumented import instrumented, plain_spec
+from embodied_rl.sim.manager import EnvManager
+from embodied_rl.sim.seeding import EpisodeSeeds
+from embodied_rl.sim.text.program import is_program
 from embodied_rl.trust import RECORDING, require_trusted, trusted_names
 from embodied_rl.versions import machine, versions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from embodied_rl.config import SimConfig
-    from embodied_rl.episodes.recording import RecordedEpisode, Recording
-    from embodied_rl.episodes.sink import EpisodeSink
-    from embodied_rl.episodes.writer import RecordingWriter
-    from embodied_rl.rollout.replaying import EpisodeReplay, KeyDrift
 
 _SHOWN = 10
 """Episodes that get their own row in the table."""
@@ -106,12 +111,6 @@ def replay(
         UserError: the recording does not say which simulator it is of, does not fit it, or lacks states; nothing can be drawn.
         SimFault: the simulator failed and its configuration says to stop.
     """
-    from embodied_rl.rollout.replaying import Replayer, check_fits
-    from embodied_rl.sim.instrumented import instrumented, plain_spec
-    from embodied_rl.sim.manager import EnvManager
-    from embodied_rl.sim.seeding import EpisodeSeeds
-    from embodied_rl.sim.text.program import is_program
-
     started = time.perf_counter()
     wanted = sim_of(recording) if sim is None else sim
     if is_program(wanted):
@@ -173,8 +172,6 @@ def chosen_sim(recording: Recording, name: str | None, overrides: Mapping[str, A
 def _writer(
     recording: Recording, output: Path | None, image_size: int | None, video: Literal["mp4", "png", "raw"]
 ) -> RecordingWriter | None:
-    from embodied_rl.episodes.writer import RecordingWriter
-
     if image_size is None or output is None:
         return None
     info = dataclasses.replace(
@@ -184,8 +181,6 @@ def _writer(
 
 
 def _sinks(writer: RecordingWriter) -> Callable[[RecordedEpisode], EpisodeSink]:
-    from embodied_rl.episodes.sink import EpisodeSink
-
     def open_sink(episode: RecordedEpisode) -> EpisodeSink:
         return EpisodeSink(writer, episode.seed, task=episode.task, instruction=episode.instruction, metadata=episode.metadata)
 
@@ -278,8 +273,6 @@ def main(argv: Sequence[str]) -> None:
 
     _check(values)
     with progress_bar(f"replaying {values['recording']}: starting simulators"):
-        from embodied_rl.episodes.reader import open_recording
-
         recording = open_recording(Path(values["recording"]))
         sim = chosen_sim(recording, values["sim"], overrides, trusted_names(values["trust"]))
         output = _output(values, recording) if values["render"] else None
@@ -321,8 +314,6 @@ def _check(values: Mapping[str, Any]) -> None:
 
 
 def _output(values: Mapping[str, Any], recording: Recording) -> Path:
-    from embodied_rl.episodes.folder import RECORDING_FILE
-
     if values["output"] is None:
         return next_free(recording.path.with_name(f"{recording.path.stem}-rendered"))
     folder = Path(values["output"])

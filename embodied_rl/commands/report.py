@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, expand_paths
+from embodied_rl.loggers.jsonl import METRICS_FILE
 from embodied_rl.progress import progress_bar
+from embodied_rl.reports import write_report
 
 COMMAND = Command(
     name="report",
@@ -32,8 +34,6 @@ def expand_runs(words: Sequence[str]) -> list[Path]:
     """Folders of ``A``, ``A,B`` or patterns such as ``runs/fetch_reach/*``, each once; of a pattern those that are runs.
     Raises UserError: a pattern matches no run."""
 
-    from embodied_rl.loggers.jsonl import METRICS_FILE
-
     def is_run(path: str) -> bool:
         return any(Path(path, name).exists() for name in ("results.json", METRICS_FILE, "checkpoints"))
 
@@ -50,7 +50,5 @@ def main(argv: Sequence[str]) -> None:
     given = [word.removeprefix("run=") for word in argv if word.startswith("run=")]
     runs, output = expand_runs([*given, *folders]), Path(values["output"]) if values["output"] else None
     with progress_bar(f"writing the report of {len(runs)} run{'s' if len(runs) > 1 else ''}"):
-        from embodied_rl.reports import write_report
-
         page = write_report(runs, output)
     print(page)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from embodied_rl.bounds import Megabytes, Port, Processes, Seconds
 from embodied_rl.commands.cli import Argument, Command, as_command, serve_until_stopped
 from embodied_rl.progress import progress_bar
-
-if TYPE_CHECKING:
-    from embodied_rl.serving.environments.app import EnvironmentService
+from embodied_rl.serving.environments.app import TOKEN_VARIABLE, EnvironmentService
+from embodied_rl.serving.environments.hub import ServiceLimits, offered_simulators
+from embodied_rl.serving.http_server import ServerLimits
 
 COMMAND = Command(
     name="serve_envs",
@@ -45,18 +45,12 @@ def main(argv: Sequence[str]) -> None:
     with progress_bar(f"starting the service of sims={values['sims']} on port {values['port']}"):
         service, token = start(values)
     if token is not None:
-        from embodied_rl.serving.environments.app import TOKEN_VARIABLE
-
         print(f"Clients need this token:\nexport {TOKEN_VARIABLE}={token}")
     serve_until_stopped(service.close, f"Serving {len(service.hub.names)} simulators at {service.url}")
 
 
 def start(values: dict[str, Any]) -> tuple[EnvironmentService, str | None]:
     """(the service that the arguments describe, listening; its token where that is new). Raises UserError."""
-    from embodied_rl.serving.environments.app import EnvironmentService
-    from embodied_rl.serving.environments.hub import ServiceLimits, offered_simulators
-    from embodied_rl.serving.http_server import ServerLimits
-
     listed = values["sims"].removeprefix("[").removesuffix("]")
     names = None if listed == "all" else tuple(name.strip() for name in listed.split(","))
     limits = {name: values[name] for name in ("max_environments", "memory_mb", "cpu_s", "idle_s", "step_timeout_s", "start_timeout_s")}
