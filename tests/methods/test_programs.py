@@ -1,4 +1,8 @@
-"""An agent program written with the ordinary openai client is trained: real processes, real HTTP, a real (tiny) model."""
+"""An agent program is trained: real processes, real HTTP, a real (tiny) model.
+
+What is trained is held against what was captured of a program written with the ordinary openai client; other tests are of what happens
+around programs, and run the same game without that package (`plain_agent`).
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 AGENT = ROOT / "examples" / "agent_program"
 ONCE = ["sim.kwargs.function=null", f"sim.kwargs.command=['{{python}}','{AGENT / 'agent.py'}','{{task}}']", "sim.kwargs.reward=http"]
 STAYS = [f"sim.kwargs.function='{AGENT / 'agent.py'}:play'"]
+PLAIN = Path(__file__).with_name("plain_agent.py")
+PLAIN_ONCE = [word.replace(str(AGENT / "agent.py"), str(PLAIN)) for word in ONCE]
+PLAIN_STAYS = ["sim.kwargs.function=null", f"sim.kwargs.command=['{{python}}','{PLAIN}']", "sim.kwargs.mode=serve"]
 SMALL = [
     "experiment=agent_program",
     "logger=quiet",
@@ -45,7 +52,7 @@ SMALL = [
 ]
 
 
-def small(run_dir: Path, *more: str, program: list[str] = ONCE) -> TrainConfig:
+def small(run_dir: Path, *more: str, program: list[str] = PLAIN_ONCE) -> TrainConfig:
     return load_train_config([*SMALL, *program, f"run_dir={run_dir}", *more])
 
 
@@ -131,7 +138,7 @@ def test_a_run_its_checkpoint_and_its_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", ["hybrid=local", pytest.param("hybrid=disaggregated", marks=pytest.mark.slow)])
 def test_programs_are_one_of_several_domains_here_and_elsewhere(tmp_path: Path, placement: str) -> None:
     """Beside a game that the agent itself plays: one model answers both, and learns from both."""
-    kwargs = f"tasks: '{AGENT / 'tasks.jsonl'}', function: '{AGENT / 'agent.py'}:play', reward: return, texts: [say one colour]"
+    kwargs = f"tasks: '{AGENT / 'tasks.jsonl'}', command: ['{{python}}', '{PLAIN}'], mode: serve, reward: return, texts: [say one colour]"
     programs = f"{{name: agent_program, target: 'embodied_rl.sim.text.program:AgentProgram', kwargs: {{{kwargs}}}, num_slots: 2}}"
     lake = "{name: frozenlake, target: 'embodied_rl.sim.text.frozenlake:make', kwargs: {hints: true}, num_slots: 4, num_workers: 1}"
     words = [word for word in SMALL if not word.startswith(("experiment", "sim.", "algorithm.groups.groups_per_step"))]
@@ -155,10 +162,10 @@ def test_failed_programs_are_written_down(tmp_path: Path) -> None:
     crashing.write_text(
         "import os, runpy, sys\n"
         "if int(os.environ['EMBODIED_RL_SEED']) >= 2**30: raise SystemError('not today')\n"
-        f"runpy.run_path({str(AGENT / 'agent.py')!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(PLAIN)!r}, run_name='__main__')\n"
     )
     more = [f"sim.kwargs.command=['{{python}}','{crashing}','{{task}}']", "total_steps=1", "evaluation.num_episodes=2"]
-    more += [f"sim.kwargs.readable=['{AGENT}']", f"sim.kwargs.writable=['{tmp_path}']"]
+    more += [f"sim.kwargs.readable=['{PLAIN.parent}']", f"sim.kwargs.writable=['{tmp_path}']"]
     run = train(small(tmp_path / "run", *more))
     results = json.loads((run / "results.json").read_text())
     assert (results["num_episodes"], results["success"], results["return_mean"]) == (2, 0.0, 0.0)
@@ -167,7 +174,7 @@ def test_failed_programs_are_written_down(tmp_path: Path) -> None:
         "import os, runpy, sys\n"
         f"marker = {str(tmp_path / 'crashed')!r}\n"
         "try:\n    os.close(os.open(marker, os.O_CREAT | os.O_EXCL)); sys.exit(9)\nexcept FileExistsError:\n    pass\n"
-        f"runpy.run_path({str(AGENT / 'agent.py')!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(PLAIN)!r}, run_name='__main__')\n"
     )
     run = train(small(tmp_path / "second", *more))
     (record,) = [json.loads(line) for line in (run / PROGRAM_FAULTS).read_text().splitlines()]
@@ -248,7 +255,7 @@ def painter(said: str) -> str:
     return said.removeprefix("say ")
 
 
-@pytest.mark.parametrize("program", [pytest.param(ONCE, id="once", marks=pytest.mark.slow), pytest.param(STAYS, id="stays")])
+@pytest.mark.parametrize("program", [pytest.param(ONCE, id="once", marks=pytest.mark.slow), pytest.param(PLAIN_STAYS, id="stays")])
 def test_a_scripted_player_answers_a_program_and_is_cloned(tmp_path: Path, program: list[str]) -> None:
     options = (
         "player: 'tests.methods.test_programs:painter'",
@@ -275,13 +282,14 @@ def mute(said: str) -> str:
 def test_a_player_that_a_program_does_not_understand_is_one_line(tmp_path: Path) -> None:
     start = "{player: 'tests.methods.test_programs:mute', episodes: 2, measured_episodes: 1}"
     with pytest.raises(UserError, match=r"test_programs:mute succeeded in 0 of 8 episodes"):
-        train(small(tmp_path, f"+algorithm.warm_start={start}", program=STAYS))
+        train(small(tmp_path, f"+algorithm.warm_start={start}", program=PLAIN_STAYS))
 
 
 def test_dialogues_of_programs_are_recorded(tmp_path: Path) -> None:
     """Every turn of every episode that was learned from, with what the program gave for it; the run is the same."""
     words = ("total_steps=12", "evaluation.num_episodes=1")
-    recorded, plain = (train(small(tmp_path / name, *words, *more, program=STAYS)) for name, more in (("a", ["record.share=1"]), ("b", [])))
+    runs = [("a", ["record.share=1"]), ("b", [])]
+    recorded, plain = (train(small(tmp_path / name, *words, *more, program=PLAIN_STAYS)) for name, more in runs)
     losses = [[line["train/loss"] for line in read_metrics(folder)] for folder in (recorded, plain)]
     # Which answers are sampled together, and with it the last bits, is a matter of time.
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
