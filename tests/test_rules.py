@@ -53,7 +53,7 @@ EXAMPLES = (
     ("rollout_staleness", f"{GROUPS} algorithm.max_staleness=1", "set algorithm.groups.max_staleness instead"),
     ("critic_warmup", f"{GROUPS} algorithm.critic_warmup=3", "trains only the critic at first, and algorithm.advantage='grpo' has none"),
     ("group_of_one", f"{GROUPS} algorithm.groups.group_size=1", "compares the episodes of a group, and algorithm.groups.group_size is 1"),
-    ("greedy_baseline", f"{GROUPS} algorithm=remax algorithm.groups.redundancy=1", "set algorithm.groups.redundancy=0"),
+    ("group_of_one", f"{GROUPS} algorithm=remax algorithm.groups.group_size=1", "advantage='remax' compares the episodes of a group"),
     ("loss_of_demonstrations", f"{GROUPS} algorithm.loss=behaviour_cloning", "learns from demonstrations"),
     ("gpg_advantage", f"{GROUPS} algorithm.loss=gpg", "set advantage=gpg, not 'grpo'"),
     ("ipa_advantage", f"{GROUPS} algorithm.loss=ipa algorithm.loss_options.max_mismatch=2", "set advantage=ipa, not 'grpo'"),

@@ -158,15 +158,9 @@ _WHOLE_EPISODES = (
     ),
     Rule(
         "group_of_one",
-        _with_groups(lambda run, groups: "groups" in run.advantage.needs and groups.group_size < 2),
+        _with_groups(lambda run, groups: run.advantage.needs & {"groups", "greedy_baseline"} and groups.group_size < 2),
         "algorithm.advantage='{algorithm.advantage}' compares the episodes of a group, and algorithm.groups.group_size is "
         "{algorithm.groups.group_size}: set it to 2 or more, or take an advantage without groups (reinforce, gae).",
-    ),
-    Rule(
-        "greedy_baseline",
-        _with_groups(lambda run, groups: "greedy_baseline" in run.advantage.needs and (groups.redundancy or groups.group_size < 2)),
-        "algorithm.advantage='remax' plays one episode of each group by the policy's mode and needs it: "
-        "set algorithm.groups.redundancy=0 and group_size to 2 or more.",
     ),
     Rule(
         "loss_of_demonstrations",

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from embodied_rl.agents.agent import Agent
-from embodied_rl.algorithms.composition import compose
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.run import LANGUAGE, SHARED, PlayerConfig
 from embodied_rl.errors import UserError
@@ -213,7 +212,6 @@ def _let_robot_play(stream: Stream, acting: Acting, queue: GroupQueue | None, si
         queue,
         seed=stream.config.seed,
         min_ready=_min_ready(stream.config),
-        greedy_member=_greedy_member(stream.config),
         starts=stream.starts,
         layout=layout,
     )
@@ -227,7 +225,6 @@ def _let_agent_play(stream: Stream, agent: Agent, backend: TokenBackend, queue: 
         queue,
         seed=stream.config.seed,
         min_ready=_min_ready(stream.config),
-        greedy_member=_greedy_member(stream.config),
         trained=stream.trained,
         temperature=None if stream.other is None else stream.other.temperature,
         starts=stream.starts,
@@ -252,7 +249,6 @@ def _let_programs_play(stream: Stream, agent: Agent, acting: Acting, queue: Grou
         num_slots=stream.manager.num_slots,
         seed=config.seed,
         sampling=served.sampling(config.agent.temperature),
-        greedy_member=_greedy_member(config),
         faults_file=run_dir / PROGRAM_FAULTS,
     )
     return served
@@ -271,10 +267,6 @@ def _min_ready(config: TrainConfig) -> int | None:
     groups = config.algorithm.groups
     assert groups is not None, "a method on groups"
     return 1 if groups.max_staleness else None
-
-
-def _greedy_member(config: TrainConfig) -> bool:
-    return "greedy_baseline" in compose(config.algorithm).advantage.needs
 
 
 def with_backend(config: TrainConfig, kind: str) -> TrainConfig:

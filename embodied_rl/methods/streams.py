@@ -16,6 +16,7 @@ import numpy as np
 
 from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.turns import AgentEpisode
+from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.filters import GroupFilter, build_filters
 from embodied_rl.config import GroupsConfig, PlayerConfig, TrainConfig
 from embodied_rl.config.policy import draws_tokens
@@ -284,7 +285,8 @@ def make_queue(config: TrainConfig, streams: Sequence[Stream], share: Share = WH
 
     filters = [only_trained(apply) for apply in build_filters(groups.filters)]
     mixture = DomainMixture(queue_weights(own, shares))
-    return GroupQueue(queue_config(groups), seed=config.seed, domains=mixture, filters=filters, share=share)
+    greedy = {stream.name for stream in streams if "greedy_baseline" in compose(stream.config.algorithm).advantage.needs}
+    return GroupQueue(queue_config(groups), seed=config.seed, domains=mixture, filters=filters, greedy=greedy, share=share)
 
 
 def queue_config(groups: GroupsConfig) -> GroupQueueConfig:

@@ -91,7 +91,6 @@ class _Playing:
     assignment: Assignment
     conversation: Conversation
     budget: ToolBudget
-    greedy: bool
     turns: list[Turn] = field(default_factory=list)
     observation: str = ""
     images: list[np.ndarray] = field(default_factory=list)
@@ -124,7 +123,6 @@ class AgentCollector(SlotPump[_Playing]):
         *,
         seed: int,
         min_ready: int | None = None,
-        greedy_member: bool = False,
         trained: bool = True,
         temperature: float | None = None,
         starts: StartLibrary | None = None,
@@ -134,7 +132,6 @@ class AgentCollector(SlotPump[_Playing]):
             starts: see `SlotPump`.
             trained: False: no learner uses the episodes, so that answers with text but no tokens are accepted, and log-probabilities are 0.
             temperature: in place of the agent's.
-            greedy_member: member 0 of each group takes the likeliest tokens, and its episode says ``metadata["greedy"]``.
         """
         super().__init__(manager, queue, seed=seed, min_ready=min_ready, starts=starts)
         if starts is not None and agent.image_inputs is not None:
@@ -143,7 +140,7 @@ class AgentCollector(SlotPump[_Playing]):
                 "reads text, or algorithm.initialized.share=0."
             )
         self.agent, self.backend = agent, backend
-        self._greedy_member, self._trained, self._temperature = greedy_member, trained, temperature
+        self._trained, self._temperature = trained, temperature
         self._requests: dict[int, int] = {}  # {request: slot}
         self._tools: dict[int, Future[str]] = {}  # {slot: what its tools will give}
         self._next_id = 0
@@ -200,9 +197,9 @@ class AgentCollector(SlotPump[_Playing]):
         restored: dict[int, Start] = {}
         while (found := self._next_slot()) is not None:
             slot, assignment = found
-            greedy, start = self._greedy_member and assignment.member == 0, self._start_of(assignment)
+            start = self._start_of(assignment)
             record = None if self.recorder is None or start is not None else AgentRecord()
-            self._playing[slot] = _Playing(assignment, self.agent.begin(), self.agent.budget(), greedy, record=record, start=start)
+            self._playing[slot] = _Playing(assignment, self.agent.begin(), self.agent.budget(), record=record, start=start)
             if start is None:
                 begun.append((slot, assignment.seed))
             else:
@@ -257,11 +254,13 @@ class AgentCollector(SlotPump[_Playing]):
             seed=playing.assignment.seed,
             domain=playing.assignment.domain,
             final_text=final_text,
-            greedy=playing.greedy,
+            greedy=playing.assignment.greedy,
         )
         if playing.record is not None and self.recorder is not None:
             ends = {"terminated": terminated, "truncated": truncated}
-            playing.record.finish(self.recorder, playing.assignment, playing.turns, **ends, greedy=playing.greedy, final=final_seen)
+            playing.record.finish(
+                self.recorder, playing.assignment, playing.turns, **ends, greedy=playing.assignment.greedy, final=final_seen
+            )
         episode = replace(episode, metadata={**episode.metadata, **self._told_start(playing.start)})
         self._hand_in(playing.assignment, episode, partial(self._taken, playing, summary))
 
@@ -346,7 +345,7 @@ class AgentCollector(SlotPump[_Playing]):
             whose = playing.assignment
             key = (self.seed, whose.group, whose.member, whose.attempt, len(playing.turns), _SEEDS)
             seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
-            temperature = 0.0 if playing.greedy else self._temperature
+            temperature = 0.0 if whose.greedy else self._temperature
             requests.append(self.agent.request(self._next_id, prompt, playing.observation, seed=seed, temperature=temperature))
             self._requests[self._next_id] = slot
             self._next_id += 1

@@ -137,18 +137,15 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         *,
         seed: int,
         min_ready: int | None = None,
-        greedy_member: bool = False,
         starts: StartLibrary | None = None,
         layout: ActionLayout | None = None,
     ) -> None:
         """
         Args:
             layout: of the policy's actions; None: they are the simulator's own.
-            greedy_member: member 0 of each group is played by the policy's mode, and its episode says ``metadata["greedy"]``.
             starts: see `SlotPump`.
         """
         super().__init__(manager, queue, seed=seed, min_ready=min_ready, starts=starts)
-        self._greedy_member = greedy_member
         self.layout = layout or ActionLayout.of(manager.spec.action)
         self.generator = generator
         self._unanswered: dict[int, Observation] = {}
@@ -236,8 +233,8 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
             self._stop(slot)
 
     def _episode(self, recorder: EpisodeRecorder, batch: StepBatch, row: int, summary: EpisodeSummary) -> Episode:
-        greedy = self._greedy_member and recorder.assignment.member == 0
-        metadata: dict[str, Any] = {"final_info": summary.final_info, "greedy": greedy, **self._told_start(recorder.start)}
+        greedy = {"greedy": recorder.assignment.greedy}
+        metadata: dict[str, Any] = {"final_info": summary.final_info, **greedy, **self._told_start(recorder.start)}
         return recorder.finish(batch, row, summary.success_once, metadata, self.layout.unit_steps(self.manager.spec.action.dim))
 
     def _record(self, to: TrainingRecorder, recorder: EpisodeRecorder, episode: Episode) -> None:
@@ -255,14 +252,11 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         if not self._unanswered:
             return
         # Greedy members act without noise, which is a matter of a whole call.
-        greedy = [slot for slot in self._unanswered if self._is_greedy(slot)]
+        greedy = [slot for slot in self._unanswered if self._playing[slot].assignment.greedy]
         for slots, noisy in ((sorted(self._unanswered.keys() - set(greedy)), True), (sorted(greedy), False)):
             if slots:
                 self._answer(slots, noisy)
         self._unanswered.clear()
-
-    def _is_greedy(self, slot: int) -> bool:
-        return self._greedy_member and self._playing[slot].assignment.member == 0
 
     def _answer(self, slots: list[int], noisy: bool) -> None:
         rows = [self._unanswered[slot] for slot in slots]

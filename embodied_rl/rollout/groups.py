@@ -27,7 +27,7 @@ import heapq
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
@@ -174,6 +174,8 @@ class Assignment:
     """Of the weights when it was handed out: none of its action units is older."""
     attempt: int = 0
     """How often this member had failed before."""
+    greedy: bool = False
+    """Played by the policy's mode: the baseline of its group."""
 
 
 @dataclass
@@ -207,9 +209,16 @@ class OpenGroup:
     """{member: episode}, in the order of arrival."""
     num_lost: int = 0
     """Members without a retry left."""
+    greedy: bool = False
+    """Whether member 0 plays the policy's mode, and has its place in the group whichever others finish first."""
+
+    def takes(self, member: int, group_size: int) -> bool:
+        """Whether an episode of this member would still be one of the group's."""
+        kept = self.greedy and 0 not in self.accepted
+        return (kept and member == 0) or len(self.accepted) + kept < group_size
 
     def start(self, member: int, attempt: int, version: int, now_s: float) -> Assignment:
-        assignment = Assignment(self.number, member, self.seed, self.domain, version, attempt)
+        assignment = Assignment(self.number, member, self.seed, self.domain, version, attempt, self.greedy and member == 0)
         self.running[member] = Attempt(assignment, now_s, now_s)
         return assignment
 
@@ -232,8 +241,10 @@ class OpenGroup:
         and is needed, since a running episode has acted with the weights that it was handed out with."""
         if any(episode.oldest_version < version for episode in self.accepted.values()):
             return True
-        too_old = sum(attempt.assignment.version < version for attempt in self.running.values())
-        return config.rollouts_per_group - self.num_lost - too_old < config.group_size
+        old = [attempt.assignment for attempt in self.running.values() if attempt.assignment.version < version]
+        if any(assignment.greedy for assignment in old):
+            return True
+        return config.rollouts_per_group - self.num_lost - len(old) < config.group_size
 
 
 _FORMAT_VERSION = 1
@@ -328,6 +339,7 @@ class GroupQueue:
         seed: int,
         domains: DomainMixture,
         filters: Sequence[Callable[[EpisodeGroup], str | None]] = (),
+        greedy: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
         share: Share = WHOLE,
     ) -> None:
@@ -335,6 +347,7 @@ class GroupQueue:
         Args:
             seed: the run's; with domain and number, all that a group's seed depends on.
             filters: from a complete group to the reason why it is dropped, or None (`embodied_rl.algorithms.filters`).
+            greedy: domains where member 0 of each group plays the policy's mode; it is one of the group, whichever others finish first.
             clock: seconds; only for timeouts.
             share: which groups are played here; all of them unless others play the rest.
         """
@@ -343,7 +356,7 @@ class GroupQueue:
         self.domains = domains
         self.version = 0
         """Of the weights that were published last."""
-        self._filters = tuple(filters)
+        self._filters, self._greedy = tuple(filters), frozenset(greedy)
         self._clock = clock
         self._share = share
         self._lock = threading.RLock()
@@ -369,7 +382,7 @@ class GroupQueue:
         than allowed were rejected since the last batch.
         """
         with self._lock:
-            while self._waiting and self._waiting[0][0] not in self._open:
+            while self._waiting and not self._is_wanted(self._waiting[0]):
                 heapq.heappop(self._waiting)
             if domain is not None:
                 chosen = self._first_of(domain)
@@ -405,6 +418,8 @@ class GroupQueue:
             self._count_episodes(accepted=1, running=-1)
             if len(group.accepted) == self.config.group_size:
                 self._complete(group)
+            else:
+                self._abandon(group, [member for member in group.running if not group.takes(member, self.config.group_size)])
             return True
 
     def failed(self, assignment: Assignment, reason: str) -> None:
@@ -420,7 +435,8 @@ class GroupQueue:
                 self._open[assignment.group].running[assignment.member].progressed_s = self._clock()
 
     def should_stop(self, assignment: Assignment) -> bool:
-        """Whether an episode is not needed any more: its group is complete or gone, or this attempt was given up or handed in."""
+        """Whether an episode is not needed any more: its group is complete, gone or has others for its place, or this attempt was given up
+        or handed in."""
         with self._lock:
             group = self._open.get(assignment.group)
             attempt = None if group is None else group.running.get(assignment.member)
@@ -622,11 +638,16 @@ class GroupQueue:
     def _first_of(self, domain: str) -> tuple[int, int, int] | None:
         """The first (group, member, attempt) of a domain that waits; groups are admitted until there is one, or no place."""
         while True:
-            own = [entry for entry in self._waiting if entry[0] in self._open and self._open[entry[0]].domain == domain]
+            own = [entry for entry in self._waiting if self._is_wanted(entry) and self._open[entry[0]].domain == domain]
             if own:
                 return min(own)
             if not self._admit():
                 return None
+
+    def _is_wanted(self, waiting: tuple[int, int, int]) -> bool:
+        """Whether a member that waits can still be one of its group."""
+        group = self._open.get(waiting[0])
+        return group is not None and group.takes(waiting[1], self.config.group_size)
 
     def _admit(self) -> bool:
         """Open the next group, those of a resumed run first; False when there is no place."""
@@ -639,7 +660,8 @@ class GroupQueue:
             number = self._share.first_from(self._next_number)
             self._next_number = number + 1
         domain = self.domains.domain_of(number)
-        self._open[number] = OpenGroup(number, domain, group_seed(self.seed, domain, number), self.version)
+        seed = group_seed(self.seed, domain, number)
+        self._open[number] = OpenGroup(number, domain, seed, self.version, greedy=domain in self._greedy)
         for member in range(self.config.rollouts_per_group):
             heapq.heappush(self._waiting, (number, member, 0))
         self._count(domain, admitted=1, in_flight=1)
@@ -651,7 +673,7 @@ class GroupQueue:
         if reason is not None:
             self._reject(group.number, "filtered", reason)
             return
-        self._abandon(self._open.pop(group.number))
+        self._abandon(self._open.pop(group.number), list(group.running))
         self._ready[group.number] = complete
         self._count(group.domain)
 
@@ -665,14 +687,16 @@ class GroupQueue:
             heapq.heappush(self._waiting, (group.number, assignment.member, assignment.attempt + 1))
             return
         group.num_lost += 1
-        if self.config.rollouts_per_group - group.num_lost < self.config.group_size:
+        if assignment.greedy:
+            self._reject(group.number, "failed", "its greedy member lost")
+        elif self.config.rollouts_per_group - group.num_lost < self.config.group_size:
             self._reject(group.number, "failed", f"{group.num_lost} members lost")
 
     def _reject(self, number: int, outcome: str, reason: str) -> None:
         """End a group that is unfinished or ready: it frees its place."""
         if number in self._open:
             opened = self._open.pop(number)
-            self._abandon(opened)
+            self._abandon(opened, list(opened.running))
             domain = opened.domain
         else:
             domain = self._ready.pop(number).domain
@@ -688,9 +712,10 @@ class GroupQueue:
         for number in sorted(stale):
             self._reject(number, "stale", f"older than {self.config.max_staleness} versions")
 
-    def _abandon(self, group: OpenGroup) -> None:
-        self._count_episodes(abandoned=len(group.running), running=-len(group.running))
-        group.running.clear()
+    def _abandon(self, group: OpenGroup, members: Sequence[int]) -> None:
+        self._count_episodes(abandoned=len(members), running=-len(members))
+        for member in members:
+            del group.running[member]
 
     def _raise_if_hopeless(self) -> None:
         if self._rejected > self.config.rejected_limit:

@@ -272,14 +272,12 @@ class ProgramCollector(QueuePump):
         num_slots: int,
         seed: int,
         sampling: SessionSampling,
-        greedy_member: bool = False,
         faults_file: Path | None = None,
     ) -> None:
         """
         Args:
             sampling: of the answers; its seed does not count.
             faults_file: gets a line for every program that failed.
-            greedy_member: member 0 of each group takes the likeliest tokens, and its episode says ``metadata["greedy"]``.
         """
         super().__init__(queue, seed=seed)
         self.runner = runner
@@ -288,7 +286,7 @@ class ProgramCollector(QueuePump):
         self._faults_file = faults_file
         self._early: int | None = 0
         """Programs that failed before their first question; None: one has come further, so that the program itself works."""
-        self._tokenizer, self._num_slots, self._sampling, self._greedy_member = tokenizer, num_slots, sampling, greedy_member
+        self._tokenizer, self._num_slots, self._sampling = tokenizer, num_slots, sampling
         self._turns: dict[Assignment, int] = {}
         self._counts: Counter[str] = Counter()
 
@@ -325,11 +323,8 @@ class ProgramCollector(QueuePump):
         while self.runner.num_running < self._num_slots and (whose := self.queue.next_assignment(self.domain)) is not None:
             key = (self.seed, whose.group, whose.member, whose.attempt, _SEEDS)
             seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
-            temperature = 0.0 if self._is_greedy(whose) else self._sampling.temperature
+            temperature = 0.0 if whose.greedy else self._sampling.temperature
             self.runner.start(whose, whose.seed, dataclasses.replace(self._sampling, seed=seed, temperature=temperature))
-
-    def _is_greedy(self, whose: Assignment) -> bool:
-        return self._greedy_member and whose.member == 0
 
     def _finish(self, played: Played) -> None:
         whose = played.tag
@@ -356,7 +351,7 @@ class ProgramCollector(QueuePump):
             success=played.reward >= self.runner.options.success_reward,
             seed=played.seed,
             domain=whose.domain,
-            greedy=self._is_greedy(whose),
+            greedy=whose.greedy,
             task=dict(played.task),
         )
         self._counts.update(
@@ -370,7 +365,7 @@ class ProgramCollector(QueuePump):
         if self.recorder is not None:
             told = [*episode.observation["text"].tolist(), str(episode.final_observation["text"])]
             success = last_only(len(episode.turns), episode.success)
-            ends = {"terminated": True, "truncated": False, "greedy": self._is_greedy(whose)}
+            ends = {"terminated": True, "truncated": False, "greedy": whose.greedy}
             record_turns(self.recorder, whose, episode.turns, [{"text": text} for text in told], success.tolist(), **ends)
         self._hand_in(whose, episode)
 

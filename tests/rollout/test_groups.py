@@ -18,9 +18,11 @@ from embodied_rl.types import EpisodeGroup
 from tests.rollout.samples import Clock, answer
 
 
-def make(filters: Sequence[Any] = (), clock: Callable[[], float] | None = None, seed: int = 5, **settings: Any) -> GroupQueue:
+def make(
+    filters: Sequence[Any] = (), clock: Callable[[], float] | None = None, seed: int = 5, greedy: str = "", **settings: Any
+) -> GroupQueue:
     config = GroupQueueConfig(**{"group_size": 2, "groups_per_step": 2, **settings})
-    return GroupQueue(config, seed=seed, domains=DomainMixture.single("only"), filters=filters, clock=clock or Clock())
+    return GroupQueue(config, seed=seed, domains=DomainMixture.single("only"), filters=filters, greedy=[greedy], clock=clock or Clock())
 
 
 def assignments(queue: GroupQueue) -> list[Assignment]:
@@ -66,6 +68,36 @@ def test_first_finished_win_and_the_late_are_stopped() -> None:
     assert group.scores.tolist() == [1.0, 3.0]
     episodes = queue.episode_counts()
     assert (episodes.started, episodes.accepted, episodes.abandoned, episodes.failed, episodes.running) == (4, 2, 2, 0, 0)
+
+
+def test_a_greedy_member_is_one_of_its_group_whichever_others_finish_first() -> None:
+    queue = make(groups_per_step=1, group_size=3, redundancy=2, max_retries=1, greedy="only")
+    given = [queue.next_assignment() for _ in range(4)]
+    assert [a is not None and a.greedy for a in given] == [True, False, False, False]
+    zero, one, two, three = (a for a in given if a is not None)
+    assert queue.finished(two, answer(two, 2.0))
+    assert not queue.should_stop(one), "there is a place beside that of the greedy one"
+    assert queue.finished(three, answer(three, 3.0))
+    assert queue.should_stop(one)
+    assert not queue.finished(one, answer(one, 1.0))
+    assert not queue.should_stop(zero)
+    queue.failed(zero, "died")
+    (again,) = assignments(queue)
+    assert (again.member, again.attempt, again.greedy) == (0, 1, True), "member 4 is needed no more, and was not begun"
+    assert queue.finished(again, answer(again, 0.0))
+    (group,) = queue.take(0) or []
+    assert group.scores.tolist() == [0.0, 2.0, 3.0]
+    episodes = queue.episode_counts()
+    assert (episodes.started, episodes.accepted, episodes.abandoned, episodes.failed, episodes.running) == (5, 3, 1, 1, 0)
+
+
+def test_a_group_without_its_greedy_member_fails_whatever_else_there_is() -> None:
+    queue = make(groups_per_step=1, redundancy=2, max_retries=0, greedy="only")
+    zero, one, *_ = assignments(queue)
+    assert queue.finished(one, answer(one))
+    queue.failed(zero, "died")
+    assert queue.counts().failed == 1
+    assert "1 × group failed: its greedy member lost" in queue.describe()
 
 
 def test_filtered_groups_are_replaced_at_once() -> None:

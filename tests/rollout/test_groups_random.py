@@ -37,9 +37,10 @@ configs = st.builds(
 class Schedules(RuleBasedStateMachine):
     """An independent account of what was handed out and what came back, held against the queue's."""
 
-    @initialize(config=configs, lag=st.sampled_from([0, 0, 1]))
-    def begin(self, config: GroupQueueConfig, lag: int) -> None:
+    @initialize(config=configs, lag=st.sampled_from([0, 0, 1]), greedy=st.sampled_from(["", "", "a", "ab"]))
+    def begin(self, config: GroupQueueConfig, lag: int, greedy: str) -> None:
         """`lag`: how much older than promised tokens may be (weights that arrive late at the generator)."""
+        self.greedy = greedy
         self.config = config
         self.lag = lag
         self.clock = Clock()
@@ -53,7 +54,9 @@ class Schedules(RuleBasedStateMachine):
         self.used: dict[int, Episode] = {}  # by identity; kept alive, so that an id means one episode
 
     def new_queue(self) -> GroupQueue:
-        return GroupQueue(self.config, seed=SEED, domains=DomainMixture(WEIGHTS), filters=[zero_variance()], clock=self.clock)
+        return GroupQueue(
+            self.config, seed=SEED, domains=DomainMixture(WEIGHTS), filters=[zero_variance()], greedy=self.greedy, clock=self.clock
+        )
 
     # --- what can happen ---------------------------------------------------------------------------------------------
 
@@ -68,6 +71,7 @@ class Schedules(RuleBasedStateMachine):
             assert given.seed == group_seed(SEED, given.domain, given.group)
             assert given.domain == mixture.domain_of(given.group)
             assert 0 <= given.member < self.config.rollouts_per_group
+            assert given.greedy == (given.domain in self.greedy and given.member == 0)
             same = [a for a in self.running if (a.group, a.member) == (given.group, given.member) and not self.queue.should_stop(a)]
             assert not same, "a member is played twice at a time"
             self.running.append(given)
@@ -131,6 +135,7 @@ class Schedules(RuleBasedStateMachine):
             assert group.num_episodes == self.config.group_size
             assert group.age(self.version) <= self.config.max_staleness
             assert zero_variance()(group) is None
+            assert group.domain not in self.greedy or group.scores[0] == 0.0, "member 0, whose score is its number, is missing"
             for episode in group.episodes:
                 assert id(episode) not in self.used
                 assert self.version - int(np.min(episode.policy_version)) <= self.config.max_staleness

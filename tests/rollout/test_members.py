@@ -28,6 +28,15 @@ def test_members_that_are_needed_decide_whether_it_can_be_young() -> None:
     assert not opened(1).cannot_be_as_young_as(3, config)
 
 
+def test_an_old_greedy_member_cannot_be_left_out() -> None:
+    config = GroupQueueConfig(group_size=2, groups_per_step=1, redundancy=2)
+    group = OpenGroup(number=4, domain="only", seed=0, created_version=1, greedy=True)
+    for member, version in enumerate((1, 3, 3)):
+        group.start(member, 0, version, now_s=0.0)
+    assert group.cannot_be_as_young_as(3, config)
+    assert not group.cannot_be_as_young_as(1, config)
+
+
 def test_an_accepted_episode_counts_with_its_oldest_token() -> None:
     config = GroupQueueConfig(group_size=2, groups_per_step=1)
     group = opened(3, 3)
