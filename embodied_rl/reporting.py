@@ -115,17 +115,17 @@ def warm_start_figures(
 
     The only domain of a run has no name; each of several has its figures below its name.
     """
-    told: dict[str, Any] = {}
+    cloned: dict[str, Any] = {}
     logged: dict[str, float] = {}
     for domain, own in figures.items():
         place = f"warm_start/{domain}/" if domain else "warm_start/"
-        told[domain] = dict(own)
+        cloned[domain] = dict(own)
         for name, played in (("before", before), ("after", after)):
             episodes = [episode for episode in played if not domain or episode.final_info["task"] == domain]
-            told[domain][name] = {**summarise(episodes, reports_success).to_dict(), **task_figures(episodes, reports_success)}
+            cloned[domain][name] = {**summarise(episodes, reports_success).to_dict(), **task_figures(episodes, reports_success)}
             logged[f"{place}success_{name}"] = float(np.mean([episode.success_once for episode in episodes]))
         logged |= {f"{place}{key}": float(own[key]) for key in ("loss", "episodes", "steps")}
-    return told.get("", told), logged
+    return cloned.get("", cloned), logged
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,9 @@ def sweep_table(folders: Sequence[Path]) -> str:
             rows.append((-math.inf, (str(folder), "not evaluated", "", "")))
             continue
         success, score = results["success"], results["return_mean"]
-        told = f"{score:.4g}" if success is None else f"{success:.1%}"
+        shown = f"{score:.4g}" if success is None else f"{success:.1%}"
         rows.append(
-            (score if success is None else success, (str(folder), told, f"{results['steps']:,}", clock_text(results["wall_clock_s"])))
+            (score if success is None else success, (str(folder), shown, f"{results['steps']:,}", clock_text(results["wall_clock_s"])))
         )
     rows.sort(key=lambda row: -row[0])
     table = [("run", "held-out success, or return", "steps", "wall-clock"), *(row for _, row in rows)]

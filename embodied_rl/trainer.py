@@ -81,7 +81,7 @@ class Trainer:
         self._stopper = Stopper(_PATIENCE_WITHIN_S if config.checkpoint.within_episodes else _PATIENCE_S)
         self._interim_success: float | None = None
         self._interim_return = -np.inf
-        self._faults_told = 0
+        self._faults_logged = 0
         self._saved_episodes: dict[str, torch.Tensor] = {}
         self._crossed = (0, 0)
         self.metrics: dict[str, float] = {}
@@ -206,8 +206,8 @@ class Trainer:
                 trained.take_weights()
         self.engine.publish(version=self.iteration)
         after = self.evaluate(measured, first_seed=seed, title="success after cloning")
-        for told in figures.values():
-            told |= {"wall_clock_s": round(self.wall_clock_s(), 2)}
+        for one in figures.values():
+            one |= {"wall_clock_s": round(self.wall_clock_s(), 2)}
         self.warm_start, self.metrics = warm_start_figures(figures, before, after, self.spec.reports_success)
         self.loggers.log(self.steps, self.metrics)
 
@@ -282,13 +282,13 @@ class Trainer:
             return
         self.metrics["sim/faults"] = len(records)
         self.metrics["sim/episodes_given_up"] = sum(slot.outcome == "aborted" for record in records for slot in record.slots)
-        for record in records[self._faults_told :]:
+        for record in records[self._faults_logged :]:
             with (self.run_dir / "faults.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": self.steps, **record.to_dict()}) + "\n")
             self.loggers.message(
                 f"Simulator worker {record.worker} {record.kind.value} and was replaced ({record.cause}); see faults.jsonl."
             )
-        self._faults_told = len(records)
+        self._faults_logged = len(records)
 
     def _evaluate_and_save_when_due(self) -> None:
         """Checkpoints are where a run can be taken up again bit for bit: all slots begin new episodes there, resumed or not."""
@@ -346,8 +346,8 @@ class Trainer:
         if episodes:
             self.episode_s = (time.perf_counter() - started) / len(episodes)
         if self._time_is_over() and len(episodes) < wanted:
-            told = f"max_minutes={self.config.max_minutes:g} was over: the {title} played {len(episodes)} of {wanted} episodes."
-            self.loggers.message(told)
+            message = f"max_minutes={self.config.max_minutes:g} was over: the {title} played {len(episodes)} of {wanted} episodes."
+            self.loggers.message(message)
         return episodes
 
     def save(self) -> Path:
@@ -431,8 +431,8 @@ class Trainer:
     def summary(self, episodes: list[EpisodeSummary]) -> RunSummary:
         """The finished run, for its report; `episodes` are those of the final evaluation."""
         # A language agent's warm start is its method's, which reports it as figures.
-        told = {key.removeprefix("warm_start/"): value for key, value in self.method.metrics().items() if key.startswith("warm_start/")}
-        warm_start = {**told, **self.warm_start}
+        started = {key.removeprefix("warm_start/"): value for key, value in self.method.metrics().items() if key.startswith("warm_start/")}
+        warm_start = {**started, **self.warm_start}
         return RunSummary(
             run_dir=self.run_dir,
             config=self.config,

@@ -378,9 +378,9 @@ class Agent:
         """Requests hold the whole conversation as messages; False: only the observation."""
         self.tools = ToolRunner.make(config.tools, config.tool_options) if config.tools else None
         """None: an answer is an action, whatever it says."""
-        told = tools_text(self.tools.toolbox.schemas()) if self.tools is not None and config.tool_options.describe else ""
+        described = tools_text(self.tools.toolbox.schemas()) if self.tools is not None and config.tool_options.describe else ""
         try:
-            self.prompts = Prompts(config, tokenizer, instruction=instruction, max_context=max_context, tools=told)
+            self.prompts = Prompts(config, tokenizer, instruction=instruction, max_context=max_context, tools=described)
             beside = config.summary_tag if config.strategy == "summarised" else None
             self.parser = ActionParser(tag=config.tag if config.answer == "tag" else None, actions=config.actions, beside=beside)
             self.stop_ids = tokenizer.stop_ids(*config.stop)

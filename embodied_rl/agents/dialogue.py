@@ -19,7 +19,7 @@ _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:var(--ink);background:var(--page)}"
     "section{border:1px solid var(--line);border-radius:8px;padding:.5rem 1rem;margin:1rem 0}h2{font-size:1rem;margin:.3rem 0}"
     "pre{background:var(--box);padding:.4rem .6rem;border-radius:4px;overflow-x:auto;margin:.4rem 0;white-space:pre-wrap}"
-    ".token{border-radius:3px;padding:0 1px;white-space:pre-wrap}.told,summary{color:var(--soft);font-size:.85rem}.bad{color:var(--bad)}"
+    ".token{border-radius:3px;padding:0 1px;white-space:pre-wrap}.note,summary{color:var(--soft);font-size:.85rem}.bad{color:var(--bad)}"
     "summary{cursor:pointer}"
 )
 _LEGEND = (0.01, 0.1, 0.5, 0.9, 1.0)
@@ -50,7 +50,7 @@ def write_dialogues(path: Path, episodes: Sequence[AgentEpisode], decode: Decode
 def _legend() -> str:
     shown = " ".join(_token(f" {share:.0%} ", math.log(share)) for share in _LEGEND)
     return (
-        f'<p class="told">How likely each token of an answer was: {shown}; its log-probability is shown under the pointer. '
+        f'<p class="note">How likely each token of an answer was: {shown}; its log-probability is shown under the pointer. '
         "“Prompt” opens what the model read, token for token.</p>"
     )
 
@@ -62,7 +62,7 @@ def _episode(number: int, episode: AgentEpisode, decode: Decode) -> str:
     for index, turn in enumerate(episode.turns, 1):
         turns.append(_turn(index, turn, decode, known))
         known = np.concatenate([turn.prompt_ids, turn.token_ids])
-    final = f'<p class="told">at the end</p><pre>{html.escape(str(episode.final_observation["text"]))}</pre>'
+    final = f'<p class="note">at the end</p><pre>{html.escape(str(episode.final_observation["text"]))}</pre>'
     colour = "" if episode.success else ' class="bad"'
     return f"<section><h2{colour}>{head}</h2>{''.join(turns)}{final}</section>"
 
@@ -71,16 +71,16 @@ def _turn(index: int, turn: Turn, decode: Decode, known: np.ndarray) -> str:
     """A turn; of a prompt that goes on from the turn before it (`known`, that one's tokens) only what is new is written out."""
     tokens = "".join(_token(decode([int(token)]), float(score)) for token, score in zip(turn.token_ids, turn.log_prob, strict=True))
     score = float(turn.log_prob.sum(dtype="float64"))
-    told = [f"turn {index}", f"log-probability {score:.2f}", f"reward {turn.reward:g}"]
+    notes = [f"turn {index}", f"log-probability {score:.2f}", f"reward {turn.reward:g}"]
     if isinstance(turn.parsed, InvalidAction):
-        told.append(f'<span class="bad">no action: {turn.parsed.reason}</span>')
+        notes.append(f'<span class="bad">no action: {turn.parsed.reason}</span>')
     if turn.dropped is not None:
-        told.append(f"{turn.dropped.num_turns} earlier turns were left out")
+        notes.append(f"{turn.dropped.num_turns} earlier turns were left out")
     continues = len(known) and np.array_equal(turn.prompt_ids[: len(known)], known)
     new = turn.prompt_ids[len(known) :] if continues else turn.prompt_ids
     what = f"Prompt: {len(turn.prompt_ids):,} tokens" + (f", the last {len(new):,} after all of the turn before" if continues else "")
     prompt = f"<details><summary>{what}</summary><pre>{html.escape(decode([int(token) for token in new]))}</pre></details>"
-    return f'<pre>{html.escape(turn.observation)}</pre>{prompt}<p>{tokens}<br><span class="told">{" · ".join(told)}</span></p>'
+    return f'<pre>{html.escape(turn.observation)}</pre>{prompt}<p>{tokens}<br><span class="note">{" · ".join(notes)}</span></p>'
 
 
 def _token(text: str, log_prob: float) -> str:

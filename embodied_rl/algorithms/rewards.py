@@ -369,8 +369,8 @@ class KlTerm:
         if not self.in_reward:
             return reward, {}
         assert kl is not None, "`divergence` gives it"
-        taken, told = kl_in_reward(reward=reward, kl=kl, coefficient=self.coefficient.value, mask=mask)
-        figures = {name: float(value) for name, value in told.items()}
+        taken, metrics = kl_in_reward(reward=reward, kl=kl, coefficient=self.coefficient.value, mask=mask)
+        figures = {name: float(value) for name, value in metrics.items()}
         self.coefficient.update(figures["kl"], reward.numel() if mask is None else int(mask.sum()))
         return taken, figures
 

@@ -264,7 +264,7 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
     policy = read_policy(folder, exported, way_out)
     learner = read_tensors(folder / LEARNER_FILE, way_out) if with_learner else {}
     try:
-        told: dict[str, Any] = {
+        parts: dict[str, Any] = {
             "step": int(document["step"]),
             "state": dict(document["state"]),
             "spec": SimSpec.from_dict(document["spec"]),
@@ -279,7 +279,7 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
             f"Checkpoint '{folder}': {STATE_FILE} lacks or misspells a part ({brief(repr(error))}). Use another checkpoint."
         ) from error
     config = _read_config(folder / CONFIG_FILE, document.get(_SIGNATURE), trust, replaced)
-    return Checkpoint(path=folder, policy=policy, learner=learner, config=config, **told)
+    return Checkpoint(path=folder, policy=policy, learner=learner, config=config, **parts)
 
 
 def adopt_checkpoint(checkpoint: Checkpoint, run_dir: Path | str) -> Checkpoint:
@@ -346,13 +346,13 @@ def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
     """Hold what will be read against what was written. Checkpoints of before there were sums pass, and so do parts of ranks: their index,
     which is verified here, has its own sums."""
     sums: FileSums = document.get(_SUMS, {})
-    for name, told in sums.items():
+    for name, expected in sums.items():
         read_elsewhere = name.startswith(f"{SHARDED_FOLDER}/rank_") or (name == LEARNER_FILE and not with_learner)
         path = folder / name
         # Their own readers report them when they are missing.
         if read_elsewhere or (name in (POLICY_FILE, LEARNER_FILE, CONFIG_FILE) and not path.is_file()):
             continue
-        if (fault := fault_of(path, told)) is None:
+        if (fault := fault_of(path, expected)) is None:
             continue
         if name == CONFIG_FILE:
             _built(path, _read_file(path))  # an edited configuration may raise a clearer error
@@ -392,7 +392,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 def _are_sums(found: object) -> bool:
     """Whether it is `FileSums`."""
     entries = found.values() if isinstance(found, dict) else [None]
-    return all(isinstance(told, dict) and type(told.get("bytes")) is int and isinstance(told.get("sha256"), str) for told in entries)
+    return all(isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str) for entry in entries)
 
 
 def _read_config(path: Path, signature: str | None, trust: Sequence[str], replaced: Sequence[str]) -> TrainConfig:
@@ -503,8 +503,8 @@ def base_of(checkpoint: Checkpoint, given: str | None = None, *, verify: bool = 
             f"{who}, and its base model is not there: '{folder}'. Put that folder back (a link will do), or resume with policy.model "
             "(policy.path of a vision-language-action model) naming where it lies now."
         )
-    for name, told in base["files"].items() if verify else ():
-        if (fault := fault_of(folder / name, told)) is not None:
+    for name, expected in base["files"].items() if verify else ():
+        if (fault := fault_of(folder / name, expected)) is not None:
             raise IncompatibleCheckpointError(
                 f"{who}, and '{folder}' is not the base model that it was trained on: of '{name}', {fault}. Give the folder of that model."
             )

@@ -121,13 +121,13 @@ def sums_of(folder: Path, files: Iterable[Path]) -> FileSums:
     return {path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in sorted(files)}
 
 
-def fault_of(path: Path, told: Mapping[str, Any]) -> str | None:
+def fault_of(path: Path, expected: Mapping[str, Any]) -> str | None:
     """What is wrong with a file: it is missing, shorter or longer than it was, or changed; None: nothing."""
     if not path.is_file():
         return "it is missing"
-    if (size := path.stat().st_size) != told["bytes"]:
-        return f"it has {size:,} bytes instead of {told['bytes']:,}"
-    return None if sha256_of(path) == told["sha256"] else "its content is not what was written (SHA-256 differs)"
+    if (size := path.stat().st_size) != expected["bytes"]:
+        return f"it has {size:,} bytes instead of {expected['bytes']:,}"
+    return None if sha256_of(path) == expected["sha256"] else "its content is not what was written (SHA-256 differs)"
 
 
 def sum_of_document(document: Mapping[str, Any], but: str) -> str:

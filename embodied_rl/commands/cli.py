@@ -83,8 +83,8 @@ def _as_rows(table: Table, width: int) -> list[str]:
     headings, *rows = _cells(table)
     lines = wrapped_lines(str(table.title or ""), width)
     for name, *cells in rows:
-        told = ", ".join(f"{heading} {cell}" for heading, cell in zip(headings[1:], cells, strict=True) if cell)
-        lines += wrapped_lines(f"  {name or headings[0]}: {told}", width, 6)
+        shown = ", ".join(f"{heading} {cell}" for heading, cell in zip(headings[1:], cells, strict=True) if cell)
+        lines += wrapped_lines(f"  {name or headings[0]}: {shown}", width, 6)
     return [*lines, *(part for line in _text(table.caption) for part in wrapped_lines(line, width))]
 
 

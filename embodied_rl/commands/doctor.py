@@ -99,8 +99,8 @@ def run_probe(probe: Probe, timeout_s: float = PROBE_TIMEOUT_S) -> Check:
     else:
         reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
     status: Status = "missing" if result.returncode == _NOT_HERE else "failed"
-    told = [line.removeprefix(_FIX) for line in result.stdout.splitlines() if line.startswith(_FIX)]
-    return Check(probe.group, probe.name, status, reason[:160], told[-1] if told else probe.fix, probe.required)
+    fixes = [line.removeprefix(_FIX) for line in result.stdout.splitlines() if line.startswith(_FIX)]
+    return Check(probe.group, probe.name, status, reason[:160], fixes[-1] if fixes else probe.fix, probe.required)
 
 
 def _probe_here(name: str) -> int:

@@ -30,12 +30,12 @@ from embodied_rl.evaluation.output import (
     documents_of,
     episodes_csv,
     labels,
+    origin_of,
     overview,
     play,
     result_table,
     steps_of,
     task_table,
-    told_of,
 )
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.generation.base import Generator
@@ -394,7 +394,7 @@ def _tell_players(
 
     def document() -> Mapping[str, Any]:
         if len(players) == 1:
-            return document_of(first.config, results[0], command, told_of(first))
+            return document_of(first.config, results[0], command, origin_of(first))
         return documents_of(players, results, command, against=against)
 
     _tell(tables, labels(players), steps_of(players), results, _output(values, default), document)
@@ -566,11 +566,11 @@ def _tell_untrained(player: Untrained, result: EvaluationResult, values: Mapping
     output = _output(values, next_free(Path("runs") / player.config.sim.name / f"evaluation-{player.kind}.json"))
 
     def document() -> Mapping[str, Any]:
-        told: dict[str, Any] = {}
+        origin: dict[str, Any] = {}
         if player.folder is not None:
-            told["model"] = note_base(player.folder, output.parent)
+            origin["model"] = note_base(player.folder, output.parent)
         if player.server is not None:
-            told["server"] = dataclasses.asdict(player.server)
-        return document_of(player.config, result, command, told)
+            origin["server"] = dataclasses.asdict(player.server)
+        return document_of(player.config, result, command, origin)
 
     _tell([result_table(result)], [player.label], [""], [result], output, document)

@@ -136,8 +136,8 @@ class LoadedPolicy:
     def expects(self) -> str:
         """What `predict` takes, in one line."""
         parts = [(key, self.spec.observation[key]) for key in self.keys]
-        told = [f"{key!r}: {f'{list(p.shape)} {p.dtype}' if isinstance(p, TensorSpec) else p.kind}" for key, p in parts]
-        return "{" + ", ".join(told) + "}, or a batch of them, [n, …] each"
+        described = [f"{key!r}: {f'{list(p.shape)} {p.dtype}' if isinstance(p, TensorSpec) else p.kind}" for key, p in parts]
+        return "{" + ", ".join(described) + "}, or a batch of them, [n, …] each"
 
     def reset(self) -> None:
         """A new episode begins: a policy that remembers forgets the last one. The first call of `predict` needs none."""
@@ -189,8 +189,8 @@ class LoadedPolicy:
             parts[key], size = self._part(key, observation[key])
             sizes.add(size)
         if len(sizes) > 1:
-            told = ", ".join("a single one" if size is None else f"{size} rows" for size in sorted(sizes, key=str))
-            raise UserError(f"The parts of an observation must be of the same batch, got {told}. Expected: {self.expects}.")
+            found = ", ".join("a single one" if size is None else f"{size} rows" for size in sorted(sizes, key=str))
+            raise UserError(f"The parts of an observation must be of the same batch, got {found}. Expected: {self.expects}.")
         return parts, sizes.pop()
 
     def _part(self, key: str, value: object) -> tuple[np.ndarray, int | None]:

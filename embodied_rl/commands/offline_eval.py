@@ -117,11 +117,11 @@ def _fitted_q(further: Mapping[str, Any], seed: int) -> Any:
 
 def refusals(estimates: Sequence[Estimate]) -> list[str]:
     """One line per reason: ``is, wis: refused: …``, and the notes."""
-    told: dict[str, list[str]] = {}
+    warnings: dict[str, list[str]] = {}
     for estimate in estimates:
         for text in [f"refused: {estimate.refused}"] if estimate.refused else estimate.notes:
-            told.setdefault(text, []).append(estimate.estimator)
-    return [f"{', '.join(names)}: {text}" for text, names in told.items()]
+            warnings.setdefault(text, []).append(estimate.estimator)
+    return [f"{', '.join(names)}: {text}" for text, names in warnings.items()]
 
 
 def _table(shown: Shown, caption: str = "") -> Table:

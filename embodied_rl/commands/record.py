@@ -164,18 +164,18 @@ def _play(
     manager: EnvManager, player: Player, writer: RecordingWriter, plan: RecordingPlan, *, num_groups: int, films: Films | None
 ) -> RecordingResult:
     """Run the recorder, with a progress bar."""
-    successes = num_played = told = 0
+    successes = num_played = counted = 0
     with progress_bar(f"recording {manager.spec.task}", plan.num_episodes) as advance:
 
         def on_episode(episode: EpisodeSummary) -> None:
-            nonlocal successes, num_played, told
+            nonlocal successes, num_played, counted
             successes, num_played = successes + episode.success_once, num_played + 1
-            new, told = recorder.num_recorded - told, recorder.num_recorded
+            new, counted = recorder.num_recorded - counted, recorder.num_recorded
             advance(new, f"success {successes / num_played:.0%}" if manager.spec.reports_success else "")
 
         recorder = Recorder(manager, player, writer, plan, num_groups=num_groups, on_episode=on_episode, films=films)
-        told = recorder.num_recorded
-        advance(told)
+        counted = recorder.num_recorded
+        advance(counted)
         return recorder.run()
 
 

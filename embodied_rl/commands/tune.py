@@ -178,12 +178,12 @@ def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[R
             results = _run(trial, name, [*fixed, *chosen], run_dir)
         except Pruned as end:
             study.tell(trial, state=TrialState.PRUNED)
-            told = f"ended early, {end}"
+            outcome = f"ended early, {end}"
         except (UserError, NonFiniteError) as error:
             study.tell(trial, state=TrialState.FAIL)
             if trial.number == 0:
                 raise
-            told = f"failed: {brief(error)}"
+            outcome = f"failed: {brief(error)}"
         else:
             if results is None:
                 study.tell(trial, state=TrialState.FAIL)
@@ -191,8 +191,8 @@ def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[R
                 break
             study.tell(trial, float(results["return_mean"] if results["success"] is None else results["success"]))
             finished.append(run_dir)
-            told = _score(results["success"], results["return_mean"]) + f", {results['steps']:,} steps"
-        _say(f"{name}: {told}, {clock_text(time.monotonic() - began_s)}: {shlex.join(chosen)}")
+            outcome = _score(results["success"], results["return_mean"]) + f", {results['steps']:,} steps"
+        _say(f"{name}: {outcome}, {clock_text(time.monotonic() - began_s)}: {shlex.join(chosen)}")
     return finished
 
 

@@ -142,7 +142,7 @@ def compare(
     def summary(values: np.ndarray) -> Summary:
         return _summary(values, confidence, seed)
 
-    told = partial(
+    result = partial(
         OpenLoop,
         horizon=horizon,
         num_episodes=len(recorded),
@@ -152,7 +152,7 @@ def compare(
     if action.kind == "discrete":
         hits = np.array([np.mean(ours == theirs) for ours, theirs in zip(predicted, recorded, strict=True)], np.float64)
         majority = _majority([part.astype(np.int64) for part in recorded])
-        return told(
+        return result(
             mse=None,
             mae=None,
             mse_by_dim=(),
@@ -169,7 +169,7 @@ def compare(
     squared, absolute = np.stack([(e**2).mean(axis=0) for e in error]), np.stack([np.abs(e).mean(axis=0) for e in error])
     tokens = [token_ids(part, action, num_bins) for part in recorded]
     hit = np.stack([(token_ids(part, action, num_bins) == t).mean(axis=0) for part, t in zip(predicted, tokens, strict=True)])
-    return told(
+    return result(
         mse=summary(squared.mean(axis=1)),
         mae=summary(absolute.mean(axis=1)),
         mse_by_dim=tuple(squared.mean(axis=0).tolist()),

@@ -102,8 +102,8 @@ class PolicyResult:
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, without arrays."""
         estimates = {estimate.estimator: estimate.to_dict() for estimate in self.estimates}
-        told = {"label": self.label, "checkpoint": self.path, "step": self.step}
-        return {**told, "open_loop": self.open_loop.to_dict(), "estimates": estimates}
+        head = {"label": self.label, "checkpoint": self.path, "step": self.step}
+        return {**head, "open_loop": self.open_loop.to_dict(), "estimates": estimates}
 
     def estimate(self, name: str) -> assessment.Estimate:
         return next(estimate for estimate in self.estimates if estimate.estimator == name)
@@ -242,8 +242,8 @@ def _estimate(
     episodes, scores = [episode for episode, _ in pairs], [score for _, score in pairs]
     fitted, refused = None, "not asked for"
     if settings.needs_model:
-        told = None if on_fit is None else partial(on_fit, target.label)
-        fitted, refused = fit_target(recording, target, episodes, scores, settings, told)
+        advance = None if on_fit is None else partial(on_fit, target.label)
+        fitted, refused = fit_target(recording, target, episodes, scores, settings, advance)
     no_weights = weights_unsupported(recording.info, episodes, target) or _cut_short(episodes, settings)
     data = _off_policy(episodes, scores, fitted, settings, weighted=not no_weights)
     names = [name for name in settings.estimators if name in ESTIMATORS]

@@ -39,9 +39,9 @@ def estimates(study: OfflineStudy, policy: PolicyResult) -> Shown:
     rows = []
     for estimate in all_estimates(study, policy):
         weights = estimate.weights
-        told = ("", "", "") if weights is None else (f"{weights.ess:.1f}", f"{weights.largest:.3g}", f"{weights.mean:.3g}")
+        cells = ("", "", "") if weights is None else (f"{weights.ess:.1f}", f"{weights.largest:.3g}", f"{weights.mean:.3g}")
         value = "refused" if estimate.refused else _number(estimate.value)
-        rows.append((estimate.estimator, value, _interval(estimate.bootstrap), _interval(estimate.concentration), *told))
+        rows.append((estimate.estimator, value, _interval(estimate.bootstrap), _interval(estimate.concentration), *cells))
     columns = ("", "value", _bootstrap(study), "concentration", "ESS", "largest weight", "mean weight")
     return Shown(f"{policy.label}: value over {study.num_episodes} episodes (γ = {study.settings.given.gamma:g})", columns, rows)
 

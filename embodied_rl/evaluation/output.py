@@ -264,12 +264,12 @@ def _percent_range(interval: tuple[float, float]) -> str:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def document_of(config: TrainConfig, result: EvaluationResult, command: str, told: Mapping[str, Any]) -> dict[str, Any]:
-    """What evaluation.json holds: figures, provenance and a row per episode; `told`: where the policy's weights came from."""
-    return {**_one(config, result, told), **_provenance(result, command), "episodes": episode_rows(result.episodes)}
+def document_of(config: TrainConfig, result: EvaluationResult, command: str, origin: Mapping[str, Any]) -> dict[str, Any]:
+    """What evaluation.json holds: figures, provenance and a row per episode; `origin`: where the policy's weights came from."""
+    return {**_one(config, result, origin), **_provenance(result, command), "episodes": episode_rows(result.episodes)}
 
 
-def told_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def origin_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Where a checkpoint's weights come from."""
     return {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "policy_sha256": checkpoint.weights_sha256()}
 
@@ -278,7 +278,7 @@ def documents_of(players: Sequence[Player], results: Sequence[EvaluationResult],
     """What comparison.json holds: the figures and episodes of every policy and, with `against`, the comparisons with the last one."""
     names = labels(players)
     evaluations = [
-        {"label": name, **_one(checkpoint.config, result, told_of(checkpoint)), "episodes": episode_rows(result.episodes)}
+        {"label": name, **_one(checkpoint.config, result, origin_of(checkpoint)), "episodes": episode_rows(result.episodes)}
         for name, (checkpoint, _), result in zip(names, players, results, strict=True)
     ]
     comparisons: list[dict[str, Any]] = []
@@ -341,13 +341,13 @@ def adjusted_p_values(comparisons: Sequence[Comparison]) -> list[dict[str, float
     return rows
 
 
-def _one(config: TrainConfig, result: EvaluationResult, told: Mapping[str, Any]) -> dict[str, Any]:
+def _one(config: TrainConfig, result: EvaluationResult, origin: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "task": result.spec.task,
         "policy": result.policy,
         "temperature": result.temperature,
         **({"answers": result.answers} if result.answers else {}),
-        **told,
+        **origin,
         "config_sha256": config_hash(config),
         **result.figures.to_dict(),
         **task_figures(result.episodes, result.spec.reports_success),

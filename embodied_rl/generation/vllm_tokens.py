@@ -350,8 +350,8 @@ class _Answer(Growing):
             self.log_prob.append(drawn if self.request.structure is not None and self.request.cuts_nothing else own)
             self.sampling_log_prob.append(0.0 if self.request.temperature == 0 else drawn)
             if count := self.request.top_logprobs:
-                told = [(int(name), one.logprob) for name, one in found.items() if name != SAMPLING_COLUMN]
-                self.top.append(sorted(told, key=lambda one: -one[1])[:count])
+                likely = [(int(name), one.logprob) for name, one in found.items() if name != SAMPLING_COLUMN]
+                self.top.append(sorted(likely, key=lambda one: -one[1])[:count])
 
 
 class VLLMTokens(Stepwise):

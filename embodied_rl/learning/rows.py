@@ -245,8 +245,8 @@ class TokenBatch(Rows):
             **self._named(),
         }
         if any(sequence.structures for sequence in self.sequences):
-            told = json.dumps([sequence.structures for sequence in self.sequences])
-            found[_STRUCTURES] = torch.from_numpy(np.frombuffer(told.encode(), np.uint8).copy())
+            text = json.dumps([sequence.structures for sequence in self.sequences])
+            found[_STRUCTURES] = torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
         for row, sequence in enumerate(self.sequences):
             found |= {f"{_IMAGE}{row}.{number}": torch.from_numpy(image) for number, image in enumerate(sequence.images)}
         return found
@@ -261,8 +261,8 @@ class TokenBatch(Rows):
             images[row].append(tensors[name].numpy())
         kept: list[tuple[KeptStructure, ...]] = [() for _ in lengths]
         if _STRUCTURES in tensors:
-            told = json.loads(tensors[_STRUCTURES].numpy().tobytes())
-            kept = [tuple((first, end, text, tuple(stops)) for first, end, text, stops in own) for own in told]
+            saved = json.loads(tensors[_STRUCTURES].numpy().tobytes())
+            kept = [tuple((first, end, text, tuple(stops)) for first, end, text, stops in own) for own in saved]
         parts = zip(token_ids, evaluated, images, kept, strict=True)
         sequences = tuple(TokenSequence(ids, mask, tuple(own), structures) for ids, mask, own, structures in parts)
         return cls(sequences, **{field.name: tensors[field.name] for field in fields(cls) if field.name in tensors})

@@ -172,8 +172,8 @@ def read_index(folder: Path | str) -> dict[str, Any]:
     try:
         if "sha256" in index and _sum_of(index) != index["sha256"]:
             raise ValueError("its content is not what was written (SHA-256 differs)")
-        for told in index["files"].values():
-            if type(told["bytes"]) is not int or not isinstance(told["sha256"], str):
+        for expected in index["files"].values():
+            if type(expected["bytes"]) is not int or not isinstance(expected["sha256"], str):
                 raise ValueError("a file has no size and SHA-256")
         for name, entry in index["tensors"].items():
             _check_parts(name, entry, index["files"])
@@ -283,10 +283,10 @@ def _finish(partial: Path, final: Path, description: dict[str, Any], metadata: d
         raise
     files, places = {}, {name: [] for name in description}  # type: ignore[var-annotated]
     for note in notes:
-        told = json.loads(note.read_text(encoding="utf-8"))
+        written = json.loads(note.read_text(encoding="utf-8"))
         file = f"{note.stem}.safetensors"
-        files[file] = {"sha256": told["sha256"], "bytes": told["bytes"]}
-        for name, place in told["parts"].items():
+        files[file] = {"sha256": written["sha256"], "bytes": written["bytes"]}
+        for name, place in written["parts"].items():
             # Ranks that share matrix products hold equal copies of everything else.
             if not any((other["start"], other["size"]) == (place["start"], place["size"]) for other in places[name]):
                 places[name].append({"file": file, **place})
@@ -342,10 +342,10 @@ def _check_entry(folder: Path, name: str, tensor: Tensor, entry: dict[str, Any] 
         )
 
 
-def _verify(path: Path, told: dict[str, Any]) -> None:
+def _verify(path: Path, expected: dict[str, Any]) -> None:
     if not path.is_file():
         raise IncompatibleCheckpointError(f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. Use another checkpoint.")
-    if path.stat().st_size != told["bytes"] or _sha256(path) != told["sha256"]:
+    if path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
         raise IncompatibleCheckpointError(
             f"Checkpoint file '{path}' is truncated or damaged: its checksum differs. Use another checkpoint."
         )

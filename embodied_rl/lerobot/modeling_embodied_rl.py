@@ -35,8 +35,8 @@ class EmbodiedRLPolicy(PreTrainedPolicy):
         self._parts = read
         self._features = {key: feature for feature, key in match_features(shapes, read, config.keys).items()}
         if lacking := [key for key in read if key not in self._features]:
-            told = f"Say which it is: --policy.keys={{FEATURE: {lacking[0]}}}."
-            raise UserError(f"The policy reads '{lacking[0]}'; the environment shows {', '.join(shapes)}. {told}")
+            fix = f"Say which it is: --policy.keys={{FEATURE: {lacking[0]}}}."
+            raise UserError(f"The policy reads '{lacking[0]}'; the environment shows {', '.join(shapes)}. {fix}")
         self._steps: deque[Tensor] = deque()
 
     def get_optim_params(self) -> dict[str, Any]:

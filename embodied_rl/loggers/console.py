@@ -135,8 +135,8 @@ class ConsoleLogger(Logger):
     def _board(self) -> Group:
         from rich.console import Group
 
-        told = self._caption if "episode/return" in self._latest else ""
-        caption = [f"[dim]{line}[/dim]" for line in wrapped_lines(told, min(self._console.width, 100))]
+        caption_text = self._caption if "episode/return" in self._latest else ""
+        caption = [f"[dim]{line}[/dim]" for line in wrapped_lines(caption_text, min(self._console.width, 100))]
         return Group(self._bar(), metrics_table(self._latest, self._console.width), *caption)
 
     def _bar(self) -> Table:
@@ -144,12 +144,12 @@ class ConsoleLogger(Logger):
         from rich.table import Table
 
         bar = Table.grid(padding=(0, 1), expand=False)
-        told = f"{self._step:,}/{self._total:,} steps", f"{min(1.0, self._step / self._total):.0%}"
+        progress = f"{self._step:,}/{self._total:,} steps", f"{min(1.0, self._step / self._total):.0%}"
         times = f"{clock_text(self._elapsed_s())} elapsed", self._left_text()
-        width = self._console.width - len(self._title) - sum(len(text) + 1 for text in (*told, *times)) - 1
+        width = self._console.width - len(self._title) - sum(len(text) + 1 for text in (*progress, *times)) - 1
         drawn = [ProgressBar(total=self._total, completed=min(self._step, self._total), width=min(width, 36))] if width >= 6 else []
-        shown = (f"[cyan]{told[1]}[/cyan]", times[0], f"[green]{times[1]}[/green]")
-        bar.add_row(f"[bold]{self._title}[/bold]", *drawn, told[0], *shown)
+        shown = (f"[cyan]{progress[1]}[/cyan]", times[0], f"[green]{times[1]}[/green]")
+        bar.add_row(f"[bold]{self._title}[/bold]", *drawn, progress[0], *shown)
         return bar
 
     def _print_line(self, *, is_last: bool = False) -> None:

@@ -375,8 +375,8 @@ class _Studio(Watcher):
         spec = self._manager.spec
         for slot, seed in zip(slots, seeds, strict=True):
             self._returns[slot], self._lengths[slot], self._success[slot] = 0.0, 0, False
-            told = observation.get("instruction")
-            instruction = str(told[slot]) if told is not None and told.dtype == object else spec.instruction
+            instructions = observation.get("instruction")
+            instruction = str(instructions[slot]) if instructions is not None and instructions.dtype == object else spec.instruction
             self._running[slot] = FilmedEpisode(seed, spec.task, instruction)
         self._take(slots, observation, {}, {})
 

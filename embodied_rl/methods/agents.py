@@ -124,8 +124,8 @@ class TokenLearner(PolicyLearner):
             write_dialogues(path, episodes, decode, f"{name}: the last training episodes")
 
     def metrics(self) -> dict[str, float]:
-        told = {name: start.metrics() for name, start in self.warm_starts.items()}
-        return prefixed("warm_start", {key: value for name, own in told.items() for key, value in prefixed(name, own).items()})
+        metrics = {name: start.metrics() for name, start in self.warm_starts.items()}
+        return prefixed("warm_start", {key: value for name, own in metrics.items() for key, value in prefixed(name, own).items()})
 
     def state_dict(self) -> dict[str, Any]:
         starts = {name: start.state_dict() for name, start in self.warm_starts.items()}

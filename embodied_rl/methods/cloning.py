@@ -305,5 +305,5 @@ class DaggerMethod(PlayingMethod[Rollout | None, None], CloningMethod):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        for key, told in state.get("texts", {}).items():
-            self._observation[key] = np.array([*told["known"], None], object)[told["number"]]
+        for key, column in state.get("texts", {}).items():
+            self._observation[key] = np.array([*column["known"], None], object)[column["number"]]

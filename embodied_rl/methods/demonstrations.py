@@ -165,9 +165,10 @@ def _warn_of_other_settings(recording: Recording, sim: SimConfig) -> None:
         return
     keys = sorted(key for key in {*theirs, *ours} if theirs.get(key) != ours.get(key))
     if keys:
-        told = "; ".join(f"{key} {theirs.get(key)!r} ≠ {ours.get(key)!r}" for key in keys)
+        differences = "; ".join(f"{key} {theirs.get(key)!r} ≠ {ours.get(key)!r}" for key in keys)
         warnings.warn(
-            f"Recording '{recording.path}' was made with other settings of the simulator: {told} (recording ≠ simulator).", stacklevel=2
+            f"Recording '{recording.path}' was made with other settings of the simulator: {differences} (recording ≠ simulator).",
+            stacklevel=2,
         )
 
 

@@ -71,8 +71,8 @@ class EpisodeLearner(RobotLearner[EpisodeMethod]):
             seed=[self.config.seed, iteration],
             kl_coef=self.kl.coefficient.value,
         )
-        told = {key: value for part in prepared for key, value in part.credit.metrics.items()}
-        return {**stats, **told, **self.kl.measured(stats, int(rows.inputs["decisions"].sum()))}
+        credit = {key: value for part in prepared for key, value in part.credit.metrics.items()}
+        return {**stats, **credit, **self.kl.measured(stats, int(rows.inputs["decisions"].sum()))}
 
 
 class GroupMethod(StreamsMethod):
@@ -125,8 +125,8 @@ class GroupMethod(StreamsMethod):
                 counts = own.figures("").items()
                 figures |= {f"{place_of(name)}/groups_{outcome}": value for outcome, value in counts if outcome != "in_flight"}
         figures |= self.starts.metrics()
-        told = {key: value for learner in self.learners.values() for key, value in learner.metrics().items()}
-        return {**figures, **self._figures, **self.collector.metrics(), **told}
+        learned = {key: value for learner in self.learners.values() for key, value in learner.metrics().items()}
+        return {**figures, **self._figures, **self.collector.metrics(), **learned}
 
     def played_state(self) -> dict[str, Any]:
         """See `StreamsMethod.played_state`: the queue, and where groups start."""

@@ -209,10 +209,10 @@ def _about_tools(agent: AgentConfig) -> list[str]:
 
 def _texts(agent: AgentConfig, manager: Simulators) -> Iterable[str]:
     """What will be read and written: first observations, instruction, templates and actions, in small letters too."""
-    told = [*manager.texts(), manager.spec.instruction or "", agent.system, agent.template, agent.memory_item, *agent.actions]
-    told += [f"<{tag}></{tag}>" for tag in (agent.tag, agent.summary_tag)]
-    told += _about_tools(agent)
-    return [*told, *(action.lower() for action in agent.actions)]
+    texts = [*manager.texts(), manager.spec.instruction or "", agent.system, agent.template, agent.memory_item, *agent.actions]
+    texts += [f"<{tag}></{tag}>" for tag in (agent.tag, agent.summary_tag)]
+    texts += _about_tools(agent)
+    return [*texts, *(action.lower() for action in agent.actions)]
 
 
 # ---- A model's description without its weights ----------------------------------------------------------------------

@@ -111,8 +111,8 @@ class LeRobotPolicy(Policy):
 
     @property
     def observation_keys(self) -> tuple[str, ...]:
-        told = ("instruction",) if "instruction" in self.spec.variables and self._fixed is None else ()
-        return (*dict.fromkeys(self._pairs.values()), *told)
+        instruction = ("instruction",) if "instruction" in self.spec.variables and self._fixed is None else ()
+        return (*dict.fromkeys(self._pairs.values()), *instruction)
 
     @property
     def chunk_size(self) -> int:
@@ -173,8 +173,8 @@ def _check_folder(folder: Path) -> None:
     """Raises UserError where a file is missing, or a processor names a class instead of a registered step: data names no code."""
     for name in ("config.json", "model.safetensors", *_PROCESSORS):
         if not (folder / name).is_file():
-            told = "policy.options.path names what save_pretrained wrote"
-            raise UserError(f"'{folder}' is no folder of a LeRobot policy: it has no {name}; {told}.")
+            rule = "policy.options.path names what save_pretrained wrote"
+            raise UserError(f"'{folder}' is no folder of a LeRobot policy: it has no {name}; {rule}.")
     for name in _PROCESSORS:
         try:
             steps = json.loads((folder / name).read_text(encoding="utf-8"))["steps"]

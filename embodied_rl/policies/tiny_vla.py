@@ -352,10 +352,10 @@ class _Decoder(nn.Module):
         """What each layer computes from the memory: the same for every token of a decision, so acting computes it once."""
         return [cast(_Layer, layer).remember(read[0]) for layer in self.layers]
 
-    def forward(self, read: _Memory, told: Tensor | None = None, remembered: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
-        """[B, l, D]; `told` [B, l, D] is added to the first l queries, and only those run; `remembered`: see `remember`."""
+    def forward(self, read: _Memory, earlier: Tensor | None = None, remembered: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
+        """[B, l, D]; `earlier` [B, l, D] is added to the first l queries, and only those run; `remembered`: see `remember`."""
         memory, there, keypoints = read
-        x = (self.queries if told is None else self.queries[: told.shape[1]] + told) + keypoints
+        x = (self.queries if earlier is None else self.queries[: earlier.shape[1]] + earlier) + keypoints
         for index, layer in enumerate(self.layers):
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(layer, x, memory, there, self.causal, use_reentrant=False)

@@ -31,8 +31,8 @@ def _import_maniskill() -> str:
     found = remembered()
     equal = sorted({one.task for one in found if one.equal})
     apart = sorted({one.task for one in found if not one.equal})
-    told = [f"equal as a batch: {', '.join(equal)}"] * bool(equal) + [f"one by one: {', '.join(apart)}"] * bool(apart)
-    return "; ".join([words, *told])
+    groups = [f"equal as a batch: {', '.join(equal)}"] * bool(equal) + [f"one by one: {', '.join(apart)}"] * bool(apart)
+    return "; ".join([words, *groups])
 
 
 def _import_gem() -> str:

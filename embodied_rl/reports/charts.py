@@ -39,8 +39,8 @@ def grid(
     """A table whose cells are HTML already; the columns in `numbers` are right-aligned, those in `meanings` explain themselves."""
     kind = ['class="n"' if index in numbers else "" for index in range(len(columns))]
     # Hints of a table would be cut off by its scrolling card; those of headings are the browser's own.
-    told = [f'title="{text(meanings[name])}"' if name in meanings else "" for name in columns]
-    head = "".join(f"<th {kind[index]} {told[index]}>{text(name)}</th>" for index, name in enumerate(columns))
+    hints = [f'title="{text(meanings[name])}"' if name in meanings else "" for name in columns]
+    head = "".join(f"<th {kind[index]} {hints[index]}>{text(name)}</th>" for index, name in enumerate(columns))
     body = "".join("<tr>" + "".join(f"<td {kind[index]}>{cell}</td>" for index, cell in enumerate(row)) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 

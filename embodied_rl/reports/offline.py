@@ -82,16 +82,16 @@ def _ranking(study: OfflineStudy) -> str:
 def _values(study: OfflineStudy) -> str:
     if not study.settings.estimators:
         return ""
-    told = (
+    meaning = (
         "A point is an estimate, its line the bootstrap interval, pale the guaranteed one; the dashed line is the recorded policy's value."
     )
-    parts = [_picture(draw_values(study), "Estimates", told)]
+    parts = [_picture(draw_values(study), "Estimates", meaning)]
     for policy in study.policies:
         remarks = [_remarks(estimate) for estimate in all_estimates(study, policy)]
         parts.append(card(_grid(estimates(study, policy), remarks), policy.label))
     if any(policy.ess_by_step is not None for policy in study.policies):
-        told = "Of the importance weights up to each step; below the dotted line estimates are refused."
-        parts.append(_picture(draw_ess(study), "Effective sample size", told))
+        meaning = "Of the importance weights up to each step; below the dotted line estimates are refused."
+        parts.append(_picture(draw_ess(study), "Effective sample size", meaning))
     parts.append(card(f'<p class="note">{text(_EXPLANATION)}</p>'))
     return "".join(parts)
 
@@ -120,8 +120,8 @@ def _open_loop(study: OfflineStudy) -> str:
         bins = f" A bin is one of {first.num_bins} equal ones of a dimension." if first.num_bins else ""
         shown += f"<details><summary>By dimension</summary>{_grid(by_dimension(study.policies))}</details>"
         shown += f'<p class="note">{first.bound_share:.1%} of the recorded entries lie at the simulator\'s bounds.{bins}</p>'
-    told = "Lines are what the policy would do in the recorded states, dots what was done; each row is a dimension of the action."
-    return card(shown) + "".join(_picture(draw_open_loop(policy), f"{policy.label}: actions", told) for policy in study.policies)
+    meaning = "Lines are what the policy would do in the recorded states, dots what was done; each row is a dimension of the action."
+    return card(shown) + "".join(_picture(draw_open_loop(policy), f"{policy.label}: actions", meaning) for policy in study.policies)
 
 
 def _videos(recording: Recording, limit: int | None) -> str:

@@ -224,8 +224,8 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
     if (run_dir / "tensorboard").is_dir():
         commands.append(("look at the curves", f"tensorboard --logdir {shlex.quote(str(run_dir))}"))
     next_steps = [f"  {name:<24} {command}" for name, command in commands]
-    told = [f"{result_text(results)}.", *_cloning_text(results), f"{summary.steps:,} steps. {_time_text(results, filmed=bool(videos))}"]
-    return "\n".join(["", *(line for text in told for line in screen_lines(text)), "", *lines, "", "Next:", *next_steps])
+    parts = [f"{result_text(results)}.", *_cloning_text(results), f"{summary.steps:,} steps. {_time_text(results, filmed=bool(videos))}"]
+    return "\n".join(["", *(line for text in parts for line in screen_lines(text)), "", *lines, "", "Next:", *next_steps])
 
 
 def _time_text(results: dict[str, Any], *, filmed: bool) -> str:
@@ -237,9 +237,9 @@ def _time_text(results: dict[str, Any], *, filmed: bool) -> str:
 
 def _cloning_text(results: dict[str, Any]) -> list[str]:
     """A warm start's success in a line, of each domain where there are several; empty without one, or where a task has no success."""
-    told, lines = results.get("warm_start") or {}, []
+    warm_start, lines = results.get("warm_start") or {}, []
     for name in ("", *(results.get("tasks") or ())):
-        own = told if not name else told.get(name) or {key.removeprefix(f"{name}/"): value for key, value in told.items()}
+        own = warm_start if not name else warm_start.get(name) or {key.removeprefix(f"{name}/"): value for key, value in warm_start.items()}
         rates = [own.get(f"success_{when}", (own.get(when) or {}).get("success")) for when in ("before", "after")]
         if None not in rates:
             lines.append(f"Cloning the expert{f' of {name}' if name else ''}: success {rates[0]:.1%} before, {rates[1]:.1%} after.")

@@ -69,11 +69,11 @@ class RunData:
     @property
     def warm_start(self) -> dict[str, Mapping[str, Any]]:
         """{"before", "after": figures of an evaluation before and after cloning}; empty of a run without a warm start."""
-        told = self.results.get("warm_start") or {}
-        if isinstance(told.get("before"), Mapping):
-            return {"before": told["before"], "after": told["after"]}
-        if "success_before" in told:  # a language agent's: rates
-            return {when: {"success": told[f"success_{when}"]} for when in ("before", "after")}
+        warm_start = self.results.get("warm_start") or {}
+        if isinstance(warm_start.get("before"), Mapping):
+            return {"before": warm_start["before"], "after": warm_start["after"]}
+        if "success_before" in warm_start:  # a language agent's: rates
+            return {when: {"success": warm_start[f"success_{when}"]} for when in ("before", "after")}
         rates = {when: self.curve(f"warm_start/success_{when}")[1] for when in ("before", "after")}
         return {when: {"success": values[-1]} for when, values in rates.items()} if all(rates.values()) else {}
 

@@ -92,11 +92,13 @@ def curve_charts(runs: Sequence[RunData]) -> str:
     several = any(len(group.runs) > 1 for group in groups)
     note = '<p class="note">Line: mean over seeds. Band: from the lowest to the highest. Thin: each run.</p>' if several else ""
     page = f'{note}<div class="charts">{"".join(main)}</div>' if any(main) else ""
-    for told, charts in (("more curves", rest), ("curves that never change", flat_charts)):
+    for title, charts in (("more curves", rest), ("curves that never change", flat_charts)):
         drawn = [chart for chart in charts if chart]
         if drawn:
             word = (
-                told if len(drawn) > 1 else told.replace("curves that never change", "curve that never changes").replace("curves", "curve")
+                title
+                if len(drawn) > 1
+                else title.replace("curves that never change", "curve that never changes").replace("curves", "curve")
             )
             page += details(f"{len(drawn)} {word}", f'<div class="charts">{"".join(drawn)}</div>')
     return page
@@ -304,10 +306,10 @@ def _tiles_of_one(run: RunData) -> list[str]:
     shown.append(
         tile("environment steps", trained, f"{number(results.get('steps_per_s'))} a second, {results.get('iterations')} iterations")
     )
-    told = f"{clock(results.get('train_wall_clock_s'))} until trained"
+    note = f"{clock(results.get('train_wall_clock_s'))} until trained"
     if (whole := results.get("whole_wall_clock_s")) is not None:
-        told += f", {clock(whole)} with films"
-    shown.append(tile("wall-clock", clock(results.get("wall_clock_s")), told))
+        note += f", {clock(whole)} with films"
+    shown.append(tile("wall-clock", clock(results.get("wall_clock_s")), note))
     return shown
 
 
@@ -536,10 +538,10 @@ def _dump(dump: Mapping[str, Any]) -> str:
     if "problem" in dump:
         return f'<p class="bad">{text(dump["problem"])}</p>'
     rows = [[text(array["name"]), text(array["shape"]), text(array["not_finite"])] for array in dump["arrays"]]
-    told = {key: value for key, value in dump["context"].items() if key != "message"}
+    context = {key: value for key, value in dump["context"].items() if key != "message"}
     message = dump["context"].get("message")
     shown = f"<pre>{text(message)}</pre>" if message else ""
-    return shown + facts(told) + grid(("array", "shape", "not finite"), rows, numbers=(2,))
+    return shown + facts(context) + grid(("array", "shape", "not finite"), rows, numbers=(2,))
 
 
 # ---- configuration and provenance -----------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ class RolloutWorker:
         self._collector: Collector | None = None
         self._playing: Playing | None = None
         self.recorders: list[TrainingRecorder] = []
-        self._faults_told = 0
+        self._faults_logged = 0
         self.starts = Starts(())
         """Of the streams, after `take_model`: copies of those beside the trainer."""
         self._residency = Residency()
@@ -334,7 +334,7 @@ class RolloutWorker:
 
     def _new_faults(self) -> list[FaultRecord]:
         records = self.manager.fault_records
-        new, self._faults_told = list(records[self._faults_told :]), len(records)
+        new, self._faults_logged = list(records[self._faults_logged :]), len(records)
         return new
 
     def _metrics(self) -> dict[str, float]:

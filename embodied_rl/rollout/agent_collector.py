@@ -62,10 +62,12 @@ class ServerHealth:
         self._in_a_row += 1
         if self._in_a_row % MANY:
             return
-        told = f"{failure.kind.replace('_', ' ')} after {failure.attempts} attempts each: {failure.message}"
+        reason = f"{failure.kind.replace('_', ' ')} after {failure.attempts} attempts each: {failure.message}"
         if not self._ever_answered:
-            raise UserError(f"The token server answered none of the first {self._in_a_row} requests ({told}). Is this its address?")
-        warnings.warn(f"The token server left {self._in_a_row} requests in a row unanswered ({told}); the run waits for it.", stacklevel=2)
+            raise UserError(f"The token server answered none of the first {self._in_a_row} requests ({reason}). Is this its address?")
+        warnings.warn(
+            f"The token server left {self._in_a_row} requests in a row unanswered ({reason}); the run waits for it.", stacklevel=2
+        )
 
 
 _GLANCE_S = 0.002
@@ -261,7 +263,7 @@ class AgentCollector(SlotPump[_Playing]):
             playing.record.finish(
                 self.recorder, playing.assignment, playing.turns, **ends, greedy=playing.assignment.greedy, final=final_seen
             )
-        episode = replace(episode, metadata={**episode.metadata, **self._told_start(playing.start)})
+        episode = replace(episode, metadata={**episode.metadata, **self._start_metadata(playing.start)})
         self._hand_in(playing.assignment, episode, partial(self._taken, playing, summary))
 
     def _taken(self, playing: _Playing, summary: EpisodeSummary | None) -> None:

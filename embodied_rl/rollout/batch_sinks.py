@@ -511,13 +511,13 @@ class TrainingRecorder:
         """All slots go on in these episodes, of which `running` told; None: they began without a recorder, and are not written down. Nor
         are those again that the interrupted run finished after its checkpoint. `seed_of`: see `restarted`."""
         self.restarted(snapshots[0].stream.seed_round, seed_of)
-        for slot, (snapshot, told) in enumerate(zip(snapshots, running, strict=True)):
-            if told is None:
+        for slot, (snapshot, saved) in enumerate(zip(snapshots, running, strict=True)):
+            if saved is None:
                 self._slots[slot] = _Slot(snapshot.index, fresh=False)
                 continue
-            columns = told["steps"]
+            columns = saved["steps"]
             steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-            playing = self._slots[slot] = _Slot(**{**told, "steps": steps})
+            playing = self._slots[slot] = _Slot(**{**saved, "steps": steps})
             playing.recorded = playing.recorded and not self._has(slot, playing)
             if playing.recorded:
                 self._start(slot, playing, {key: [value] for key, value in playing.first.items()}, 0)

@@ -234,7 +234,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
 
     def _episode(self, recorder: EpisodeRecorder, batch: StepBatch, row: int, summary: EpisodeSummary) -> Episode:
         greedy = {"greedy": recorder.assignment.greedy}
-        metadata: dict[str, Any] = {"final_info": summary.final_info, **greedy, **self._told_start(recorder.start)}
+        metadata: dict[str, Any] = {"final_info": summary.final_info, **greedy, **self._start_metadata(recorder.start)}
         return recorder.finish(batch, row, summary.success_once, metadata, self.layout.unit_steps(self.manager.spec.action.dim))
 
     def _record(self, to: TrainingRecorder, recorder: EpisodeRecorder, episode: Episode) -> None:

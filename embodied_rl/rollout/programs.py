@@ -363,10 +363,10 @@ class ProgramCollector(QueuePump):
         )
         self._counts["seconds"] += played.seconds  # type: ignore[assignment]
         if self.recorder is not None:
-            told = [*episode.observation["text"].tolist(), str(episode.final_observation["text"])]
+            texts = [*episode.observation["text"].tolist(), str(episode.final_observation["text"])]
             success = last_only(len(episode.turns), episode.success)
             ends = {"terminated": True, "truncated": False, "greedy": whose.greedy}
-            record_turns(self.recorder, whose, episode.turns, [{"text": text} for text in told], success.tolist(), **ends)
+            record_turns(self.recorder, whose, episode.turns, [{"text": text} for text in texts], success.tolist(), **ends)
         self._hand_in(whose, episode)
 
     def _look(self) -> None:

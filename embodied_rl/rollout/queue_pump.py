@@ -155,7 +155,7 @@ class SlotPump(QueuePump, Generic[Playing]):
         """Where an episode starts; None: ordinarily."""
         return None if self._starts is None else self._starts.start_of(assignment.group)
 
-    def _told_start(self, start: Start | None) -> dict[str, Any]:
+    def _start_metadata(self, start: Start | None) -> dict[str, Any]:
         """What an episode's metadata say of its start."""
         if self._starts is None:
             return {}

@@ -285,9 +285,9 @@ def run_boxed(code: str, box: Box, output_bytes: int = 2**16, *, stdin: str = ""
         returned = started.end()
     writer.join(1.0)
     with os.fdopen(reason, "rb") as file:
-        told = file.read().decode("utf-8", "replace")
-    stopped = "" if told == "time" else told
-    return ProgramEnd(returned if returned >= 0 else 128 - returned, output.text(), errors.text(), late or told == "time", stopped)
+        ended_by = file.read().decode("utf-8", "replace")
+    stopped = "" if ended_by == "time" else ended_by
+    return ProgramEnd(returned if returned >= 0 else 128 - returned, output.text(), errors.text(), late or ended_by == "time", stopped)
 
 
 def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
@@ -352,7 +352,7 @@ class Attack:
     """One thing that a program may try."""
 
     name: str
-    told: str
+    label: str
     """What the program does, for the documentation."""
     stopped: tuple[Level, ...]
     """The levels that stop it, without a network."""
@@ -388,7 +388,7 @@ def protection_table() -> str:
     rows = ["| A program that … | " + " | ".join(f"`{level}`" for level in LEVELS) + " |", "|---" * (len(LEVELS) + 1) + "|"]
     for attack in ATTACKS:
         cells = ["stopped" if level in attack.stopped else "**not stopped**" for level in LEVELS]
-        rows.append(f"| {attack.told} | {' | '.join(cells)} |")
+        rows.append(f"| {attack.label} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

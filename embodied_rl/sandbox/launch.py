@@ -31,12 +31,12 @@ def main(spec: Spec) -> str:
     kernel.adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     inside = spec["level"] == "namespaces"
-    told, tell = os.pipe()
+    ready, tell = os.pipe()
     go, let_go = os.pipe()
     me, group = os.getpid(), cgroup.new_group()
     launched = os.fork()
     if not launched:
-        os.close(told)
+        os.close(ready)
         os.close(let_go)
         try:
             kernel.end_with_parent(me)
@@ -57,7 +57,7 @@ def main(spec: Spec) -> str:
     quiet = os.open(os.devnull, os.O_RDWR)
     os.dup2(quiet, 0)
     os.dup2(quiet, 1)
-    if inside and os.read(told, 1):
+    if inside and os.read(ready, 1):
         os.write(let_go, b"n" if namespaces.map_users(launched) else b"u")
     tree = supervisor.Tree(launched, hulls=2 if inside else 0, group=group)
     reason, status = supervisor.watch(tree, launched, spec)
@@ -67,7 +67,7 @@ def main(spec: Spec) -> str:
 
         shutil.rmtree(spec["scratch"], ignore_errors=True)
     if inside and not reason:
-        own = os.read(told, 8)
+        own = os.read(ready, 8)
         status = int.from_bytes(own, "little") if len(own) == 8 else NOT_STARTED << 8
     _end(spec, reason, status)
     raise AssertionError("it has ended")

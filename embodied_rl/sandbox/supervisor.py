@@ -95,7 +95,7 @@ def watch(tree: Tree, launched: int, spec: Spec) -> tuple[str, int | None]:
     """
     ends = time.monotonic() + spec["timeout_s"] if spec["timeout_s"] else float("inf")
     while True:
-        told = signal.sigtimedwait(_SIGNALS, max(0.0, min(_INTERVAL_S, ends - time.monotonic())))
+        caught = signal.sigtimedwait(_SIGNALS, max(0.0, min(_INTERVAL_S, ends - time.monotonic())))
         while True:
             number, status = os.waitpid(-1, os.WNOHANG)
             if number == launched:
@@ -103,11 +103,11 @@ def watch(tree: Tree, launched: int, spec: Spec) -> tuple[str, int | None]:
             if not number:
                 break
         # Our own process may be killed: then this one is adopted by another.
-        if (told is not None and told.si_signo == signal.SIGTERM) or os.getppid() != spec["parent"]:
+        if (caught is not None and caught.si_signo == signal.SIGTERM) or os.getppid() != spec["parent"]:
             return "stopped", None
         if time.monotonic() >= ends:
             return "time", None
-        if told is None and (reason := _beyond(tree, spec)):
+        if caught is None and (reason := _beyond(tree, spec)):
             return reason, None
 
 

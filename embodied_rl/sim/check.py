@@ -251,9 +251,9 @@ def _play_elsewhere(
         except subprocess.TimeoutExpired:
             raise Failed(f"a new process did not finish within {timeout_s:g} s") from None
         if done.returncode != 0:
-            told = [line for line in done.stderr.splitlines() if line.strip()] or ["(it printed nothing)"]
-            raise Failed(f"a new process ended with status {done.returncode}: {told[-1][:300]}")
-        return {number: Trajectory(**told) for number, told in decode_state((folder / "answer").read_bytes()).items()}
+            lines = [line for line in done.stderr.splitlines() if line.strip()] or ["(it printed nothing)"]
+            raise Failed(f"a new process ended with status {done.returncode}: {lines[-1][:300]}")
+        return {number: Trajectory(**state) for number, state in decode_state((folder / "answer").read_bytes()).items()}
 
 
 def _answer(folder: Path) -> None:

@@ -33,8 +33,8 @@ def live(
     """Take the set-up from the socket, build the simulators, serve, close them, and end this process.
 
     Args:
-        build: appends the simulators that a set-up asks for, which are closed at the end, and returns what is to be told.
-        serve: answers, with what was told, until the other end lets go (ChannelClosed) or something fails.
+        build: appends the simulators that a set-up asks for, which are closed at the end, and returns what the other end is to know.
+        serve: answers, with those facts, until the other end lets go (ChannelClosed) or something fails.
         let_go: called in a thread when the other end lets go or dies; a second later this process ends, even in the middle of a step.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the affair of the other end
@@ -48,14 +48,14 @@ def live(
     sims: list[SimEnv] = []
     try:
         try:
-            told = build(setup, sims)
+            facts = build(setup, sims)
         except UserError as error:
             channel.answer({"kind": "user_error", "message": str(error)})
         except Exception as error:
             channel.answer(fault(error))
         else:
             started()
-            serve(channel, setup, sims, told)
+            serve(channel, setup, sims, facts)
     except ChannelClosed:
         pass
     except (ChannelGarbled, KeyError, TypeError, ValueError, OSError):

@@ -215,11 +215,11 @@ class _Measurement:
 
     def _begin(self, number: int) -> tuple[list[bytes], float, float]:
         """What `_first_steps` tells of so many workers, for which the policy is built then."""
-        told = _first_steps(manager := self._found[number])
-        self._num_steps = self._num_steps or min(max(int(_SIMULATED_S / told[1]), _STEPS[0]), _STEPS[1])
+        timed = _first_steps(manager := self._found[number])
+        self._num_steps = self._num_steps or min(max(int(_SIMULATED_S / timed[1]), _STEPS[0]), _STEPS[1])
         if self._player is not None:
             self._plays[number] = self._player.seconds(manager, self._num_steps)
-        return told
+        return timed
 
     def _if_clear(self, core_s: float) -> NumberComparison | None:
         """As if fewer workers had been measured, where the simulation by itself would take them much longer than everything takes as many

@@ -72,8 +72,8 @@ class WorkerProcess:
     def pid(self) -> int:
         """Of the process that runs the simulator; its keeper's where that ended, or stands still, before it began."""
         if self._pid is None:
-            told = os.read(self._ready, 32) if can_be_read(self._ready, _READY_S) else b""
-            self._pid = int(told or self._process.pid)
+            answer = os.read(self._ready, 32) if can_be_read(self._ready, _READY_S) else b""
+            self._pid = int(answer or self._process.pid)
         return self._pid
 
     def alive(self) -> bool:

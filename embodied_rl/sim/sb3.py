@@ -52,11 +52,11 @@ class SB3VecEnv(VecEnv):
         self._actions = actions
 
     def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, list[dict[str, Any]]]:
-        observation, reward, terminated, truncated, told = self.view.step(self._actions)
+        observation, reward, terminated, truncated, step_info = self.view.step(self._actions)
         done = terminated | truncated
         infos = []
         for slot in range(self.num_envs):
-            info = info_row(told, slot)
+            info = info_row(step_info, slot)
             if done[slot]:
                 final = info.pop("final_info")
                 info["terminal_observation"] = info.pop("final_obs")

@@ -157,8 +157,8 @@ def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
     return {"placement": applied, "warnings": said}
 
 
-def _serve(released: threading.Event, channel: Channel, setup: dict[str, Any], sims: list[SimEnv], told: dict[str, Any]) -> None:
-    channel.answer({"kind": "done", "spec": sims[0].spec.to_dict(), **told})
+def _serve(released: threading.Event, channel: Channel, setup: dict[str, Any], sims: list[SimEnv], facts: dict[str, Any]) -> None:
+    channel.answer({"kind": "done", "spec": sims[0].spec.to_dict(), **facts})
     message, _, (fd,) = channel.next_request(num_fds=1)  # a spare waits here until it is needed
     fields = {name: (offset, tuple(shape), dtype) for name, (offset, shape, dtype) in message["fields"].items()}
     slab, assignment = Slab(Layout(fields, message["num_bytes"]), fd), message["assignment"]

@@ -300,8 +300,8 @@ class Supervisor:
         single = int(self._arrays()["stepping"][index, 0])
         if single >= 0:
             return [single]
-        if told := [slot for slot in fault.slots if slot in slots]:
-            return told
+        if waiting := [slot for slot in fault.slots if slot in slots]:
+            return waiting
         waits = watch.phase is not _Phase.LIVE
         if waits or (watch.is_cautious(self._progress(index)) and not self.pool.spec.steps_together):
             return []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodied_rl.episodes.formats.base import Advance, ForeignRecording, told_as_damage
+from embodied_rl.episodes.formats.base import Advance, ForeignRecording, raised_as_damage
 from embodied_rl.episodes.recording import FieldNote, Recording, RecordingError
 from embodied_rl.errors import did_you_mean
 from embodied_rl.files import cannot_write
@@ -89,7 +89,7 @@ def open_foreign(path: Path) -> ForeignRecording:
         raise RecordingError(f"'{path}' is no recording in a format that is known: native, {', '.join(FORMATS)}.")
     found = format_named(name)
     reader: type[Any] = getattr(importlib.import_module(f"{__name__}.{found.module}"), found.reader)
-    with told_as_damage(path):
+    with raised_as_damage(path):
         recording = reader(path)
     assert isinstance(recording, ForeignRecording)
     return recording

@@ -57,7 +57,7 @@ def damaged(path: Path, what: str, episode: int | str | None = None, field: str 
 
 
 @contextmanager
-def told_as_damage(path: Path, episode: int | None = None) -> Iterator[None]:
+def raised_as_damage(path: Path, episode: int | None = None) -> Iterator[None]:
     """The boundary of what reads files of others: what they hold may be of any kind in any place, and each check that fails is damage.
     Raises RecordingError: instead of what Python, numpy or a library raises where a value is of another kind than it should be."""
     try:
@@ -96,7 +96,7 @@ class ForeignRecording(Recording):
 
     def episode(self, number: int) -> RecordedEpisode:
         position = self._position(number)
-        with told_as_damage(self.path, position):
+        with raised_as_damage(self.path, position):
             found = self._episode(position)
             if problems := fit_problems(found, self.spec):
                 raise damaged(self.path, problems[0].rstrip("."), position)

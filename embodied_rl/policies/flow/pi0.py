@@ -216,8 +216,8 @@ class PI0Inputs:
         if self.options.prompt_tokens is not None:
             if length > (room := len(images) + self.options.prompt_tokens):
                 longest = max(texts, key=lambda text: len(texts[text]))
-                told = f"The instruction '{longest}' has {length - len(images)} tokens"
-                raise UserError(f"{told}; raise policy.prompt_tokens={self.options.prompt_tokens}.")
+                problem = f"The instruction '{longest}' has {length - len(images)} tokens"
+                raise UserError(f"{problem}; raise policy.prompt_tokens={self.options.prompt_tokens}.")
             length = room
         pad = self.tokenizer.pad_token_id or 0
         ids = [texts[text] + [pad] * (length - len(texts[text])) for text in instructions]

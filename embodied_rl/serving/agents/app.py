@@ -229,19 +229,19 @@ class AgentProxy:
 
     def _models(self, request: HttpRequest) -> Reply:
         self._require_key(request)
-        return Reply({"object": "list", "data": [self._told_model()]})
+        return Reply({"object": "list", "data": [self._model_entry()]})
 
     def _model(self, request: HttpRequest, name: str) -> Reply:
         self._require_key(request)
         self._require_model(unquote(name))
-        return Reply(self._told_model())
+        return Reply(self._model_entry())
 
     def _require_key(self, request: HttpRequest) -> None:
         """Raises HttpProblem 401 where there is a token and the request brings neither it nor a session's key."""
         if self._token is not None and not same_token(request.bearer, self._token):
             self._book.by_key(request.bearer)
 
-    def _told_model(self) -> dict[str, Any]:
+    def _model_entry(self) -> dict[str, Any]:
         return {"id": self._options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}
 
     def _require_model(self, name: object) -> None:
@@ -511,11 +511,11 @@ class AgentProxy:
         places = range(completion.num_tokens)
         top_ids, top_log_prob = completion.top_ids, completion.top_log_prob
         with self._tokenizer_lock:
-            told = [self._logprob(int(completion.token_ids[place]), float(completion.log_prob[place])) for place in places]
+            entries = [self._logprob(int(completion.token_ids[place]), float(completion.log_prob[place])) for place in places]
             if top_ids is None or top_log_prob is None:
-                return [{**one, "top_logprobs": []} for one in told]
+                return [{**one, "top_logprobs": []} for one in entries]
             tops = [map(self._logprob, top_ids[place].tolist(), top_log_prob[place].tolist()) for place in places]
-            return [{**one, "top_logprobs": list(top)} for one, top in zip(told, tops, strict=True)]
+            return [{**one, "top_logprobs": list(top)} for one, top in zip(entries, tops, strict=True)]
 
     def _logprob(self, token: int, value: float) -> dict[str, Any]:
         text = self._tokenizer.decode([token], skip_special_tokens=False)

@@ -89,7 +89,7 @@ class AnswerStream(ABC):
 
     def __init__(self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0) -> None:
         self.chat, self.completion_id, self.model, self.num_prompt_tokens, self.index = chat, completion_id, model, num_prompt_tokens, index
-        self._stop, self._told = stop, ""
+        self._stop, self._sent = stop, ""
 
     @abstractmethod
     def begin(self) -> Iterator[bytes]:
@@ -110,15 +110,15 @@ class AnswerStream(ABC):
     def grown(self, text: str) -> str:
         """What is new and certain of the answer's text so far; "" for nothing."""
         certain = self._certain(self._stop.certain(text))
-        if len(certain) <= len(self._told) or not certain.startswith(self._told):
+        if len(certain) <= len(self._sent) or not certain.startswith(self._sent):
             return ""
-        new, self._told = certain[len(self._told) :], certain
+        new, self._sent = certain[len(self._sent) :], certain
         return new
 
     def rest(self, answer: ChatAnswer) -> str:
         """What was not yet sent of the content."""
-        content, told = answer.content, self._told
-        same = next((place for place, (a, b) in enumerate(zip(content, told, strict=False)) if a != b), len(told))
+        content, sent = answer.content, self._sent
+        same = next((place for place, (a, b) in enumerate(zip(content, sent, strict=False)) if a != b), len(sent))
         return content[same:]
 
     def _certain(self, text: str) -> str:
@@ -211,7 +211,7 @@ class _ChatStream(AnswerStream):
             delta["content"] = rest
         if answer.calls:
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(answer.calls)]
-        logprobs = _told_logprobs(answer)
+        logprobs = _logprobs_of(answer)
         if delta or logprobs is not None:
             yield self._event(delta, None, logprobs)
         yield self._event({}, answer.finish_reason)
@@ -285,7 +285,7 @@ class ChatCompletions(Interface):
     def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
         """``chat.completion`` of all choices of a request."""
         choices = [
-            {"index": one.index, "message": one.message, "finish_reason": one.finish_reason, "logprobs": _told_logprobs(one)}
+            {"index": one.index, "message": one.message, "finish_reason": one.finish_reason, "logprobs": _logprobs_of(one)}
             for one in answers
         ]
         return _completion("chat.completion", answers[0].completion_id, answers[0].model, choices, usage=_usage(answers))
@@ -305,7 +305,7 @@ def _usage(answers: Sequence[ChatAnswer]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _told_logprobs(answer: ChatAnswer) -> dict[str, Any] | None:
+def _logprobs_of(answer: ChatAnswer) -> dict[str, Any] | None:
     return None if answer.logprobs is None else {"content": answer.logprobs}
 
 

@@ -26,7 +26,7 @@ _END_S = 60.0
 class _Asked:
     request: GenerationRequest
     future: Future[Completion]
-    told: queue.SimpleQueue[list[int] | None] | None = None
+    arriving: queue.SimpleQueue[list[int] | None] | None = None
     """Where its tokens so far are put as they grow, and None at its end; None: the client does not stream."""
 
 
@@ -48,7 +48,7 @@ class BackendPump:
         self._inbox: queue.SimpleQueue[_Asked | _Call | None] = queue.SimpleQueue()
         self._in_flight: dict[int, Future[Completion]] = {}
         self._watched: dict[int, queue.SimpleQueue[list[int] | None]] = {}
-        self._num_told: dict[int, int] = {}
+        self._num_sent: dict[int, int] = {}
         self._closed = False
         self._entry = threading.Lock()
         """Held while something comes in, and while the thread closes: what came in before is answered, and afterwards nothing does."""
@@ -87,16 +87,16 @@ class BackendPump:
     ) -> Generator[list[int] | Completion]:
         """See `stream`; without `enough` only the completion."""
         number = next(self._ids)
-        told: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        arriving: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         future: Future[Completion] = Future()
-        future.add_done_callback(lambda _: told.put(None))
-        self._put(_Asked(replace(request, request_id=number), future, told if enough is not None else None))
+        future.add_done_callback(lambda _: arriving.put(None))
+        self._put(_Asked(replace(request, request_id=number), future, arriving if enough is not None else None))
         abort: Callable[[TokenBackend], None] = lambda backend: backend.abort([number])  # noqa: E731
         aborted = False
         try:
             while True:
                 try:
-                    tokens = told.get(timeout=_LOOK_S)
+                    tokens = arriving.get(timeout=_LOOK_S)
                 except queue.Empty:
                     if not aborted and gone():
                         aborted = True
@@ -180,8 +180,8 @@ class BackendPump:
             raise
         else:
             self._in_flight[asked.request.request_id] = asked.future
-            if asked.told is not None:
-                self._watched[asked.request.request_id] = asked.told
+            if asked.arriving is not None:
+                self._watched[asked.request.request_id] = asked.arriving
 
     def _poll(self) -> None:
         if not self._in_flight:
@@ -190,7 +190,7 @@ class BackendPump:
         for completion in completions:
             future = self._in_flight.pop(completion.request_id, None)
             self._watched.pop(completion.request_id, None)
-            self._num_told.pop(completion.request_id, None)
+            self._num_sent.pop(completion.request_id, None)
             if future is not None:
                 future.set_result(completion)
         self._tell()
@@ -202,8 +202,8 @@ class BackendPump:
         if not self._watched:
             return
         for number, tokens in self._backend.sampled_so_far(list(self._watched)).items():
-            if len(tokens) > self._num_told.get(number, 0):
-                self._num_told[number] = len(tokens)
+            if len(tokens) > self._num_sent.get(number, 0):
+                self._num_sent[number] = len(tokens)
                 self._watched[number].put(tokens)
 
     def _drop_all(self) -> None:

@@ -125,8 +125,8 @@ def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
     return {"spec": encode_spec(sims[0].spec)}
 
 
-def _serve(channel: Channel, setup: dict[str, Any], sims: list[SimEnv], told: dict[str, Any]) -> None:
-    channel.answer({"kind": "done", **told})
+def _serve(channel: Channel, setup: dict[str, Any], sims: list[SimEnv], facts: dict[str, Any]) -> None:
+    channel.answer({"kind": "done", **facts})
     host = Host(sims[0], setup["encoding"])
     while True:
         message, _, _ = channel.next_request()

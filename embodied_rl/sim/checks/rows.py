@@ -246,8 +246,8 @@ def info_is_plain(s: Session) -> str:
                 raise Failed(f"info '{key}' is a {type(info[key]).__name__}, which cannot travel as JSON")
             large.add(key)
     keys = sorted({key for info in player.out.info if info for key in info} - large)
-    told = f"keys {', '.join(keys[:8])}{', …' if len(keys) > 8 else ''}" if keys else "no info"
-    return told + (f"; too large to travel: {', '.join(sorted(large))}" if large else "")
+    shown = f"keys {', '.join(keys[:8])}{', …' if len(keys) > 8 else ''}" if keys else "no info"
+    return shown + (f"; too large to travel: {', '.join(sorted(large))}" if large else "")
 
 
 def renders(s: Session) -> str:

@@ -155,11 +155,11 @@ def _check_alike(envs: Sequence[gymnasium.Env]) -> None:
 
     first = envs[0]
     for number, env in enumerate(envs[1:], start=1):
-        told = "environments of one simulator must have the same"
+        rule = "environments of one simulator must have the same"
         if env.observation_space != first.observation_space and shown(env) != shown(first):
-            raise UserError(f"The {told} observations: environment 0 has {first.observation_space}, {number} has {env.observation_space}.")
+            raise UserError(f"The {rule} observations: environment 0 has {first.observation_space}, {number} has {env.observation_space}.")
         if env.action_space != first.action_space and spaces.action_spec(env.action_space) != spaces.action_spec(first.action_space):
-            raise UserError(f"The {told} actions: environment 0 has {first.action_space}, {number} has {env.action_space}.")
+            raise UserError(f"The {rule} actions: environment 0 has {first.action_space}, {number} has {env.action_space}.")
 
 
 def short_step(env: gymnasium.Env) -> Callable[[Any], tuple[Any, Any, Any, Any, Any]]:

@@ -33,10 +33,10 @@ names = {{"__name__": "solution"}}
 exec(compile({code!r}, "program.py", "exec"), names)
 for number, call in enumerate({calls!r}):
     try:
-        told = repr(eval(call, names))
+        answer = repr(eval(call, names))
     except BaseException as error:
-        told = "!" + type(error).__name__ + ": " + str(error)
-    sys.__stdout__.write("\\n{mark} %d %s\\n" % (number, told.replace("\\n", " ")))
+        answer = "!" + type(error).__name__ + ": " + str(error)
+    sys.__stdout__.write("\\n{mark} %d %s\\n" % (number, answer.replace("\\n", " ")))
     sys.__stdout__.flush()
 """
 

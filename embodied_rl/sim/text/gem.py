@@ -242,8 +242,8 @@ class GemSim(TurnSim):
         episode.actions.append(action)
         episode.total += float(reward)
         success = (terminated or truncated) and episode.total >= self._success_return - _TOLERANCE
-        told = {key: value for key, value in info.items() if key not in ("prefix", "suffix")}
-        return TextTurn(self._text(env_id, info), reward, terminated, truncated, success, told)
+        shown = {key: value for key, value in info.items() if key not in ("prefix", "suffix")}
+        return TextTurn(self._text(env_id, info), reward, terminated, truncated, success, shown)
 
     def _saved(self, env_id: int) -> dict[str, Any]:
         """The game's state, its random generators and the conversation."""

@@ -65,8 +65,8 @@ class QuestionTask(TextTask):
         given = final_answer(action, kind)
         right = given is not None and equal(given, wanted, kind=kind, tolerance=self._tolerance)
         over = right or self._turn >= self.max_turns
-        told = "Right." if right else "Wrong." if given is not None else "There is no answer."
-        text = told if over else f"{told} Try again.\n{self._question.text}"
+        verdict = "Right." if right else "Wrong." if given is not None else "There is no answer."
+        text = verdict if over else f"{verdict} Try again.\n{self._question.text}"
         info = {"correct": right, "given": given or "", **({"success": right} if over else {"success": False})}
         return text, 1.0 if right else self._wrong_reward, over, False, info
 

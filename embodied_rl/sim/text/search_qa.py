@@ -192,8 +192,8 @@ class SearchGame(TextGame):
         exact = float(any(normalised(content) == normalised(answer) for answer in self.question.answers))
         f1 = max(word_f1(content, answer) for answer in self.question.answers)
         reward = exact if self._reward == "exact" else f1
-        told = {"kind": "answer", "exact": exact, "f1": f1}
-        return TextTurn(f"The answer was {self.question.answers[0]}.", reward, terminated=True, success=exact == 1.0, info=told)
+        figures = {"kind": "answer", "exact": exact, "f1": f1}
+        return TextTurn(f"The answer was {self.question.answers[0]}.", reward, terminated=True, success=exact == 1.0, info=figures)
 
     def sample_action(self, random: np.random.Generator) -> str:
         """A search for two words of the question, or an answer by chance."""

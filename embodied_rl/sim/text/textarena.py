@@ -151,9 +151,9 @@ class ArenaGame(TextGame):
         done, _ = self._env.step(action=action)
         if not (done or self._let_others_play()):
             return TextTurn(self._text)
-        rewards, told = self._env.close()
+        rewards, infos = self._env.close()
         reward = float((rewards or {}).get(self._seat, 0.0))
-        mine = dict((told or {}).get(self._seat, {}))
+        mine = dict((infos or {}).get(self._seat, {}))
         reason = str(mine.get("reason") or "The game is over.")
         return TextTurn(
             text=f"{reason} Reward {reward:g}.",

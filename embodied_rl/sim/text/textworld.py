@@ -117,10 +117,10 @@ class WorldGame(TextGame):
         self._env.close()
         self._folder.cleanup()
 
-    def _text(self, told: str) -> str:
+    def _text(self, description: str) -> str:
         commands = sorted(set(self._state["admissible_commands"] or []) - {"look", "inventory"})  # the text holds both anyway
         shown = f"\nPossible commands: {', '.join(commands)}" if self._show_commands and commands else ""
-        return told.strip() + shown
+        return description.strip() + shown
 
     def _file(self, number: int) -> Path:
         """The game's file, made where it is new."""
@@ -142,28 +142,28 @@ class WorldGame(TextGame):
 
 def describe(facts: Iterable[Any]) -> str:
     """What the player sees and carries, in sentences, from TextWorld's facts (propositions with readable names)."""
-    told = [(fact.name, [(part.name, str(part.type)) for part in fact.arguments]) for fact in facts]
-    here = next(parts[1][0] for name, parts in told if name == "at" and parts[0][1] == "P")
-    state = {parts[0][0]: name for name, parts in told if name in ("open", "closed", "locked")}
+    parsed = [(fact.name, [(part.name, str(part.type)) for part in fact.arguments]) for fact in facts]
+    here = next(parts[1][0] for name, parts in parsed if name == "at" and parts[0][1] == "P")
+    state = {parts[0][0]: name for name, parts in parsed if name in ("open", "closed", "locked")}
 
     def inside(holder: str) -> str:
-        held = sorted(parts[0][0] for name, parts in told if name in ("in", "on") and parts[1][0] == holder)
+        held = sorted(parts[0][0] for name, parts in parsed if name in ("in", "on") and parts[1][0] == holder)
         return ", ".join(held)
 
     seen = []
-    for thing, kind in sorted(parts[0] for name, parts in told if name == "at" and parts[0][1] != "P" and parts[1][0] == here):
+    for thing, kind in sorted(parts[0] for name, parts in parsed if name == "at" and parts[0][1] != "P" and parts[1][0] == here):
         known = state.get(thing, "")
         hidden = kind == "c" and known != "open"
         held = "" if hidden else inside(thing)
         where = " with " + held if held else ""
         seen.append(f"{thing}{f' ({known})' if known else ''}{where}")
-    doors = {parts[2][0]: parts[1][0] for name, parts in told if name == "link" and parts[0][0] == here}
+    doors = {parts[2][0]: parts[1][0] for name, parts in parsed if name == "link" and parts[0][0] == here}
     exits = []
-    for name, parts in told:
+    for name, parts in parsed:
         if name.endswith("_of") and parts[1][0] == here and (direction := name.removesuffix("_of")) in _DIRECTIONS:
             door = doors.get(parts[0][0])
             exits.append(f"{direction}{f' through the {state.get(door, str())} {door}' if door else ''}")
-    carried = sorted(parts[0][0] for name, parts in told if name == "in" and parts[1][1] == "I")
+    carried = sorted(parts[0][0] for name, parts in parsed if name == "in" and parts[1][1] == "I")
     return (
         f"You are in the {here}. You see: {', '.join(seen) or 'nothing'}. Exits: {', '.join(sorted(exits)) or 'none'}. "
         f"You carry: {', '.join(carried) or 'nothing'}."
