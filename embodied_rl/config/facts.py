@@ -14,6 +14,7 @@ from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig, RewardCo
 from embodied_rl.config.hybrid import HybridConfig
 from embodied_rl.config.policy import (
     AnyPolicyConfig,
+    LanguageConfig,
     OpenVLAOFTPolicyConfig,
     OpenVLAPolicyConfig,
     PI0PolicyConfig,
@@ -120,6 +121,14 @@ class Run:
     def draws_tokens(self) -> bool:
         """Whether the policy draws action tokens, at a temperature."""
         return draws_tokens(self.policy)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether the policy learns in a LoRA adapter of a model that stays as it is."""
+        policy = self.policy
+        if isinstance(policy, LanguageConfig):
+            return policy.lora_rank > 0 or policy.adapter is not None
+        return isinstance(policy, OpenVLAPolicyConfig) and policy.lora_rank > 0
 
     # ---- placement --------------------------------------------------------------------------------------------------
 

@@ -318,7 +318,7 @@ class HybridConfig(Config, place="hybrid"):
     """Who scores whole episodes (methods on groups); null: only the simulator's rewards."""
     publish: Literal["full", "changed", "adapter"] = "full"
     """What of the weights goes to rollout workers elsewhere, after the first time. full: all of them. changed: what differs from
-    what was sent before. adapter: of a language policy with LoRA, only the adapter, which is merged there."""
+    what was sent before. adapter: of policies with LoRA, what is trained: adapters, which are merged there, and value heads."""
     players: Processes = 1
     """Who plays side by side, each a part of the slots and of the groups of a batch: processes with placement=disaggregated, or pairs of
     actors with cluster=ray."""

@@ -19,7 +19,6 @@ from embodied_rl.config.facts import Run
 from embodied_rl.config.policy import (
     CustomPolicyConfig,
     FlowPolicyConfig,
-    LanguageConfig,
     OpenVLAOFTPolicyConfig,
     PI0PolicyConfig,
     PolicyConfig,
@@ -547,16 +546,9 @@ _WEIGHTS_SENT = (
     ),
     Rule(
         "no_adapter",
-        lambda run: (
-            run.hybrid.publish == "adapter"
-            and (
-                bool(run.config.domains)
-                or not isinstance(run.policy, LanguageConfig)
-                or (run.policy.lora_rank == 0 and run.policy.adapter is None)
-            )
-        ),
-        "hybrid.publish=adapter sends the LoRA adapter of a language policy of one task (policy=language policy.lora_rank=8). The nearest "
-        "possible: hybrid.publish=changed.",
+        lambda run: run.hybrid.publish == "adapter" and not any(task.has_adapter for task in run.tasks),
+        "hybrid.publish=adapter sends a LoRA adapter without its model, and no policy of this run has one (policy=language or openvla, "
+        "policy.lora_rank=8). The nearest possible: hybrid.publish=changed.",
     ),
 )
 

@@ -69,8 +69,15 @@ class RunPolicies(TrainedModule):
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
         """(``policy/name``, tensor) of what acts: of a language policy only the model, with any adapter merged."""
+        return self._by_policy(lambda policy: policy.named_weights())
+
+    def unmerged_weights(self, *, base: bool) -> Iterable[tuple[str, Tensor]]:
+        """See `TrainedModule.unmerged_weights`; named as `named_weights` are."""
+        return self._by_policy(lambda policy: policy.unmerged_weights(base=base))
+
+    def _by_policy(self, weights: Callable[[TrainedModule], Iterable[tuple[str, Tensor]]]) -> Iterable[tuple[str, Tensor]]:
         for name, policy in self._named.items():
-            for key, tensor in policy.named_weights():
+            for key, tensor in weights(policy):
                 yield f"{name}/{key}", tensor
 
     def save_description(self, folder: Path) -> None:

@@ -74,6 +74,10 @@ class TrainedModule(nn.Module):
         """(name, tensor) of what acts."""
         return self.state_dict().items()
 
+    def unmerged_weights(self, *, base: bool) -> Iterable[tuple[str, Tensor]]:
+        """(name, tensor) of what acts, any adapter apart from its model; with `base` also what an adapter leaves as it was."""
+        return (self.state_dict() if base else saved_tensors(self)).items()
+
     def save_description(self, folder: Path) -> None:
         """Write what the module is built from into a checkpoint's folder ``model``, without weights."""
 

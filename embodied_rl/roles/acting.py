@@ -18,6 +18,7 @@ from embodied_rl.learning.devices import resolve_device
 from embodied_rl.methods.building import Acting
 from embodied_rl.methods.language_player import ModelFiles, blank_backend, blank_policy, read_model, write_model_files
 from embodied_rl.methods.streams import Stream
+from embodied_rl.policies.base import TrainedModule, saved_tensors
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.roles.device_lease import DeviceLease
@@ -41,8 +42,8 @@ class OwnPolicy:
         self.policy.to(resolve_device(config.hybrid.device))
 
     def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Act with the policy's whole state as `version` from now on."""
-        self.policy.load_state_dict(dict(tensors))
+        """Act with the policy's state as `version` from now on: whole, or as `TrainedModule.unmerged_weights` gives it."""
+        _take(self.policy, tensors)
         self.generator.publish(version)
 
 
@@ -83,7 +84,7 @@ class LoadedActing(WorkerActing):
         self.policies: dict[str, OwnPolicy] = {}
         self.backends: dict[str, TokenBackend] = {}
         self._merging: LanguagePolicy | None = None
-        """Holds what was loaded so far, where only an adapter comes (the first time with its base model) and is merged here."""
+        """Holds what was loaded so far, where an adapter comes apart (the first time with its base model) and is merged here."""
 
     def policy(self, name: str, config: TrainConfig, spec: SimSpec) -> OwnPolicy:
         """The policy `name`, built for the first simulator that asks for it."""
@@ -102,7 +103,7 @@ class LoadedActing(WorkerActing):
             backend = start_token_hosts(config, self.files, self.lease)
         else:
             backend = blank_backend(config, self.folder, resolve_device(config.hybrid.device))
-        if config.hybrid.publish == "adapter":
+        if config.hybrid.publish == "adapter" and self._merging is None:
             self._merging = blank_policy(config.language, self.folder)
         self.backends[name] = backend
         return backend
@@ -116,17 +117,17 @@ class LoadedActing(WorkerActing):
             if name in self.policies:
                 self.policies[name].load(version, named)
             else:
-                merged = named if self._merging is None else _merged(self._merging, named)
+                if self._merging is not None:
+                    _take(self._merging, named)
                 for backend in self.backends.values():
-                    backend.load_weights(version, merged)
+                    backend.load_weights(version, named if self._merging is None else self._merging.named_weights())
 
 
-def _merged(policy: LanguagePolicy, tensors: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-    """What acts after these entries of `LanguagePolicy.state_dict`. Raises ValueError for unknown ones."""
-    unknown = policy.load_state_dict(dict(tensors), strict=False).unexpected_keys
-    if unknown:
-        raise ValueError(f"the policy has no {unknown[0]}")
-    return policy.named_weights()
+def _take(policy: TrainedModule, tensors: Iterable[tuple[str, Any]]) -> None:
+    """Load what `TrainedModule.unmerged_weights` gave. Raises ValueError where names differ."""
+    missing, unknown = policy.load_state_dict(dict(tensors), strict=False)
+    if differing := [*unknown, *(saved_tensors(policy).keys() & set(missing))]:
+        raise ValueError(f"{differing[0]} is not a tensor of both the policy and what was published")
 
 
 def _by_policy(tensors: Iterable[tuple[str, Any]]) -> dict[str, Iterable[tuple[str, Any]]]:

@@ -14,7 +14,6 @@ from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.config import HybridConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator, Way
-from embodied_rl.hybrid.weight_sync import is_lora
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.base import Method
 from embodied_rl.methods.language_player import ModelFiles
@@ -212,8 +211,7 @@ class RemoteWorker(Simulators):
         """What the worker acts with: of a language agent only the model, with any adapter merged, unless the worker merges by itself."""
         assert self.policy is not None, "take_policy comes first"
         if self.config.hybrid.publish == "adapter":
-            state = self.policy.state_dict()
-            return {name: tensor for name, tensor in state.items() if is_lora(name)} if self._has_base else dict(state)
+            return dict(self.policy.unmerged_weights(base=not self._has_base))
         return dict(self.policy.named_weights())
 
     def insist(self, what: str, **arguments: object) -> Any:

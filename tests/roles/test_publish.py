@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from embodied_rl.hybrid.weight_sync import DeltaSink, DeltaSource
+from tests.methods.test_multi_domain import COMMON, DOMAINS
 from tests.roles.runs import GROUPS, TEXTS, assert_same_run, trained
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -55,6 +56,15 @@ def test_an_adapter_is_merged_where_it_is_played_and_what_did_not_change_stays(t
             "a player that was replaced got everything again"
         )
     assert sent(adapter)[-1] < 0.5 * sent(changed)[-1]
+
+
+def test_of_several_domains_the_language_policy_sends_its_adapter(tmp_path: Path) -> None:
+    """A network beside it is sent whole; of the language model's 25,000 numbers the adapter is a few hundred."""
+    task = [*COMMON, *DOMAINS, "policy.lora_rank=2", "policy.lora_targets=[q_proj]", "total_steps=200", APART]
+    whole, adapter = (trained(tmp_path / how, *task, f"hybrid.publish={how}") for how in ("full", "adapter"))
+    assert_same_run(whole, adapter)
+    assert len(sent(adapter)) == len(sent(whole)) >= 2
+    assert max(sent(adapter)) < 0.5 * min(sent(whole))
 
 
 @pytest.mark.slow

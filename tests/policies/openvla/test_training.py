@@ -35,6 +35,7 @@ from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from embodied_rl.train import train
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 from tests.policies.openvla.conftest import FIXTURES, VISION
+from tests.roles.runs import assert_same_run
 from tests.test_load_policy import batch_of, played, train_points
 from tests.vla.toys import QUIET, SIM, PointSim
 
@@ -207,6 +208,22 @@ def test_one_update_end_to_end_and_predict_of_its_policy(kind: tuple[str, ...], 
         assert saved.keys() == fresh.keys()
         assert "model.language_model.lm_head.weight" in moved
         assert not any("vision_backbone" in name for name in moved)
+
+
+@pytest.mark.slow
+def test_only_what_is_trained_is_sent_where_it_is_played(folder: Path, tmp_path: Path) -> None:
+    task = [
+        *SIM, *QUIET, *OPENVLA, "sim.kwargs.dim=7", "sim.num_slots=2", "evaluation.num_episodes=2", "total_steps=6",
+        f"policy.path={folder}", f"policy.instruction={SPOON}", "policy.unnorm_key=bridge_orig", "policy.prompt_tokens=24", "policy.dtype=float32",
+        "algorithm.ratio=token", "hybrid=disaggregated",
+    ]  # fmt: skip
+    whole, adapter = (
+        train(load_train_config([*task, f"hybrid.publish={how}", f"run_dir={tmp_path / how}"])) for how in ("full", "adapter")
+    )
+    assert_same_run(whole, adapter)
+    sent = [[row["roles/published_bytes"] for row in read_metrics(run) if "roles/published_bytes" in row] for run in (whole, adapter)]
+    assert len(sent[0]) == len(sent[1]) >= 1
+    assert max(sent[1]) < 0.5 * min(sent[0])
 
 
 def test_a_value_for_each_step_of_a_chunk(folder: Path, tmp_path: Path) -> None:
