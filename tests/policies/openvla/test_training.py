@@ -214,8 +214,8 @@ def test_one_update_end_to_end_and_predict_of_its_policy(kind: tuple[str, ...], 
 def test_only_what_is_trained_is_sent_where_it_is_played(folder: Path, tmp_path: Path) -> None:
     task = [
         *SIM, *QUIET, *OPENVLA, "sim.kwargs.dim=7", "sim.num_slots=2", "evaluation.num_episodes=2", "total_steps=6",
-        f"policy.path={folder}", f"policy.instruction={SPOON}", "policy.unnorm_key=bridge_orig", "policy.prompt_tokens=24", "policy.dtype=float32",
-        "algorithm.ratio=token", "hybrid=disaggregated",
+        f"policy.path={folder}", f"policy.instruction={SPOON}", "policy.unnorm_key=bridge_orig", "policy.prompt_tokens=24",
+        "policy.dtype=float32", "algorithm.ratio=token", "hybrid=disaggregated",
     ]  # fmt: skip
     whole, adapter = (
         train(load_train_config([*task, f"hybrid.publish={how}", f"run_dir={tmp_path / how}"])) for how in ("full", "adapter")
