@@ -31,6 +31,7 @@ from embodied_rl.sim.worker_choice import AS_READY, Circumstances, Comparison, N
 from embodied_rl.train import train
 from embodied_rl.types import ActionSpec, Rollout, SimSpec, TensorSpec
 
+pytestmark = pytest.mark.usefixtures("forked")
 SEEDS = EpisodeSeeds.training(3)
 
 
