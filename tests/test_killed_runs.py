@@ -23,6 +23,7 @@ from embodied_rl.train import train
 from tests.forks import start_forked
 from tests.short_run import last_of
 
+pytestmark = pytest.mark.usefixtures("forked")
 COMMON = (
     *("video.enabled=no", "evaluation.num_episodes=2", "evaluation.interim_episodes=2", "stop_at_success=null", "hybrid.num_threads=1"),
     *("sim.num_workers=1", "sim.num_slots=4", "checkpoint.keep_last=2", "logger.names=[jsonl,tensorboard]"),

@@ -33,6 +33,7 @@ from embodied_rl.types import StepBuffers
 from tests.service.servers import SIMULATORS, LosingProxy, RockServer, pauses_take_no_time, served
 from tests.sim.runs import Trace, play_lockstep
 
+pytestmark = pytest.mark.usefixtures("forked")
 REMOTE = "embodied_rl.sim.remote:make"
 
 

@@ -19,6 +19,9 @@ from tests.sim.runs import Trace, assert_same, play_asynchronously
 SLOTS, WORKERS, LENGTH = 6, 3, 23
 
 
+pytestmark = pytest.mark.usefixtures("forked")
+
+
 def make(policy: FaultPolicy, **kwargs) -> EnvManager:
     return EnvManager(
         SimFactory("tests.sim.toy:CountingSim", kwargs={"length": LENGTH, **kwargs}),

@@ -13,6 +13,7 @@ from embodied_rl.sim.faults import SimFault
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import EpisodeSummary
 
+pytestmark = pytest.mark.usefixtures("forked")
 COUNTING = "tests.sim.toy:CountingSim"
 SPLIT = "tests.sim.toy:SplitCountingSim"
 

@@ -16,6 +16,7 @@ from embodied_rl.sim.snapshots import SnapshotError, encode_state
 from tests.sim.runs import Trace, action_of, assert_same, note, play_lockstep
 from tests.sim.test_faults import assert_gone
 
+pytestmark = pytest.mark.usefixtures("forked")
 COUNTING = "tests.sim.toy:CountingSim"
 SAVED = "tests.sim.toy:SavedCountingSim"
 KINDS = [COUNTING, SAVED]
