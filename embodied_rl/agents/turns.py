@@ -60,7 +60,6 @@ class AgentEpisode(Episode):
 
     @property
     def game_return(self) -> float:
-        """Sum of the simulator's rewards: `episode_return` without penalties."""
         return float(sum(turn.game_reward for turn in self.turns))
 
 

@@ -16,9 +16,10 @@ from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_comman
 from embodied_rl.episodes.folder import adopted, require_compatible, validate
 from embodied_rl.episodes.formats import NATIVE, new_folder, write_foreign
 from embodied_rl.episodes.formats.base import unknown_seed
+from embodied_rl.episodes.layout import VIDEO_FORMATS
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import FieldNote, Recording, RecordingError, RecordingInfo
-from embodied_rl.episodes.writer import SKIPPED, RecordingWriter
+from embodied_rl.episodes.writer import SAME_SIM, SKIPPED, RecordingWriter
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.progress import progress_bar
 
@@ -27,13 +28,10 @@ if TYPE_CHECKING:
 
 
 FORMAT_NAMES = ("lerobot", "maniskill", "minari", "native", "robomimic")
-VIDEO_FORMATS = ("mp4", "png", "raw")
 _PATH = Argument("path", str, "a recording: our own folder, or ManiSkill's, LeRobot's, robomimic's, LIBERO's or Minari's")
 _VIDEO = Argument(
     "video", str, "how pictures are stored (native, lerobot); raw is only for native, mp4 of lerobot is not exact", "mp4", VIDEO_FORMATS
 )
-_SAME_SIM = ("target", "task", "kwargs", "max_episode_steps", "success_ends_episode")
-"""What of the simulator's configuration decides how episodes go."""
 _SPLIT_NAMES = {2: ("train", "test"), 3: ("train", "val", "test")}
 
 INFO = Command(
@@ -129,7 +127,7 @@ def describe(recording: Recording) -> dict[str, Any]:
         "format": recording.format,
         "task": spec.task,
         "instruction": spec.instruction,
-        "simulator": {key: info.sim[key] for key in _SAME_SIM if info.sim.get(key) is not None},
+        "simulator": {key: info.sim[key] for key in SAME_SIM if info.sim.get(key) is not None},
         "policy": dict(info.policy),
         "command": info.command,
         "created": info.created,
@@ -286,7 +284,7 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
     same = True
     for other in sources[1:]:
         require_compatible(other.info, first.info, str(other.path), str(first.path))
-        for key in _SAME_SIM:
+        for key in SAME_SIM:
             if other.info.sim.get(key) != first.info.sim.get(key):
                 same = False
                 if not ignore_sim:

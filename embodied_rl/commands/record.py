@@ -16,7 +16,7 @@ from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, fail
 from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.episodes.folder import RECORDING_FILE
-from embodied_rl.episodes.layout import Films, films_folder, keep_films
+from embodied_rl.episodes.layout import VIDEO_FORMATS, Films, VideoFormat, films_folder, keep_films
 from embodied_rl.episodes.recording import RecordingInfo
 from embodied_rl.episodes.writer import GATHER_S, RecordingWriter
 from embodied_rl.errors import UserError
@@ -34,7 +34,6 @@ from embodied_rl.types import EpisodeSummary, SimSpec
 from embodied_rl.versions import machine, versions
 
 POLICIES = ("checkpoint", "expert", "random")
-VIDEO_FORMATS = ("mp4", "png", "raw")
 
 COMMAND = Command(
     name="record",
@@ -124,7 +123,7 @@ def record(
     expert: str | None = None,
     sample: bool = False,
     showing: Showing | None = None,
-    video: Literal["mp4", "png", "raw"] = "mp4",
+    video: VideoFormat = "mp4",
     resume: bool = False,
     command: str = "",
 ) -> Recorded:

@@ -16,6 +16,7 @@ from embodied_rl.bounds import Coefficient, Episodes, PictureSize
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, as_command, command_line, fail, print_tables
 from embodied_rl.config import SimConfig, load_sim_config
 from embodied_rl.episodes.folder import RECORDING_FILE
+from embodied_rl.episodes.layout import VIDEO_FORMATS, VideoFormat
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.episodes.sink import EpisodeSink
@@ -54,7 +55,7 @@ COMMAND = Command(
         Argument("tolerance", Coefficient, "also fail where an observation differs by more; default: only success decides", None),
         Argument("render", bool, "draw a picture of every step, and write the episodes with them into output", False),
         Argument("size", PictureSize, "pixels of a picture's longer side", 256),
-        Argument("video", str, "how pictures are stored", "mp4", ("mp4", "png", "raw")),
+        Argument("video", str, "how pictures are stored", "mp4", VIDEO_FORMATS),
         Argument("sim", str, "the simulator; default: the recording's own", None),
         Argument("trust", str, "code that the recording may name beside what is registered: package.module:Attribute, or a list", None),
         Argument("report", WrittenFile, "where to write the report as JSON; default: replay-BY.json in the recording's folder", None),
@@ -96,7 +97,7 @@ def replay(
     sim: SimConfig | None = None,
     image_size: int | None = None,
     output: Path | None = None,
-    video: Literal["mp4", "png", "raw"] = "mp4",
+    video: VideoFormat = "mp4",
 ) -> ReplayReport:
     """Play episodes of a recording again.
 
@@ -169,9 +170,7 @@ def chosen_sim(recording: Recording, name: str | None, overrides: Mapping[str, A
     return override_sim(sim_of(recording, trust, list(overrides)) if name is None else load_sim_config(name), overrides)
 
 
-def _writer(
-    recording: Recording, output: Path | None, image_size: int | None, video: Literal["mp4", "png", "raw"]
-) -> RecordingWriter | None:
+def _writer(recording: Recording, output: Path | None, image_size: int | None, video: VideoFormat) -> RecordingWriter | None:
     if image_size is None or output is None:
         return None
     info = dataclasses.replace(

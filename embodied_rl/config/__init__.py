@@ -31,7 +31,6 @@ from embodied_rl.config.hybrid import RewardWorkerConfig as RewardWorkerConfig
 from embodied_rl.config.hybrid import ShardingConfig as ShardingConfig
 from embodied_rl.config.policy import AnyPolicyConfig as AnyPolicyConfig
 from embodied_rl.config.policy import CustomPolicyConfig as CustomPolicyConfig
-from embodied_rl.config.policy import FlowNetworkConfig as FlowNetworkConfig
 from embodied_rl.config.policy import FlowOptions as FlowOptions
 from embodied_rl.config.policy import FlowPolicyConfig as FlowPolicyConfig
 from embodied_rl.config.policy import LanguageConfig as LanguageConfig

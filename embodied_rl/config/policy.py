@@ -200,15 +200,17 @@ class FlowOptions(PolicyOptions):
 
 
 @dataclass(frozen=True)
-class FlowNetworkConfig(Config, place="policy"):
-    """The small flow policy's networks."""
+class FlowPolicyConfig(FlowOptions):
+    """The small flow-matching policy (see docs/flow_policies.md): denoising, and its networks."""
 
+    num_steps: Annotated[int, Bounds(2, 10_000)] = 5
+    """S: denoising steps of an action."""
     state_key: str | None = "state"
     """Observation with the state vector; null: no state."""
     image_key: str | None = None
     """Observation with an image uint8 [height, width, 3]; null: no image."""
-    chunk: Chunk = 1
-    """H = K: steps of a chunk."""
+    chunk: Chunk = 4
+    """H = K: steps of an action chunk."""
     hidden_sizes: tuple[Size, ...] = (128, 128, 128)
     """Of the velocity's network and of the critic. Two modes want three layers."""
     activation: Literal["tanh", "relu", "elu"] = "relu"
@@ -225,24 +227,14 @@ class FlowNetworkConfig(Config, place="policy"):
     """Sines and cosines of the denoising time; even."""
     normalize_observation: bool = True
     """Scale the state by its running moments."""
+    name: Literal["flow"] = "flow"
+    """The kind of policy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.state_key is None and self.image_key is None:
             raise UserError("A flow policy needs policy.state_key or policy.image_key: it would see nothing.")
         require(self.time_features % 2 == 0, "policy.time_features", "even", self.time_features)
-
-
-@dataclass(frozen=True)
-class FlowPolicyConfig(FlowNetworkConfig, FlowOptions):
-    """The small flow-matching policy (see docs/flow_policies.md): networks and denoising."""
-
-    name: Literal["flow"] = "flow"
-    """The kind of policy."""
-    chunk: Chunk = 4
-    """K: steps of an action chunk."""
-    num_steps: Annotated[int, Bounds(2, 10_000)] = 5
-    """S: denoising steps of an action."""
 
     @property
     def reads(self) -> tuple[str, ...]:

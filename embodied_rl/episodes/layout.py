@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import quote
 
 import numpy as np
@@ -39,6 +39,7 @@ Encoding = Literal["array", "text", "json", "arrays", "png", "mp4", "mp4_lossles
 these lie in one .bin file, with (offset, size) of each row in an .npy file beside it. mp4, mp4_lossless: one video per episode."""
 
 VideoFormat = Literal["mp4", "png", "raw"]
+VIDEO_FORMATS: tuple[str, ...] = get_args(VideoFormat)
 
 FINITE_COLUMNS = ("action", "reward", "sampled_action", "log_prob", "value")
 """Columns that may hold neither NaN nor infinity; observations may not either, the simulator's state may."""

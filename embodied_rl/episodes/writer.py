@@ -37,7 +37,7 @@ _MAX_EPISODES, _MAX_BYTES = 32, 2**22
 _SLICE_S = 50e-6
 """How long `advance` takes, about: processes that simulate have work for some hundred microseconds, and while it takes longer they wait."""
 _KNOWN_LAYOUTS = 64
-_SAME_SIM = ("target", "task", "kwargs", "max_episode_steps", "success_ends_episode")
+SAME_SIM = ("target", "task", "kwargs", "max_episode_steps", "success_ends_episode")
 """What of the simulator's configuration decides how episodes go; the rest is about processes."""
 
 Duplicates = Literal["refuse", "skip", "allow"]
@@ -358,7 +358,7 @@ def _require_same(folder: Path, there: RecordingInfo, here: RecordingInfo) -> No
     ours, theirs = json.loads(json.dumps(here.to_dict())), there.to_dict()
     differing = [f"spec.{key}" for key, value in ours["spec"].items() if theirs["spec"].get(key) != value]
     differing += [
-        f"sim.{key}" for key in _SAME_SIM if key in ours["sim"] and key in theirs["sim"] and ours["sim"][key] != theirs["sim"][key]
+        f"sim.{key}" for key in SAME_SIM if key in ours["sim"] and key in theirs["sim"] and ours["sim"][key] != theirs["sim"][key]
     ]
     differing += ["policy"] if _identity(ours["policy"]) != _identity(theirs["policy"]) else []
     if differing:

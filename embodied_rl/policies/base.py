@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -256,8 +257,8 @@ class Policy(TrainedModule):
     def normalised_action(self, action: np.ndarray) -> np.ndarray:
         """Recorded actions [B, W] as critics read them: [B, A] within the simulator's bounds, or chunks [B, K, A]."""
         if self.translates:
-            assert self.action_units == "normalised", "such a policy has its own"
-            return np.clip(self.simulator_action(action), -1.0, 1.0)
+            given = self.simulator_action(action)
+            return np.clip(given, -1.0, 1.0) if self.action_units == "normalised" else self.spec.action.normalise(given)
         return action if self.spec.action.kind == "discrete" else np.clip(action, -1.0, 1.0)
 
     def drawn(self, observation: TensorObservation, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -335,6 +336,11 @@ def instructions_of(observation: Mapping[str, Any], spec: SimSpec, fixed: str | 
     if fixed is None and key in observation:
         return [str(text) for text in observation[key]]
     text = spec.instruction if fixed is None else fixed
-    if text is None:
+    if not text:
         raise UserError(f"Task '{spec.task}' gives no instruction. A VLA acts on language: set policy.instruction='reach the …'.")
     return [text] * rows
+
+
+def numpy_of(values: Tensor | npt.ArrayLike) -> np.ndarray:
+    """A tensor of any device, or what numpy reads."""
+    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

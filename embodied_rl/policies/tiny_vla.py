@@ -24,7 +24,17 @@ from torch.utils.checkpoint import checkpoint
 from embodied_rl.config import TinyVLAConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution, mean_of_steps
-from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, image_of, instructions_of, vector_of
+from embodied_rl.policies.base import (
+    ActionOutput,
+    Evaluation,
+    Policy,
+    Role,
+    TensorObservation,
+    image_of,
+    instructions_of,
+    numpy_of,
+    vector_of,
+)
 from embodied_rl.policies.linear import Linear
 from embodied_rl.types import SimSpec
 
@@ -100,23 +110,19 @@ class TinyVLAPolicy(Policy):
 
     @property
     def chunk_size(self) -> int:
-        """K"""
         return self.config.chunk
 
     @property
     def num_units(self) -> int:
-        """L"""
         return self.config.chunk * self.spec.action.dim
 
     @property
     def observation_keys(self) -> tuple[str, ...]:
-        """The parts of an observation that `prepare` reads."""
         state = () if self.config.state_key is None else (self.config.state_key,)
         return (self.config.image_key, *state, *((self.config.instruction_key,) if self._has_words else ()))
 
     @staticmethod
     def role_of(name: str) -> Role:
-        """What a parameter belongs to, for separate learning rates."""
         return "value" if name.startswith("value_") else "head" if name.startswith("action_head") else "backbone"
 
     # ---- observations -------------------------------------------------------------------------------------------------
@@ -224,8 +230,7 @@ class TinyVLAPolicy(Policy):
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's units."""
-        tokens = action.detach().cpu().numpy() if isinstance(action, Tensor) else action
-        return self.spec.action.denormalise(self.normalised_action(tokens)).astype(np.float32)
+        return self.spec.action.denormalise(self.normalised_action(numpy_of(action))).astype(np.float32)
 
     def normalised_action(self, action: np.ndarray) -> np.ndarray:
         """Token ids [B, L] → chunks [B, K, A] float32."""

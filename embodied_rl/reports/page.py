@@ -248,12 +248,9 @@ def _cloning_text(results: dict[str, Any]) -> list[str]:
 
 def result_text(results: dict[str, Any]) -> str:
     """``Final evaluation, success on 100 held-out seeds: 97.0% (95% interval 91.5–99.0%)``, or the return where there is no success."""
-    n = results["num_episodes"]
-    if results["success"] is None:
-        low, high = results["return_mean_interval_95"]
-        return f"Final evaluation, return on {n} held-out seeds: {results['return_mean']:.4g} (95% interval {low:.4g} to {high:.4g})"
-    low, high = results["success_interval_95"]
-    return f"Final evaluation, success on {n} held-out seeds: {results['success']:.1%} (95% interval {100 * low:.1f}–{100 * high:.1f}%)"
+    figures = _figures(results)
+    name = "success" if "success" in figures else "return"
+    return f"Final evaluation, {name} on {results['num_episodes']} held-out seeds: {figures[name]}"
 
 
 def _videos(summary: RunSummary, film: Callable[..., list[Path]]) -> tuple[list[Path], str, UserError | None]:
@@ -287,10 +284,14 @@ def _can_be_filmed(summary: RunSummary) -> bool:
 
 
 def _card_rows(results: dict[str, Any]) -> dict[str, str]:
-    low, high = results["return_mean_interval_95"]
-    rows = {f"held-out return ({results['num_episodes']} seeds)": f"{results['return_mean']:.4g} (95% interval {low:.4g} to {high:.4g})"}
+    return {f"held-out {name} ({results['num_episodes']} seeds)": text for name, text in _figures(results).items()}
+
+
+def _figures(results: dict[str, Any]) -> dict[str, str]:
+    """Success, where the task has any, and return, each with its interval."""
+    figures = {}
     if results["success"] is not None:
         low, high = results["success_interval_95"]
-        text = f"{results['success']:.1%} (95% interval {100 * low:.1f}–{100 * high:.1f}%)"
-        rows = {f"held-out success ({results['num_episodes']} seeds)": text, **rows}
-    return rows
+        figures["success"] = f"{results['success']:.1%} (95% interval {100 * low:.1f}–{100 * high:.1f}%)"
+    low, high = results["return_mean_interval_95"]
+    return {**figures, "return": f"{results['return_mean']:.4g} (95% interval {low:.4g} to {high:.4g})"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,8 @@ def load_run(path: Path | str) -> RunData:
             f"There is no run '{path}'.{did_you_mean(folder.name, (entry.name for entry in beside.iterdir() if entry.is_dir()))}"
         )
     problems: list[str] = []
-    results = _json(folder / RESULTS_FILE, problems)
-    checkpoint_config = _yaml(folder / "checkpoints" / "last" / "config.yaml", problems)
+    results = _read(folder / RESULTS_FILE, parse_json, problems)
+    checkpoint_config = _read(folder / "checkpoints" / "last" / "config.yaml", parse_yaml, problems)
     metrics = _metrics(folder, problems)
     if not (results or checkpoint_config or metrics):
         raise UserError(f"'{path}' is not a run's folder: it holds neither {RESULTS_FILE} nor {METRICS_FILE} nor a checkpoint.")
@@ -139,32 +139,23 @@ def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 def _evaluations(folder: Path, problems: list[str]) -> dict[str, Mapping[str, Any]]:
     files = [*sorted(folder.glob("evaluation*.json")), *sorted(folder.glob("comparison*.json"))]
-    found = {file.name: _json(file, problems) for file in files}
+    found = {file.name: _read(file, parse_json, problems) for file in files}
     return {name: content for name, content in found.items() if content}
 
 
-def _json(path: Path, problems: list[str]) -> dict[str, Any]:
+def _read(path: Path, parse: Callable[[bytes], object], problems: list[str]) -> dict[str, Any]:
+    """The mapping that a file holds; empty where there is none, or it cannot be read."""
     if not path.is_file():
         return {}
     try:
-        content = parse_json(read_regular(path))
-        if isinstance(content, dict):
-            return content
+        content = parse(read_regular(path))
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return {}
+    if not isinstance(content, dict):
         problems.append(f"{path.name} does not hold an object")
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} cannot be read: {error}")
-    return {}
-
-
-def _yaml(path: Path, problems: list[str]) -> dict[str, Any]:
-    if not path.is_file():
         return {}
-    try:
-        content = parse_yaml(read_regular(path))
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} cannot be read: {error}")
-        return {}
-    return content if isinstance(content, dict) else {}
+    return content
 
 
 def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:

@@ -39,8 +39,6 @@ class NoteBook:
 
 SIDE_ENTRY = "embodied_rl"
 """Name of our entry in files of other formats. It holds what the format has no place for; the format's other readers ignore it."""
-PER_STEP_EXTRAS = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
-"""Fields [T, ...] that no other format has a place for."""
 IMPORTED = {"kind": "imported"}
 """`RecordingInfo.policy` of a file that does not say who acted."""
 

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, RecordingError, RecordingInfo
+from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, EpisodeTable, RecordedEpisode, RecordingError, RecordingInfo
 from embodied_rl.errors import brief, from_extra
 from embodied_rl.types import SimSpec, TensorSpec
 
@@ -318,7 +318,7 @@ def write_extras(group: h5py.Group, episode: RecordedEpisode, notes: base.NoteBo
         with_state: whether the simulator's states are among it.
         flags: which of terminated, truncated and success are among it.
     """
-    extras = {name: part for name, part in episode.per_step().items() if name in (*base.PER_STEP_EXTRAS, *flags)}
+    extras = {name: part for name, part in episode.per_step().items() if name in (*OPTIONAL_COLUMNS, *flags)}
     extras |= {f"images/{camera}": pictures for camera, pictures in episode.images.items()}
     if with_state:
         extras |= {f"state/{name}": part for name, part in (episode.state or {}).items()}
@@ -338,7 +338,7 @@ def read_extras(file: H5File, group: h5py.Group, number: int, length: int) -> di
     fields = base.parse_side_episode(
         file.path, base.parse_json(file.path, file.attribute(ours, "episode", number), base.SIDE_ENTRY, number), number
     )
-    for name in (*base.PER_STEP_EXTRAS, "terminated", "truncated", "success"):
+    for name in (*OPTIONAL_COLUMNS, "terminated", "truncated", "success"):
         if file.has(ours, name):
             fields[name] = read_column(file, ours, name, number, length)
     for name in ("images", "state"):

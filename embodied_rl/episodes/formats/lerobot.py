@@ -19,7 +19,7 @@ from embodied_rl.episodes.formats import lerobot_layout as layout
 from embodied_rl.episodes.formats.hdf5 import MAX_RATIO, SMALL_BYTES
 from embodied_rl.episodes.formats.lerobot_layout import Feature, Storage
 from embodied_rl.episodes.pictures import Frames
-from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, RecordingError, RecordingInfo, last_only
+from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, EpisodeTable, RecordedEpisode, RecordingError, RecordingInfo, last_only
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
@@ -221,8 +221,6 @@ class _Place:
     """Where an episode lies."""
 
     length: int
-    first_index: int
-    """Its first row, counted over all files."""
     data: Path
     videos: Mapping[str, tuple[Path, float]]
     """{feature: (file, second of the first picture)}"""
@@ -268,7 +266,7 @@ class LeRobotRecording(base.ForeignRecording):
                 if not picture:
                     values = base.unknown_last(values) if room == "state" else base.repeat_last(values)
                 parts[room][key] = values
-        for name in base.PER_STEP_EXTRAS:
+        for name in OPTIONAL_COLUMNS:
             if name in rows:
                 fields[name] = rows[name]
         fields |= {"observation": parts["observation"], "state": parts["state"] or None, "images": parts["images"]}
@@ -422,7 +420,7 @@ class LeRobotRecording(base.ForeignRecording):
             where = {index: row[f"videos/{name}/{index}"] for index in ("chunk_index", "file_index")}
             template = str(self._info.get("video_path") or layout.VIDEO_PATH)
             found[name] = (layout.inside(self._root, template, video_key=name, **where), float(row[f"videos/{name}/from_timestamp"]))
-        return _Place(row["length"], row["dataset_from_index"], layout.inside(self._root, self._info["data_path"], **indices), found)
+        return _Place(row["length"], layout.inside(self._root, self._info["data_path"], **indices), found)
 
     # ---- ours ----
 

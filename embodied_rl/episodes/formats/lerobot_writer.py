@@ -13,7 +13,6 @@ import numpy as np
 
 from embodied_rl.episodes.formats import lerobot_layout as layout
 from embodied_rl.episodes.formats.base import (
-    PER_STEP_EXTRAS,
     Advance,
     NoteBook,
     note_side_episode,
@@ -23,7 +22,7 @@ from embodied_rl.episodes.formats.base import (
 )
 from embodied_rl.episodes.formats.lerobot_layout import Feature
 from embodied_rl.episodes.pictures import DEFAULT_FPS, VideoWriter, encode_png
-from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingError
+from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, FieldNote, RecordedEpisode, Recording, RecordingError
 from embodied_rl.types import SimSpec, VariableSpec
 
 if TYPE_CHECKING:
@@ -367,7 +366,7 @@ def _feature(field: str, part: np.ndarray, spec: SimSpec, video: Video, taken: s
     if len(shape) > 5 or 0 in shape:
         notes.add(field, "lost", f"LeRobot has no columns of shape {list(shape)}")
         return None
-    fate: Literal["changed", "extra", "kept"] = "changed" if around else "extra" if field in PER_STEP_EXTRAS else "kept"
+    fate: Literal["changed", "extra", "kept"] = "changed" if around else "extra" if field in OPTIONAL_COLUMNS else "kept"
     notes.add(field, fate, f"'{kept}'; {_LAST_LOST}" if around else f"'{kept}'")
     return Feature(field, kept, "column", str(part.dtype), shape)
 

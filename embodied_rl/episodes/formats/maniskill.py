@@ -109,7 +109,6 @@ class ManiSkillRecording(H5Recording):
         return action if action.dtype == np.int64 else base.as_float32(action, "action", notes)
 
     def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
-        """Everything of an episode but observations and states."""
         file, group, entry = self._file, self._group(number), self._entries[number]
         action = self._action(group, number, notes)
         length = len(action)

@@ -214,7 +214,6 @@ class MinariRecording(H5Recording):
         return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
     def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
-        """Everything of an episode but observations."""
         file, group = self._file, self._group(number)
         reward = file.array(group, "rewards", number)
         length = len(reward)

@@ -96,7 +96,6 @@ class RobomimicRecording(H5Recording):
         return self._env_args.get("type") == _ROBOSUITE and not shaped
 
     def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
-        """Everything of an episode but observations and states."""
         file, group = self._file, self._group(number)
         action = file.array(group, "actions", number)
         length = len(action)

@@ -23,7 +23,7 @@ from torch import Tensor
 from embodied_rl.config.policy import FlowOptions, PI0Options, PI0PolicyConfig
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.files import reset_mode, write_atomic
-from embodied_rl.policies.base import TensorObservation
+from embodied_rl.policies.base import TensorObservation, instructions_of, numpy_of
 from embodied_rl.policies.flow.policy import FlowPolicy, VelocityModel
 from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer, first_line, import_transformers
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
@@ -33,7 +33,6 @@ from embodied_rl.reading import parse_json, read_regular
 from embodied_rl.types import SimSpec
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
     from transformers import Cache, PI0ForConditionalGeneration, PretrainedConfig, PreTrainedTokenizerBase
 
 
@@ -180,13 +179,14 @@ class PI0Inputs:
 
         Raises UserError: an image has a wrong dtype or shape, or there is no instruction.
         """
-        pictures = [self._pictures(_numpy(observation[key]), key) for key in self.options.cameras]
+        pictures = [self._pictures(numpy_of(observation[key]), key) for key in self.options.cameras]
         rows = len(pictures[0])
         state = np.zeros((rows, self.max_state_dim), np.float32)
         if self.options.state_key is not None:
-            given = self.state.normalise(_numpy(observation[self.options.state_key]))
+            given = self.state.normalise(numpy_of(observation[self.options.state_key]))
             state[:, : given.shape[1]] = given
-        ids, mask = self._prompts(self._instructions(observation, rows))
+        options = self.options
+        ids, mask = self._prompts(instructions_of(observation, self.spec, options.instruction, options.instruction_key, rows))
         return {
             "images": torch.from_numpy(np.stack(pictures, axis=1)),
             "input_ids": ids,
@@ -197,15 +197,6 @@ class PI0Inputs:
     def _pictures(self, images: np.ndarray, key: str) -> np.ndarray:
         check_images(images, key)
         return np.stack([letterbox(image, self.image_size) for image in images])
-
-    def _instructions(self, observation: Mapping[str, Any], rows: int) -> list[str]:
-        options = self.options
-        if options.instruction is None and options.instruction_key in observation:
-            return [str(text) for text in observation[options.instruction_key]]
-        text = self.spec.instruction if options.instruction is None else options.instruction
-        if not text:
-            raise UserError(f"Task '{self.spec.task}' gives no instruction; pi0 acts on language. Set policy.instruction='pick up the …'.")
-        return [text] * rows
 
     def _prompts(self, instructions: list[str]) -> tuple[Tensor, Tensor]:
         """``<image>…<image><bos>{instruction}\\n`` as ids and mask [B, P] int64, padded on the right."""
@@ -265,10 +256,6 @@ class PI0Policy(FlowPolicy[PI0Context]):
         """Recorded actions [B, W] → chunks [B, K, A] float32 in the data set's units."""
         return self.action_moments.unnormalise(super().simulator_action(action))
 
-    def normalised_action(self, action: np.ndarray) -> np.ndarray:
-        """See `Policy.normalised_action`."""
-        return self.spec.action.normalise(self.simulator_action(action))
-
     def bounded(self, chunk: Tensor) -> Tensor:
         """See `FlowPolicy.bounded`: out of the data set's units."""
         low, high = (chunk.new_tensor(bound) for bound in (self.spec.action.low, self.spec.action.high))
@@ -287,7 +274,7 @@ class PI0Policy(FlowPolicy[PI0Context]):
     ) -> Tensor:
         """See `FlowPolicy.cloning_loss`; `action` [B, K, A] is normalised by the simulator's bounds, as everywhere. Where K < H the last
         step stands for those that nothing asks for, and they do not count."""
-        units = torch.from_numpy(self.action_moments.normalise(self.spec.action.denormalise(_numpy(action)))).to(action.device)
+        units = torch.from_numpy(self.action_moments.normalise(self.spec.action.denormalise(numpy_of(action)))).to(action.device)
         if (more := self.layout.latent[0] - units.shape[1]) > 0:
             mask = torch.ones(units.shape[:2], dtype=torch.bool, device=action.device) if mask is None else mask
             mask = torch.nn.functional.pad(mask, (0, more))
@@ -406,7 +393,3 @@ def _read_statistics(folder: Path) -> dict[str, Moments]:
         return {name: Moments(tuple(map(float, part["mean"])), tuple(map(float, part["std"]))) for name, part in data.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"'{path}' is damaged: {type(error).__name__}: {error}.") from error
-
-
-def _numpy(values: Tensor | ArrayLike) -> np.ndarray:
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied_rl.config import FlowNetworkConfig, FlowPolicyConfig, PolicyConfig
+from embodied_rl.config import FlowPolicyConfig, PolicyConfig
 from embodied_rl.config.policy import FlowOptions
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.policies.actor_critic import ImageTrunk, make_mlp
-from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation
+from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, TensorObservation, numpy_of
 from embodied_rl.policies.heads import LOG_SQRT_2PI
 from embodied_rl.policies.normalization import RunningNorm
 from embodied_rl.types import SimSpec, TensorSpec
@@ -378,17 +378,14 @@ class FlowPolicy(Policy, Generic[Context]):
 
     @property
     def action_width(self) -> int:
-        """W"""
         return self.layout.width
 
     @property
     def noise_width(self) -> int:
-        """Standard normal numbers that `act` takes for a row."""
         return self.layout.noise_width
 
     @property
     def observation_keys(self) -> tuple[str, ...]:
-        """The parts of an observation that the policy reads."""
         return self.model.observation_keys
 
     # ---- Policy ---------------------------------------------------------------------------------------------------------
@@ -425,7 +422,7 @@ class FlowPolicy(Policy, Generic[Context]):
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Recorded actions [B, W] → chunks [B, K, A] float32, normalised and unclipped."""
-        rows = action.detach().cpu().numpy() if isinstance(action, Tensor) else action
+        rows = numpy_of(action)
         return rows[:, : self.layout.num_used].reshape(len(rows), *self.layout.chunk).astype(np.float32)
 
     # ---- beside critics of actions --------------------------------------------------------------------------------------
@@ -591,11 +588,11 @@ class FlowNetwork(VelocityModel[Tensor]):
     frequencies: Tensor
     """[time_features / 2]"""
 
-    def __init__(self, config: FlowNetworkConfig, spec: SimSpec) -> None:
+    def __init__(self, config: FlowPolicyConfig, spec: SimSpec) -> None:
         super().__init__()
         self.config = config
         self.latent = (config.chunk, spec.action.dim)
-        self.observation_keys = tuple(key for key in (config.state_key, config.image_key) if key is not None)
+        self.observation_keys = config.reads
         self.normalizer: RunningNorm | None = None
         self.trunk: ImageTrunk | None = None
         size = 0
@@ -650,7 +647,7 @@ class FlowNetwork(VelocityModel[Tensor]):
 class Critic(nn.Module):
     """Features [B, F] → values [B]."""
 
-    def __init__(self, num_features: int, config: FlowNetworkConfig) -> None:
+    def __init__(self, num_features: int, config: FlowPolicyConfig) -> None:
         super().__init__()
         self.layers = make_mlp(num_features, config.hidden_sizes, 1, config.activation, output_gain=1.0)
 
@@ -658,7 +655,7 @@ class Critic(nn.Module):
         return self.layers(features).squeeze(-1)
 
 
-def build_flow_policy(config: FlowNetworkConfig, options: FlowOptions, spec: SimSpec) -> FlowPolicy[Tensor]:
+def build_flow(config: FlowPolicyConfig, spec: SimSpec) -> FlowPolicy[Tensor]:
     """The small flow policy for a simulator; weights are drawn from torch's global generator, so seed it first.
 
     Raises UserError: actions are not continuous, or the simulator has no such observation.
@@ -666,12 +663,7 @@ def build_flow_policy(config: FlowNetworkConfig, options: FlowOptions, spec: Sim
     if spec.action.kind != "continuous":
         raise UserError(f"A flow policy makes continuous actions, but task '{spec.task}' takes {spec.action.kind} ones. Use policy=mlp.")
     network = FlowNetwork(config, spec)
-    return FlowPolicy(network, Critic(network.num_features, config), spec, options, network.latent)
-
-
-def build_flow(config: FlowPolicyConfig, spec: SimSpec) -> FlowPolicy[Tensor]:
-    """`build_flow_policy` of a configuration that is both."""
-    return build_flow_policy(config, config, spec)
+    return FlowPolicy(network, Critic(network.num_features, config), spec, config, network.latent)
 
 
 def _part(spec: SimSpec, key: str, num_axes: int) -> TensorSpec:

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from embodied_rl.config import OpenVLAOFTPolicyConfig, OpenVLAPolicyConfig
 from embodied_rl.config.policy import VLAOptions
 from embodied_rl.errors import UserError, did_you_mean, from_extra, require_known
 from embodied_rl.policies.action_tokens import TokenDistribution, mean_of_steps
-from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, instructions_of
+from embodied_rl.policies.base import ActionOutput, Evaluation, Policy, Role, TensorObservation, instructions_of, numpy_of
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape, shapes_of
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA, VisionLanguageModel, attention_mask
@@ -31,10 +31,6 @@ from embodied_rl.policies.openvla.oft import OFT_KEY, OFTConfig, OpenVLAOFT
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor, PixelNormaliser, libero_gripper, libero_images, range_of
 from embodied_rl.policies.openvla.vision import Layers, ValueHead, value_head_state
 from embodied_rl.types import SimSpec
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
-
 
 # ---- Action tokens one by one: a prefill, then short steps over a key-value cache of fixed size, all rows together ----
 
@@ -222,7 +218,6 @@ class VLAPolicy(Policy):
 
     @property
     def num_units(self) -> int:
-        """L"""
         return self.chunk_size * self.action_range.dim
 
     @property
@@ -245,12 +240,12 @@ class VLAPolicy(Policy):
         Raises UserError: an image has a wrong dtype or shape, an instruction is empty or too long.
         """
         options = self.options
-        pictures = [self._pictures(_numpy(observation[key]), key) for key in options.cameras]
+        pictures = [self._pictures(numpy_of(observation[key]), key) for key in options.cameras]
         texts = instructions_of(observation, self.spec, options.instruction, options.instruction_key, len(pictures[0]))
         prompts = self.processor.prompts(texts, options.prompt_tokens)
         prepared = {"images": torch.from_numpy(np.stack(pictures, axis=1)), "input_ids": prompts.input_ids, "prompt_mask": prompts.mask}
         if self.proprio_range is not None:
-            state = self.proprio_range.normalise(_numpy(observation[options.proprio_key]))
+            state = self.proprio_range.normalise(numpy_of(observation[options.proprio_key]))
             prepared["proprio"] = torch.from_numpy(state.astype(np.float32))
         return prepared
 
@@ -306,7 +301,6 @@ class VLAPolicy(Policy):
 
     @staticmethod
     def role_of(name: str) -> Role:
-        """What a parameter belongs to, for separate learning rates."""
         own_head = "lm_head" in name or name.startswith("model.action_head")
         return "value" if name.startswith("value_head") else "head" if own_head else "backbone"
 
@@ -325,14 +319,14 @@ class VLAPolicy(Policy):
 
     def _in_range(self, action: Tensor) -> np.ndarray:
         """Chunks normalised by the simulator's bounds → by the data set's range, float64."""
-        units = self.spec.action.denormalise(_numpy(action)).astype(np.float64)
+        units = self.spec.action.denormalise(numpy_of(action)).astype(np.float64)
         if self.options.gripper == "libero":
             units[..., -1] = 0.5 * (1.0 - units[..., -1])  # 1 and -1 back to the data set's 0 and 1
         return self.action_range.normalise(units)
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's own units, as the data set recorded them."""
-        normalised = self.model.tokens.decode(_numpy(action))
+        normalised = self.model.tokens.decode(numpy_of(action))
         return self._in_units(normalised)
 
     def _in_units(self, normalised: np.ndarray) -> np.ndarray:
@@ -355,10 +349,6 @@ class VLAPolicy(Policy):
         """See `Policy.state_value`. Raises UserError without a value head."""
         self._check_value_head()
         return self._value(features.to(self.model.dtype)).float()
-
-    def normalised_action(self, action: np.ndarray) -> np.ndarray:
-        """See `Policy.normalised_action`: out of the data set's units."""
-        return self.spec.action.normalise(self.simulator_action(action))
 
     def drawn(self, observation: Mapping[str, Any], features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Centers [B, L] of sampled tokens, and minus the entropy [B, L] of an action that is uniform within its token's interval of the
@@ -516,7 +506,9 @@ class OFTPolicy(VLAPolicy):
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Token ids, or the regression head's values, [B, L] → chunks [B, K, A] float32 in the simulator's units."""
-        return super().simulator_action(action) if self.model.oft.head == "discrete" else self._in_units(_numpy(action).astype(np.float64))
+        return (
+            super().simulator_action(action) if self.model.oft.head == "discrete" else self._in_units(numpy_of(action).astype(np.float64))
+        )
 
     def _sequence(self, tensors: dict[str, Any], padded: bool) -> Embedded:
         pixels = self.normaliser(tensors["images"])
@@ -534,10 +526,6 @@ class OFTPolicy(VLAPolicy):
 
     def _state(self, tensors: dict[str, Any], *, padded: bool) -> Tensor:
         return self.model.action_hidden(self._sequence(tensors, padded))[:, 0]
-
-
-def _numpy(values: Tensor | ArrayLike) -> np.ndarray:
-    return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 
 def _check_spec(

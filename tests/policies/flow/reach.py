@@ -16,8 +16,8 @@ from embodied_rl.algorithms.advantages import whiten
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.losses import ppo_clip_loss, value_loss
 from embodied_rl.config import AlgorithmConfig
-from embodied_rl.config.policy import FlowOptions, Method
-from embodied_rl.policies.flow.policy import FlowNetworkConfig, FlowPolicy, build_flow_policy, sample_times
+from embodied_rl.config.policy import Method
+from embodied_rl.policies.flow.policy import FlowPolicy, FlowPolicyConfig, build_flow, sample_times
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.learning.samples import rollout_learner, update
 
@@ -56,8 +56,7 @@ def distances(place: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
 
 def make(method: Method) -> FlowPolicy:
     torch.manual_seed(0)
-    network = FlowNetworkConfig(normalize_observation=False)
-    return build_flow_policy(network, FlowOptions(method, num_steps=5, noise_level=0.3), SPEC)
+    return build_flow(FlowPolicyConfig(method, noise_level=0.3, chunk=1, normalize_observation=False), SPEC)
 
 
 def sample(policy: FlowPolicy, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -11,18 +11,18 @@ from torch.distributions import Normal
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_backend import TorchGenerator
-from embodied_rl.policies.flow.policy import FlowNetworkConfig, FlowOptions, FlowPolicy, Record, RecordLayout, build_flow_policy
+from embodied_rl.policies.flow.policy import FlowOptions, FlowPolicy, FlowPolicyConfig, Record, RecordLayout, build_flow
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 
 METHODS = ("flow_sde", "flow_noise", "dppo")
 SPEC = SimSpec("Toy-v0", {"state": TensorSpec((5,)), "rgb": TensorSpec((32, 32, 3), "uint8")}, ActionSpec.continuous([-1.0] * 3, [1.0] * 3))
-SMALL = FlowNetworkConfig(chunk=2, hidden_sizes=(32, 32))
+SMALL = FlowPolicyConfig(chunk=2, hidden_sizes=(32, 32))
 
 
-def make(method: Any, config: FlowNetworkConfig = SMALL, **changes: Any) -> FlowPolicy:
+def make(method: Any, config: FlowPolicyConfig = SMALL, **changes: Any) -> FlowPolicy:
     """A policy with weights far from the start, where all velocities are nearly zero."""
     torch.manual_seed(0)
-    policy = build_flow_policy(config, FlowOptions(method, num_steps=5, **changes), SPEC)
+    policy = build_flow(replace(config, method=method, **changes), SPEC)
     with torch.no_grad():
         policy.model.layers[-1].weight.normal_(0, 0.4)
         if policy.noise_net is not None:
@@ -47,7 +47,7 @@ CONFIGS = (SMALL, replace(SMALL, image_key="rgb", image_features=16), replace(SM
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["state", "both", "image"])
 @pytest.mark.parametrize("method", METHODS)
-def test_evaluate_reproduces_what_act_said(method: str, config: FlowNetworkConfig) -> None:
+def test_evaluate_reproduces_what_act_said(method: str, config: FlowPolicyConfig) -> None:
     policy, observation = make(method, config), observe(12)
     policy.update_statistics(observation)
     noise = noise_for(policy, 12)
@@ -95,7 +95,7 @@ def test_learned_noise_is_the_joint_density_of_the_chain() -> None:
 
 
 def test_learned_noise_starts_in_the_middle_of_its_bounds() -> None:
-    policy = build_flow_policy(SMALL, FlowOptions("flow_noise"), SPEC)
+    policy = build_flow(replace(SMALL, num_steps=10), SPEC)
     assert policy.noise_net is not None
     std = policy.noise_net(torch.randn(2, 5), torch.tensor([1.0, 0.1]))
     # On a logarithmic scale: sqrt(0.08·0.16).
@@ -232,13 +232,13 @@ def test_cloning_fills_up_dimensions() -> None:
         (lambda: FlowOptions(noise_level=0.0), "noise_level must be above 0"),
         (lambda: FlowOptions(min_std=0.2, max_std=0.1), r"policy\.min_std must be <= policy\.max_std \(0\.1\), got 0\.2"),
         (lambda: FlowOptions(std_floor=0.0), "std_floor must be above 0"),
-        (lambda: FlowNetworkConfig(state_key=None), "would see nothing"),
-        (lambda: FlowNetworkConfig(chunk=0), "chunk must be between 1 and"),
-        (lambda: FlowNetworkConfig(time_features=3), "time_features must be even"),
-        (lambda: build_flow_policy(FlowNetworkConfig(state_key="stat"), FlowOptions(), SPEC), "Did you mean 'state'"),
-        (lambda: build_flow_policy(FlowNetworkConfig(state_key="rgb"), FlowOptions(), SPEC), "wants a vector"),
-        (lambda: build_flow_policy(FlowNetworkConfig(image_key="state"), FlowOptions(), SPEC), "wants an image"),
-        (lambda: build_flow_policy(SMALL, FlowOptions(), replace(SPEC, action=ActionSpec.discrete(3))), "takes discrete ones"),
+        (lambda: FlowPolicyConfig(state_key=None), "would see nothing"),
+        (lambda: FlowPolicyConfig(chunk=0), "chunk must be between 1 and"),
+        (lambda: FlowPolicyConfig(time_features=3), "time_features must be even"),
+        (lambda: build_flow(FlowPolicyConfig(state_key="stat"), SPEC), "Did you mean 'state'"),
+        (lambda: build_flow(FlowPolicyConfig(state_key="rgb"), SPEC), "wants a vector"),
+        (lambda: build_flow(FlowPolicyConfig(image_key="state"), SPEC), "wants an image"),
+        (lambda: build_flow(SMALL, replace(SPEC, action=ActionSpec.discrete(3))), "takes discrete ones"),
         (lambda: make("flow_sde").act(observe(2), torch.zeros(2, 6)), r"must be \[2, 13\], got \[2, 6\]"),
     ],
 )
