@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from embodied_rl.config.compose import load_train_config
@@ -88,6 +91,7 @@ EXAMPLES = (
     ("robot_player", f"{CARTPOLE} algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
     ("warm_start_of_cloning", f"{CARTPOLE} algorithm=bc algorithm.warm_start={{episodes:1}}", "algorithm=bc does nothing else"),
     ("small_without_chunks", f"{CARTPOLE} algorithm.ratio=action", "need a policy that acts in chunks"),
+    ("small_without_chunks", f"{TEXTS} algorithm.advantage=gae_chunk policy.value_head=mlp", "need a policy that acts in chunks"),
     ("small_head_learning_rate", f"{GROUPS} algorithm.head_learning_rate=1", "policy.name='actor_critic' has none: set it null"),
     ("no_model_folder", "sim=pixel_tasks policy=openvla policy.path=nowhere", "policy.path='nowhere' is no folder"),
     ("no_probabilities", "sim=pixel_tasks policy=openvla_oft policy.path=. policy.head=l1", "set policy.head=discrete"),
@@ -206,6 +210,14 @@ def test_every_rule_has_an_example_and_a_name_of_its_own() -> None:
     names = [rule.name for rule in (*RULES, *WARNINGS)]
     assert len(set(names)) == len(names)
     assert {name for name, _, _ in EXAMPLES} | {name for name, *_ in ON_GPUS if name} == {rule.name for rule in RULES}
+
+
+def test_the_page_says_of_every_rule_why_it_stays() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    table = page.partition("## What is refused, and why\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+`) \| (mathematics|simulator|reproducibility|meaning|machine|file format|missing) \| (.+) \|$", table, re.M)
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(names) == sorted(rule.name for rule in RULES)
 
 
 def test_names_that_nothing_has_are_refused() -> None:

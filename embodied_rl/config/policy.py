@@ -329,7 +329,7 @@ class LanguageConfig(PolicyOptions):
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Names of the linear layers that get LoRA."""
     value_head: Literal["none", "linear", "mlp"] = "none"
-    """On the hidden state that predicts a token."""
+    """A critic on the hidden state that predicts a token, for advantages that need one (gae)."""
     layout: Literal["auto", "packed", "right", "left"] = "auto"
     """How sequences are laid out for teacher forcing. auto: packed where the model keeps packed sequences apart, else right."""
     max_tokens_per_micro_batch: Tokens = 4096

@@ -19,6 +19,7 @@ from embodied_rl.config.facts import Run
 from embodied_rl.config.policy import (
     CustomPolicyConfig,
     FlowPolicyConfig,
+    LanguageConfig,
     OpenVLAOFTPolicyConfig,
     PI0PolicyConfig,
     PolicyConfig,
@@ -280,8 +281,8 @@ _LANGUAGE_AGENTS = (
     ),
     Rule(
         "agent_critic",
-        lambda run: run.speaks and run.algorithm.advantage in ("gae", *_OF_CHUNKS),
-        "algorithm.advantage='{algorithm.advantage}' needs a critic, and language agents have none: take grpo, gigpo, rloo, "
+        lambda run: isinstance(run.policy, LanguageConfig) and run.advantage.returns_value_target and run.policy.value_head == "none",
+        "algorithm.advantage='{algorithm.advantage}' needs a critic: set policy.value_head=linear, or take grpo, gigpo, rloo, "
         "segment_returns, …",
     ),
     Rule(
@@ -323,7 +324,7 @@ _ROBOTS = (
     ),
     Rule(
         "small_without_chunks",
-        lambda run: run.is_small and (run.algorithm.ratio == "action" or run.algorithm.advantage in _OF_CHUNKS),
+        lambda run: (run.is_small and run.algorithm.ratio == "action") or (not run.gives_others and run.algorithm.advantage in _OF_CHUNKS),
         "algorithm.ratio=action and advantages of chunks need a policy that acts in chunks (policy=tiny_vla, say).",
     ),
     Rule(

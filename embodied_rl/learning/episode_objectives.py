@@ -138,7 +138,8 @@ class TokenObjective(Objective["LanguagePolicy", TokenBatch]):
         return self.loss.needs_present
 
     def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, Numbers]:
-        return rows, {"entries": float(self.loss.aggregation.count(rows.mask).clamp(min=1)), "kl_coef": kl_coef}
+        numbers = {"entries": float(self.loss.aggregation.count(rows.mask).clamp(min=1)), "kl_coef": kl_coef}
+        return rows, numbers if rows.valued is None else {**numbers, "values": float(rows.valued.sum().clamp(min=1))}
 
     def __call__(self, policy: LanguagePolicy, rows: TokenBatch, numbers: Numbers) -> tuple[Tensor, Metrics]:
         found = policy.evaluate(list(rows.sequences))
@@ -149,10 +150,13 @@ class TokenObjective(Objective["LanguagePolicy", TokenBatch]):
             "chunk_id": rows.chunk_id,
             "old_log_prob": rows.present,
             "reference_log_prob": rows.reference,
+            "returns": rows.returns,
+            "value": rows.value,
         }
         inputs = {name: value[:, :width].to(device) for name, value in entries.items() if value is not None}
         mask = rows.mask[:, :width].to(device)
-        terms = Terms(found.log_prob, mask, found.entropy, mask)
+        critic = (None, None) if rows.valued is None else (found.value, rows.valued[:, :width].to(device))
+        terms = Terms(found.log_prob, mask, found.entropy, mask, *critic)
         return self.loss({**inputs, "positive": rows.positive.to(device)}, terms, numbers)
 
     def divide(self, policy: LanguagePolicy, rows: TokenBatch, num_parts: int, size: int | None) -> list[Part]:
@@ -177,6 +181,8 @@ class TokenObjective(Objective["LanguagePolicy", TokenBatch]):
     def summary(self, rows: TokenBatch, num_epochs: int, num_minibatches: int) -> dict[str, float]:
         """See `Objective.summary`; ``log_prob_difference``: how far the generator's log-probabilities are from the trainer's."""
         found = {**super().summary(rows, num_epochs, num_minibatches), "tokens": float(rows.mask.sum())}
+        if rows.valued is not None and rows.value is not None and rows.returns is not None:
+            found["explained_variance"] = explained_variance(value=rows.value[rows.valued], returns=rows.returns[rows.valued])
         if rows.present is None or rows.present is rows.behaviour_log_prob:
             return found
         difference = (rows.present - rows.behaviour_log_prob).abs()[rows.mask]

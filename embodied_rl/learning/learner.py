@@ -197,6 +197,13 @@ class Learner:
             found = policy.reference_log_prob(sequences) if of_reference else policy.evaluate(sequences).log_prob
             return found.cpu()
 
+    def token_values(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """[R, S] float32 of the states that tokens are sampled in, by the language policy's value head."""
+        with torch.no_grad(), compute_threads(self.compute_threads):
+            value = cast("LanguagePolicy", self.policy).evaluate(sequences).value
+        assert value is not None, "the configuration was checked"
+        return value.cpu()
+
     # ---- the reference ----------------------------------------------------------------------------------------------
 
     @property

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodied_rl.algorithms.batch import Rows, TensorRows
 from embodied_rl.policies.packing import KeptStructure, TokenSequence
@@ -209,6 +209,12 @@ class TokenBatch(Rows):
     """[R, S] log-probabilities under the policy as it is when the update begins; None: neither the loss nor a KL term needs them."""
     reference: Tensor | None = None
     """[R, S] under the policy that the run began with; None: there is no KL term."""
+    returns: Tensor | None = None
+    """[R, S] the critic's target where `valued`, as all that follows; None: there is no critic."""
+    value: Tensor | None = None
+    """[R, S] that the returns were computed with."""
+    valued: Tensor | None = None
+    """[R, S] bool: first tokens of turns, at which the state that the turn answers has its value."""
 
     @staticmethod
     def of_cloning(sequences: Sequence[TokenSequence]) -> TokenBatch:
@@ -218,6 +224,21 @@ class TokenBatch(Rows):
             mask[row, : len(sequence)] = torch.from_numpy(sequence.mask)
         nothing = torch.zeros(mask.shape)
         return TokenBatch(tuple(sequences), mask, nothing, nothing, nothing.long(), mask.any(1))
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenBatch]) -> TokenBatch:
+        """One after the other, as wide as the widest; what only some have (a critic's numbers) is 0 in the others."""
+        if len(parts) == 1:
+            return parts[0]
+        width, named = max(part.mask.shape[1] for part in parts), [part._named() for part in parts]
+
+        def whole(name: str, like: Tensor) -> Tensor:
+            found = [own.get(name, torch.zeros_like(own["mask"], dtype=like.dtype)) for own in named]
+            return torch.cat([value if value.dim() < 2 else nn.functional.pad(value, (0, width - value.shape[1])) for value in found])
+
+        every = {name: value for own in named for name, value in own.items()}
+        sequences = tuple(sequence for part in parts for sequence in part.sequences)
+        return cls(sequences, **{name: whole(name, value) for name, value in every.items()})
 
     @property
     def num_rows(self) -> int:
@@ -231,7 +252,8 @@ class TokenBatch(Rows):
 
     def filler(self) -> TokenBatch:
         first = self.chosen(torch.zeros(1, dtype=torch.int64))
-        return replace(first, mask=torch.zeros_like(first.mask))
+        nothing = torch.zeros_like(first.mask)
+        return replace(first, mask=nothing, valued=None if first.valued is None else nothing)
 
     def counted(self) -> TokenBatch:
         counted = self.mask.any(1)

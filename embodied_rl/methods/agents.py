@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode, TokenRow, agent_episodes, rows_of
@@ -78,10 +78,12 @@ class TokenLearner(PolicyLearner):
         return joined(parts)
 
     def update(self, prepared: PreparedTurns, *, iteration: int, steps: int) -> dict[str, float]:
-        num_turns = max(prepared.num_turns, 1)
+        num_turns, tokens = max(prepared.num_turns, 1), prepared.tokens
+        if iteration < self.config.algorithm.critic_warmup:
+            tokens = replace(tokens, advantage=torch.zeros_like(tokens.advantage))
         stats = self.learner.update(
-            prepared.tokens,
-            minibatch_rows=round(self.config.algorithm.minibatch_size * prepared.tokens.num_rows / num_turns),
+            tokens,
+            minibatch_rows=round(self.config.algorithm.minibatch_size * tokens.num_rows / num_turns),
             progress=min(steps / self.config.total_steps, 1.0),
             seed=[self.config.seed, iteration],
             kl_coef=self._kl.coefficient.value,
@@ -162,9 +164,13 @@ def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[E
         reference = learner.token_log_probs(tokens.sequences, of_reference=True)
     if learner.needs_present:
         present = tokens.behaviour_log_prob if trust_sampled else learner.token_log_probs(tokens.sequences)
+    # A conversation that was cut off has no prompt after its last answer, and with it no value: as without a critic, nothing follows.
     values = EpisodeValues(torch.zeros(turns.shape), torch.zeros(turns.shape[0]))
-    kl = of_turns(algorithm.kl.divergence(present, reference), rows, owner, turns.shape)
-    credit = algorithm.prepare(turns, values, kl)
+    if algorithm.composition.needs_critic:
+        of_states = learner.token_values(tokens.sequences) * _first_tokens(tokens.mask, tokens.chunk_id)
+        values = replace(values, value=of_turns(of_states, rows, owner, turns.shape))
+    divergence = algorithm.kl.divergence(present, reference)
+    credit = algorithm.prepare(turns, values, None if divergence is None else of_turns(divergence, rows, owner, turns.shape))
     learned = token_batch(rows, owner, credit)
     sampled = {"behaviour_log_prob": learned.behaviour_log_prob, "mask": learned.mask, "chunk_id": learned.chunk_id}
     advantage, figures = algorithm.corrected(learned.advantage, present, **sampled)
@@ -199,6 +205,11 @@ def token_batch(rows: Sequence[TokenRow], owner: Sequence[int], credit: Credit) 
     turns, sampled, episode = torch.from_numpy(turn), torch.from_numpy(mask), torch.tensor(owner)
     learned = sampled & credit.mask[episode[:, None], turns]
     advantage = credit.advantage[episode[:, None], turns]
+    critic = {}
+    if credit.returns is not None:
+        of_states = {"returns": credit.returns, "value": credit.value}
+        critic = {name: value[episode[:, None], turns] for name, value in of_states.items()}
+        critic["valued"] = _first_tokens(learned, turns)
     return TokenBatch(
         sequences=tuple(TokenSequence(row.token_ids, row.mask, row.images, row.structures) for row in rows),
         mask=learned,
@@ -206,13 +217,19 @@ def token_batch(rows: Sequence[TokenRow], owner: Sequence[int], credit: Credit) 
         behaviour_log_prob=torch.from_numpy(log_prob),
         chunk_id=turns,
         positive=credit.positive[episode],
+        **critic,
     )
 
 
-def of_turns(values: Tensor | None, rows: Sequence[TokenRow], owner: Sequence[int], shape: tuple[int, int]) -> Tensor | None:
+def _first_tokens(sampled: Tensor, turns: Tensor) -> Tensor:
+    """[R, S] bool: the first of each turn's sampled tokens, which stand together."""
+    first = sampled.clone()
+    first[:, 1:] &= ~sampled[:, :-1] | (turns[:, 1:] != turns[:, :-1])
+    return first
+
+
+def of_turns(values: Tensor, rows: Sequence[TokenRow], owner: Sequence[int], shape: tuple[int, int]) -> Tensor:
     """[R, S] of tokens → [B, T] sums over the sampled tokens of each turn."""
-    if values is None:
-        return None
     total = torch.zeros(shape, dtype=values.dtype)
     for number, (row, episode) in enumerate(zip(rows, owner, strict=True)):
         sampled = torch.from_numpy(np.flatnonzero(row.mask))
@@ -224,29 +241,7 @@ def joined(parts: Sequence[PreparedTurns]) -> PreparedTurns:
     """Rows behind one another, as wide as the widest."""
     if len(parts) == 1:
         return parts[0]
-    width = max(part.tokens.mask.shape[1] for part in parts)
-    tokens = TokenBatch(
-        sequences=tuple(sequence for part in parts for sequence in part.tokens.sequences),
-        mask=_stacked((part.tokens.mask for part in parts), width),
-        advantage=_stacked((part.tokens.advantage for part in parts), width),
-        behaviour_log_prob=_stacked((part.tokens.behaviour_log_prob for part in parts), width),
-        chunk_id=_stacked((part.tokens.chunk_id for part in parts), width),
-        positive=torch.cat([part.tokens.positive for part in parts]),
-        present=_stacked_or_none([part.tokens.present for part in parts], width),
-        reference=_stacked_or_none([part.tokens.reference for part in parts], width),
-    )
     metrics: dict[str, float] = {}
     for part in parts:
         metrics |= part.metrics
-    return PreparedTurns(tokens, sum(part.num_turns for part in parts), metrics)
-
-
-def _stacked_or_none(parts: Sequence[Tensor | None], width: int) -> Tensor | None:
-    found = [part for part in parts if part is not None]
-    assert len(found) in (0, len(parts)), "one learner says for all of them whether it needs these"
-    return _stacked(found, width) if found else None
-
-
-def _stacked(parts: Iterable[Tensor], width: int) -> Tensor:
-    """[R, S] each → [ΣR, width], zeros behind."""
-    return torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+    return PreparedTurns(TokenBatch.joined([part.tokens for part in parts]), sum(part.num_turns for part in parts), metrics)

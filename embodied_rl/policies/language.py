@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies import language_weights
-from embodied_rl.policies.base import TrainedModule
+from embodied_rl.policies.base import Role, TrainedModule
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.model_folder import (
     check_model_folder,
@@ -79,6 +79,10 @@ class LanguagePolicy(TrainedModule):
         if config.gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.layout: Layout = self._choose_layout()
+
+    @staticmethod
+    def role_of(name: str) -> Role:
+        return "value" if name.startswith("value_head") else "backbone"
 
     def describe(self) -> dict[str, Any]:
         """See `TrainedModule.describe`. Whether a model keeps packed sequences apart was tried with the real weights."""

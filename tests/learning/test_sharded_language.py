@@ -58,7 +58,7 @@ def make_policy(folder: Path, **options: Any) -> LanguagePolicy:
     return policy
 
 
-def make_batch() -> TokenBatch:
+def make_batch(*, valued: bool = False) -> TokenBatch:
     sequences = random_sequences(3, LENGTHS)
     generator = torch.Generator().manual_seed(2)
     width = max(len(sequence) for sequence in sequences)
@@ -66,8 +66,9 @@ def make_batch() -> TokenBatch:
     for row, sequence in enumerate(sequences):
         mask[row, : len(sequence)] = torch.from_numpy(sequence.mask)
     mask[1, 5:8] = False  # sampled, and not learned from
-    numbers = torch.randn(2, *mask.shape, generator=generator) * mask
-    return TokenBatch(tuple(sequences), mask, numbers[0], -2.0 + 0.3 * numbers[1], mask.long(), mask.any(1))
+    numbers = torch.randn(4, *mask.shape, generator=generator) * mask
+    critic = {"returns": numbers[2], "value": numbers[3], "valued": mask & torch.cat([~mask[:, :1], ~mask[:, :-1]], dim=1)}
+    return TokenBatch(tuple(sequences), mask, numbers[0], -2.0 + 0.3 * numbers[1], mask.long(), mask.any(1), **(critic if valued else {}))
 
 
 def token_learner(policy: LanguagePolicy, sharding: ShardingConfig | None = None) -> Learner:
@@ -86,6 +87,7 @@ def learn(learner: Learner, batch: TokenBatch, step: int) -> dict[str, float]:
         pytest.param({}, id="whole", marks=pytest.mark.slow),
         pytest.param({"lora_rank": 2, "lora_targets": ("q_proj", "down_proj")}, id="lora"),
         pytest.param({"layout": "right"}, id="padded", marks=pytest.mark.slow),
+        pytest.param({"value_head": "mlp"}, id="critic", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_train_as_one_process(folder: Path, options: dict[str, Any], tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_two_ranks_train_as_one_process(folder: Path, options: dict[str, Any], t
     plain, learner = token_learner(alone), token_learner(together, ShardingConfig(num_shards=2))
     ranks = learner.ranks
     assert ranks is not None
-    batch = make_batch()
+    batch = make_batch(valued="value_head" in options)
     try:
         for each in (plain, learner):
             each.keep_reference()
@@ -105,6 +107,7 @@ def test_two_ranks_train_as_one_process(folder: Path, options: dict[str, Any], t
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
         for step in range(2):
             wanted, found = learn(plain, batch, step), learn(learner, batch, step)
+            assert ("value_loss" in wanted) == ("value_head" in options)
             assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6)
             ranks.write_back()
             for name, parameter in alone.named_parameters():
@@ -145,7 +148,7 @@ def test_rows_are_divided_by_tokens_and_every_part_has_as_many_forwards(folder: 
 
 
 def test_a_batch_comes_out_of_its_parcel_as_it_was() -> None:
-    batch = make_batch()
+    batch = make_batch(valued=True)
     batch = dataclasses.replace(batch, present=batch.advantage + 1, reference=batch.advantage - 1)
     pictures = tuple(np.random.default_rng(place).integers(0, 256, (4 + place, 3, 3), dtype=np.uint8) for place in range(12))
     kept = ((2, 4, '{"type": "structural_tag"}', (2, 7)), (5, 6, "{}", ()))
@@ -156,11 +159,12 @@ def test_a_batch_comes_out_of_its_parcel_as_it_was() -> None:
         np.testing.assert_array_equal(found.sequences[place].token_ids, batch.sequences[row].token_ids)
         np.testing.assert_array_equal(found.sequences[place].mask, batch.sequences[row].mask)
         assert len(found.sequences[place].images) == len(batch.sequences[row].images)
-        for name in ("advantage", "behaviour_log_prob", "chunk_id", "positive", "present", "reference"):
+        for name in ("advantage", "behaviour_log_prob", "chunk_id", "positive", "present", "reference", "returns", "value", "valued"):
             assert torch.equal(getattr(found, name)[place], getattr(batch, name)[row]), name
     assert all(np.array_equal(one, other) for one, other in zip(found.sequences[0].images, pictures, strict=True))
     assert [sequence.structures for sequence in found.sequences] == [kept, (), ()]
     assert torch.equal(found.mask, batch.mask[[4, 1, 0]])
     filler = TokenBatch.of_tensors(batch.filler().tensors())
     assert filler.num_rows == 1
-    assert not filler.mask.any()
+    assert filler.valued is not None
+    assert not (filler.mask | filler.valued).any()

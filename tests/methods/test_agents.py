@@ -28,6 +28,7 @@ from embodied_rl.methods.agents import of_turns, prepare_turns, token_batch, tok
 from embodied_rl.train import train
 from embodied_rl.types import EpisodeGroup
 from tests.agents.samples import make_episode, make_group, make_turn, tiny_policy
+from tests.roles.runs import assert_same_run
 
 # ---- credit ---------------------------------------------------------------------------------------------------------
 
@@ -126,6 +127,37 @@ def test_a_divergence_in_the_reward_is_the_sum_of_the_tokens_estimates(tmp_path:
     assert found.metrics["kl"] == pytest.approx(float(penalty.mean()) / 0.1, rel=1e-5)
 
 
+def test_a_critic_values_what_each_turn_answers_at_the_turns_first_token(tmp_path: Path) -> None:
+    """By hand: with λ = 1 an advantage is the discounted return less the value, and the critic's target the return."""
+    policy = tiny_policy(tmp_path, value_head="linear")
+    assert policy.value_head is not None
+    with torch.no_grad():
+        for parameter in policy.value_head.parameters():
+            parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    config = AlgorithmConfig(groups=GroupsConfig(), advantage="gae", gamma=0.5, gae_lambda=1.0, normalize_advantage="none")
+    learner = make_learner(TokenObjective(policy, config), policy, config, HybridConfig(device="cpu", num_threads=1))
+    conversation = make_episode([make_turn("a", [4, 5], [6, 7], 0.0), make_turn("b", [4, 5, 6, 7, 8], [9, 2], 1.0)], seed=5)
+    group = make_group(0, [conversation, episode(0.25, seed=5)])
+    tokens = prepare_turns(EpisodeMethod(config), learner, [group], trust_sampled=True).tokens
+    assert tokens.returns is not None
+    assert tokens.value is not None
+    assert tokens.valued is not None
+    # A conversation of two turns in one row, sampled at 2 and 3, and 5 and 6; the other episode's only turn at 4 and 5.
+    assert [row.nonzero().squeeze(1).tolist() for row in tokens.valued] == [[2, 5], [4]]
+    with torch.no_grad():
+        hidden = [
+            policy.model(torch.from_numpy(s.token_ids)[None], output_hidden_states=True).hidden_states[-1][0] for s in tokens.sequences
+        ]
+        states = torch.stack([hidden[0][1], hidden[0][4], hidden[1][3]])  # that predict these tokens
+        value = policy.value_head(states).squeeze(1)
+    assert len(set(value.tolist())) == 3
+    torch.testing.assert_close(tokens.value[tokens.valued], value, rtol=1e-4, atol=1e-5)
+    returns = torch.tensor([0.5, 1.0, 0.25])
+    torch.testing.assert_close(tokens.returns[tokens.valued], returns, rtol=1e-5, atol=1e-6)
+    advantage = returns - tokens.value[tokens.valued]
+    torch.testing.assert_close(tokens.advantage[tokens.mask], advantage.repeat_interleave(2), rtol=1e-5, atol=1e-6)
+
+
 def test_greedy_baselines_are_compared_with_and_not_learned_from() -> None:
     turns = [make_turn("a", [4], [5, 6], 1.0)]
     groups = [make_group(0, [make_episode(turns, greedy=True), make_episode([make_turn("a", [4], [5, 6], 0.25)])])]
@@ -140,12 +172,10 @@ def test_log_probs_of_tokens_add_up_to_those_of_turns() -> None:
     width = max(len(row.token_ids) for row in rows)
     log_prob = torch.arange(len(rows) * width, dtype=torch.float32).reshape(len(rows), width)
     found = of_turns(log_prob, rows, owner, turn_batch(GROUPS).shape)
-    assert found is not None
     # Every row is a turn of this sample: its sampled tokens stand at 4 and 5.
     places = [(number, turn) for number, e in enumerate(episodes) for turn in range(len(e.turns))]
     for row, (number, turn) in enumerate(places):
         assert float(found[number, turn]) == float(log_prob[row, 4] + log_prob[row, 5])
-    assert of_turns(None, rows, owner, (6, 4)) is None
     assert len(rows_of(episodes[0].turns)) == 3
 
 
@@ -174,6 +204,27 @@ def same_tensors(one: Path, other: Path) -> bool:
     return all(torch.equal(a.policy[name], b.policy[name]) for name in a.policy) and all(
         torch.equal(a.learner[name], b.learner[name]) for name in a.learner
     )
+
+
+CRITIC = ("algorithm.advantage=gae", "policy.value_head=mlp", "algorithm.value_learning_rate=0.05")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(("algorithm.warm_start.player=embodied_rl.sim.text.frozenlake:player",), id="warm start"),
+        pytest.param(("algorithm.warm_start=null", "policy.lora_rank=2", "algorithm.kl.coef=0.1"), id="LoRA and a divergence"),
+    ],
+)
+def test_a_critic_learns_beside_the_model(tmp_path: Path, task: tuple[str, ...]) -> None:
+    run_dir = run(tmp_path / "run", *CRITIC, *task, "total_steps=600")
+    rows = [row for row in logged(run_dir) if "train/loss" in row]
+    assert len(rows) >= 4
+    assert {"train/value_loss", "train/explained_variance"} <= rows[0].keys()
+    assert rows[-1]["train/value_loss"] < 0.8 * rows[0]["train/value_loss"]
+    policy = load_checkpoint(run_dir).policy
+    assert policy["value_head.2.weight"].abs().max() > 0, "it is zero at first"
+    assert_same_run(run_dir, run(tmp_path / "apart", *CRITIC, *task, "total_steps=600", "hybrid=disaggregated"))
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> None:

@@ -45,6 +45,20 @@ def test_everything_of_several_domains_is_moved_out_and_back(tmp_path: Path) -> 
     assert all((before.policy[name] == after.policy[name]).all() for name in before.policy)
 
 
+def test_a_language_policy_has_a_critic_for_the_domains_that_want_one(tmp_path: Path) -> None:
+    """One domain's turns are valued, the other's episodes compared; one update learns from both, here and elsewhere, and goes on."""
+    task = [*COMMON, *DOMAINS[:2], "domains.lake.algorithm.advantage=gae", "policy.value_head=linear", "total_steps=240"]
+    task += ["algorithm.groups.groups_per_step=4", "checkpoint.every_steps=100", "checkpoint.keep_last=9"]
+    whole = trained(tmp_path / "whole", *task)
+    rows = [row for row in curve(whole) if "train/loss" in row]
+    assert all(row["train/value_loss"] > 0 for row in rows)
+    middle = sorted((whole / "checkpoints").glob("step_*"))[0]
+    shutil.copytree(middle, tmp_path / "part" / "checkpoints" / middle.name)
+    shutil.copy(whole / "metrics.jsonl", tmp_path / "part")
+    apart = ["hybrid=disaggregated", "resume=auto"]
+    assert_same_run(whole, train(configured(tmp_path / "part", *task, *apart), overrides=apart))
+
+
 def test_each_domain_has_its_own_starts_inside_episodes_and_resumes_to_the_bit(tmp_path: Path) -> None:
     starts = "{share: 0.6, success_return: 15, sources: [success], chunk_steps: 4, min_episodes: 2}"
     task = [*TWO_POLES, f"algorithm.initialized={starts}", "domains.near.algorithm.initialized.share=0.3", "total_steps=2500"]
