@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from embodied_rl.bounds import bounds_of
+from embodied_rl.bounds import Port, bounds_of
 from embodied_rl.errors import NonFiniteError, UserError, brief, did_you_mean, shown
 from embodied_rl.progress import progress_bar, wrapped_lines
 
@@ -181,8 +181,13 @@ def _format_warning(message: Warning | str, category: type[Warning], filename: s
     return _format_elsewhere(message, category, filename, lineno, line)
 
 
-def serve_until_stopped(close: Callable[[], object], message: str) -> None:
-    """Print that a server is up, let its threads serve until Ctrl-C or SIGTERM, then `close` it."""
+def serve_until_stopped(close: Callable[[], object], message: str, new_token: str | None, for_what: str) -> None:
+    """Print that a server is up, and its token where it was made just now (`for_what` says who needs it); let its threads serve until
+    Ctrl-C or SIGTERM, then `close` it."""
+    if new_token is not None:
+        from embodied_rl.serving.http_server import TOKEN_VARIABLE
+
+        print(f"{for_what}:\nexport {TOKEN_VARIABLE}={new_token}")
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     print(f"{message}  (Ctrl-C ends it)", flush=True)
@@ -271,6 +276,16 @@ class Argument:
     def plain(self) -> Any:
         """int, float, str or bool."""
         return bounds_of(self.kind)[0]
+
+
+def server_arguments(port: int) -> tuple[Argument, ...]:
+    """What every server is given; `port` by default."""
+    told = "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed"
+    return (
+        Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
+        Argument("port", Port, "0 takes a free one", port),
+        Argument("token", str, told, None, ("none",)),
+    )
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.bounds import Port, Seconds, Seed, Slots, Tokens
-from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, serve_until_stopped
+from embodied_rl.bounds import Seconds, Seed, Slots, Tokens
+from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, serve_until_stopped, server_arguments
 from embodied_rl.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -21,11 +21,7 @@ COMMAND = Command(
         Argument("name", str, "what clients call the model; default: the folder's name", None),
         Argument("adapter", str, "folder of a LoRA adapter", None),
         Argument("device", str, "cpu, cuda, cuda:1, …", "cpu"),
-        Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
-        Argument("port", Port, "0 takes a free one", 8710),
-        Argument(
-            "token", str, "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed", None, ("none",)
-        ),
+        *server_arguments(8710),
         Argument("output", WrittenFolder, "folder for ended sessions, one JSON file each", "captured"),
         Argument("max_new_tokens", Tokens, "of one answer, whatever a client asks for", 1024),
         Argument("max_batch", Slots, "answers that are sampled side by side", 64),
@@ -45,11 +41,8 @@ def main(argv: Sequence[str]) -> None:
     values, _ = COMMAND.parse(argv)
     with progress_bar(f"loading {values['model']} to serve it on port {values['port']}"):
         proxy, token = start(values)
-    if token is not None:
-        from embodied_rl.serving.agents.app import TOKEN_VARIABLE
-
-        print(f"Sessions are opened with this token:\nexport {TOKEN_VARIABLE}={token}")
-    serve_until_stopped(proxy.close, f"Serving at {proxy.base_url}; ended sessions go to {values['output']}")
+    message = f"Serving at {proxy.base_url}; ended sessions go to {values['output']}"
+    serve_until_stopped(proxy.close, message, token, "Sessions are opened with this token")
 
 
 def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
@@ -57,11 +50,11 @@ def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
     from embodied_rl.config.policy import LanguageConfig
     from embodied_rl.generation.torch_tokens import TorchTokens
     from embodied_rl.policies.language import build_language_policy
-    from embodied_rl.serving.agents.app import TOKEN_VARIABLE, AgentProxy, ProxyOptions
+    from embodied_rl.serving.agents.app import AgentProxy, ProxyOptions
     from embodied_rl.serving.agents.sessions import SessionLimits
     from embodied_rl.serving.http_server import token_to_ask_for
 
-    token, is_new = token_to_ask_for(TOKEN_VARIABLE, values["token"], values["host"])  # before a model is loaded for nothing
+    token, is_new = token_to_ask_for(values["token"], values["host"])  # before a model is loaded for nothing
     policy = build_language_policy(LanguageConfig(model=values["model"], adapter=values["adapter"]), values["device"])
     model = policy.generation_model()
     backend = TorchTokens(model, max_batch=values["max_batch"], seed=values["seed"], tokenizer=policy.tokenizer)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from embodied_rl.bounds import Megabytes, Port, Processes, Seconds
-from embodied_rl.commands.cli import Argument, Command, as_command, serve_until_stopped
+from embodied_rl.bounds import Megabytes, Processes, Seconds
+from embodied_rl.commands.cli import Argument, Command, as_command, serve_until_stopped, server_arguments
 from embodied_rl.progress import progress_bar
-from embodied_rl.serving.environments.app import TOKEN_VARIABLE, EnvironmentService
+from embodied_rl.serving.environments.app import EnvironmentService
 from embodied_rl.serving.environments.hub import ServiceLimits, offered_simulators
 from embodied_rl.serving.http_server import ServerLimits
 
@@ -16,11 +16,7 @@ COMMAND = Command(
     name="serve_envs",
     summary="Offer registered simulators over HTTP: make, reset, step, snapshot, restore, render and close, one by one or in batches.",
     arguments=(
-        Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
-        Argument("port", Port, "0 takes a free one", 8700),
-        Argument(
-            "token", str, "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed", None, ("none",)
-        ),
+        *server_arguments(8700),
         Argument("sims", str, "what to offer, separated by commas; all: every simulator whose arguments name no code", "all"),
         Argument("max_environments", Processes, "environments at a time", 64),
         Argument("memory_mb", Megabytes, "resident memory of one environment's process, beyond which it is ended", 4096.0),
@@ -44,9 +40,8 @@ def main(argv: Sequence[str]) -> None:
     values, _ = COMMAND.parse(argv)
     with progress_bar(f"starting the service of sims={values['sims']} on port {values['port']}"):
         service, token = start(values)
-    if token is not None:
-        print(f"Clients need this token:\nexport {TOKEN_VARIABLE}={token}")
-    serve_until_stopped(service.close, f"Serving {len(service.hub.names)} simulators at {service.url}")
+    message = f"Serving {len(service.hub.names)} simulators at {service.url}"
+    serve_until_stopped(service.close, message, token, "Clients need this token")
 
 
 def start(values: dict[str, Any]) -> tuple[EnvironmentService, str | None]:

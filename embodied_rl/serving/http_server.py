@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
+TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
+"""Environment variable with a server's token, for the server and its clients."""
 DEEPEST = 64
 """Lists and objects inside each other in a body."""
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
@@ -322,32 +324,19 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def require_token_off_loopback(host: str, token: str | None, *, variable: str) -> None:
+def require_token_off_loopback(host: str, token: str | None) -> None:
     """Raises UserError when others than this machine could use a server that asks for no token."""
     if not is_loopback(host) and not token:
         raise UserError(
-            f"host={host} can be reached from other machines, and there is no token. Set the environment variable {variable} "
+            f"host={host} can be reached from other machines, and there is no token. Set the environment variable {TOKEN_VARIABLE} "
             "(clients send it as 'Authorization: Bearer …'), or listen on 127.0.0.1."
         )
 
 
-def token_from(variable: str) -> str | None:
-    """The token in an environment variable; None where it is not set. Raises UserError for one that is too short to be a secret."""
-    token = os.environ.get(variable)
-    return None if token is None else _long_enough(token, f"The environment variable {variable}")
-
-
-def _long_enough(token: str, where: str) -> str:
-    if len(token) < 8:
-        raise UserError(f"{where} holds {len(token)} characters; a token has at least 8.")
-    return token
-
-
-def token_to_ask_for(variable: str, asked: str | None, host: str) -> tuple[str | None, bool]:
-    """The token of a server: the one that is given, that of the environment variable, or on the loopback a new one.
+def token_to_ask_for(asked: str | None, host: str) -> tuple[str | None, bool]:
+    """The token of a server: the one that is given, that in `TOKEN_VARIABLE`, or on the loopback a new one.
 
     Args:
-        variable: the environment variable.
         asked: "none": no token, allowed only on the loopback. None: as above. Else the token itself.
         host: address that the server listens on.
 
@@ -361,11 +350,22 @@ def token_to_ask_for(variable: str, asked: str | None, host: str) -> tuple[str |
         raise UserError(f"token=none is only for a server on this machine, and host={host} can be reached from other machines.")
     if asked == "none":
         return None, False
-    token = _long_enough(asked, "token") if asked is not None else token_from(variable)
-    if token is not None:
-        return token, False
-    require_token_off_loopback(host, token, variable=variable)
-    return secrets.token_urlsafe(24), True
+    where = "token"
+    if asked is None:
+        asked, where = os.environ.get(TOKEN_VARIABLE), f"The environment variable {TOKEN_VARIABLE}"
+    if asked is None:
+        require_token_off_loopback(host, asked)
+        return secrets.token_urlsafe(24), True
+    if len(asked) < 8:
+        raise UserError(f"{where} holds {len(asked)} characters; a token has at least 8.")
+    return asked, False
+
+
+def only_known(body: Mapping[str, Any], names: Sequence[str], kind: str) -> None:
+    """Raises HttpProblem 400 of that kind for a key that is none of `names`."""
+    for key in body:
+        if key not in names:
+            raise HttpProblem(400, kind, f"'{key}' is not known.{did_you_mean(key, names)}", choices=names)
 
 
 def wrong_method(request: HttpRequest, allowed: Iterable[str]) -> HttpProblem:

@@ -148,19 +148,19 @@ def test_the_request_of_the_issue_runs_nothing(tmp_path: Path, monkeypatch: pyte
 
 
 def test_which_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOKEN_OF_A_TEST", raising=False)
-    first, second = (token_to_ask_for("TOKEN_OF_A_TEST", None, "127.0.0.1") for _ in range(2))
+    monkeypatch.delenv("EMBODIED_RL_TOKEN", raising=False)
+    first, second = (token_to_ask_for(None, "127.0.0.1") for _ in range(2))
     assert first[1]
     assert second[1]
     assert len({first[0], second[0]}) == 2
-    assert token_to_ask_for("TOKEN_OF_A_TEST", "none", "127.0.0.1") == (None, False)
+    assert token_to_ask_for("none", "127.0.0.1") == (None, False)
     with pytest.raises(UserError, match="token=none is only for a server on this machine"):
-        token_to_ask_for("TOKEN_OF_A_TEST", "none", "0.0.0.0")
+        token_to_ask_for("none", "0.0.0.0")
     with pytest.raises(UserError, match="there is no token"):
-        token_to_ask_for("TOKEN_OF_A_TEST", None, "0.0.0.0")
-    monkeypatch.setenv("TOKEN_OF_A_TEST", "correct horse")
-    assert token_to_ask_for("TOKEN_OF_A_TEST", None, "0.0.0.0") == ("correct horse", False)
-    assert token_to_ask_for("TOKEN_OF_A_TEST", "none", "127.0.0.1") == (None, False)
+        token_to_ask_for(None, "0.0.0.0")
+    monkeypatch.setenv("EMBODIED_RL_TOKEN", "correct horse")
+    assert token_to_ask_for(None, "0.0.0.0") == ("correct horse", False)
+    assert token_to_ask_for("none", "127.0.0.1") == (None, False)
     with pytest.raises(UserError, match="token"):
         serve_envs.COMMAND.parse(["token=secret"])
 

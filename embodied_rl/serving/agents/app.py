@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.serving.agents.chat import ChatRequest, StopTexts, plain_message
@@ -48,6 +48,7 @@ from embodied_rl.serving.http_server import (
     Routes,
     ServerLimits,
     is_loopback,
+    only_known,
     require_token,
     require_token_off_loopback,
     route,
@@ -69,9 +70,6 @@ _ERROR = {
 }
 _PROBLEM = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
 
-
-TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
-"""Environment variable with the token that opens, rewards and ends sessions."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FAILED = {"prompt_too_long": (400, "context_length_exceeded"), "rejected": (400, "invalid_request"), "rate_limited": (429, "rate_limited")}
@@ -124,7 +122,7 @@ class AgentProxy:
         Raises:
             UserError: the tokenizer has no chat template, others could reach the proxy and there is no token, or the address is taken.
         """
-        require_token_off_loopback(host, token, variable=TOKEN_VARIABLE)
+        require_token_off_loopback(host, token)
         tokenizer.chat_text([{"role": "user", "content": "Hello."}])  # a missing template raises now
         self._tokenizer, self._options, self._token = tokenizer, options, token
         self._tokenizer_lock = threading.Lock()
@@ -344,7 +342,7 @@ class AgentProxy:
     def _open(self, request: HttpRequest) -> Reply:
         require_token(request, self._token)
         self._end_idle()
-        _only(request.body, "id", "metadata")
+        only_known(request.body, ("id", "metadata"), "unknown_parameter")
         name, metadata = request.body.get("id"), request.body.get("metadata")
         if (name is not None and not (isinstance(name, str) and _NAME.fullmatch(name))) or not isinstance(metadata, dict | None):
             raise HttpProblem(400, "invalid_request", "'id' must be a name of letters, digits, '.', '_' and '-', 'metadata' an object.")
@@ -369,7 +367,7 @@ class AgentProxy:
     def _rewarded(self, action: str, request: HttpRequest, name: str) -> Reply:
         session = self._session(request, name)
         body = request.body
-        _only(body, "reward", "turn", "reward_id")
+        only_known(body, ("reward", "turn", "reward_id"), "unknown_parameter")
         reward = body.get("reward")
         said = reward is not None or action == "reward"  # a session may end without a word of how it went
         if said and (isinstance(reward, bool) or not isinstance(reward, int | float) or not np.isfinite(reward)):
@@ -536,13 +534,6 @@ class AgentProxy:
             self._finished.append(captured)
         else:
             captured.save(self._options.output)
-
-
-def _only(body: Mapping[str, Any], *names: str) -> None:
-    """Raises HttpProblem 400 for a key that is none of `names`."""
-    for key in body:
-        if key not in names:
-            raise HttpProblem(400, "unknown_parameter", f"'{key}' is not known.{did_you_mean(key, names)}", choices=names)
 
 
 @contextmanager

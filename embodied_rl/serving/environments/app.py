@@ -26,6 +26,7 @@ from embodied_rl.serving.http_server import (
     Route,
     Routes,
     ServerLimits,
+    only_known,
     require_token,
     route,
     token_to_ask_for,
@@ -53,10 +54,6 @@ CALLS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
 _PROBLEM = {"type": "object", "properties": {"error": TEXT, "kind": TEXT, "choices": TEXTS}, "required": ["error", "kind"]}
 
 
-TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
-"""Environment variable that holds the service's token, for the server and its clients."""
-
-
 class EnvironmentService:
     """An `HttpServer` in front of a `Hub`."""
 
@@ -78,7 +75,7 @@ class EnvironmentService:
         Raises:
             UserError: others could reach it and there is no token, or the address cannot be listened on.
         """
-        self.token, self.token_is_new = token_to_ask_for(TOKEN_VARIABLE, token, host)
+        self.token, self.token_is_new = token_to_ask_for(token, host)
         """What clients must send, and whether it was made here and must be shown to the user."""
         self.hub = Hub(simulators, limits or ServiceLimits())
         self._routes = Routes("embodied_rl environment service", self._table(), _PROBLEM)
@@ -161,7 +158,7 @@ class EnvironmentService:
 
     def _make(self, request: HttpRequest) -> Reply:
         body = request.body
-        _known(body, ("sim", "task", "kwargs", "count", "encoding", "request"))
+        only_known(body, ("sim", "task", "kwargs", "count", "encoding", "request"), "bad_request")
         sim, count = _field(body, "sim", str), _field(body, "count", int, 1)
         task, request_id = _field(body, "task", str, None), _field(body, "request", str, None)
         kwargs = _field(body, "kwargs", dict, {})
@@ -176,7 +173,7 @@ class EnvironmentService:
         return Reply({"environments": [environment.env_id for environment in made], "spec": made[0].spec}, 201)
 
     def _batch(self, request: HttpRequest) -> Reply:
-        _known(request.body, ("requests",))
+        only_known(request.body, ("requests",), "bad_request")
         items = _field(request.body, "requests", list)
         if not 1 <= len(items) <= self.hub.limits.max_batch:
             raise HttpProblem(400, "bad_request", f"A batch holds between 1 and {self.hub.limits.max_batch} requests, got {len(items)}.")
@@ -200,7 +197,7 @@ def _env_request(env_id: str, operation: str, body: Mapping[str, Any]) -> EnvReq
             400, "bad_request", f"operation '{operation}' is not a choice.{did_you_mean(operation, OPERATIONS)}", choices=OPERATIONS
         )
     _, fields, needed = CALLS[operation]
-    _known(body, ("number", *fields))
+    only_known(body, ("number", *fields), "bad_request")
     number = _field(body, "number", int, None)
     if number is not None and number < 0:
         raise HttpProblem(400, "bad_request", f"number must be >= 0, got {number}.")
@@ -233,9 +230,3 @@ def _field(body: Mapping[str, Any], name: str, kind: type, default: Any = _MISSI
 
 
 _NAMES = {str: "a text", int: "a whole number", dict: "an object", list: "a list"}
-
-
-def _known(body: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    for key in body:
-        if key not in names:
-            raise HttpProblem(400, "bad_request", f"'{key}' is not known.{did_you_mean(key, names)}", choices=names)
