@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import pytest
 
-from embodied_rl.config.compose import check_overrides
 from embodied_rl.distributed.processes import end_process, start_module
 from embodied_rl.sim.affinity import thread_variables
 
@@ -41,6 +41,13 @@ IMPORTED = {
         "embodied_rl.trainer",
         "hydra",
         "transformers.models.llama.modeling_llama",
+        "embodied_rl.learning.fused",
+        "embodied_rl.commands.evaluate",
+        "embodied_rl.commands.render",
+        "embodied_rl.reports.page",
+        "numba.cpython",
+        "numba.typed",
+        "rich.table",
         "tests.composing",
     ),
     "simulators": ("embodied_rl.sim.worker", "gymnasium"),
@@ -263,12 +270,23 @@ def _become(received: list[int], descriptors: Sequence[int], environment: Mappin
     sys.path[:0] = [folder, *(place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path)]
 
 
+def _use_once() -> None:
+    """What takes its time at first use and then stays: Hydra's grammar and plugins, and compiled recursions as a run calls them."""
+    from embodied_rl.algorithms.advantages import gae
+    from embodied_rl.config.compose import check_overrides
+
+    check_overrides("train", ["experiment=cartpole", "seed=1"])
+    step, flag = np.zeros((2, 1), np.float32), np.zeros((2, 1), bool)
+    ends = {"terminated": flag, "truncated": flag, "last_value": step[0], "final_value": step[0, :0]}
+    gae(reward=step, value=step, **ends, gamma=0.9, gae_lambda=0.9)
+
+
 def main(kind: str, descriptor: int) -> Callable[[], object]:
     """What is left to be done in this process: nothing in the server, when the tests are over; in a fork, its module."""
     for name in IMPORTED[kind]:
         importlib.import_module(name)
     if kind == "torch":
-        check_overrides("train", ["experiment=cartpole", "seed=1"])  # Hydra's grammar and plugins are read by the first use
+        _use_once()
     gc.freeze()
     asked = _serve(socket.socket(fileno=descriptor))
     if asked is None:
