@@ -26,6 +26,9 @@ from tests.vla.test_runs import EXPERT, GRPO, PPO, WARM
 from tests.vla.toys import QUIET, SIM, TINY
 
 
+pytestmark = pytest.mark.usefixtures("forked")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
