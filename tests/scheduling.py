@@ -20,6 +20,9 @@ ALONE_S = 20.0
 """A test of so many seconds waits for no other of its file. What its file's fixtures take is spent once more."""
 SHORT_S = 0.1
 """What a test takes that has no line."""
+_DRAWS = ("robots/test_configs", "robots/test_maniskill", "robots/test_maniskill_batch", "robots/test_maniskill_modes", "test_film")
+TOGETHER = {f"tests/sim/{name}.py": f"tests/sim/{_DRAWS[0]}.py" for name in _DRAWS}
+"""Files that one worker runs: SAPIEN's first picture takes 6.5 s of every process that draws."""
 
 
 @cache
@@ -30,16 +33,18 @@ def known_durations() -> dict[str, float]:
 
 
 def unit_of(nodeid: str) -> str:
-    """What one worker runs in one piece: the test's file, or the test itself where it is long."""
-    return nodeid if known_durations().get(nodeid, 0.0) >= ALONE_S else nodeid.split("::", 1)[0]
+    """What one worker runs in one piece: the test's file with those that go with it, or the test itself where it is long."""
+    file = nodeid.split("::", 1)[0]
+    return nodeid if known_durations().get(nodeid, 0.0) >= ALONE_S else TOGETHER.get(file, file)
 
 
 def longest_first(nodeids: list[str]) -> dict[str, float]:
     """Seconds of each unit of these tests, the longest first."""
-    durations = known_durations()
-    seconds = Counter({unit: durations.get(unit, 0.0) for unit in map(unit_of, nodeids) if "::" not in unit})
+    durations, seconds = known_durations(), Counter[str]()
     for nodeid in nodeids:
         seconds[unit_of(nodeid)] += durations.get(nodeid, SHORT_S)
+    for file in {nodeid.split("::", 1)[0] for nodeid in nodeids if "::" not in unit_of(nodeid)}:
+        seconds[TOGETHER.get(file, file)] += durations.get(file, 0.0)  # its fixtures
     return dict(seconds.most_common())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests import scheduling
@@ -16,3 +18,15 @@ def test_the_longest_begin_first_and_long_tests_wait_for_no_other_of_their_file(
     assert scheduling.longest_first(collected) == pytest.approx(expected)
     assert list(scheduling.longest_first(collected)) == list(expected)
     assert [scheduling.unit_of(nodeid) for nodeid in collected] == ["a.py::learns", "a.py", "b.py", "b.py", "c.py"]
+
+
+def test_files_that_pay_for_the_same_beginning_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "known_durations", lambda: {"a.py": 1.0, "a.py::one": 2.0, "b.py": 4.0, "b.py::long": 50.0})
+    monkeypatch.setattr(scheduling, "TOGETHER", {"b.py": "a.py"})
+    collected = ["a.py::one", "c.py::other", "b.py::two", "b.py::long"]
+    assert [scheduling.unit_of(nodeid) for nodeid in collected] == ["a.py", "c.py", "a.py", "b.py::long"]
+    assert scheduling.longest_first(collected) == pytest.approx({"b.py::long": 50.0, "a.py": 1.0 + 2.0 + 4.0 + 0.1, "c.py": 0.1})
+
+
+def test_files_that_go_together_are_there() -> None:
+    assert [file for file in scheduling.TOGETHER if not (Path(__file__).parents[1] / file).is_file()] == []

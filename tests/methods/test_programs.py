@@ -6,6 +6,7 @@ around programs, and run the same game without that package (`plain_agent`).
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("openai", reason="openai is not installed")
+if importlib.util.find_spec("openai") is None:
+    pytest.skip("openai is not installed", allow_module_level=True)
 
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.commands.replay import replay

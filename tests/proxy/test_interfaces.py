@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Iterator
@@ -12,11 +13,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-pytest.importorskip("anthropic", reason="anthropic is not installed")
-pytest.importorskip("openai", reason="openai is not installed")
-
-import anthropic
-import openai
+if not all(map(importlib.util.find_spec, ("anthropic", "openai"))):  # not imported yet: 1.5 s of every process that collects tests
+    pytest.skip("anthropic or openai is not installed", allow_module_level=True)
 
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.generation.tokens import ScriptedTokens
@@ -38,12 +36,16 @@ ADD = {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
 
 @contextmanager
 def claude(proxy: AgentProxy, key: str = "agent") -> Iterator[Any]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=proxy.base_url.removesuffix("/v1"), api_key=key, max_retries=0) as client:
         yield client
 
 
 @contextmanager
 def gpt(proxy: AgentProxy, key: str = "agent") -> Iterator[Any]:
+    import openai
+
     with openai.OpenAI(base_url=proxy.base_url, api_key=key, max_retries=0) as client:
         yield client
 
@@ -136,6 +138,8 @@ def test_a_message_grows_to_the_whole_one(tokenizer: ChatTokenizer, text: str) -
 
 
 def test_messages_are_refused_in_anthropics_form(tokenizer: ChatTokenizer) -> None:
+    import anthropic
+
     with serving(says(tokenizer, "x"), tokenizer) as proxy, claude(proxy) as client:
         picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
         for change, kind, part in (
@@ -222,6 +226,8 @@ def test_a_response_grows_to_the_whole_one(tokenizer: ChatTokenizer, text: str) 
 
 
 def test_responses_are_refused_in_openais_form(tokenizer: ChatTokenizer) -> None:
+    import openai
+
     with serving(says(tokenizer, "x"), tokenizer) as proxy, gpt(proxy) as client:
         for change, kind, part in (
             ({"model": "gpt"}, openai.NotFoundError, "'gpt' is not served here"),

@@ -25,7 +25,6 @@ from tests.vla.test_learning import CONFIG, GROUPED, chunk_batch, episode_learne
 from tests.vla.test_runs import EXPERT, GRPO, PPO, WARM
 from tests.vla.toys import QUIET, SIM, TINY
 
-
 pytestmark = pytest.mark.usefixtures("forked")
 
 
