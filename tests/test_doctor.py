@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from embodied_rl import probes
 from embodied_rl.commands import doctor
 from embodied_rl.commands.doctor import can_train, run_probe
-from embodied_rl.probes import machine
-from embodied_rl.probes.base import Check, Probe, Status
-from embodied_rl.probes.simulators import describe_picture
+from embodied_rl.probes import SIMULATORS, Check, NotHere, Probe, Status, describe_picture
 from tests.sim.fake_sysfs import FakeNode, build, single_threads, two_nodes
 
 
@@ -135,9 +134,6 @@ def test_simulators_in_words_are_played(report: dict[str, dict[str, object]]) ->
 
 def test_games_that_are_not_here_are_fetched_by_their_own_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With its package there, what is missing is not the package."""
-    from embodied_rl.probes.base import NotHere
-    from embodied_rl.probes.simulators import SIMULATORS
-
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path))
     (alfworld,) = (probe for probe in SIMULATORS if probe.name == "ALFWorld")
     with pytest.raises(NotHere, match="no games of split") as caught:
@@ -207,11 +203,11 @@ def test_absent_package_is_missing_and_nothing_is_started(monkeypatch: pytest.Mo
 
 
 def test_folder_that_cannot_be_written_stops_training(tmp_path: Path) -> None:
-    check = machine.writable(tmp_path / "absent")
+    check = probes.writable(tmp_path / "absent")
     assert check.status == "failed"
     assert "run_dir=" in check.fix
     assert not can_train([check])
-    assert can_train([machine.writable(tmp_path)])
+    assert can_train([probes.writable(tmp_path)])
 
 
 def test_alternatives_need_no_mending_once_one_works() -> None:
@@ -238,7 +234,7 @@ def test_picture_check_rejects_black_and_uniform_pictures() -> None:
 
 
 def placement_rows(root: Path, num_workers: int) -> dict[str, str]:
-    return {check.name: check.detail for check in machine.placement_checks(root, num_workers)}
+    return {check.name: check.detail for check in probes.placement_checks(root, num_workers)}
 
 
 def test_placement_says_where_each_worker_would_go(tmp_path: Path) -> None:
@@ -264,17 +260,17 @@ def test_placement_of_a_laptop_and_of_what_tells_nothing(tmp_path: Path) -> None
     assert rows["none: workers"] == "3, not pinned: the kernel places them"
     assert rows["spread: node 0"] == "worker 0 on 0, 1 on 1, 2 on 0; memory of node 0"
     assert rows["spread: shared"].startswith("2 of 3 workers share")
-    (check,) = machine.placement_checks(tmp_path / "absent")
+    (check,) = probes.placement_checks(tmp_path / "absent")
     assert (check.status, check.fix) == ("failed", "sim.placement=none")
     assert can_train([check])
 
 
 def test_container_limits_are_read(tmp_path: Path) -> None:
-    assert "container" not in machine.memory(tmp_path)
+    assert "container" not in probes.memory(tmp_path)
     (tmp_path / "memory.max").write_text(str(2**28))
-    assert machine.memory(tmp_path).endswith("this container may use 0.2")
+    assert probes.memory(tmp_path).endswith("this container may use 0.2")
     (tmp_path / "memory.max").write_text("max")
-    assert "container" not in machine.memory(tmp_path)
+    assert "container" not in probes.memory(tmp_path)
 
 
 def test_report_ends_with_the_verdict() -> None:

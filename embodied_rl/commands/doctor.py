@@ -19,9 +19,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 from embodied_rl.commands.cli import Argument, Command, print_tables
-from embodied_rl.probes.base import Check, NotHere, Probe, Status, installed_version
-from embodied_rl.probes.machine import TRAINING, package_checks, placement_checks, system_checks
-from embodied_rl.probes.simulators import DRAWING, SIMULATORS
+from embodied_rl.probes import (
+    DRAWING,
+    SIMULATORS,
+    TRAINING,
+    Check,
+    NotHere,
+    Probe,
+    Status,
+    installed_version,
+    package_checks,
+    placement_checks,
+    system_checks,
+)
 from embodied_rl.progress import progress_bar
 
 PROBE_TIMEOUT_S = 120.0

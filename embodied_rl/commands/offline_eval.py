@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from embodied_rl.evaluation.offline_study import OfflineSettings, OfflineStudy
-    from embodied_rl.evaluation.offline_tables import Shown
+    from embodied_rl.reports.offline import Shown
 
 DOCUMENT_FILE, REPORT_FILE = "offline_eval.json", "offline_eval.html"
 
@@ -182,7 +182,7 @@ def _study(recording: Recording, checkpoints: Sequence[tuple[str, Checkpoint]], 
 
 
 def _show(study: OfflineStudy) -> None:
-    from embodied_rl.evaluation.offline_tables import by_dimension, estimates, open_loop, ranking
+    from embodied_rl.reports.offline import by_dimension, estimates, open_loop, ranking
 
     if len(study.policies) > 1 and study.ranked_by is not None:
         print_tables(_table(ranking(study)))

@@ -16,7 +16,7 @@ import torch
 from embodied_rl.algorithms.fitted_q import FittedQ, FittedQConfig, RecordedSteps, fit_q
 from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.episodes import assessment
-from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, discounts, effective_sample_size, log_weights, stack
+from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, effective_sample_size, log_weights, stack
 from embodied_rl.episodes.recording import Recording
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.evaluation.offline_policy import (
@@ -375,14 +375,8 @@ def _reachable(episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> 
     """(lowest, highest) value that rewards like the recorded ones can add up to."""
     given = settings.given
     rewards = np.concatenate([episode.reward for episode in episodes])
-    low, high = given.reward_range or (float(rewards.min()), float(rewards.max()))
-    if settings.truncation == "end" and given.horizon is not None:
-        total = float(discounts(given.horizon, given.gamma).sum())
-    elif given.gamma < 1:
-        total = 1 / (1 - given.gamma)
-    else:
-        return None
-    return min(low, 0.0) * total, max(high, 0.0) * total
+    observed = given.reward_range or (float(rewards.min()), float(rewards.max()))
+    return replace(given, reward_range=observed, horizon=given.horizon if settings.truncation == "end" else None).return_range()
 
 
 def _fit_notes(fitted: FittedQ, episodes: Sequence[PlayedEpisode]) -> tuple[str, ...]:

