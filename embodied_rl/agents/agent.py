@@ -344,7 +344,12 @@ class ImageInputs:
         if self.placeholder.strip() in text:
             raise UserError(f"An observation's text holds '{self.placeholder.strip()}', which stands for a picture to this model.")
         seen.extend(np.array(observation[key][row], np.uint8) for key in self.keys)
-        return self.placeholder * len(self.keys) + text
+        return self.placeholders + text
+
+    @property
+    def placeholders(self) -> str:
+        """What stands for the pictures of an observation, before its text."""
+        return self.placeholder * len(self.keys)
 
     def show(self, prompt: Prompt, seen: Sequence[np.ndarray], limit: int) -> Prompt | PromptTooLong:
         """The prompt with its pictures, whose tokens count against `limit` too."""
@@ -391,6 +396,16 @@ class Agent:
     def look(self, observation: Mapping[str, Any], row: int, seen: list[np.ndarray]) -> str:
         """What a row of observations says; its pictures, where the agent sees any, are appended to those of the episode."""
         return str(observation["text"][row]) if self.image_inputs is None else self.image_inputs.look(observation, row, seen)
+
+    @property
+    def picture_keys(self) -> tuple[str, ...]:
+        """Parts of an observation that it sees."""
+        return () if self.image_inputs is None else self.image_inputs.keys
+
+    @property
+    def placeholders(self) -> str:
+        """See `ImageInputs.placeholders`; empty of an agent that sees nothing."""
+        return "" if self.image_inputs is None else self.image_inputs.placeholders
 
     def show(self, prompt: Prompt | PromptTooLong, seen: Sequence[np.ndarray]) -> Prompt | PromptTooLong:
         """A prompt with the pictures that it shows, of those of the episode."""

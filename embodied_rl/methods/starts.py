@@ -145,10 +145,11 @@ def _record_starts(stream: Stream) -> None:
 
 def _record_with(stream: Stream, starts: StartLibrary, manager: Simulators, make_expert: Callable[[], Expert]) -> None:
     options, seed = stream.config.algorithm.initialized, stream.config.seed
+    keys = () if stream.agent is None else stream.agent.picture_keys
     wanted, first = options.expert_episodes, 0
     while wanted and first < _EXPERT_TRIES * options.expert_episodes:
         seeds = [group_seed(seed, "expert", number) for number in range(first, first + wanted)]
-        recorded, played = record_expert(manager, make_expert, seeds, every=options.chunk_steps)
+        recorded, played = record_expert(manager, make_expert, seeds, every=options.chunk_steps, picture_keys=keys)
         good = [source for source in recorded if starts.is_success(source.success, source.episode_return)]
         starts.add(good, num_messages=played)
         wanted, first = wanted - len(good), first + len(seeds)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections import Counter
@@ -136,11 +137,6 @@ class AgentCollector(SlotPump[_Playing]):
             temperature: in place of the agent's.
         """
         super().__init__(manager, queue, seed=seed, min_ready=min_ready, starts=starts)
-        if starts is not None and agent.image_inputs is not None:
-            raise UserError(
-                "algorithm.initialized goes on with a conversation whose earlier pictures are kept nowhere: set policy.model to one that "
-                "reads text, or algorithm.initialized.share=0."
-            )
         self.agent, self.backend = agent, backend
         self._trained, self._temperature = trained, temperature
         self._requests: dict[int, int] = {}  # {request: slot}
@@ -209,19 +205,21 @@ class AgentCollector(SlotPump[_Playing]):
         taken_up = self._restored(restored)
         for slot, seen in taken_up.items():
             playing = self._playing[slot]
-            self._repeat(playing.conversation, playing.start)
+            self._repeat(playing)
             self._look(playing, {key: stacked([value]) for key, value in seen.items()}, 0)
         self._ask(sorted(taken_up), lambda playing: playing.conversation.prompt(playing.observation))
         self._begin(begun)
 
-    def _repeat(self, conversation: Conversation, start: Start | None) -> None:
-        """Have a conversation go as the one that a start lies in, up to there."""
+    def _repeat(self, playing: _Playing) -> None:
+        """Have an episode's conversation go as the one that its start lies in, up to there."""
+        start, conversation = playing.start, playing.conversation
         assert self._starts is not None, "it gave the start"
         assert start is not None, "it was taken up"
         source = self._starts.source_of(start)
+        playing.images.extend(itertools.chain.from_iterable(source.pictures[: start.step]))
         for (shown, sampled), action in zip(source.said[: start.step], source.actions, strict=False):
             token_ids = np.asarray(self.agent.answer_ids(action) if sampled is None else sampled, np.int64)
-            conversation.prompt(shown)
+            conversation.prompt(self.agent.placeholders + shown)
             conversation.answered(token_ids, self.agent.tokenizer.decode(token_ids), action)
 
     def _look(self, playing: _Playing, observation: Observation, row: int) -> None:
@@ -270,9 +268,13 @@ class AgentCollector(SlotPump[_Playing]):
         """The queue has an episode, which others may start in."""
         if self._starts is not None:
             turns = playing.turns[: playing.success_at]
-            given, said = [turn.parsed.text for turn in turns], [(turn.observation, turn.token_ids) for turn in turns]
+            given, marks = [turn.parsed.text for turn in turns], self.agent.placeholders
+            said = [(turn.observation.removeprefix(marks), turn.token_ids) for turn in turns]
             seen = {at: {"text": text} for at, (text, _) in enumerate(said)}
-            self._starts.played(playing.assignment, playing.start, summary, given=given, seen=seen, said=said)
+            count, before = len(self.agent.picture_keys), 0 if playing.start is None else playing.start.step
+            places = [count * (before + turn) for turn in range(len(turns))]
+            pictures = [tuple(playing.images[place : place + count]) for place in places]
+            self._starts.played(playing.assignment, playing.start, summary, given=given, seen=seen, said=said, pictures=pictures)
 
     # ---- the simulators' side ---------------------------------------------------------------------------------------
 

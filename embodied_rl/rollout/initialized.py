@@ -56,6 +56,8 @@ class SourceEpisode:
     said: tuple[tuple[str, np.ndarray | None], ...] = ()
     """[T] of a language agent, what it was shown before each message and the tokens of its answer, which a conversation is made of; None: a
     scripted player's, which the message says."""
+    pictures: tuple[tuple[np.ndarray, ...], ...] = field(default=(), repr=False)
+    """[T] of a language agent that sees, the pictures that it was shown with each of them."""
 
     @property
     def num_messages(self) -> int:
@@ -95,7 +97,7 @@ class SourceEpisode:
 
 
 def record_expert(
-    manager: Simulators, make_expert: Callable[[], Expert], seeds: Sequence[int], *, every: int
+    manager: Simulators, make_expert: Callable[[], Expert], seeds: Sequence[int], *, every: int, picture_keys: Sequence[str] = ()
 ) -> tuple[list[SourceEpisode], int]:
     """Let an expert play each of these seeds, in as many slots as there are, and record it.
 
@@ -103,6 +105,7 @@ def record_expert(
         manager: made with ``autoreset=False``; what its slots were doing is lost.
         make_expert: called once an episode, so that an expert may remember; `shown_expert` where the simulator's own process has one.
         every: messages between recorded states, where the simulator has such.
+        picture_keys: parts of an observation that a language agent sees.
 
     Returns:
         The episodes, whether they succeeded or not, in the order of seeds (one that its simulator gave up is missing), and the number
@@ -113,7 +116,8 @@ def record_expert(
     keeps_states = manager.spec.snapshots in ("exact", "approximate")
     for first in range(0, len(seeds), manager.num_slots):
         chosen = list(seeds[first : first + manager.num_slots])
-        recorders = [_Recorder(make_expert(), seed, manager.spec.action, chunks=manager.chunk_size > 1) for seed in chosen]
+        chunks = manager.chunk_size > 1
+        recorders = [_Recorder(make_expert(), seed, manager.spec.action, picture_keys, chunks=chunks) for seed in chosen]
         slots = list(range(len(chosen)))
         manager.begin(slots, chosen)
         observations = _rows(manager.recv(slots))
@@ -140,11 +144,13 @@ def shown_expert() -> Expert:
 class _Recorder:
     """One episode of an expert."""
 
-    def __init__(self, expert: Expert, seed: int, action: ActionSpec, *, chunks: bool) -> None:
+    def __init__(self, expert: Expert, seed: int, action: ActionSpec, picture_keys: Sequence[str], *, chunks: bool) -> None:
         """`chunks`: the manager's messages are chunks, of which the expert's have one step."""
+        self._picture_keys = picture_keys
         self._expert, self._seed, self._action, self._chunks = expert, seed, action, chunks
         self.actions: list[Any] = []
         self.said: list[tuple[str, np.ndarray | None]] = []
+        self.pictures: list[tuple[np.ndarray, ...]] = []
         self.states: dict[int, Mapping[str, Any]] = {}
         self.source: SourceEpisode | None = None
         self._success_at: int | None = None
@@ -153,6 +159,7 @@ class _Recorder:
         action = self._expert(observation)
         if self._action.kind == "text":
             self.said.append((str(observation["text"]), None))
+            self.pictures.append(tuple(np.array(observation[key], np.uint8) for key in self._picture_keys))
         else:
             action = np.atleast_1d(np.asarray(action, self._action.dtype))
         self.actions.append(action[None] if self._chunks else action)
@@ -171,9 +178,17 @@ class _Recorder:
         summary = next((episode for episode in batch.episodes if episode.slot == int(batch.slots[row])), None)
         if summary is None:
             return False
-        actions = tuple(self.actions[: self._success_at])
-        said = tuple(self.said[: self._success_at])
-        self.source = SourceEpisode("expert", self._seed, actions, summary.episode_return, summary.success_once, self.states, said=said)
+        until = slice(self._success_at)
+        self.source = SourceEpisode(
+            "expert",
+            self._seed,
+            tuple(self.actions[until]),
+            summary.episode_return,
+            summary.success_once,
+            self.states,
+            said=tuple(self.said[until]),
+            pictures=tuple(self.pictures[until]),
+        )
         return True
 
 
@@ -410,6 +425,7 @@ class StartLibrary:
         given: Sequence[Any] = (),
         seen: Mapping[int, Mapping[str, Any]] | None = None,
         said: Sequence[tuple[str, np.ndarray | None]] = (),
+        pictures: Sequence[tuple[np.ndarray, ...]] = (),
     ) -> None:
         """Note what came of an episode; it counts once its group is done with.
 
@@ -417,7 +433,7 @@ class StartLibrary:
             summary: of the whole, what came before the start included; None: it was given up before its end, without success.
             given: messages since the start, up to the first success.
             seen: {messages since the start: observation before the next one}.
-            said: of a language agent, beside `given`; see `SourceEpisode`.
+            said, pictures: of a language agent, beside `given`; see `SourceEpisode`.
         """
         success, candidate = False, None
         if summary is not None:
@@ -425,7 +441,8 @@ class StartLibrary:
         if summary is not None and self.wants(success):
             source = None if start is None else self.source_of(start)
             step = 0 if start is None else start.step
-            before, spoken = ((), ()) if source is None else (source.actions[:step], source.said[:step])
+            before = () if source is None else source.actions[:step]
+            spoken, showed = ((), ()) if source is None else (source.said[:step], source.pictures[:step])
             actions, shown = (*before, *given), seen or {}
             places = range(self.config.chunk_steps, len(actions), self.config.chunk_steps)
             candidate = SourceEpisode(
@@ -436,6 +453,7 @@ class StartLibrary:
                 success,
                 seen={at: shown[at - step] for at in places if at >= step},
                 said=(*spoken, *said),
+                pictures=(*showed, *pictures),
             )
         self.finished(Outcome(whose.group, whose.member, start, success, candidate))
 

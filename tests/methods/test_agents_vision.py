@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.packing import TokenSequence
+from embodied_rl.rollout.initialized import SourceEpisode
 from embodied_rl.sim.text import frozenlake
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
@@ -103,6 +105,55 @@ def test_what_was_sampled_is_trained_with_its_pictures(folders: dict[str, Path],
             assert np.abs(trainer.policy.evaluate([blind]).log_prob[0].numpy()[first] - together[0, first]).max() > 1e-3
         stats = method.update(prepared, iteration=0, steps=0)
         assert np.isfinite(stats["grad_norm"])
+
+
+class LakeExpert:
+    """The scripted player, as an expert: it needs the text only."""
+
+    def __call__(self, observation: Mapping[str, Any]) -> str:
+        return frozenlake.player(str(observation["text"]))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", pytest.param("llava", marks=pytest.mark.slow)])
+def test_an_episode_that_starts_inside_another_has_seen_its_pictures(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """The expert's and own ones; the prompts show the boards of the source from its seed on, also after a checkpoint."""
+    options = ("share: 0.8", "mode: parallel", "sources: [expert, best]", "expert: tests.methods.test_agents_vision:LakeExpert")
+    starts = f"algorithm.initialized={{{', '.join(options)}, expert_episodes: 2, chunk_steps: 1, min_episodes: 1}}"
+    words = ("agent.strategy=full", starts, "sim.max_episode_steps=8", "algorithm.groups.groups_per_step=4", "agent.actions=[up, down]")
+    (tmp_path / "run").mkdir()
+    origins: set[str] = set()
+    with Trainer(config(folders[kind], tmp_path / "run", *words), tmp_path / "run", command="test") as trainer:
+        method: Any = trainer.method
+        trainer.engine.publish(version=0)
+        method.restart(0)
+        library = method.streams[0].starts
+        for version in range(3):
+            if version:
+                method.published(version)
+                trainer.engine.publish(version=version)
+            sources = {key: tracked.source for key, tracked in library.sources.items()}
+            again = {key: SourceEpisode.from_text(source.to_text()) for key, source in sources.items()}
+            for group in method.collect(version).data[""]:
+                for episode in group.episodes:
+                    start = episode.metadata["start"]
+                    if start["source"] is None:
+                        continue
+                    source, step = again[start["source"]], start["step"]
+                    origins.add(source.origin)
+                    lake = frozenlake.make(1, size=4, hole_share=0.2, picture_size=32)
+                    out = StepBuffers.allocate(lake.spec, 1)
+                    lake.reset([0], [source.seed], out)
+                    boards = [out.observation["rgb"][0].copy()]
+                    for action in source.actions[:step]:
+                        lake.step([0], [action], out)
+                        boards.append(out.observation["rgb"][0].copy())
+                    images = episode.turns[0].images  # the newest, where more do not fit
+                    assert len(images) == step + 1 or len(images) >= 4
+                    for image, board in zip(images, boards[-len(images) :], strict=True):
+                        np.testing.assert_array_equal(image, board)
+                    trainer.policy.vision.check(episode.turns[0].prompt_ids, episode.turns[0].images)
+        assert library.replay.num_mismatches == 0
+    assert origins == {"expert", "own"}
 
 
 def test_a_run_and_its_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
