@@ -137,8 +137,8 @@ EXAMPLES = (
     # placement
     (
         "pipeline_stages",
-        f"{CARTPOLE} hybrid.placement={{kind:hybrid,num_pipeline_stages:4}}",
-        "is what sim.pipeline_groups says (now auto): set sim.pipeline_groups=4",
+        f"{CARTPOLE} hybrid.placement={{kind:hybrid,num_pipeline_stages:4}} sim.pipeline_groups=2",
+        "num_pipeline_stages=4 contradicts sim.pipeline_groups=2",
     ),
     ("multiplexed_ray", f"{GROUPS} hybrid=multiplexed hybrid.cluster=ray", "The nearest possible: hybrid.cluster=local"),
     (
@@ -233,6 +233,15 @@ def test_names_that_nothing_has_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=message.replace("(", r"\(")):
             resolve(load_train_config(words.split()))
+
+
+def test_the_stages_of_a_placement_are_the_groups_of_its_simulators() -> None:
+    stages = "hybrid.placement={kind:hybrid,num_pipeline_stages:4}"
+    assert resolve(load_train_config([*CARTPOLE.split(), stages])).sim.pipeline_groups == 4
+    domains = resolve(load_train_config([*ROLLOUTS.split(), "domains.d6.sim.pipeline_groups=4", stages])).domains
+    assert {name: domain.sim.pipeline_groups for name, domain in domains.items()} == {"d4": 4, "d6": 4}
+    with pytest.raises(UserError, match=r"sim\.pipeline_groups must be <= sim\.num_slots \(2\), got 4"):
+        resolve(load_train_config([*CARTPOLE.split(), stages, "sim.num_slots=2"]))
 
 
 def test_a_run_with_players_has_its_simulator_for_its_only_domain() -> None:

@@ -24,7 +24,7 @@ from embodied_rl.config.policy import (
     PI0PolicyConfig,
     PolicyConfig,
 )
-from embodied_rl.config.run import DomainConfig, TrainConfig
+from embodied_rl.config.run import DomainConfig, SimConfig, TrainConfig
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.methods.demonstrations import expert_of, training_sim
@@ -464,8 +464,8 @@ _HERE = (
     Rule(
         "pipeline_stages",
         lambda run: not run.on_ray and run.hybrid.placement.num_pipeline_stages not in (1, run.sim.num_groups),
-        "hybrid.placement.num_pipeline_stages={hybrid.placement.num_pipeline_stages} is what sim.pipeline_groups says (now "
-        "{sim.pipeline_groups}): set sim.pipeline_groups={hybrid.placement.num_pipeline_stages}.",
+        "hybrid.placement.num_pipeline_stages={hybrid.placement.num_pipeline_stages} contradicts sim.pipeline_groups="
+        "{sim.pipeline_groups}: leave one of them out.",
     ),
     Rule(
         "multiplexed_robots",
@@ -585,7 +585,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     Raises:
         UserError: a combination that makes no sense, a name that nothing has, or a placement that this machine cannot have.
     """
-    config = _with_domains(config)
+    config = _with_stages(_with_domains(config))
     run = Run(config)
     refuse(OF_RUNS, run)
     for task in run.tasks:
@@ -633,6 +633,17 @@ def _with_domains(config: TrainConfig) -> TrainConfig:
     if config.domains or not config.generation.mix:
         return config
     return dataclasses.replace(config, domains={config.sim.name: DomainConfig(config.sim)})
+
+
+def _with_stages(config: TrainConfig) -> TrainConfig:
+    """The stages of a placement are the groups that simulators are stepped in, where these are ``auto``."""
+    stages = config.hybrid.placement.num_pipeline_stages
+
+    def staged(sim: SimConfig) -> SimConfig:
+        return dataclasses.replace(sim, pipeline_groups=stages) if stages > 1 and sim.pipeline_groups == "auto" else sim
+
+    domains = {name: dataclasses.replace(domain, sim=staged(domain.sim)) for name, domain in config.domains.items()}
+    return dataclasses.replace(config, sim=staged(config.sim), domains=domains)
 
 
 def _with_host_threads(config: TrainConfig) -> TrainConfig:

@@ -12,6 +12,9 @@ from embodied_rl.config.compose import load_train_config
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
 from embodied_rl.roles.components import playing_gpu
+from embodied_rl.train import train
+from tests.roles import runs
+from tests.roles.runs import ROLLOUTS
 
 CARTPOLE = ("sim=cartpole", "hybrid.device=cpu")
 APART = "hybrid=disaggregated"
@@ -48,6 +51,16 @@ def configured(*overrides: str) -> TrainConfig:
 )
 def test_allowed(overrides: tuple[str, ...]) -> None:
     resolve(configured(*overrides))
+
+
+def test_a_run_is_stepped_in_the_stages_of_its_placement_and_resumes(tmp_path: Path) -> None:
+    stages = [*ROLLOUTS, "hybrid.placement={kind: hybrid, num_pipeline_stages: 4}"]
+    runs.trained(tmp_path / "stages", *stages, "total_steps=128")
+    assert "pipeline_groups: 4" in (tmp_path / "stages" / "checkpoints" / "last" / "config.yaml").read_text(encoding="utf-8")
+    train(runs.configured(tmp_path / "stages", *stages, "total_steps=256", "resume=auto"))
+    groups = runs.trained(tmp_path / "groups", *ROLLOUTS, "sim.pipeline_groups=4", "total_steps=128")
+    train(runs.configured(groups, *ROLLOUTS, "sim.pipeline_groups=4", "total_steps=256", "resume=auto"))
+    runs.assert_same_run(tmp_path / "stages", groups)
 
 
 def test_offloading_to_the_host_where_there_is_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
