@@ -97,16 +97,27 @@ def parse_yaml(text: str | bytes) -> Any:
     import yaml
 
     try:
-        root = yaml.compose(text, yaml.SafeLoader)
-        if root is not None and _expanded(root, {}) > MAX_YAML_NODES:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        if _expanded(root, {}) > MAX_YAML_NODES:
             raise ValueError("its aliases stand for more than a million values")
-        found = yaml.safe_load(text)
+        found = loader.construct_document(root)
         require_shallow(found)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, OverflowError) as error:  # of dates, numbers and keys that are none
         raise ValueError(brief(error)) from None
     return found
+
+
+def yaml_text(value: object, **style: Any) -> str:
+    """Plain values as YAML, keys in their order: by libyaml where PyYAML has it, which takes a tenth of the time."""
+    import yaml
+
+    dumper = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
+    return str(yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True, **style))
 
 
 def _expanded(node: yaml.Node, known: dict[int, float]) -> float:

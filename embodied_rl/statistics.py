@@ -42,6 +42,10 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
     return low, high
 
 
+_AT_ONCE = 2**16
+"""Values that are drawn in one call: few calls, and little memory."""
+
+
 def bootstrap_mean_interval(
     values: Sequence[float] | np.ndarray, confidence: float = 0.95, num_samples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
@@ -61,7 +65,9 @@ def bootstrap_mean_interval(
         raise ValueError("a bootstrap needs at least one value, got none")
     _two_sided_quantile(confidence)
     generator = np.random.default_rng(seed)
-    means = np.array([data[generator.integers(0, data.size, data.size)].mean() for _ in range(num_samples)])
+    rows = max(1, _AT_ONCE // data.size)
+    blocks = [min(rows, num_samples - first) for first in range(0, num_samples, rows)]
+    means = np.concatenate([data[generator.integers(0, data.size, (size, data.size))].mean(1) for size in blocks])
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 

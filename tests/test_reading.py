@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import brief
-from embodied_rl.reading import parse_json, parse_npy, parse_yaml, read_npy_header, read_regular
+from embodied_rl.reading import parse_json, parse_npy, parse_yaml, read_npy_header, read_regular, yaml_text
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
@@ -118,3 +118,14 @@ def test_arrays_come_back_bit_by_bit() -> None:
 def test_what_errors_say_is_cut() -> None:
     assert brief("a\n  b\tc") == "a b c"
     assert brief("x" * 500) == "x" * 159 + "…"
+
+
+def test_yaml_that_is_written_is_read_as_it_was() -> None:
+    rng = np.random.default_rng(0)
+    letters = list("aZ09      äöü€😀:#'\"\\-?{}[],&*!|>%@`\n\t/=.~")
+    for length in (0, 1, 2, 5, 40, 200) * 20:
+        told = "".join(rng.choice(letters, length))
+        value = {"b": told, "a": [told, {told: None}, 1.5e-7, float("inf"), -3, True], "null": "yes"}
+        for style in ({}, {"width": 120, "default_flow_style": None}):
+            assert parse_yaml(yaml_text(value, **style)) == value
+            assert list(parse_yaml(yaml_text(value, **style))) == ["b", "a", "null"]

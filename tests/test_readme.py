@@ -25,6 +25,7 @@ SHORT = {
     "render": ["num_episodes=1"],
     "record": ["num_episodes=12"],
     "replay": ["num_episodes=2"],
+    "offline_eval": ["fqe.num_steps=50", "num_samples=200"],
 }
 """What a command is shortened by: learning itself is shown by test_main_job.py and by docs/results.md."""
 ELSEWHERE = {"doctor": "test_doctor.py"}

@@ -12,6 +12,7 @@ import numpy as np
 
 from embodied_rl.config import TrainConfig
 from embodied_rl.files import write_atomic
+from embodied_rl.reading import yaml_text
 from embodied_rl.types import SimSpec, TensorSpec, VariableSpec
 from embodied_rl.versions import machine, versions
 
@@ -117,6 +118,4 @@ def show_action(spec: SimSpec) -> str:
 
 def config_yaml(config: TrainConfig) -> str:
     """The whole configuration as YAML."""
-    import yaml
-
-    return str(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True))
+    return yaml_text(config.to_dict())

@@ -14,6 +14,7 @@ import numpy as np
 
 from embodied_rl.loggers.jsonl import choose_panels
 from embodied_rl.loggers.meanings import SUCCESS_ENDS, meaning_of
+from embodied_rl.reading import yaml_text
 from embodied_rl.reports.charts import (
     NUM_COLOURS,
     Series,
@@ -576,10 +577,7 @@ def provenance_section(runs: Sequence[RunData]) -> str:
 
 
 def _yaml(value: object) -> str:
-    import yaml
-
-    written = yaml.safe_dump(_plain(value), sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
-    return f"<pre>{text(written.rstrip())}</pre>"
+    return f"<pre>{text(yaml_text(_plain(value), width=120, default_flow_style=None).rstrip())}</pre>"
 
 
 def _plain(value: object) -> object:
