@@ -237,19 +237,16 @@ class _Growing:
         self._step = 0
 
     def prompt(self, observation: str) -> Prompt | PromptTooLong:
-        """See `Conversation.prompt`."""
         self._step += 1
         self._message, self._within = self._prompts.message(observation, self._step), []
         return self._fitted()
 
     def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
-        """See `Conversation.tools_answered`."""
         self._within.append(Exchange(self._message, token_ids))
         self._message = response
         return self._fitted()
 
     def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
-        """See `Conversation.answered`."""
         self._past.append([*self._within, Exchange(self._message, token_ids)])
         self._within = []
 
@@ -274,18 +271,15 @@ class _Rendered:
         self._step = 0
 
     def prompt(self, observation: str) -> Prompt | PromptTooLong:
-        """See `Conversation.prompt`."""
         self._step += 1
         self._observation, self._within = observation, []
         return _fitted(self._prompts, len(self._past), self._draft)
 
     def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
-        """See `Conversation.tools_answered`."""
         self._within.append((token_ids, response))
         return _fitted(self._prompts, len(self._past), self._draft)
 
     def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
-        """See `Conversation.answered`."""
         config = self._prompts.config
         self._within = []
         if config.strategy == "summarised":

@@ -401,7 +401,7 @@ def weighted_importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weig
     Precup, Sutton & Singh 2000, section 2. Consistent; biased towards μ's value with few episodes (exactly it with one), and never
     outside of the recorded returns.
     """
-    weight = _normalisable(log_weights(data, max_weight)[:, -1:])
+    weight = scaled_weights(log_weights(data, max_weight)[:, -1:])
     return Terms(weight * discounted_returns(data, gamma)[:, None], weight)
 
 
@@ -422,7 +422,7 @@ def weighted_per_decision_importance_sampling(data: OffPolicyEpisodes, gamma: fl
     that of Precup, Sutton & Singh 2000, section 3, divides by Σᵢ Σₜ γᵗ wₜ and is not. Episodes that have ended stay in the denominator
     with the weight that they had.
     """
-    weight = _normalisable(log_weights(data, max_weight))
+    weight = scaled_weights(log_weights(data, max_weight))
     return Terms(weight * data.reward * discounts(weight.shape[1], gamma), weight)
 
 
@@ -451,7 +451,7 @@ def weighted_doubly_robust(data: OffPolicyEpisodes, gamma: float, max_weight: fl
         ValueError: there is no model.
     """
     model_v, correction = _corrections(data, gamma)
-    weight = _normalisable(log_weights(data, max_weight))
+    weight = scaled_weights(log_weights(data, max_weight))
     numerator = weight * correction * discounts(correction.shape[1], gamma)
     first, ones = model_v[:, :1], np.ones((data.num_episodes, 1))
     return Terms(np.concatenate([first, numerator], axis=1), np.concatenate([ones, weight], axis=1))
@@ -470,11 +470,6 @@ def _mean(values: np.ndarray) -> Terms:
 
 def _exp(log_weight: np.ndarray) -> np.ndarray:
     return np.exp(np.minimum(log_weight, _LARGEST_LOG))
-
-
-def _normalisable(log_weight: np.ndarray) -> np.ndarray:
-    """Weights up to a factor for each step, which normalisation cancels: the heaviest is 1, so that none overflows."""
-    return scaled_weights(log_weight)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from embodied_rl.agents.parsing import AnyCall, MalformedCall, response_text
 from embodied_rl.agents.tools.base import Tool, Toolbox, ToolError, argument, text_schema
+from embodied_rl.agents.tools.mcp import McpServer
 from embodied_rl.config.agent import ToolsConfig
 from embodied_rl.sandbox.box import PythonLimits, protection, run_program
 from embodied_rl.sim.text.search_qa import Bm25, Document, read_corpus, words
@@ -59,7 +60,6 @@ class Calculator:
     parameters = text_schema("expression", "numbers, + - * / // % **, parentheses, pi, e, and functions such as sqrt, log, sin, min, max")
 
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """See `Tool.run`."""
         return _written(calculate(argument(arguments, "expression", str)))
 
     def close(self) -> None:
@@ -146,7 +146,6 @@ class Search:
         }
 
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """See `Tool.run`."""
         query, count = argument(arguments, "query", str), argument(arguments, "count", int, 3)
         if not 1 <= count <= self._max_count:
             raise ToolError(f"count must be between 1 and {self._max_count}, got {count}")
@@ -201,7 +200,11 @@ def make_tools(names: Sequence[str], options: ToolsConfig) -> list[Tool]:
     tools: list[Tool] = []
     try:
         for name in names:
-            tools += _make(name, options)
+            if name != "mcp":
+                tools.append(_builtin(name, options))
+                continue
+            for server in options.mcp:
+                tools += McpServer(server["command"], env=server.get("env"), timeout_s=float(server.get("timeout_s", 30.0))).tools
     except BaseException:
         for tool in tools:
             tool.close()
@@ -209,27 +212,15 @@ def make_tools(names: Sequence[str], options: ToolsConfig) -> list[Tool]:
     return tools
 
 
-def _make(name: str, options: ToolsConfig) -> list[Tool]:
+def _builtin(name: str, options: ToolsConfig) -> Tool:
     if name == "calculator":
-        return [Calculator()]
+        return Calculator()
     if name == "search":
         assert options.corpus is not None, "the configuration was checked"
-        return [Search(Bm25(read_corpus(Path(options.corpus).expanduser())))]
-    if name == "python":
-        limits = PythonLimits(timeout_s=options.python_timeout_s, memory_mb=options.python_memory_mb)
-        return [PythonTool(limits, allow_network=options.python_network, sandbox=options.python_sandbox)]
-    assert name == "mcp", "the configuration was checked"
-    from embodied_rl.agents.tools.mcp import McpServer
-
-    found: list[Tool] = []
-    try:
-        for server in options.mcp:
-            found += McpServer(server["command"], env=server.get("env"), timeout_s=float(server.get("timeout_s", 30.0))).tools
-    except BaseException:
-        for tool in found:
-            tool.close()
-        raise
-    return found
+        return Search(Bm25(read_corpus(Path(options.corpus).expanduser())))
+    assert name == "python", "the configuration was checked"
+    limits = PythonLimits(timeout_s=options.python_timeout_s, memory_mb=options.python_memory_mb)
+    return PythonTool(limits, allow_network=options.python_network, sandbox=options.python_sandbox)
 
 
 _NONE_LEFT = "error: no tool call is left; answer without tools."
