@@ -270,7 +270,8 @@ def main(argv: Sequence[str]) -> None:
     """The command line."""
     values, overrides = COMMAND.parse(argv)
 
-    _check(values)
+    if values["output"] is not None and not values["render"]:
+        raise UserError("output goes with render=true: without pictures there is nothing to write but the report (report=…).")
     with progress_bar(f"replaying {values['recording']}: starting simulators"):
         recording = open_recording(Path(values["recording"]))
         sim = chosen_sim(recording, values["sim"], overrides, trusted_names(values["trust"]))
@@ -305,11 +306,6 @@ def _judge(report: ReplayReport, tolerance: float | None) -> None:
         if far:
             largest = max(episode.max_drift for episode in far)
             fail(f"{len(far)} of {len(report.episodes)} episodes differ by more than {tolerance:g} (largest: {largest:.3g}).", 1)
-
-
-def _check(values: Mapping[str, Any]) -> None:
-    if values["output"] is not None and not values["render"]:
-        raise UserError("output goes with render=true: without pictures there is nothing to write but the report (report=…).")
 
 
 def _output(values: Mapping[str, Any], recording: Recording) -> Path:

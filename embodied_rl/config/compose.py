@@ -333,8 +333,9 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
     if not sweep:
         _check_choices(overrides)
     settings = hydra_overrides(overrides, sweep)
+    top_keys = [found.name for found in fields(TrainConfig)]
     for override in settings:
-        check_form(override, _top_keys(), sweep=sweep)
+        check_form(override, top_keys, sweep=sweep)
     _check_given_once(overrides)
     for flag in ("--config-dir", "-cd"):
         if flag in flags and not Path(flags[flag]).is_dir():
@@ -361,10 +362,6 @@ def runs_to_show(arguments: Sequence[str]) -> list[list[str]]:
         return [list(arguments)]
     given = [argument for argument in arguments if argument not in overrides and argument not in ("-m", "--multirun")]
     return [[*given, *run] for run in runs_of(overrides)]
-
-
-def _top_keys() -> list[str]:
-    return [found.name for found in fields(TrainConfig)]
 
 
 def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:

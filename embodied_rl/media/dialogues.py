@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from embodied_rl.agents.dialogue import write_dialogues
+from embodied_rl.agents.dialogue import Decode, write_dialogues
 from embodied_rl.agents.turns import AgentEpisode, episode_of
 from embodied_rl.errors import UserError
 from embodied_rl.media.episodes import FilmedEpisode, Moment
@@ -18,8 +18,6 @@ from embodied_rl.rollout.programs import episode_of_session
 from embodied_rl.serving.agents.sessions import CapturedSession, read_captured
 from embodied_rl.sim.film import text_panel
 from embodied_rl.types import ActionSpec, EpisodeSummary
-
-Decode = Callable[[Sequence[int]], str]
 
 
 def write_filmed_dialogues(base: Path, rows: Sequence[Row], decode: Sequence[Decode]) -> list[Path]:

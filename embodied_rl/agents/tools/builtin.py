@@ -60,7 +60,7 @@ class Calculator:
     parameters = text_schema("expression", "numbers, + - * / // % **, parentheses, pi, e, and functions such as sqrt, log, sin, min, max")
 
     def run(self, arguments: Mapping[str, Any]) -> str:
-        return _written(calculate(argument(arguments, "expression", str)))
+        return str(calculate(argument(arguments, "expression", str)))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -118,10 +118,6 @@ def _bounded(value: Number) -> Number:
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise ToolError("an intermediate value is too large")
     return value
-
-
-def _written(value: Number) -> str:
-    return repr(value) if isinstance(value, float) else str(value)
 
 
 __all__ = ["Bm25", "Document", "Search", "read_corpus", "words"]
