@@ -53,7 +53,11 @@ EXAMPLES = (
         "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps (82), got 83.",
     ),
     # whole episodes
-    ("rollout_staleness", f"{GROUPS} algorithm.max_staleness=1", "set algorithm.groups.max_staleness instead"),
+    (
+        "rollout_staleness",
+        f"{GROUPS} algorithm.max_staleness=1 algorithm.groups.max_staleness=2",
+        "max_staleness=1 contradicts algorithm.gr",
+    ),
     ("critic_warmup", f"{GROUPS} algorithm.critic_warmup=3", "trains only the critic at first, and algorithm.advantage='grpo' has none"),
     ("group_of_one", f"{GROUPS} algorithm.groups.group_size=1", "compares the episodes of a group, and algorithm.groups.group_size is 1"),
     ("group_of_one", f"{GROUPS} algorithm=remax algorithm.groups.group_size=1", "advantage='remax' compares the episodes of a group"),
@@ -233,6 +237,15 @@ def test_names_that_nothing_has_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=message.replace("(", r"\(")):
             resolve(load_train_config(words.split()))
+
+
+def test_one_key_says_how_old_experience_may_be() -> None:
+    for words in ("algorithm.max_staleness=2", "algorithm.max_staleness=2 algorithm.groups.max_staleness=2"):
+        algorithm = resolve(load_train_config(f"{GROUPS} {APART} {words}".split())).algorithm
+        assert algorithm.groups is not None
+        assert (algorithm.max_staleness, algorithm.groups.max_staleness) == (0, 2)
+    with pytest.raises(UserError, match=r"algorithm\.groups\.max_staleness=2 here no run is"):
+        resolve(load_train_config(f"{GROUPS} {APART} algorithm.max_staleness=2 checkpoint.within_episodes=true".split()))
 
 
 def test_the_stages_of_a_placement_are_the_groups_of_its_simulators() -> None:

@@ -307,8 +307,8 @@ class AlgorithmConfig(Config, place="algorithm"):
     rollout_steps: Size = 64
     """T: steps of every slot between two updates, without groups."""
     max_staleness: Staleness = 0
-    """Age, in updates, of the weights that play a rollout (without groups): above 0 the next ones are collected while training. 0:
-    rollouts and updates take turns."""
+    """Age, in updates, of the weights that play what is learned from: above 0 more is collected while training. 0: playing and updates
+    take turns. With groups the same as groups.max_staleness."""
     gamma: Share = 0.99
     """Discount of later rewards."""
     gae_lambda: Share = 0.95

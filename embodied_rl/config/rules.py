@@ -148,7 +148,8 @@ _WHOLE_EPISODES = (
     Rule(
         "rollout_staleness",
         _with_groups(lambda run, groups: run.algorithm.max_staleness),
-        "algorithm.max_staleness is about fixed rollouts; with groups set algorithm.groups.max_staleness instead.",
+        "algorithm.max_staleness={algorithm.max_staleness} contradicts algorithm.groups.max_staleness={run.groups.max_staleness}: leave "
+        "one of them out.",
     ),
     Rule(
         "critic_warmup",
@@ -585,7 +586,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     Raises:
         UserError: a combination that makes no sense, a name that nothing has, or a placement that this machine cannot have.
     """
-    config = _with_stages(_with_domains(config))
+    config = _with_one_staleness(_with_stages(_with_domains(config)))
     run = Run(config)
     refuse(OF_RUNS, run)
     for task in run.tasks:
@@ -644,6 +645,15 @@ def _with_stages(config: TrainConfig) -> TrainConfig:
 
     domains = {name: dataclasses.replace(domain, sim=staged(domain.sim)) for name, domain in config.domains.items()}
     return dataclasses.replace(config, sim=staged(config.sim), domains=domains)
+
+
+def _with_one_staleness(config: TrainConfig) -> TrainConfig:
+    """With groups `algorithm.max_staleness` is theirs."""
+    own, groups = config.algorithm, config.algorithm.groups
+    if groups is None or own.max_staleness == 0 or groups.max_staleness not in (0, own.max_staleness):
+        return config
+    groups = dataclasses.replace(groups, max_staleness=own.max_staleness)
+    return dataclasses.replace(config, algorithm=dataclasses.replace(own, max_staleness=0, groups=groups))
 
 
 def _with_host_threads(config: TrainConfig) -> TrainConfig:

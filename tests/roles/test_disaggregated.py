@@ -79,6 +79,13 @@ def test_a_player_that_keeps_ending_ends_the_run(tmp_path: Path) -> None:
         run_and_kill(config, tmp_path / "killed", before_update=1)
 
 
+def test_groups_are_played_ahead_by_the_key_of_rollouts(tmp_path: Path) -> None:
+    rows = curve(trained(tmp_path / "run", *GROUPS, APART, "algorithm.max_staleness=1", "total_steps=400"))
+    updates = [row for row in rows if "groups/consumed" in row]
+    assert len(updates) > 2
+    assert all({"groups/age_0", "groups/age_1"} <= row.keys() and row["groups/age_max"] <= 1 for row in updates)
+
+
 def test_rollouts_go_on_while_training_and_no_group_is_older_than_allowed(tmp_path: Path) -> None:
     """With S = 1, what is trained on is of this version or the one before; and somebody did play during an update."""
     config = configured(tmp_path / "run", *GROUPS, APART, "algorithm.groups.max_staleness=1", "total_steps=500")
