@@ -7,6 +7,7 @@ it by Hydra each time. Only our own folder of configurations is kept: it does no
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import io
@@ -17,16 +18,18 @@ from pathlib import Path
 import omegaconf.base
 from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
 from hydra._internal.defaults_list import DefaultsList, Overrides
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import InputDefault, ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from embodied_rl.paths import configs_dir
 
 _parse, _list, _merge = OmegaConf.load, config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
+_word = OverridesParser.parse_rule
 _choices = defaults_list._create_interpolation_map
 _OURS = f"file://{configs_dir()}"
 
@@ -73,12 +76,28 @@ def _merge_once(self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: ICo
     return merged
 
 
+@functools.cache
+def _read_word(word: str) -> Override:
+    return _word(OverridesParser.create(), word, "override")
+
+
+def _word_once(self: OverridesParser, word: str, rule: str) -> object:
+    return copy.copy(_read_word(word)) if rule == "override" else _word(self, word, rule)
+
+
+def _with_its_own_sources(self: CachingConfigRepository, delegate: ConfigRepository) -> None:
+    """Of the repository that is copied its sources are replaced, if anything: there is no need to copy what they hold."""
+    self.delegate, self.cache = copy.copy(delegate), {}
+
+
 def _choices_where_read(overrides: Overrides, files: list[InputDefault], self_added: bool) -> DictConfig:
     """What names of files may refer to, such as ``${sim}_tasks``: a fifth of the time of composing, and seldom read."""
     return _choices(overrides, files, self_added) if any(file.is_interpolation() for file in files) else OmegaConf.create()
 
 
 OmegaConf.load = staticmethod(_parse_once)
+OverridesParser.parse_rule = _word_once
+CachingConfigRepository.__init__ = _with_its_own_sources
 omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 config_loader_impl.create_defaults_list = _list_once
 defaults_list._create_interpolation_map = _choices_where_read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from embodied_rl.config.compose import compose_config
 from embodied_rl.errors import UserError
@@ -26,6 +27,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> dict[str, object
     with monkeypatch.context() as patched:
         patched.setattr(config_loader_impl, "create_defaults_list", composing._list)
         patched.setattr(defaults_list, "_create_interpolation_map", composing._choices)
+        patched.setattr(OverridesParser, "parse_rule", composing._word)
         patched.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", composing._merge)
         return compose_config("train", words)
 
