@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from embodied_rl.commands.cli import Argument, Command
 from embodied_rl.config.compose import check_overrides, compose_config, hydra_overrides, load_train_config, parsed
 from embodied_rl.errors import UserError
 from tests.forks import run_forked
+from tests.test_readme import ONE_AFTER_THE_OTHER
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [
@@ -123,9 +125,9 @@ def test_everything_lies_below_a_home_with_letters_beyond_ascii(tmp_path: Path) 
     hints = [line for line in told.splitlines() if "python -m embodied_rl." in line]
     pasted = {words[2]: words[1:] for line in hints for words in [shlex.split(line[line.index("python") :])]}
     assert f"checkpoint={run_dir}" in pasted["embodied_rl.evaluate"]
-    run([*pasted["embodied_rl.evaluate"][:-1], "num_episodes=2", "output=~/ergebnis ä.json"])
+    evaluate, train = [*pasted["embodied_rl.evaluate"][:-1], "num_episodes=2", "output=~/ergebnis ä.json"], pasted["embodied_rl.train"]
+    run(["-c", ONE_AFTER_THE_OTHER, json.dumps([[name.removeprefix("embodied_rl."), *words] for _, name, *words in (evaluate, train)])])
     assert (home / "ergebnis ä.json").is_file()
-    run(pasted["embodied_rl.train"])
     assert '"step": 512' in (run_dir / "checkpoints/last/state.json").read_text(encoding="utf-8")
 
 

@@ -183,7 +183,7 @@ for words in json.loads(sys.argv[1]):
         status = ended.code
     print("ENDED", json.dumps([status, errors.getvalue()]), flush=True)
 """
-"""In one process, which imports torch once."""
+"""In one process."""
 
 
 @pytest.fixture(scope="module")
@@ -191,13 +191,9 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     """{what its error says: (exit status, error output)} of the command lines with each of the mistakes."""
     commands = [[*PENDULUM, *words] for words, _ in MISTAKES] + [["sim=cartpole", *words] for words, _ in MATHEMATICS]
     given = json.dumps([last_of([f"run_dir=run{number}", *words]) for number, words in enumerate(commands)])
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_AFTER_THE_OTHER, given],
-        cwd=tmp_path_factory.mktemp("mistaken"),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    folder = tmp_path_factory.mktemp("mistaken")
+    (folder / "one_after_the_other.py").write_text(ONE_AFTER_THE_OTHER, encoding="utf-8")
+    done = run_forked("one_after_the_other", given, cwd=folder)
     ended = [json.loads(line.removeprefix("ENDED ")) for line in done.stdout.splitlines() if line.startswith("ENDED ")]
     messages = [message for _, message in (*MISTAKES, *MATHEMATICS)]
     return {message: (status, errors) for message, (status, errors) in zip(messages, ended, strict=True)}
