@@ -5,29 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.config import HybridConfig, TrainConfig
+from embodied_rl.config import HybridConfig
 from embodied_rl.episodes.dataset import EpisodeDataset, Transitions, split_episodes
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.executors import Figures
-from embodied_rl.learning.learner import Learner, make_learner, scheduled
-from embodied_rl.learning.rank_hosts import RankHost
+from embodied_rl.learning.learner import make_learner, scheduled
 from embodied_rl.learning.recorded import CloningObjective, read_statistics, step_rows
 from embodied_rl.methods.acting import PlayingMethod, finished_in
-from embodied_rl.methods.base import Experience, Method
-from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
-from embodied_rl.policies.base import Policy
+from embodied_rl.methods.base import Experience
+from embodied_rl.methods.demonstrations import Demonstrations, KeptRun, RecordedMethod, nothing_seen
 from embodied_rl.sim.instrumented import EXPERT
-from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Rollout
 
 _LABELS = 17
@@ -48,25 +43,14 @@ def mean_figures(taken: Sequence[Figures]) -> dict[str, float]:
     return {name: float(np.mean([figures[name] for figures in taken if name in figures])) for name in names}
 
 
-class CloningMethod(Method[Rollout | None, None]):
+class CloningMethod(RecordedMethod[None]):
     """Behaviour cloning (Pomerleau 1991): epochs over recorded episodes until the validation loss rises.
 
     One iteration is `num_epochs` epochs; steps are gradient steps. Normalisation statistics are those of the recorded observations.
     """
 
-    learner: Learner
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        manager: Simulators,
-        policy: Policy,
-        generator: Generator,
-        run_dir: Path,
-        ranks: RankHost | None = None,
-    ) -> None:
-        """`ranks`: see `make_learner`."""
-        cloning = config.algorithm.cloning
+    def __init__(self, run: KeptRun) -> None:
+        config, policy, cloning = run.config, run.policy, run.config.algorithm.cloning
         assert cloning is not None, "the configuration was checked"
         if cloning.loss == "mse" and policy.spec.action.kind == "discrete":
             raise UserError("algorithm.cloning.loss=mse is for continuous actions; those of this task are choices: set loss=nll.")
@@ -74,11 +58,11 @@ class CloningMethod(Method[Rollout | None, None]):
             raise UserError(f"algorithm.cloning.loss=mse: policy.name='{config.policy.name}' has its own cloning loss: set loss=nll.")
         self.config, self.policy, self.options = config, policy, cloning
         self.objective = CloningObjective(policy, config.algorithm, config.hybrid.precision)
-        self.learner = make_learner(self.objective, policy, config.algorithm, single_threaded(config.hybrid), ranks=ranks)
+        self.learner = make_learner(self.objective, policy, config.algorithm, single_threaded(config.hybrid), ranks=run.ranks)
         self.best_loss = math.inf
         """Lowest validation loss so far."""
         self._best: dict[str, Tensor] = {}
-        self.demonstrations = Demonstrations(config, manager, policy, run_dir)
+        self.demonstrations = Demonstrations(config, run.manager, policy, run.run_dir)
         self.train: EpisodeDataset | None = None
         self.validation: EpisodeDataset | None = None
         self._finished = False
@@ -149,14 +133,6 @@ class CloningMethod(Method[Rollout | None, None]):
             self.policy.load_state_dict(self._best)
             self.learner.executor.take_weights()
 
-    def restart(self, iteration: int) -> None:
-        self._read_recordings()
-
-    def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        """See `Method.take_up`."""
-        self._read_recordings()
-        super().take_up(episodes)
-
     def _read_recordings(self) -> None:
         """Once: those to learn from, and those to look at."""
         if self.train is not None:
@@ -213,18 +189,10 @@ class DaggerMethod(PlayingMethod[Rollout | None, None], CloningMethod):
     acts in chunks the expert is asked where a chunk begins, and answers for its first step: what it would do next depends on that one.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        manager: Simulators,
-        policy: Policy,
-        generator: Generator,
-        run_dir: Path,
-        ranks: RankHost | None = None,
-    ) -> None:
-        """`ranks`: see `make_learner`."""
-        super().__init__(config, manager, policy, generator, run_dir, ranks)
-        self.play_in(manager, generator, policy.action_layout)
+    def __init__(self, run: KeptRun) -> None:
+        super().__init__(run)
+        policy, manager = run.policy, run.manager
+        self.play_in(manager, run.generator, policy.action_layout)
         texts = {key: np.empty(0, object) for key in policy.observation_keys if key not in policy.spec.tensors}
         self._observation: dict[str, np.ndarray] = texts | {key: part.numpy() for key, part in nothing_seen(policy).items()}
         self._action = np.zeros((0, manager.spec.action.dim), manager.spec.action.dtype)

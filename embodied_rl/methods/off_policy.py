@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,22 +10,16 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.rewards import StepRewards
-from embodied_rl.config import TrainConfig
 from embodied_rl.episodes.dataset import EpisodeDataset, ReplayBuffer, SeenRewards, Transitions, decisions, rollout_transitions
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import Generator
 from embodied_rl.learning.executors import Figures
-from embodied_rl.learning.learner import Learner, make_learner, scheduled
-from embodied_rl.learning.rank_hosts import RankHost
+from embodied_rl.learning.learner import make_learner, scheduled
 from embodied_rl.learning.recorded import CriticsObjective, prepared, read_statistics, steps_of, transition_rows
 from embodied_rl.methods.acting import PlayingMethod, finished_in, seen_in
-from embodied_rl.methods.base import Experience, Method
+from embodied_rl.methods.base import Experience
 from embodied_rl.methods.cloning import mean_figures, single_threaded
-from embodied_rl.methods.demonstrations import Demonstrations, nothing_seen
-from embodied_rl.methods.starts import ORDINARY, Starts
-from embodied_rl.policies.base import Policy
+from embodied_rl.methods.demonstrations import Demonstrations, KeptRun, RecordedMethod, nothing_seen
 from embodied_rl.policies.q_ensemble import ActorWithCritics
-from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Rollout
 
 _UPDATE, _FRESH = 21, 22
@@ -35,7 +27,7 @@ _UPDATE, _FRESH = 21, 22
 _BUFFER = "replay."
 
 
-class OfflineMethod(Method[Rollout | None, int]):
+class OfflineMethod(RecordedMethod[int]):
     """Implicit Q-learning or AWAC on recorded steps only: nothing is played.
 
     One iteration is `updates_per_iteration` gradient steps, which are the run's steps. Normalisation statistics are those of the
@@ -43,31 +35,20 @@ class OfflineMethod(Method[Rollout | None, int]):
     stored early is on the scale of what comes late.
     """
 
-    learner: Learner
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        manager: Simulators,
-        policy: Policy,
-        generator: Generator,
-        run_dir: Path,
-        ranks: RankHost | None = None,
-    ) -> None:
-        """`ranks`: see `make_learner`."""
-        options = config.algorithm.off_policy
+    def __init__(self, run: KeptRun) -> None:
+        config, policy, options = run.config, run.policy, run.config.algorithm.off_policy
         assert options is not None, "the configuration was checked"
-        if options.reward == "success" and not manager.spec.reports_success:
-            raise UserError(f"Task '{manager.spec.task}' does not report success: set algorithm.off_policy.reward=recorded.")
+        if options.reward == "success" and not run.manager.spec.reports_success:
+            raise UserError(f"Task '{run.manager.spec.task}' does not report success: set algorithm.off_policy.reward=recorded.")
         self.config, self.policy, self.options = config, policy, options
         self.networks = ActorWithCritics(policy, options)
         self._objectives = {
             kind: kind(self.networks, config.algorithm) for with_policy in (True, False) for kind in self._steps(with_policy)
         }
         learn = self._objectives[CriticsObjective]
-        self.learner = make_learner(learn, self.networks, config.algorithm, single_threaded(config.hybrid), ranks=ranks)
+        self.learner = make_learner(learn, self.networks, config.algorithm, single_threaded(config.hybrid), ranks=run.ranks)
         learns = config.algorithm.learns_from_recordings
-        self.demonstrations = Demonstrations(config, manager, policy, run_dir) if learns else None
+        self.demonstrations = Demonstrations(config, run.manager, policy, run.run_dir) if learns else None
         self.recorded: EpisodeDataset | None = None
         self._rewards = StepRewards(config.algorithm)
         self._seen = SeenRewards(options.reward, self._rewards.of_steps)
@@ -103,14 +84,6 @@ class OfflineMethod(Method[Rollout | None, int]):
     def _minibatch(self, number: int) -> Transitions:
         assert self.recorded is not None, "restart() comes first"
         return prepared(self.policy, self.recorded.sample(number, self.config.algorithm.minibatch_size))
-
-    def restart(self, iteration: int) -> None:
-        self._read_recordings()
-
-    def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        """See `Method.take_up`."""
-        self._read_recordings()
-        super().take_up(episodes)
 
     def _read_recordings(self) -> None:
         """Once, where there are some."""
@@ -159,19 +132,9 @@ class MixedMethod(PlayingMethod[Rollout | None, int], OfflineMethod):
     recorded observations, or of the first fresh ones where there are none; they do not change after.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        manager: Simulators,
-        policy: Policy,
-        generator: Generator,
-        run_dir: Path,
-        ranks: RankHost | None = None,
-        starts: Starts = ORDINARY,
-    ) -> None:
-        """`ranks`, `starts`: see `make_method`."""
-        super().__init__(config, manager, policy, generator, run_dir, ranks)
-        self.play_in(manager, generator, policy.action_layout, starts)
+    def __init__(self, run: KeptRun) -> None:
+        super().__init__(run)
+        self.play_in(run.manager, run.generator, run.policy.action_layout, run.starts)
         self.buffer = ReplayBuffer(self.options.replay_capacity)
 
     @property

@@ -16,7 +16,7 @@ from embodied_rl.config import HybridConfig, ShardingConfig, TrainConfig
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads, resolve_device
-from embodied_rl.methods import Method, make_method, training_sim
+from embodied_rl.methods import KeptRun, Method, make_method, training_sim
 from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.building import build_elsewhere, build_here
 from embodied_rl.methods.language_player import model_files
@@ -142,7 +142,7 @@ def _around_manager(
     """All in this process, of a method that keeps its steps."""
     policy = build_policy(config.policy, spec)
     generator = make_generator(config.generation, policy)
-    method = make_method(_here(config), manager, policy, generator, run_dir, starts=give_starts(streams))
+    method = make_method(KeptRun(_here(config), manager, policy, generator, run_dir, starts=give_starts(streams)))
     return _scored(config, RunComponents(policy, generator, method))
 
 
@@ -171,11 +171,12 @@ def _around_worker(
     own = _here(config)
     streams = streams_elsewhere(own, worker.specs, worker)
     starts = worker.starts = RemoteStarts(worker, streams)
+    policy: TrainedModule
     with ExitStack() as undo:
         if not config.algorithm.on_policy:
-            policy: TrainedModule = build_policy(config.policy, spec)
+            policy = robot = build_policy(config.policy, spec)
             worker.take_policy(policy, {})
-            method: Method = make_method(own, worker, policy, worker.generator, run_dir, worker.ranks(own.hybrid), starts)
+            method: Method = make_method(KeptRun(own, worker, robot, worker.generator, run_dir, worker.ranks(own.hybrid), starts))
             undo.callback(end_ranks, method)
         else:
             parts = build_elsewhere(own, streams, run_dir, folder, base, worker.generator)

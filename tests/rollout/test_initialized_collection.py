@@ -16,7 +16,7 @@ from embodied_rl.compose import load_train_config
 from embodied_rl.config import InitializedConfig, SimConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.generation.random_backend import RandomGenerator
-from embodied_rl.methods import make_starts
+from embodied_rl.methods.starts import make_starts
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
 from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig, group_seed
