@@ -18,7 +18,7 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError, UserError
 from embodied_rl.files import next_free
-from embodied_rl.hybrid.assembly import make_engine
+from embodied_rl.hybrid.engine import make_engine
 from embodied_rl.loggers import Logger, check_loggers, make_loggers
 from embodied_rl.methods import Experience
 from embodied_rl.methods.streams import domains_of, start_recorders

@@ -24,7 +24,7 @@ from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES, LossInfo
 from embodied_rl.algorithms.ratios import LEVELS
 from embodied_rl.config import AlgorithmConfig, group_names
 from embodied_rl.config.compose import compose_config
-from embodied_rl.learning.batching import Adjustment
+from embodied_rl.learning.rows import Adjustment
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import EpisodeCounts, GroupCounts, GroupQueue, GroupQueueConfig, Overtaking
 

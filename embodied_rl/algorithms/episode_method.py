@@ -16,7 +16,8 @@ from embodied_rl.algorithms.advantages import sum_chunks, whiten
 from embodied_rl.algorithms.anchors import anchor_groups, step_returns
 from embodied_rl.algorithms.composition import Composition, compose, method_options
 from embodied_rl.algorithms.off_policy import correction_weights
-from embodied_rl.algorithms.rewards import Moments, StepRewards, group_ids, normalize_reward, penalize_overlong
+from embodied_rl.algorithms.rewards import Moments, group_ids, normalize_reward, penalize_overlong
+from embodied_rl.algorithms.step_rewards import StepRewards
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import UserError
 from embodied_rl.types import Episode, EpisodeGroup

@@ -13,7 +13,7 @@ from embodied_rl.algorithms.advantages import action_gae, gae, sum_chunks, white
 from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.composition import method_options
 from embodied_rl.algorithms.off_policy import correction_weights
-from embodied_rl.algorithms.rewards import StepRewards
+from embodied_rl.algorithms.step_rewards import StepRewards
 from embodied_rl.algorithms.units import Level, at_level, mask_at_level, spread, unit_steps
 from embodied_rl.config import AlgorithmConfig, CorrectionConfig
 from embodied_rl.config.algorithm import RewardConfig

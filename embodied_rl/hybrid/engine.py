@@ -1,15 +1,22 @@
-"""The hybrid engine: generation and training take turns on the same device."""
+"""The hybrid engine, and the one that a configuration describes: generation and training take turns on the same device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
+from torch import nn
+
+from embodied_rl.config import HybridConfig
+from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
-from embodied_rl.hybrid.residency import Residency
+from embodied_rl.generation.tokens import TokenCache
+from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.executors import TrainedCopy
+from embodied_rl.learning.learner import Learner
+from embodied_rl.learning.ranks import RankExecutor
 
 
 class HybridEngine:
@@ -76,3 +83,78 @@ class HybridEngine:
             yield
         finally:
             self.phase = None
+
+
+class Simulators(Protocol):
+    """What `EnvManager` offers."""
+
+    def offload(self) -> int: ...
+
+    def onload(self) -> None: ...
+
+
+class Trains(Protocol):
+    """What a `Method` says of where training happens."""
+
+    @property
+    def all_learners(self) -> Sequence[Learner]: ...
+
+    @property
+    def sharded(self) -> RankExecutor | None: ...
+
+    @property
+    def trained_copy(self) -> TrainedCopy | None: ...
+
+
+def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, method: Trains, simulators: Simulators) -> HybridEngine:
+    """Engine with residency for a method's learner.
+
+    Raises UserError: the method has nothing of what `config` wants to move, or cannot train on several ranks.
+    """
+    sharded = method.sharded
+    if config.sharding is not None and sharded is None:
+        raise UserError(f"hybrid.sharding: {type(method).__name__} has no policy that is divided over ranks. Set hybrid=local.")
+    residency = residency_of_playing(config.offload, simulators, generator.caches, generator)
+    learners = method.all_learners
+    parameters = [part for learner in learners for part in learner.trained()] if learners else list(policy.parameters())
+    if "parameters" in config.offload:
+        residency.register("parameters", Tensors(lambda: parameters))
+    if "gradients" in config.offload:
+        residency.register("gradients", Gradients(lambda: parameters))
+    if "optimizer" in config.offload:
+        # Read anew at each turn: an optimizer that has not stepped has no state yet.
+        moved = [learner.optimizer_tensors for learner in learners if learner.optimizer_tensors() is not None]
+        if not moved:
+            raise UserError(
+                "hybrid.offload=[optimizer]: this learner keeps its optimizer's state in its own arrays on the CPU (small networks). "
+                "Leave it out; there is nothing to gain."
+            )
+        residency.register("optimizer", Tensors(lambda: [part for tensors in moved for part in tensors() or ()]))
+    return HybridEngine(policy, generator, trained=method.trained_copy, residency=residency)
+
+
+def residency_of_playing(offload: Sequence[str], simulators: Simulators, caches: Sequence[TokenCache], acting: object) -> Residency:
+    """Of what plays in this process: of key-value caches nothing is kept on the host.
+
+    Raises UserError: there is no cache that can be let go; `acting` is named where there is none at all.
+    """
+    residency = Residency()
+    if "simulators" in offload:
+        residency.register("simulators", Hooks(simulators.offload, simulators.onload))
+    if "kv_cache" in offload:
+        freed = [cache for cache in caches if cache.can_free_memory]
+        if not freed:
+            why = "keeps no cache that could be let go (vLLM gives its own back on GPUs only)"
+            holder = type(next(iter(caches), acting)).__name__
+            raise UserError(f"hybrid.offload=[kv_cache]: {holder} {why}. Leave it out, or use generation=tokens_torch.")
+        for cache in freed:
+            residency.register("kv_cache", _let_go(cache))
+    return residency
+
+
+def _let_go(cache: TokenCache) -> Hooks:
+    def release() -> int:
+        cache.release_memory()
+        return 0
+
+    return Hooks(release, cache.restore_memory, lambda: {str(cache.device): cache.cache_bytes})

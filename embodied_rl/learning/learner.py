@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from embodied_rl.algorithms.batch import Rows
 from embodied_rl.config import AlgorithmConfig, HybridConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
-from embodied_rl.learning.batching import AdjustedRows, adjust_rows
 from embodied_rl.learning.devices import VERY_WIDE_LAYER, compute_threads, keep_freed_memory, num_cores, training_device
 from embodied_rl.learning.episode_objectives import TokenCloning
 from embodied_rl.learning.executors import Executor, Figures, LocalExecutor, forward_rows, forwards, is_finite, norm_name
 from embodied_rl.learning.objectives import Objective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.ranks import RankExecutor
-from embodied_rl.learning.rows import TokenBatch
+from embodied_rl.learning.rows import AdjustedRows, TokenBatch, adjust_rows
 from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.packing import TokenSequence
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from embodied_rl.agents.dialogue import write_dialogues
 from embodied_rl.agents.turns import AgentEpisode, TokenRow, agent_episodes, rows_of
 from embodied_rl.algorithms.episode_method import Credit, EpisodeBatch, EpisodeMethod, EpisodeValues
-from embodied_rl.algorithms.rewards import KlTerm
+from embodied_rl.algorithms.step_rewards import KlTerm
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import Generator
 from embodied_rl.learning.episode_objectives import TokenObjective

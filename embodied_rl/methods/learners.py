@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.rewards import KlTerm, StepRewards
+from embodied_rl.algorithms.step_rewards import KlTerm, StepRewards
 from embodied_rl.config import AlgorithmConfig, SimConfig, TrainConfig
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import Objective

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.algorithms.rewards import StepRewards
+from embodied_rl.algorithms.step_rewards import StepRewards
 from embodied_rl.episodes.dataset import EpisodeDataset, ReplayBuffer, SeenRewards, Transitions, decisions, rollout_transitions
 from embodied_rl.errors import UserError
 from embodied_rl.learning.executors import Figures

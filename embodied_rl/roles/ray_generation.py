@@ -16,8 +16,8 @@ from embodied_rl.learning.devices import set_compute_threads
 from embodied_rl.methods.building import with_backend
 from embodied_rl.methods.language_player import ModelFiles
 from embodied_rl.methods.streams import Stream
-from embodied_rl.roles.acting import LoadedActing, WorkerActing
 from embodied_rl.roles.ray_calls import Actor, Outcome, Reference, outcome_of, value_of
+from embodied_rl.roles.worker import LoadedActing, WorkerActing
 from embodied_rl.types import ActionLayout, Observation, SimSpec
 
 _ROLE = "GenerationWorker"

@@ -16,8 +16,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import GenerationRequest, TokenBackend
 from embodied_rl.generation.torch_backend import TorchGenerator
-from embodied_rl.hybrid.assembly import make_engine
-from embodied_rl.hybrid.engine import HybridEngine
+from embodied_rl.hybrid.engine import HybridEngine, make_engine
 from embodied_rl.hybrid.residency import Gradients, Hooks, Residency, Tensors
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.optimizer import Optimizer

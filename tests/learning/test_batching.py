@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embodied_rl.errors import UserError
-from embodied_rl.learning.batching import Adjustment, adjust_rows
+from embodied_rl.learning.rows import Adjustment, adjust_rows
 from tests.learning.samples import CONFIG, make_batch, make_policy, rollout_learner, update
 
 

@@ -15,8 +15,7 @@ import torch
 from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_backend import TorchGenerator
-from embodied_rl.hybrid.assembly import make_engine
-from embodied_rl.hybrid.engine import HybridEngine
+from embodied_rl.hybrid.engine import HybridEngine, make_engine
 from embodied_rl.learning.learner import Learner, NonFiniteLossError
 from embodied_rl.learning.objectives import RolloutObjective, divide
 from embodied_rl.learning.rank_hosts import TrainWorkerError

@@ -22,7 +22,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.methods.language_player import make_language_policy, model_files
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.roles.device_lease import DeviceLease, HostPlan, plan_hosts
-from embodied_rl.roles.multiplexed_simulators import MultiplexedSimulators
+from embodied_rl.roles.multiplexed import MultiplexedSimulators
 from embodied_rl.roles.worker import RolloutWorker
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager

@@ -19,7 +19,7 @@ from embodied_rl.methods.language_player import ModelFiles, blank_backend, model
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
 from embodied_rl.roles.device_lease import DeviceLease, HostPlan
-from embodied_rl.roles.multiplexed_tokens import MultiplexedTokens, start_token_hosts
+from embodied_rl.roles.multiplexed import MultiplexedTokens, start_token_hosts
 from embodied_rl.roles.token_process import TokenProcess
 from tests.generation.constrained import ANSWERS, STRUCTURE
 from tests.roles.runs import TEXTS, configured
