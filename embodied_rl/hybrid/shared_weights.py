@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.weight_sync import NamedTensors, TakesWeights
+from embodied_rl.hybrid.weight_sync import NamedTensors
 
 _MAGIC = 0x454D4257
 _PAGE = 4096
@@ -160,7 +160,6 @@ class SharedWeightsReader:
         size = int(self._header[_LAYOUT_BYTES])
         layout: dict[str, Any] = json.loads(self._map[_PAGE : _PAGE + size])
         places = {name: _Place(offset, tuple(shape), getattr(torch, dtype)) for name, (offset, shape, dtype) in layout.items()}
-        self._pinned = 0
         step = int(self._header[_BUFFER_BYTES])
         self._buffers = [_views(self._map, _first_buffer(size) + number * step, places) for number in range(2)]
 
@@ -198,21 +197,9 @@ class SharedWeightsReader:
         finally:
             _unlock(self._fd, active)
 
-    def update(self, backend: TakesWeights, present_version: int | None) -> int | None:
-        """Load the newest version into `backend` where it is not the present one; returns the version that the backend has then."""
-        newest = self.version
-        if newest is None or newest == present_version:
-            return present_version
-        if torch.cuda.is_initialized():
-            self._pinned = self._pinned or _pin(self._map)
-        with self.hold() as held:
-            backend.load_weights(held.version, held.tensors.items())
-            return held.version
-
     def close(self) -> None:
         """Let go of the memory. May be called twice."""
         if self._fd >= 0:
-            _unpin(self._pinned)
             os.close(self._fd)
             self._fd = -1
 

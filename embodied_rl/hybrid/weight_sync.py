@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,18 +23,7 @@ INDEX, VALUE, BASE = "::index", "::value", "::base_version"
 """Endings of the names in a stream of differences."""
 
 
-class TakesWeights(Protocol):
-    """Token backends, and whatever else loads weights in place."""
-
-    def load_weights(self, version: int, tensors: NamedTensors) -> None: ...
-
-
 # ---- what is sent -------------------------------------------------------------------------------------------------------
-
-
-def only(tensors: NamedTensors, wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of these names."""
-    return ((name, tensor) for name, tensor in tensors if wanted(name))
 
 
 def is_lora(name: str) -> bool:

@@ -15,7 +15,7 @@ import itertools
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -132,9 +132,9 @@ class AgentCollector(SlotPump[_Playing]):
     ) -> None:
         """
         Args:
-            starts: see `SlotPump`.
             trained: False: no learner uses the episodes, so that answers with text but no tokens are accepted, and log-probabilities are 0.
             temperature: in place of the agent's.
+            starts: see `SlotPump`.
         """
         super().__init__(manager, queue, seed=seed, min_ready=min_ready, starts=starts)
         self.agent, self.backend = agent, backend
@@ -190,25 +190,16 @@ class AgentCollector(SlotPump[_Playing]):
     def _overlaps(self) -> bool:
         return self.min_ready is not None
 
-    def _begin_idle(self) -> None:
-        begun: list[tuple[int, int]] = []
-        restored: dict[int, Start] = {}
-        while (found := self._next_slot()) is not None:
-            slot, assignment = found
-            start = self._start_of(assignment)
-            record = None if self.recorder is None or start is not None else AgentRecord()
-            self._playing[slot] = _Playing(assignment, self.agent.begin(), self.agent.budget(), record=record, start=start)
-            if start is None:
-                begun.append((slot, assignment.seed))
-            else:
-                restored[slot] = start
-        taken_up = self._restored(restored)
-        for slot, seen in taken_up.items():
+    def _new(self, assignment: Assignment, start: Start | None) -> _Playing:
+        record = None if self.recorder is None or start is not None else AgentRecord()
+        return _Playing(assignment, self.agent.begin(), self.agent.budget(), record=record, start=start)
+
+    def _took_up(self, seen: Mapping[int, dict[str, Any]]) -> None:
+        for slot, shown in seen.items():
             playing = self._playing[slot]
             self._repeat(playing)
-            self._look(playing, {key: stacked([value]) for key, value in seen.items()}, 0)
-        self._ask(sorted(taken_up), lambda playing: playing.conversation.prompt(playing.observation))
-        self._begin(begun)
+            self._look(playing, {key: stacked([value]) for key, value in shown.items()}, 0)
+        self._ask(sorted(seen), lambda playing: playing.conversation.prompt(playing.observation))
 
     def _repeat(self, playing: _Playing) -> None:
         """Have an episode's conversation go as the one that its start lies in, up to there."""
@@ -286,8 +277,7 @@ class AgentCollector(SlotPump[_Playing]):
         for row, slot in enumerate(batch.slots.tolist()):
             playing = self._playing[slot]
             if batch.aborted is not None and batch.aborted[row]:
-                self._stop(slot)
-                self.queue.failed(playing.assignment, "its simulator failed")
+                self._fail(slot, playing.assignment, "its simulator failed")
                 continue
             if playing.answered is not None:
                 self._note_turn(playing, float(batch.reward[row]), success=bool(batch.success[row]))
@@ -296,8 +286,7 @@ class AgentCollector(SlotPump[_Playing]):
             if slot in ended and (why := ended[slot].final_info.get("failure")):
                 # The episode could not be scored: it failed, which is not a reward of 0.
                 self._counts["unscored"] += 1
-                self._stop(slot)
-                self.queue.failed(playing.assignment, str(why))
+                self._fail(slot, playing.assignment, str(why))
             elif slot in ended:
                 final = str(batch.final_observation["text"][row])
                 ends = {"terminated": bool(batch.terminated[row]), "truncated": bool(batch.truncated[row])}
@@ -373,9 +362,8 @@ class AgentCollector(SlotPump[_Playing]):
             if completion.finish_reason == "aborted" or self.queue.should_stop(playing.assignment):
                 self._stop(slot)
             elif completion.finish_reason == "failed" or (self._trained and not completion.trainable):
-                self._stop(slot)
                 why = "no tokens with log-probabilities" if completion.failure is None else completion.failure.message
-                self.queue.failed(playing.assignment, f"its answer failed: {why}")
+                self._fail(slot, playing.assignment, f"its answer failed: {why}")
                 self._server_health.failed(completion.failure)
             else:
                 self._server_health.answered()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -183,26 +183,16 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _begin_idle(self) -> None:
-        begun: list[tuple[int, int]] = []
-        restored: dict[int, Start] = {}
-        while (found := self._next_slot()) is not None:
-            slot, assignment = found
-            key = (self.seed, assignment.group, assignment.member, assignment.attempt, _NOISE_STREAM)
-            noise = EpisodeNoise(self.layout, key)
-            start = self._start_of(assignment)
-            # One that starts inside another could not be played again from its seed.
-            recorded = start is None and self.recorder is not None and self.recorder.chooses(assignment.seed, assignment.member)
-            self._playing[slot] = EpisodeRecorder(assignment, noise, start, recorded=recorded)
-            if start is None:
-                begun.append((slot, assignment.seed))
-            else:
-                restored[slot] = start
-        seen = self._restored(restored)
+    def _new(self, assignment: Assignment, start: Start | None) -> EpisodeRecorder:
+        noise = EpisodeNoise(self.layout, (self.seed, assignment.group, assignment.member, assignment.attempt, _NOISE_STREAM))
+        # One that starts inside another could not be played again from its seed.
+        recorded = start is None and self.recorder is not None and self.recorder.chooses(assignment.seed, assignment.member)
+        return EpisodeRecorder(assignment, noise, start, recorded=recorded)
+
+    def _took_up(self, seen: Mapping[int, dict[str, Any]]) -> None:
         self._unanswered |= seen
-        if seen and self.min_ready is not None:
+        if self.min_ready is not None:
             self._act()  # not to wait for others
-        self._begin(begun)
 
     def _take_in(self, batch: StepBatch) -> None:
         """Note what came of the actions; episodes that ended are handed in, and what else is ready waits for its next action."""
@@ -211,8 +201,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         for row, slot in enumerate(batch.slots.tolist()):
             recorder = self._playing[slot]
             if batch.aborted is not None and batch.aborted[row]:
-                self._stop(slot)
-                self.queue.failed(recorder.assignment, "its simulator failed")
+                self._fail(slot, recorder.assignment, "its simulator failed")
                 continue
             if recorder.action:  # not the observation that it began with
                 recorder.stepped(batch, row)

@@ -10,7 +10,7 @@ import string
 import numpy as np
 
 from embodied_rl.errors import UserError
-from embodied_rl.sim.text.textarena import OpenAIOpponent
+from embodied_rl.sim.text.opponents import OpenAIOpponent
 from embodied_rl.types import Episode
 
 PROMPT = """Below is an episode of the task "{domain}". How well was the task solved, and how efficiently?

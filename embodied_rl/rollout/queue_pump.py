@@ -132,7 +132,13 @@ class SlotPump(QueuePump, Generic[Playing]):
     """A pump over a manager made with ``autoreset=False``: a slot plays an episode of the queue's, or is idle and stands still."""
 
     def __init__(
-        self, manager: Simulators, queue: GroupQueue, *, seed: int, min_ready: int | None, starts: StartLibrary | None = None
+        self,
+        manager: Simulators,
+        queue: GroupQueue,
+        *,
+        seed: int,
+        min_ready: int | None = None,
+        starts: StartLibrary | None = None,
     ) -> None:
         """`starts`: where groups start that do not start ordinarily; every episode then says ``metadata["start"]``."""
         super().__init__(queue, seed=seed)
@@ -145,15 +151,28 @@ class SlotPump(QueuePump, Generic[Playing]):
         self._to_restore: dict[int, Start] = {}
         """Slots whose start waits for room (`Simulators.room`)."""
 
-    def _next_slot(self) -> tuple[int, Assignment] | None:
-        """An idle slot and what it is to play, as long as there are both."""
-        if not self._idle or (assignment := self.queue.next_assignment(self.domain)) is None:
-            return None
-        return self._idle.pop(0), assignment
+    @abc.abstractmethod
+    def _new(self, assignment: Assignment, start: Start | None) -> Playing:
+        """An episode that begins; `start`: inside another one, None: ordinarily."""
 
-    def _start_of(self, assignment: Assignment) -> Start | None:
-        """Where an episode starts; None: ordinarily."""
-        return None if self._starts is None else self._starts.start_of(assignment.group)
+    @abc.abstractmethod
+    def _took_up(self, seen: Mapping[int, dict[str, Any]]) -> None:
+        """Slots whose episodes start inside others: {slot: {key: what is seen there}}."""
+
+    def _begin_idle(self) -> None:
+        """Have idle slots play what the queue asks for."""
+        begun: list[tuple[int, int]] = []
+        restored: dict[int, Start] = {}
+        while self._idle and (assignment := self.queue.next_assignment(self.domain)) is not None:
+            slot, start = self._idle.pop(0), None if self._starts is None else self._starts.start_of(assignment.group)
+            self._playing[slot] = self._new(assignment, start)
+            if start is None:
+                begun.append((slot, assignment.seed))
+            else:
+                restored[slot] = start
+        if seen := self._restored(restored):
+            self._took_up(seen)
+        self._begin(begun)
 
     def _start_metadata(self, start: Start | None) -> dict[str, Any]:
         """What an episode's metadata say of its start."""
@@ -183,6 +202,11 @@ class SlotPump(QueuePump, Generic[Playing]):
         self.manager.release(slot)
         self._idle.append(slot)
         self._idle.sort()
+
+    def _fail(self, slot: int, assignment: Assignment, why: str) -> None:
+        """Its episode cannot go on, or be learned from."""
+        self._stop(slot)
+        self.queue.failed(assignment, why)
 
     def _forget_all(self, queue: GroupQueue | None) -> None:
         """Give every running episode up and go on with another queue."""

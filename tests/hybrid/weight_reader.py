@@ -51,11 +51,20 @@ def watch(path: str) -> None:
     print(json.dumps({"torn": torn, "reads": reads, "versions": len(versions), "last": max(versions)}))
 
 
+def update(reader: SharedWeightsReader, backend: TorchTokens, present: int | None) -> int | None:
+    """Load the newest version where it is another; the version that the backend has then."""
+    if reader.version in (None, present):
+        return present
+    with reader.hold() as held:
+        backend.load_weights(held.version, held.tensors.items())
+        return held.version
+
+
 def generate(path: str, folder: str, output: str) -> None:
     """Sample until every request is answered; take new weights between steps. Says a word when some tokens of each version are there."""
     reader = SharedWeightsReader(path)
     backend = TorchTokens(load_model(folder, dtype="float32", attention="sdpa", device="cpu"), max_batch=4, version=-1)
-    version = reader.update(backend, None)
+    version = update(reader, backend, None)
     rng = np.random.default_rng(0)
     prompts = {i: rng.integers(3, 250, 5 + i) for i in range(REQUESTS)}
     backend.submit([GenerationRequest(request_id=i, prompt_ids=prompts[i], max_new_tokens=NEW_TOKENS, seed=i) for i in prompts])
@@ -68,7 +77,7 @@ def generate(path: str, folder: str, output: str) -> None:
             print("some", flush=True)
             while reader.version == version:
                 time.sleep(0.001)
-        version = reader.update(backend, version)
+        version = update(reader, backend, version)
     arrays = {
         f"{number}/{name}": value
         for number, one in enumerate(found)

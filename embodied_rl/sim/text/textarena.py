@@ -18,137 +18,11 @@ import numpy as np
 
 from embodied_rl.errors import MissingAssetsError, UserError, from_extra, require_known
 from embodied_rl.registry import load_target
+from embodied_rl.sim.text.opponents import make_opponent, random_move
 from embodied_rl.sim.text.turns import TextGame, TextSim, TextTurn
 
 if TYPE_CHECKING:
     from textarena import Env
-import json
-import os
-import time
-import urllib.error
-import urllib.request
-from abc import ABC, abstractmethod
-
-_MOVE = re.compile(r"\[([^\[\]\n]{1,40})\]")
-_OFFERS = re.compile(r"(?:available|valid|legal)[^\n:]*:([^\n]*)", re.IGNORECASE)
-_NOT_MOVES = re.compile(r"game|player.*", re.IGNORECASE)
-_TRIES, _WAIT_S = 4, 1.0
-
-
-class Opponent(ABC):
-    """One player of the other side."""
-
-    def begin(self, seed: int) -> None:  # noqa: B027  # a default
-        """A new episode."""
-
-    @abstractmethod
-    def act(self, observation: str) -> str:
-        """Its next action."""
-
-
-def make_opponent(kind: str, options: Mapping[str, Any]) -> Opponent:
-    """An opponent by its kind.
-
-    Args:
-        kind: random, scripted or openai.
-        options: scripted: ``target``, ``package.module:function`` from the observation's text to an action. openai: ``base_url``,
-            ``model``, and ``api_key_env``, ``temperature``, ``max_tokens``, ``timeout_s``.
-
-    Raises:
-        UserError: an unknown kind or option, or one that is missing.
-    """
-    known = {
-        "random": (),
-        "scripted": ("target",),
-        "openai": ("base_url", "model", "api_key_env", "temperature", "max_tokens", "timeout_s"),
-    }
-    require_known(kind, known, f"opponent='{kind}' is not a choice.")
-    for name in options:
-        require_known(name, known[kind], f"opponent={kind} does not take '{name}'.")
-    if kind == "random":
-        return RandomOpponent()
-    needed = ("target",) if kind == "scripted" else ("base_url", "model")
-    for name in needed:
-        if not options.get(name):
-            raise UserError(f"opponent={kind} needs opponent_options.{name}.")
-    return ScriptedOpponent(str(options["target"])) if kind == "scripted" else OpenAIOpponent(**options)
-
-
-def offered_moves(observation: str) -> list[str]:
-    """The moves in brackets that the end of an observation offers (``Available Moves: '[0]', '[1]'``); else all that stand in brackets."""
-    offers = _OFFERS.findall(observation)
-    found = _MOVE.findall(offers[-1]) if offers else []
-    found = found or [move for move in _MOVE.findall(observation) if not _NOT_MOVES.fullmatch(move)]
-    return [f"[{move}]" for move in dict.fromkeys(found)]
-
-
-def random_move(observation: str, random: np.random.Generator) -> str:
-    """One of the offered moves, each as likely; the empty text where none is offered."""
-    moves = offered_moves(observation)
-    return moves[int(random.integers(len(moves)))] if moves else ""
-
-
-class RandomOpponent(Opponent):
-    """Plays any move that its observation offers."""
-
-    def __init__(self) -> None:
-        self._random = np.random.default_rng(0)
-
-    def begin(self, seed: int) -> None:
-        """The same seed gives the same moves."""
-        self._random = np.random.default_rng([seed, 1])
-
-    def act(self, observation: str) -> str:
-        return random_move(observation, self._random)
-
-
-class ScriptedOpponent(Opponent):
-    """A function of the observation."""
-
-    def __init__(self, target: str) -> None:
-        """Raises UserError where there is no such function."""
-        self._play = load_target(target)
-
-    def act(self, observation: str) -> str:
-        return str(self._play(observation))
-
-
-class OpenAIOpponent(Opponent):
-    """A model behind a server that speaks OpenAI's chat completions."""
-
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        api_key_env: str = "OPENAI_API_KEY",
-        temperature: float = 1.0,
-        max_tokens: int = 256,
-        timeout_s: float = 60.0,
-    ) -> None:
-        """`api_key_env` names the environment variable that holds the key; without one, none is sent."""
-        if not base_url.startswith(("http://", "https://")):
-            raise UserError(f"opponent_options.base_url must begin with http:// or https://, got '{base_url}'.")
-        self._url, self._key, self._timeout_s = f"{base_url.rstrip('/')}/chat/completions", os.environ.get(api_key_env), timeout_s
-        self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
-
-    def act(self, observation: str) -> str:
-        """See `Opponent.act`. Raises ConnectionError when the server does not answer after some tries: the episode is then no result."""
-        body = json.dumps({**self._body, "messages": [{"role": "user", "content": observation}]}).encode()
-        headers = {"Content-Type": "application/json"} | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"})
-        reason = ""
-        for attempt in range(_TRIES):
-            try:
-                with urllib.request.urlopen(urllib.request.Request(self._url, body, headers), timeout=self._timeout_s) as response:
-                    return str(json.load(response)["choices"][0]["message"]["content"] or "")
-            except urllib.error.HTTPError as error:
-                reason = f"status {error.code}: {error.read(300).decode('utf-8', 'replace')}"
-                if error.code < 500 and error.code != 429:
-                    break
-            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-                reason = f"{type(error).__name__}: {error}"
-            time.sleep(_WAIT_S * 2**attempt if attempt + 1 < _TRIES else 0.0)
-        raise ConnectionError(f"The opponent at {self._url} does not answer: {reason}")
-
 
 NEEDS_DATA = {
     "words of nltk (python -m nltk.downloader words averaged_perceptron_tagger_eng)": (
@@ -210,7 +84,7 @@ def make(
     Args:
         task: "TicTacToe-v0", "ConnectFour-v0", "GuessTheNumber-v0", …; with "-train" the same in a shorter form, with "-raw" unformatted.
         opponent: plays for the other players: random, scripted or openai.
-        opponent_options: see `embodied_rl.sim.text.textarena.make_opponent`.
+        opponent_options: see `embodied_rl.sim.text.opponents.make_opponent`.
         seat: the agent's player number, from 0; alternate: the seed chooses.
         num_players: of a game that takes several numbers; None: the least that it takes.
         max_turns: of the agent, until an episode is cut.

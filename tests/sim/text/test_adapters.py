@@ -19,7 +19,7 @@ from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
 from embodied_rl.sim.check import check_sim
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.seeding import HELD_OUT_START
-from embodied_rl.sim.text import alfworld, appworld, search_qa, textarena, webshop
+from embodied_rl.sim.text import alfworld, appworld, opponents, search_qa, webshop
 from embodied_rl.sim.text.turns import TextSim, TextTurn
 from embodied_rl.types import StepBuffers
 
@@ -164,10 +164,10 @@ def test_games_have_random_numbers_of_their_own_and_limits() -> None:
 
 def test_offered_moves() -> None:
     board = "[GAME] Board\nAvailable Moves: '[0]', '[2]'\n[Player 1] [2]\nAvailable Moves: '[5]', '[7, 1]'"
-    assert textarena.offered_moves(board) == ["[5]", "[7, 1]"]
-    assert textarena.offered_moves("[GAME] say [roll] or [hold] [Player 0]") == ["[roll]", "[hold]"]
-    assert textarena.random_move("nothing", np.random.default_rng(0)) == ""
-    drawn = {textarena.random_move(board, np.random.default_rng(seed)) for seed in range(20)}
+    assert opponents.offered_moves(board) == ["[5]", "[7, 1]"]
+    assert opponents.offered_moves("[GAME] say [roll] or [hold] [Player 0]") == ["[roll]", "[hold]"]
+    assert opponents.random_move("nothing", np.random.default_rng(0)) == ""
+    drawn = {opponents.random_move(board, np.random.default_rng(seed)) for seed in range(20)}
     assert drawn == {"[5]", "[7, 1]"}
 
 
@@ -176,8 +176,8 @@ def echo(observation: str) -> str:
 
 
 def test_opponents_by_kind() -> None:
-    assert textarena.make_opponent("scripted", {"target": "tests.sim.text.test_adapters:echo"}).act("four") == "[4]"
-    one, other = textarena.make_opponent("random", {}), textarena.make_opponent("random", {})
+    assert opponents.make_opponent("scripted", {"target": "tests.sim.text.test_adapters:echo"}).act("four") == "[4]"
+    one, other = opponents.make_opponent("random", {}), opponents.make_opponent("random", {})
     one.begin(3)
     other.begin(3)
     text = "Available moves: [1] [2] [3] [4]"
@@ -190,7 +190,7 @@ def test_opponents_by_kind() -> None:
         ("openai", {"model": "x", "base_url": "file:///etc"}, "http://"),
     ):
         with pytest.raises(UserError, match=message):
-            textarena.make_opponent(kind, options)
+            opponents.make_opponent(kind, options)
 
 
 @contextmanager
@@ -223,15 +223,15 @@ def chat_server(statuses: list[int]) -> Iterator[tuple[str, list[Any]]]:
 
 
 def test_a_model_behind_a_server_as_opponent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(textarena, "_WAIT_S", 0.01)
+    monkeypatch.setattr(opponents, "_WAIT_S", 0.01)
     monkeypatch.setenv("MY_KEY", "sk-1")
     with chat_server([503, 200]) as (url, asked):
-        player = textarena.make_opponent("openai", {"base_url": url, "model": "m", "api_key_env": "MY_KEY"})
+        player = opponents.make_opponent("openai", {"base_url": url, "model": "m", "api_key_env": "MY_KEY"})
         assert player.act("your move") == "[3]"
     assert [key for key, _ in asked] == ["Bearer sk-1"] * 2
     assert asked[1][1]["messages"] == [{"role": "user", "content": "your move"}]
     with chat_server([400]) as (url, asked), pytest.raises(ConnectionError, match="status 400"):
-        textarena.make_opponent("openai", {"base_url": url, "model": "m"}).act("x")
+        opponents.make_opponent("openai", {"base_url": url, "model": "m"}).act("x")
     assert len(asked) == 1, "what is wrong is not asked again"
 
 
@@ -266,7 +266,7 @@ def test_tic_tac_toe_against_a_script() -> None:
 
 
 def last_free(observation: str) -> str:
-    return textarena.offered_moves(observation)[-1]
+    return opponents.offered_moves(observation)[-1]
 
 
 @needs_textarena
