@@ -128,7 +128,6 @@ class QueuedGenerator(Generator):
         self._acted: deque[ActedBatch] = deque()
 
     def recv(self) -> ActedBatch:
-        """The oldest batch. Raises RuntimeError when nothing was sent."""
         if not self._acted:
             raise RuntimeError("recv was called although no observation had been sent.")
         return self._acted.popleft()

@@ -328,7 +328,6 @@ class TorchTokens(Stepwise):
 
     @property
     def version(self) -> int:
-        """Of the weights that sample now."""
         return self._version
 
     @property
@@ -338,7 +337,6 @@ class TorchTokens(Stepwise):
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are waited for, those not yet begun included."""
         return len(self._rows) + len(self._waiting)
 
     # ---- TokenBackend -----------------------------------------------------------------------------------------------
@@ -393,7 +391,6 @@ class TorchTokens(Stepwise):
 
     @property
     def cache_bytes(self) -> int:
-        """What keys and values take now."""
         return self._cache.num_bytes
 
     def release_memory(self) -> int:
@@ -411,7 +408,6 @@ class TorchTokens(Stepwise):
 
     @torch.inference_mode()
     def restore_memory(self) -> None:
-        """Go on where `release_memory` stopped."""
         with self._turn():
             if self._paused_before is not None:
                 self._paused, self._paused_before = self._paused_before, None

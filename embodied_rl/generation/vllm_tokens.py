@@ -380,7 +380,6 @@ class VLLMTokens(Stepwise):
 
     @property
     def version(self) -> int:
-        """Of the weights that sample now."""
         return self._version
 
     @property
@@ -471,7 +470,6 @@ class VLLMTokens(Stepwise):
 
     @property
     def cache_bytes(self) -> int:
-        """What keys and values take now."""
         return self._sleeper.cache_bytes
 
     def release_memory(self) -> int:
@@ -483,7 +481,6 @@ class VLLMTokens(Stepwise):
             return self._sleeper.sleep()
 
     def restore_memory(self) -> None:
-        """Go on where `release_memory` stopped."""
         with self._turn():
             if self._sleeper.asleep:
                 self._sleeper.wake()

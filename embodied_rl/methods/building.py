@@ -21,11 +21,12 @@ from embodied_rl.generation.tokens import RandomTokens, SharedTokens, TokenBacke
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.agents import TokenLearner
+from embodied_rl.methods.base import Method
 from embodied_rl.methods.groups import EpisodeLearner, GroupMethod
 from embodied_rl.methods.language_player import Speaking, make_agent, make_backend, make_language_policy
 from embodied_rl.methods.learners import PolicyLearner, StreamsMethod
 from embodied_rl.methods.rollout import RolloutLearner, RolloutMethod
-from embodied_rl.methods.starts import give_starts
+from embodied_rl.methods.starts import Starts, give_starts
 from embodied_rl.methods.streams import Stream, StreamGenerators, make_collector, make_queue
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import Policy, TrainedModule
@@ -94,14 +95,14 @@ class RunPolicies(TrainedModule):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunParts:
-    """What learns in a run, and what acts where that is in this process."""
+class RunComponents:
+    """A run's policy, the generator that acts with it, and the method that trains it."""
 
     policy: TrainedModule
-    language: LanguagePolicy | None
-    """The one among the policies that speaks."""
-    method: StreamsMethod
     generator: Generator
+    method: Method
+    language: LanguagePolicy | None = None
+    """The one among the policies that speaks."""
 
 
 # ---- what acts ----------------------------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ def served_tokens(player: PlayerConfig, tokenizer: ChatTokenizer, seed: int) -> 
 # ---- what learns --------------------------------------------------------------------------------------------------------
 
 
-def build_here(config: TrainConfig, streams: Sequence[Stream], run_dir: Path, checkpoint: Path | None, base: Path | None) -> RunParts:
+def build_here(config: TrainConfig, streams: Sequence[Stream], run_dir: Path, checkpoint: Path | None, base: Path | None) -> RunComponents:
     """All in this process.
 
     Args:
@@ -337,18 +338,20 @@ def build_elsewhere(
     generator: Generator | None = None,
     language: LanguagePolicy | None = None,
     ranks: RankHost | None = None,
-) -> RunParts:
+    starts: Starts | None = None,
+) -> RunComponents:
     """What learns from streams that another process plays; what connects them sets the method's `collector`.
 
     Args:
         generator: publishes to that process; None: warm starts, and publishing, are another's.
         language: the language policy, where it is there already.
+        starts: where the streams' episodes start, as the rollout worker has them too.
 
     Raises:
         UserError: as the makers of policies and learners do.
     """
     policies, speaking = _policies(config, streams, run_dir, checkpoint, base, language)
-    return _learning(config, streams, policies, speaking, run_dir, generator, None, ranks)
+    return _learning(config, streams, policies, speaking, run_dir, generator, None, ranks, starts)
 
 
 def _all_generators(streams: Sequence[Stream], language: LanguagePolicy | None, playing: Playing) -> Generator:
@@ -373,7 +376,8 @@ def _learning(
     generator: Generator | None,
     queue: GroupQueue | None,
     ranks: RankHost | None = None,
-) -> RunParts:
+    starts: Starts | None = None,
+) -> RunComponents:
     learners: dict[str, PolicyLearner] = {}
     of_rollouts = config.algorithm.groups is None
     learn: Callable[..., PolicyLearner] = RolloutLearner if of_rollouts else EpisodeLearner
@@ -397,7 +401,9 @@ def _learning(
     else:
         method = rollouts = RolloutMethod(config, streams, learners, run_dir, divided=divided)
         rollouts.play_by(make_collector(streams, None), [stream.generator for stream in streams if stream.generator is not None])
-    return RunParts(trained, language, method, generator or Generator())
+    if starts is not None:
+        method.starts = starts
+    return RunComponents(trained, generator or Generator(), method, language)
 
 
 def _divided(policies: Mapping[str, Any], language: LanguagePolicy | None) -> str:

@@ -193,7 +193,6 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         return {key: part for name, own in self.learners.items() for key, part in prefixed(name, own.learner.state_tensors()).items()}
 
     def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What ranks wrote of their optimizer, as it stands in `state_tensors` of a run without ranks."""
         return prefixed(self._divided, state)
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:

@@ -14,15 +14,13 @@ import torch
 
 from embodied_rl.config import HybridConfig, ShardingConfig, TrainConfig
 from embodied_rl.generation import make_generator
-from embodied_rl.generation.base import Generator
 from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.methods import KeptRun, Method, make_method, training_sim
 from embodied_rl.methods.acting import make_rollout_collector
-from embodied_rl.methods.building import build_elsewhere, build_here
+from embodied_rl.methods.building import RunComponents, build_elsewhere, build_here
 from embodied_rl.methods.language_player import model_files
 from embodied_rl.methods.starts import give_starts
 from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
-from embodied_rl.policies.base import TrainedModule
 from embodied_rl.policies.build import MADE_OF_SIZES, build_policy
 from embodied_rl.roles.device_lease import this_machine
 from embodied_rl.roles.remote import RemoteStarts, RemoteWorker, WorkerHandle
@@ -39,15 +37,6 @@ from embodied_rl.sim.simulators import Simulators
 from embodied_rl.sim.text.program import is_program
 from embodied_rl.sim.worker_choice import AS_READY
 from embodied_rl.types import SimSpec
-
-
-@dataclass(frozen=True)
-class RunComponents:
-    """A run's policy, the generator that acts with it, and the method that trains it."""
-
-    policy: TrainedModule
-    generator: Generator
-    method: Method
 
 
 @dataclass(frozen=True)
@@ -150,8 +139,7 @@ def _around_streams(
     config: TrainConfig, streams: list[Stream], spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
 ) -> RunComponents:
     """All in this process, of a method that consumes what it plays."""
-    parts = build_here(_here(config), streams, run_dir, folder, base)
-    return _scored(config, RunComponents(parts.policy, parts.generator, parts.method))
+    return _scored(config, build_here(_here(config), streams, run_dir, folder, base))
 
 
 def _scored(config: TrainConfig, components: RunComponents) -> RunComponents:
@@ -171,22 +159,20 @@ def _around_worker(
     own = _here(config)
     streams = streams_elsewhere(own, worker.specs, worker)
     starts = worker.starts = RemoteStarts(worker, streams)
-    policy: TrainedModule
     with ExitStack() as undo:
         if not config.algorithm.on_policy:
-            policy = robot = build_policy(config.policy, spec)
+            policy = build_policy(config.policy, spec)
             worker.take_policy(policy, {})
-            method: Method = make_method(KeptRun(own, worker, robot, worker.generator, run_dir, worker.ranks(own.hybrid), starts))
+            method = make_method(KeptRun(own, worker, policy, worker.generator, run_dir, worker.ranks(own.hybrid), starts))
+            components = RunComponents(policy, worker.generator, method)
             undo.callback(end_ranks, method)
         else:
-            parts = build_elsewhere(own, streams, run_dir, folder, base, worker.generator)
-            policy, method = parts.policy, parts.method
-            parts.method.starts = starts
-            undo.callback(end_ranks, method)
-            worker.take_policy(policy, {} if parts.language is None else model_files(parts.language))
-        connected = worker.connect(method)
+            components = build_elsewhere(own, streams, run_dir, folder, base, worker.generator, starts=starts)
+            undo.callback(end_ranks, components.method)
+            worker.take_policy(components.policy, {} if components.language is None else model_files(components.language))
+        components = dataclasses.replace(components, method=worker.connect(components.method))
         undo.pop_all()
-    return RunComponents(policy, worker.generator, connected)
+    return components
 
 
 def end_ranks(method: Method) -> None:

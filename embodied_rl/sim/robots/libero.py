@@ -186,7 +186,6 @@ class LiberoSim(RobosuiteSim):
         return episode_of(self.tasks, self._which, int(seed))
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """See `SimEnv`."""
         super().advance(env_ids, actions, out)
         out.terminated[list(env_ids)] = False  # LIBERO's "done" is success: reported, and no end by itself
         for i in env_ids:
