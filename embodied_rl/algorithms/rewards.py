@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_entries
+from embodied_rl.algorithms.grouped import group_statistics
 from embodied_rl.errors import NonFiniteError, UserError, did_you_mean
 
 Statistic = Literal["none", "batch", "group", "running"]
@@ -173,7 +174,9 @@ def normalize_reward(
     for name in {mean, std} - {"none"}:
         if name == "group":
             assert group is not None, "checked above"
-            sources[name] = _group_mean_std(values, group, shown)
+            found = group_statistics(score=values, group=group, rows=shown)
+            # Rounding in the mean of equal values would leave a difference of their last bit.
+            sources[name] = (torch.where(found.equal[found.index], values, found.mean[found.index]), found.std[found.index])
         else:
             moments = running if name == "running" else Moments.of(values, shown)
             assert moments is not None, "checked above"
@@ -200,30 +203,6 @@ def _check_normalize(reward: Tensor, mean: str, std: str, group: Tensor | None, 
             raise ValueError(f"group must be integers of shape {tuple(reward.shape)}, got {group.dtype} of shape {tuple(group.shape)}.")
     if "running" in (mean, std) and running is None:
         raise ValueError(f"mean={mean}, std={std} needs running, the Moments of the rewards seen so far.")
-
-
-def _group_mean_std(values: Tensor, group: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased standard deviation of each row's group, [B] float64 each; exact for groups of equal values."""
-    _, index = torch.unique(group[shown], return_inverse=True)
-    chosen = values[shown]
-    size = int(index.max()) + 1 if index.numel() else 0
-
-    def total(x: Tensor) -> Tensor:
-        return torch.zeros(size, dtype=torch.float64, device=values.device).index_add_(0, index, x)
-
-    def extreme(which: Literal["amin", "amax"]) -> Tensor:
-        zeros = torch.zeros(size, dtype=torch.float64, device=values.device)
-        return zeros.scatter_reduce_(0, index, chosen, which, include_self=False)
-
-    count, lowest = total(torch.ones_like(chosen)), extreme("amin")
-    # Rounding in the mean of equal values would leave a deviation of their last bit.
-    equal = lowest == extreme("amax")
-    mean = torch.where(equal, lowest, total(chosen) / count)
-    squares = total((chosen - mean[index]) ** 2)
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
-    row_mean, row_std = torch.zeros_like(values), torch.zeros_like(values)
-    row_mean[shown], row_std[shown] = mean[index], std[index]
-    return row_mean, row_std
 
 
 def group_ids(rows: Sequence[Any], keys: str | Sequence[str]) -> Tensor:
