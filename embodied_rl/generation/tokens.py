@@ -539,16 +539,14 @@ Script = Callable[[GenerationRequest], Sequence[int]]
 class _Instant(TokenBackend):
     """Requests wait in order and are answered in full by the `poll` that comes to them. The shared part of both backends."""
 
+    version: int = 0
+    """Of the last `load_weights`; there are no weights."""
+
     def __init__(self, version: int) -> None:
-        self._version = version
+        self.version = version
         self._waiting: list[GenerationRequest] = []
         self._aborted: list[Completion] = []
         self._paused = False
-
-    @property
-    def version(self) -> int:
-        """Of the last `load_weights`; there are no weights."""
-        return self._version
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         check_new_ids(requests, (request.request_id for request in self._waiting))
@@ -577,7 +575,7 @@ class _Instant(TokenBackend):
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Take the version; there are no weights to load."""
-        self._version = version
+        self.version = version
 
     def close(self) -> None:
         """Forget what waits."""
@@ -596,7 +594,7 @@ class _Instant(TokenBackend):
         reason: FinishReason = "stop" if count == whole and (ends or stops) else "length"
         limit: LengthLimit | None = None if reason == "stop" else "max_new_tokens"
         return Completion.of(
-            request.request_id, token_ids[:count], log_prob[:count], log_prob[:count], [self._version] * count, reason, limit=limit
+            request.request_id, token_ids[:count], log_prob[:count], log_prob[:count], [self.version] * count, reason, limit=limit
         )
 
 

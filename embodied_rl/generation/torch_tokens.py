@@ -275,6 +275,12 @@ class _Row(Growing):
 class TorchTokens(Stepwise):
     """Implements `TokenBackend` with a transformers model that it owns (`LanguagePolicy.generation_model()`)."""
 
+    version: int = 0
+    can_constrain: bool = False
+    """See `TokenBackend`: with a tokenizer."""
+    can_free_memory: bool = True
+    """Its cache is a tensor, anywhere."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -318,22 +324,14 @@ class TorchTokens(Stepwise):
         self._three_positions = vision is not None and hasattr(model.model, "get_rope_index")
         self._max_batch, self._max_prefill_tokens = max_batch, max_prefill_tokens
         self._context = context or max_context(model.config)
-        self._version, self._seed, self._on_update = version, seed, on_update
+        self.version, self.can_constrain = version, tokenizer is not None
+        self._seed, self._on_update = seed, on_update
         layers = text_config(self._config).num_hidden_layers
         self._cache = SlabCache(layers, max_batch, min(_FIRST_COLUMNS, self._context), self._context)
         self._rows: list[_Row] = []
         self._waiting: deque[_Row] = deque()
         self._paused_before: bool | None = None
         """Whether sampling was paused when the cache was let go; None: the cache is there."""
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def can_constrain(self) -> bool:
-        """See `TokenBackend`: with a tokenizer."""
-        return self._tokenizer is not None
 
     @property
     def num_in_flight(self) -> int:
@@ -375,19 +373,14 @@ class TorchTokens(Stepwise):
         """See `TokenBackend.load_weights`: between two decode steps."""
         with self._turn():
             load_named_weights(self._model, tensors)
-            self._version = version
+            self.version = version
             if self._on_update == "recompute" and self._paused_before is None:
                 self._fill_cache()
 
     @property
-    def can_free_memory(self) -> bool:
-        """Its cache is a tensor, anywhere."""
-        return True
-
-    @property
     def device(self) -> torch.device:
         """Where the model and its cache lie."""
-        return self._device
+        return next(self._model.parameters()).device
 
     @property
     def cache_bytes(self) -> int:
@@ -429,7 +422,7 @@ class TorchTokens(Stepwise):
         if not self._rows:
             return
         lengths = [row.cached for row in self._rows]
-        device = self._device
+        device = self.device
         self._cache.begin_step(lengths, device)
         position = torch.tensor([[row.cached + row.position_offset] for row in self._rows], device=device)
         output = self._model(
@@ -502,7 +495,7 @@ class TorchTokens(Stepwise):
             if self._vision.has_grids:
                 inputs["mm_token_type_ids"] = (inputs["input_ids"] == self._vision.image_token_id).int()
         prompts = DynamicCache()
-        device = self._device
+        device = self.device
         last = torch.tensor(lengths, device=device) - 1
         keep, kept = torch.unique(last, return_inverse=True)
         output = self._model(
@@ -536,7 +529,7 @@ class TorchTokens(Stepwise):
         self._take_top(rows, logits)
         columns = (sampled.token.tolist(), sampled.log_prob.tolist(), sampled.sampling_log_prob.tolist())
         for row, token, log_prob, sampling_log_prob in zip(rows, *columns, strict=True):
-            row.add(token, log_prob, sampling_log_prob, self._version)
+            row.add(token, log_prob, sampling_log_prob, self.version)
 
     @staticmethod
     def _take_top(rows: list[_Row], logits: Tensor) -> None:
@@ -585,10 +578,6 @@ class TorchTokens(Stepwise):
             self._vision.check(request.prompt_ids, request.images)
         elif request.images:
             raise UserError(f"Request {request.request_id} has images, but the model that generates takes none.")
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self._model.parameters()).device
 
 
 def _check_layers(config: PretrainedConfig) -> None:

@@ -360,6 +360,14 @@ class VLLMTokens(Stepwise):
     The simplest to debug, and weights are handed over without a copy between processes.
     """
 
+    version: int = 0
+    can_constrain: bool = False
+    """See `TokenBackend`: where the folder has a tokenizer."""
+    can_free_memory: bool = False
+    """On GPUs."""
+    device: torch.device = torch.device("cpu")
+    """Where the model and its cache lie."""
+
     def __init__(self, options: VLLMOptions) -> None:
         """Load the model and start the engine. Raises MissingExtraError; UserError: the folder lacks something, or vLLM refuses it."""
         super().__init__()
@@ -369,23 +377,14 @@ class VLLMTokens(Stepwise):
         if self._vision is not None:
             keep_transformers_classes()
         self._engine = _started(options, arguments)
-        self._options, self._version = options, 0
-        self._can_constrain = _has_tokenizer(options)
+        self._options, self.can_constrain = options, _has_tokenizer(options)
         self._context = int(self._engine.model_config.max_model_len)
         if self._vision is not None:
             self._engine.collective_rpc("embodied_exclude_token", args=(self._vision.inputs.image_token_id,))
         self._answers: dict[str, _Answer] = {}
         self._sleeper = Sleeper(self._engine, on_processors=_on_processors())
+        self.can_free_memory, self.device = self._sleeper.frees, self._sleeper.device
         self._paused_before = False
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def can_constrain(self) -> bool:
-        """See `TokenBackend`: where the folder has a tokenizer."""
-        return self._can_constrain
 
     @property
     def num_in_flight(self) -> int:
@@ -412,7 +411,7 @@ class VLLMTokens(Stepwise):
         from vllm.exceptions import VLLMClientError
 
         try:
-            self._engine.add_request(name, _prompt(request, self._version, self._vision), parameters)
+            self._engine.add_request(name, _prompt(request, self.version, self._vision), parameters)
         except (VLLMClientError, ValueError) as error:
             if request.structure is not None:
                 raise not_compiled(error.__cause__ or error) from error
@@ -427,7 +426,7 @@ class VLLMTokens(Stepwise):
                 self._vision.check_read(answer.request, output.prompt_token_ids)
             part = output.outputs[0]
             answer.add(part)
-            answer.version += [self._version] * len(part.token_ids)
+            answer.version += [self.version] * len(part.token_ids)
             if output.finished:
                 del self._answers[output.request_id]
                 reason = _REASONS.get(part.finish_reason)
@@ -456,17 +455,7 @@ class VLLMTokens(Stepwise):
                 self._engine.reset_prefix_cache(reset_running_requests=True)
             if self._vision is not None:
                 self._engine.reset_encoder_cache()
-            self._version = version
-
-    @property
-    def can_free_memory(self) -> bool:
-        """Whether `release_memory` gives memory back: on GPUs."""
-        return self._sleeper.frees
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model and its cache lie."""
-        return self._sleeper.device
+            self.version = version
 
     @property
     def cache_bytes(self) -> int:
