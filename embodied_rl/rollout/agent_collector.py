@@ -335,10 +335,8 @@ class AgentCollector(SlotPump[_Playing]):
                 self._finish(slot, terminated=False, truncated=True, final_text=playing.observation)
                 continue
             playing.prompt = prompt
-            whose = playing.assignment
-            key = (self.seed, whose.group, whose.member, whose.attempt, len(playing.turns), _SEEDS)
-            seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
-            temperature = 0.0 if whose.greedy else self._temperature
+            seed = self._sampling_seed(playing.assignment, len(playing.turns), _SEEDS)
+            temperature = 0.0 if playing.assignment.greedy else self._temperature
             requests.append(self.agent.request(self._next_id, prompt, playing.observation, seed=seed, temperature=temperature))
             self._requests[self._next_id] = slot
             self._next_id += 1

@@ -321,10 +321,9 @@ class ProgramCollector(QueuePump):
 
     def _start(self) -> None:
         while self.runner.num_running < self._num_slots and (whose := self.queue.next_assignment(self.domain)) is not None:
-            key = (self.seed, whose.group, whose.member, whose.attempt, _SEEDS)
-            seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
             temperature = 0.0 if whose.greedy else self._sampling.temperature
-            self.runner.start(whose, whose.seed, dataclasses.replace(self._sampling, seed=seed, temperature=temperature))
+            sampling = dataclasses.replace(self._sampling, seed=self._sampling_seed(whose, _SEEDS), temperature=temperature)
+            self.runner.start(whose, whose.seed, sampling)
 
     def _finish(self, played: Played) -> None:
         whose = played.tag

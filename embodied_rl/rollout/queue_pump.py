@@ -82,6 +82,11 @@ class QueuePump(Collector, abc.ABC):
         waited, self._waited = self._waited, 0.0
         return waited
 
+    def _sampling_seed(self, whose: Assignment, *stream: int) -> int:
+        """Of what is sampled in an episode: made of the run's seed, the group, the member, the attempt, and a stream of randomness."""
+        key = (self.seed, whose.group, whose.member, whose.attempt, *stream)
+        return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+
     def _tick(self) -> None:
         if time.monotonic() - self._ticked_at >= PATIENCE_S:
             self._ticked_at = time.monotonic()
@@ -132,13 +137,7 @@ class SlotPump(QueuePump, Generic[Playing]):
     """A pump over a manager made with ``autoreset=False``: a slot plays an episode of the queue's, or is idle and stands still."""
 
     def __init__(
-        self,
-        manager: Simulators,
-        queue: GroupQueue,
-        *,
-        seed: int,
-        min_ready: int | None = None,
-        starts: StartLibrary | None = None,
+        self, manager: Simulators, queue: GroupQueue, *, seed: int, min_ready: int | None = None, starts: StartLibrary | None = None
     ) -> None:
         """`starts`: where groups start that do not start ordinarily; every episode then says ``metadata["start"]``."""
         super().__init__(queue, seed=seed)
