@@ -117,7 +117,8 @@ class Optimizer:
         """The state under its names, each tensor as it is cut; zeros where nothing was stepped yet."""
         step = torch.zeros((), dtype=torch.int64)
         found: dict[str, Tensor] = {}
-        for name, parameter, entry in self._entries():
+        for name, parameter in self.parameters.items():
+            entry = self._state.get(name, {})
             found |= {f"{key}.{name}": (entry[key] if entry else torch.zeros_like(parameter)).detach() for key in _MOMENTS}
             if entry:  # parameters that the loss does not touch stay behind
                 step = torch.maximum(step, fsdp.local_part(entry["step"]).detach().cpu().to(torch.int64))
@@ -132,10 +133,6 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             own = {key: parts[f"{key}.{name}"] for key in _MOMENTS}
             self._state[name] = {"step": self._step_count(parts["step"], parameter), **own}
-
-    def _entries(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Tensor]]]:
-        for name, parameter in self.parameters.items():
-            yield name, parameter, self._state.get(name, {})
 
     def _step_count(self, step: Tensor, parameter: nn.Parameter) -> Tensor:
         """Beside the parameter, as float32: where the fused kernel keeps it."""
@@ -171,11 +168,6 @@ class Optimizers:
             )
             for group, parameters in module.parameter_groups().items()
         }
-
-    def zero_grad(self) -> None:
-        """Free all gradients."""
-        for optimizer in self.groups.values():
-            optimizer.zero_grad()
 
     def forget(self) -> None:
         """Begin all anew."""
