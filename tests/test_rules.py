@@ -86,7 +86,7 @@ EXAMPLES = (
     # language agents
     ("agent_without_groups", f"{TEXTS} algorithm=ppo", "learns from whole episodes, and algorithm=ppo does not"),
     ("agent_critic", f"{TEXTS} algorithm=ppo_episodes", "algorithm.advantage='gae' needs a critic"),
-    ("agent_tokens", f"{TEXTS} generation=torch", "generation.backend='torch' does not sample tokens"),
+    ("agent_tokens", f"{TEXTS} generation=random", "generation.backend='random' does not sample tokens"),
     ("agent_player", f"{TEXTS} algorithm.warm_start={{episodes:1}}", "algorithm.warm_start of a language agent clones a scripted player"),
     ("initialized_tools", f"{TEXTS} algorithm.initialized.share=0.5 agent.tools=[calculator]", "tools keep a state that is not"),
     ("program_initialized", f"{PROGRAM} algorithm.initialized.share=0.5", "whose state is nowhere but in it"),

@@ -586,7 +586,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     Raises:
         UserError: a combination that makes no sense, a name that nothing has, or a placement that this machine cannot have.
     """
-    config = _with_one_staleness(_with_stages(_with_domains(config)))
+    config = _with_tokens(_with_one_staleness(_with_stages(_with_domains(config))))
     run = Run(config)
     refuse(OF_RUNS, run)
     for task in run.tasks:
@@ -654,6 +654,13 @@ def _with_one_staleness(config: TrainConfig) -> TrainConfig:
         return config
     groups = dataclasses.replace(groups, max_staleness=own.max_staleness)
     return dataclasses.replace(config, algorithm=dataclasses.replace(own, max_staleness=0, groups=groups))
+
+
+def _with_tokens(config: TrainConfig) -> TrainConfig:
+    """Of a language policy torch samples tokens."""
+    if config.policy.name != "language" or config.generation.backend != "torch":
+        return config
+    return dataclasses.replace(config, generation=dataclasses.replace(config.generation, backend="tokens_torch"))
 
 
 def _with_host_threads(config: TrainConfig) -> TrainConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from embodied_rl.commands import evaluate
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.config.rules import resolve
@@ -61,6 +62,13 @@ def test_a_run_is_stepped_in_the_stages_of_its_placement_and_resumes(tmp_path: P
     groups = runs.trained(tmp_path / "groups", *ROLLOUTS, "sim.pipeline_groups=4", "total_steps=128")
     train(runs.configured(groups, *ROLLOUTS, "sim.pipeline_groups=4", "total_steps=256", "resume=auto"))
     runs.assert_same_run(tmp_path / "stages", groups)
+
+
+def test_torch_samples_the_tokens_of_a_language_policy(tmp_path: Path) -> None:
+    task = [*runs.TEXTS, "algorithm.warm_start=null", "total_steps=150"]
+    plain = runs.trained(tmp_path / "plain", *task, "generation=torch")
+    runs.assert_same_run(runs.trained(tmp_path / "tokens", *task, "generation=tokens_torch"), plain)
+    evaluate.main([f"checkpoint={plain}", "num_episodes=2"])
 
 
 def test_offloading_to_the_host_where_there_is_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
