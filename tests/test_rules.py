@@ -97,6 +97,7 @@ EXAMPLES = (
     ("small_without_chunks", f"{CARTPOLE} algorithm.ratio=action", "need a policy that acts in chunks"),
     ("small_without_chunks", f"{TEXTS} algorithm.advantage=gae_chunk policy.value_head=mlp", "need a policy that acts in chunks"),
     ("small_head_learning_rate", f"{GROUPS} algorithm.head_learning_rate=1", "policy.name='actor_critic' has none: set it null"),
+    ("small_head_learning_rate", "algorithm.head_learning_rate=1", "policy.name='actor_critic' has none: set it null"),
     ("no_model_folder", "sim=pixel_tasks policy=openvla policy.path=nowhere", "policy.path='nowhere' is no folder"),
     ("no_probabilities", "sim=pixel_tasks policy=openvla_oft policy.path=. policy.head=l1", "set policy.head=discrete"),
     ("values_of_steps", f"{VLA} policy.value=action", "got policy.value=action and algorithm.advantage=gae."),

@@ -280,11 +280,11 @@ class Argument:
 
 def server_arguments(port: int) -> tuple[Argument, ...]:
     """What every server is given; `port` by default."""
-    told = "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed"
+    meaning = "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed"
     return (
         Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
         Argument("port", Port, "0 takes a free one", port),
-        Argument("token", str, told, None, ("none",)),
+        Argument("token", str, meaning, None, ("none",)),
     )
 
 

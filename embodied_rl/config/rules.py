@@ -331,7 +331,7 @@ _ROBOTS = (
     Rule(
         "small_head_learning_rate",
         # A domain's network may stand beside a language policy, which the run's key is for.
-        lambda run: run.groups is not None and run.is_small and run.domain is None and run.algorithm.head_learning_rate is not None,
+        lambda run: run.is_small and run.domain is None and run.algorithm.head_learning_rate is not None,
         "algorithm.head_learning_rate is about the head of a model, and policy.name='{policy.name}' has none: set it null "
         "(algorithm.learning_rate, .value_learning_rate).",
     ),
