@@ -49,8 +49,7 @@ class Evaluation:
 
 
 class TrainedModule(nn.Module):
-    """What a run trains, as learners, checkpoints and the publication of weights know it: a policy, a language policy, or those of all
-    domains."""
+    """What a run trains, as learners, checkpoints and the publication of weights know it: a policy, or those of all domains."""
 
     forward_rows: int = 512
     """Rows of one forward without gradients at most: bounds the memory that images take."""
@@ -106,10 +105,7 @@ class TrainedModule(nn.Module):
         return "value" if name.startswith("critic") else "backbone"
 
     def parameter_groups(self) -> dict[str, dict[str, nn.Parameter]]:
-        """{group: {name in the optimizer's state: parameter}}: each group has its own optimizer, which an objective steps.
-
-        By default one group, ``""``, of all that is trained.
-        """
+        """{group: {name in the optimizer's state: parameter}}, each with an optimizer that an objective steps; by default one, ``""``."""
         return {"": {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}}
 
     def changing(self) -> set[str]:
