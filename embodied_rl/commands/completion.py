@@ -57,7 +57,6 @@ def completions(line: str, commands: Sequence[str]) -> list[str]:
 
 
 def _settings(word: str) -> list[str]:
-
     key, equals, _ = word.partition("=")
     if equals:
         return [f"{key}={name}" for name in group_names(key)] if key.isidentifier() else []

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +22,6 @@ from embodied_rl.episodes.recording import FieldNote, Recording, RecordingError,
 from embodied_rl.episodes.writer import SAME_SIM, SKIPPED, RecordingWriter
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.progress import progress_bar
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 FORMAT_NAMES = ("lerobot", "maniskill", "minari", "native", "robomimic")
 _PATH = Argument("path", str, "a recording: our own folder, or ManiSkill's, LeRobot's, robomimic's, LIBERO's or Minari's")
@@ -254,7 +250,6 @@ def _write_native(
     advance: Callable[[int], object],
 ) -> tuple[int, int]:
     """Write episodes of several recordings into one; returns how many are in it, and how many were there already."""
-
     written = skipped = 0
     with RecordingWriter(folder, info, video=video, duplicates=duplicates) as writer:
         for source, numbers in sources:
@@ -279,7 +274,6 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
         RecordingError: observations, actions or simulators differ, a source is damaged, or the output is there already.
         UserError: the output cannot be written.
     """
-
     first = sources[0]
     same = True
     for other in sources[1:]:

@@ -319,7 +319,6 @@ def learn(
 
 def _sim_words(sim: str | Callable[..., Any], run_dir: Path) -> list[str]:
     """The overrides that name a simulator."""
-
     if not isinstance(sim, str):
         return ["sim=custom", f"sim.target={importable(sim, run_dir / SOURCE_FOLDER)}"]
     if sim in group_names("sim"):

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from embodied_rl.checkpoint import Checkpoint
-    from embodied_rl.config import TrainConfig
     from embodied_rl.loggers import Logger
 
 

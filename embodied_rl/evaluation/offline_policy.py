@@ -178,7 +178,6 @@ class TokenTarget(TargetPolicy):
 
     def __init__(self, label: str, policy: Policy, spec: SimSpec, *, mode: Mode, keys: Sequence[str]) -> None:
         """Raises UserError where the policy does not say which tokens a recorded action is."""
-
         super().__init__(label, policy, spec, mode=mode, keys=keys)
         self._own: Any = policy
         tokens = getattr(policy, "tokens", None) or getattr(getattr(policy, "model", None), "tokens", None)

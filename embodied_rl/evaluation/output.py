@@ -16,10 +16,10 @@ import numpy as np
 
 from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.errors import UserError
-from embodied_rl.progress import figure_table, progress_bar
+from embodied_rl.progress import Advance, figure_table, progress_bar
 from embodied_rl.reporting import Figures, by_task, config_hash, episode_rows, summarise, task_figures, task_of
 from embodied_rl.statistics import bootstrap_mean_interval, holm, mcnemar_p_value, paired_rate_interval, sign_flip_p_value
-from embodied_rl.types import EpisodeSummary
+from embodied_rl.types import EpisodeSummary, SimSpec
 from embodied_rl.versions import machine, versions
 
 if TYPE_CHECKING:
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
     from embodied_rl.config import SimConfig, TrainConfig
     from embodied_rl.generation.base import Generator
-    from embodied_rl.progress import Advance
     from embodied_rl.sim.simulators import Simulators
-    from embodied_rl.types import SimSpec
 
 
 @dataclass(frozen=True)

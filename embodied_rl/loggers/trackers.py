@@ -60,7 +60,6 @@ class MlflowLogger(Logger):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Logger.log`: names are those of the other loggers."""
-
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())

@@ -296,7 +296,6 @@ class Film(Config):
     show_progress: bool = False
 
     def __post_init__(self) -> None:
-
         super().__post_init__()
         for word in self.formats or ("",):
             require_known(word, FORMATS, f"format={','.join(self.formats)}: '{word}' is not a choice.")

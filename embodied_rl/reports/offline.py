@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from embodied_rl.episodes.assessment import Estimate
-from embodied_rl.episodes.recording import RecordedEpisode
+from embodied_rl.episodes.estimators import Interval
+from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.files import write_atomic
 from embodied_rl.loggers.meanings import OFFLINE
 from embodied_rl.reports.charts import card, facts, figure, grid, text
@@ -25,8 +26,6 @@ from embodied_rl.types import TensorSpec
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from embodied_rl.episodes.estimators import Interval
-    from embodied_rl.episodes.recording import Recording
     from embodied_rl.evaluation.offline_study import OfflineStudy, PolicyResult
 
 MAX_VIDEOS = 4
