@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied_rl.commands.cli import command_line, loading, run_command, terminal_width
+from embodied_rl.commands.cli import command_line, explain, loading, run_command, terminal_width
 from embodied_rl.config import TrainConfig, group_names
 from embodied_rl.errors import UserError
 from embodied_rl.paths import configs_dir
@@ -95,8 +95,6 @@ def _hydra_main() -> None:
     from embodied_rl.config.compose import add_installed_configs, add_resolvers, check_overrides, runs_to_show
 
     if "--explain" in sys.argv[1:]:
-        from embodied_rl.commands.cli import explain
-
         explain()
         return
     if {"--help", "-h"} & set(sys.argv[1:]):

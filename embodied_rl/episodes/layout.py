@@ -27,7 +27,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from embodied_rl.episodes.pictures import PictureRoom, VideoWriter
+from embodied_rl.episodes.pictures import PictureRoom, VideoWriter, decode_png, encode_png
 from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, RecordingError, Value
 from embodied_rl.errors import brief
 from embodied_rl.files import cannot_write
@@ -205,8 +205,6 @@ def encode_row(column: Column, value: Value) -> bytes:
         except (TypeError, ValueError) as error:
             raise RecordingError(f"Field '{column.name}' must hold what JSON can: {error}.") from error
     if column.encoding == "png":
-        from embodied_rl.episodes.pictures import encode_png
-
         return encode_png(np.asarray(value))
     array = np.asarray(value)
     if array.dtype.kind not in _NUMERIC_KINDS:
@@ -223,8 +221,6 @@ def decode_row(column: Column, data: bytes) -> Any:
     if column.encoding == "json":
         return json.loads(data.decode("utf-8", "surrogatepass"))
     if column.encoding == "png":
-        from embodied_rl.episodes.pictures import decode_png
-
         return decode_png(data, column.shape)
     array = parse_npy(data)
     if array.dtype.kind not in _NUMERIC_KINDS:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ from embodied_rl.config import PolicyConfig
 from embodied_rl.episodes.assessment import chunks_of, normalise, query_steps, steps_of
 from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.policies.base import Policy, given_action, prepare_observation
+from embodied_rl.policies.build import build_policy
+from embodied_rl.resuming import load_policy
 from embodied_rl.types import Observation, SimSpec
-
-if TYPE_CHECKING:
-    from embodied_rl.policies.base import Policy
 
 Mode = Literal["sample", "mode"]
 """sample: the policy as it explores. mode: its most likely action, as `evaluate` plays it."""
@@ -225,14 +225,10 @@ class TokenTarget(TargetPolicy):
 
     def _in_bounds(self, units: np.ndarray) -> np.ndarray:
         """[Q, L] → [Q, H, A] normalised by the simulator's bounds."""
-        from embodied_rl.policies.base import given_action
-
         given = given_action(self.policy, units)
         return normalise(given.reshape(len(units), self.horizon, -1), self.spec.action)
 
     def _prepared(self, observation: Observation) -> dict[str, torch.Tensor]:
-        from embodied_rl.policies.base import prepare_observation
-
         return prepare_observation(self.policy, {key: np.array(observation[key]) for key in self.keys})
 
 
@@ -243,9 +239,6 @@ def load_target(checkpoint: Checkpoint, label: str, info: RecordingInfo, mode: M
         IncompatibleCheckpointError: its spaces are not the recording's, or its tensors do not fit.
         UserError: actions are texts, or out of the policy's denoising, which has no likelihood of a recorded action.
     """
-    from embodied_rl.policies.build import build_policy
-    from embodied_rl.resuming import load_policy
-
     own = checkpoint.config.policy
     if info.spec.action.kind == "text":
         raise UserError("offline_eval is for recordings with vector or discrete actions; this one's actions are texts.")

@@ -19,6 +19,7 @@ from embodied_rl.errors import UserError, from_extra
 from embodied_rl.files import append_whole, cannot_write, next_free, write_atomic
 from embodied_rl.loggers.base import LoggedRun, Logger
 from embodied_rl.loggers.meanings import with_aliases
+from embodied_rl.video import gif_size, mp4_as_gif
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -123,8 +124,6 @@ class TensorBoardLogger(Logger):
     def log_video(self, step: int, path: Path) -> None:
         """Show an mp4 or a GIF in TensorBoard's "Images", which plays GIFs. An mp4 is shown as the GIF beside it, or made one.
         Raises UserError: the mp4 cannot be read."""
-        from embodied_rl.video import gif_size, mp4_as_gif
-
         beside = path.with_suffix(".gif")
         data = beside.read_bytes() if beside.is_file() else mp4_as_gif(path)
         width, height = gif_size(data)

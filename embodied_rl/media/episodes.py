@@ -19,6 +19,7 @@ from embodied_rl.generation.tokens import Completion
 from embodied_rl.rollout.evaluation import Watcher, play_seeds
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import EpisodeSummary, Observation, StepBatch
+from embodied_rl.video import fit_square
 
 Kind = Literal["first", "best", "worst", "random"]
 KINDS: tuple[Kind, ...] = ("first", "best", "worst", "random")
@@ -157,8 +158,6 @@ def thinned(episodes: Sequence[FilmedEpisode], stride: int) -> int:
 
 def beside_each_other(views: Mapping[str, np.ndarray] | Sequence[np.ndarray], size: int) -> np.ndarray:
     """One picture [size, cameras · size, 3] of pictures [H, W, 3] uint8 of any size, each with its shape kept."""
-    from embodied_rl.video import fit_square
-
     pictures = list(views.values()) if isinstance(views, Mapping) else views
     return np.concatenate([fit_square(np.ascontiguousarray(picture), size) for picture in pictures], axis=1)
 

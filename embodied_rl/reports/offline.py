@@ -22,6 +22,7 @@ from embodied_rl.loggers.meanings import OFFLINE
 from embodied_rl.reports.charts import card, facts, figure, grid, text
 from embodied_rl.reports.page import html_page
 from embodied_rl.types import TensorSpec
+from embodied_rl.video import fit_square, play_rate, tile, write_mp4
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -349,8 +350,6 @@ def _is_picture(part: object) -> bool:
 
 def _pictures(episode: RecordedEpisode, recording: Recording) -> list[np.ndarray]:
     """Square pictures of an episode: all cameras of `images`, else what the policy saw; every second one, every fourth, … of long ones."""
-    from embodied_rl.video import fit_square, tile
-
     seen = {key: episode.observation[key] for key, part in recording.spec.observation.items() if _is_picture(part)}
     cameras = dict(episode.images) or seen
     stride = 1
@@ -361,8 +360,6 @@ def _pictures(episode: RecordedEpisode, recording: Recording) -> list[np.ndarray
 
 
 def _video(frames: Sequence[np.ndarray]) -> bytes:
-    from embodied_rl.video import play_rate, write_mp4
-
     with tempfile.TemporaryDirectory() as folder:
         return write_mp4(Path(folder) / "episode.mp4", frames, play_rate(len(frames), _FPS), hold_s=0.5).read_bytes()
 
