@@ -18,8 +18,6 @@ from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.errors import UserError
 from embodied_rl.progress import Advance, figure_table, progress_bar
 from embodied_rl.reporting import Figures, by_task, config_hash, episode_rows, summarise, task_figures, task_of
-from embodied_rl.rollout.evaluation import evaluate
-from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from embodied_rl.statistics import bootstrap_mean_interval, holm, mcnemar_p_value, paired_rate_interval, sign_flip_p_value
 from embodied_rl.types import EpisodeSummary, SimSpec
 from embodied_rl.versions import machine, versions
@@ -151,6 +149,8 @@ def result_table(result: EvaluationResult) -> Table:
 
 def _seed_range(figures: Figures) -> str:
     """``0 … 99``: held-out seeds count from 0, as ``seed=`` does; the simulator gets 2**30 more."""
+    from embodied_rl.sim.seeding import HELD_OUT_START  # studies without a simulator load this module too
+
     return " … ".join(f"{seed - HELD_OUT_START if seed >= HELD_OUT_START else seed}" for seed in figures.seeds)
 
 
@@ -389,6 +389,7 @@ def play(contestants: Sequence[Contestant], sim: SimConfig, num_episodes: int, *
         SimFault: from the simulator.
     """
     from embodied_rl.rollout.programs import make_manager
+    from embodied_rl.sim.seeding import EpisodeSeeds
 
     started = time.perf_counter()  # the first one's time includes the simulators' start
     # More slots than episodes would start simulators for nothing.
@@ -412,6 +413,8 @@ def play(contestants: Sequence[Contestant], sim: SimConfig, num_episodes: int, *
 def _play(
     manager: Simulators, generator: Generator, advance: Advance, number: int, seed: int, temperature: float | None, *, reconfigure: bool
 ) -> Sequence[EpisodeSummary]:
+    from embodied_rl.rollout.evaluation import evaluate
+
     finished = list[bool]()
 
     def on_episode(episode: EpisodeSummary) -> None:
