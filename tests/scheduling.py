@@ -20,9 +20,8 @@ ALONE_S = 20.0
 """A test of so many seconds waits for no other of its file. What its file's fixtures take is spent once more."""
 SHORT_S = 0.1
 """What a test takes that has no line."""
-_DRAWS = ("robots/test_configs", "robots/test_maniskill", "robots/test_maniskill_batch", "robots/test_maniskill_modes", "test_film")
-TOGETHER = {f"tests/sim/{name}.py": f"tests/sim/{_DRAWS[0]}.py" for name in _DRAWS}
-"""Files that one worker runs: SAPIEN's first picture takes 6.5 s of every process that draws."""
+TOGETHER = {"tests/sim/robots/test_maniskill_modes.py": "tests/sim/robots/test_configs.py"}
+"""Files that the worker of another file runs: SAPIEN's first picture takes 6.5 s of every process that draws."""
 
 
 @cache

@@ -9,8 +9,9 @@ from embodied_rl.config import group_names, load_sim_config
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError
 from embodied_rl.paths import configs_dir
 from embodied_rl.sim.factory import SimFactory
-from embodied_rl.sim.rendering import mujoco_backend, vulkan_available
+from embodied_rl.sim.rendering import mujoco_backend
 from embodied_rl.types import StepBuffers
+from tests.sim.robots.pictures import sapien_draws
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ def test_configuration_makes_and_steps(name: str) -> None:
     assert header.startswith("# ")
     if name in ("pixel_reach", "pixel_tasks") and mujoco_backend() is None:
         pytest.skip("MuJoCo cannot draw off-screen here")
-    if config.kwargs.get("obs_mode", "state") != "state" and not vulkan_available():
+    if config.kwargs.get("obs_mode", "state") != "state" and sapien_draws() is None:
         pytest.skip("no Vulkan device: pictures cannot be drawn here")
     if name.endswith("_gpu") and not _cuda():
         with pytest.raises(UserError, match="finds no CUDA device here"):

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from embodied_rl.errors import MissingExtraError, UserError
-from embodied_rl.sim.rendering import configure_rendering, vulkan_available
+from embodied_rl.sim.rendering import configure_rendering
 from embodied_rl.sim.robots import maniskill, maniskill_gpu
 from embodied_rl.sim.robots.maniskill_gpu import HostBuffers
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.types import StepBuffers, TensorSpec
+from tests.sim.robots.pictures import sapien_draws
 from tests.sim.robots.trajectories import actions_for, assert_equal, episode
 
 RECONFIGURE = {"reconfigure": True}
@@ -33,7 +34,7 @@ def installed() -> None:
 
 @pytest.fixture(scope="module")
 def vulkan() -> None:
-    if not vulkan_available():
+    if sapien_draws() is None:
         pytest.skip("no Vulkan device: pictures cannot be drawn here")
 
 
