@@ -107,8 +107,8 @@ def _request_sockets() -> tuple[socket.socket, socket.socket]:
 
 
 @functools.cache
-def _server(kind: str) -> tuple[socket.socket, int]:
-    """What takes requests, and its process."""
+def server(kind: str) -> tuple[socket.socket, int]:
+    """What takes requests, and its process; it is begun by the first call, with the environment of then."""
     ours, theirs = _request_sockets()
     environment = {**os.environ, **(ALONE if kind == "simulators" else {})}
     with theirs:
@@ -141,7 +141,7 @@ def start_forked_simulator(
     """The keeper of a simulator's process; one of its own where its libraries would read another environment."""
     if module != "embodied_rl.sim.worker" or dict(environment) != ALONE:
         return start_module(keeper, module, manager, *arguments, pass_fds=pass_fds, environment=environment, output=output)
-    _, parent = _server("simulators")
+    _, parent = server("simulators")
     words = [module, str(parent), *map(str, arguments)]  # it ends with what forked it: when this process ends
     streams = (output.fileno(), output.fileno())
     return _start("simulators", keeper, words, {**os.environ, **environment}, os.getcwd(), _streams(*streams, *pass_fds))
@@ -184,7 +184,7 @@ def _start(
     what = {"module": module, "words": words, "environment": environment, "folder": folder, "collects": collects}
     with theirs:
         message = json.dumps({**what, "descriptors": list(descriptors)}).encode()
-        socket.send_fds(_server(kind)[0], [message], [theirs.fileno(), *descriptors.values()])
+        socket.send_fds(server(kind)[0], [message], [theirs.fileno(), *descriptors.values()])
     return Fork(ours)
 
 

@@ -31,8 +31,8 @@ from embodied_rl.checkpoint import (
     save_checkpoint,
 )
 from embodied_rl.checkpoint import folder as module
-from embodied_rl.checkpoint.tensors import sum_of_document
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
+from embodied_rl.files import sum_of_document
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.sample_run import SPEC, make_config
 

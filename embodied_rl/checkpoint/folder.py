@@ -36,20 +36,16 @@ from embodied_rl.checkpoint.tensors import (
     MODEL_FOLDER,
     POLICY_FILE,
     Exported,
-    FileSums,
-    fault_of,
     read_exported,
     read_policy,
     read_tensors,
-    sum_of_document,
-    sums_of,
     weights_sha256,
     write_policy,
     write_tensors,
 )
 from embodied_rl.config import TrainConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief, require_known
-from embodied_rl.files import cannot_write, copy_files, fsync
+from embodied_rl.files import FileSums, cannot_write, copy_files, fault_of, fsync, sum_of_document, sums_of
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
 from embodied_rl.trust import CHECKPOINT, require_trusted, sign
 from embodied_rl.types import SimSpec

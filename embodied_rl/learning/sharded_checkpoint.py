@@ -12,7 +12,6 @@ Nothing is unpickled (torch's own distributed checkpoints keep their metadata in
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import secrets
@@ -31,7 +30,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief
-from embodied_rl.files import cannot_write, fsync, replace_folder, reset_mode, write_atomic
+from embodied_rl.files import cannot_write, fsync, replace_folder, reset_mode, sha256_of, sum_of_document, write_atomic
 from embodied_rl.learning import fsdp
 from embodied_rl.policies.model_folder import torch_dtype
 from embodied_rl.reading import parse_json, read_regular
@@ -170,7 +169,7 @@ def read_index(folder: Path | str) -> dict[str, Any]:
         what = f"Checkpoint '{folder}' has format version {brief(version, 20)}"
         raise IncompatibleCheckpointError(f"{what}; this program reads {FORMAT_VERSION}.")
     try:
-        if "sha256" in index and _sum_of(index) != index["sha256"]:
+        if "sha256" in index and sum_of_document(index, "sha256") != index["sha256"]:
             raise ValueError("its content is not what was written (SHA-256 differs)")
         for expected in index["files"].values():
             if type(expected["bytes"]) is not int or not isinstance(expected["sha256"], str):
@@ -204,12 +203,6 @@ def _check_parts(name: str, entry: Mapping[str, Any], files: Mapping[str, Any]) 
 
 def _damaged(path: Path, what: str) -> IncompatibleCheckpointError:
     return IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged ({what}). Use another checkpoint.")
-
-
-def _sum_of(index: Mapping[str, Any]) -> str:
-    """Digest of an index without its own, the same after it was written and read."""
-    rest = {key: value for key, value in index.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 # ---- inside -------------------------------------------------------------------------------------------------------------
@@ -249,7 +242,7 @@ def _write_part(partial: Path, rank: int, parts: dict[str, Tensor], entries: dic
     reset_mode(path)
     fsync(path)
     # Its being there says that the part is whole.
-    write_atomic(partial / f"rank_{rank:05d}.json", json.dumps({"parts": entries, "sha256": _sha256(path), "bytes": path.stat().st_size}))
+    write_atomic(partial / f"rank_{rank:05d}.json", json.dumps({"parts": entries, "sha256": sha256_of(path), "bytes": path.stat().st_size}))
 
 
 def _tell_failure(partial: Path, rank: int, error: BaseException) -> None:
@@ -298,7 +291,7 @@ def _finish(partial: Path, final: Path, description: dict[str, Any], metadata: d
         "tensors": {name: {**entry, "parts": places[name]} for name, entry in description.items()},
     }
     index = json.loads(json.dumps(index))
-    write_atomic(partial / INDEX_FILE, json.dumps({**index, "sha256": _sum_of(index)}, indent=1))
+    write_atomic(partial / INDEX_FILE, json.dumps({**index, "sha256": sum_of_document(index, "sha256")}, indent=1))
     replace_folder(partial, final)
 
 
@@ -345,15 +338,10 @@ def _check_entry(folder: Path, name: str, tensor: Tensor, entry: dict[str, Any] 
 def _verify(path: Path, expected: dict[str, Any]) -> None:
     if not path.is_file():
         raise IncompatibleCheckpointError(f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. Use another checkpoint.")
-    if path.stat().st_size != expected["bytes"] or _sha256(path) != expected["sha256"]:
+    if path.stat().st_size != expected["bytes"] or sha256_of(path) != expected["sha256"]:
         raise IncompatibleCheckpointError(
             f"Checkpoint file '{path}' is truncated or damaged: its checksum differs. Use another checkpoint."
         )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _await(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

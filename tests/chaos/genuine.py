@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from embodied_rl.checkpoint import load_checkpoint, save_checkpoint
-from embodied_rl.checkpoint.tensors import sum_of_document, sums_of
 from embodied_rl.episodes.formats import write_foreign
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.episodes.writer import RecordingWriter
+from embodied_rl.files import sum_of_document, sums_of
 from embodied_rl.learning.sharded_checkpoint import read_whole, save_sharded
 from embodied_rl.reading import read_regular
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec

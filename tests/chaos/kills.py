@@ -17,6 +17,7 @@ import psutil
 from embodied_rl.compose import load_train_config
 from embodied_rl.sim.faults import FaultPolicy
 from embodied_rl.train import train
+from tests import forks
 from tests.chaos.harness import Attack
 from tests.sim.runs import Trace, assert_same, play_asynchronously
 from tests.sim.test_chaos import SLOTS, Chaos, accounts, make
@@ -39,6 +40,7 @@ class Kills(Attack):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
+        forks.server("torch")  # training runs are forks of it, and it outlives every attempt: not to have a mark
         self._clean: Trace | None = None
         self._whole: Path | None = None
         self._kills = self._episodes = self._left = 0

@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from embodied_rl.checkpoint import Checkpoint, base_of, load_checkpoint
-from embodied_rl.checkpoint.tensors import sha256_of, sum_of_document, sums_of
 from embodied_rl.config import LanguageConfig
 from embodied_rl.errors import IncompatibleCheckpointError
 from embodied_rl.evaluate import evaluate_checkpoint
+from embodied_rl.files import sha256_of, sum_of_document, sums_of
 from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
 from embodied_rl.generation.tokens import GenerationRequest
 from embodied_rl.methods.language_player import read_language_policy

@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from embodied_rl.checkpoint import save_checkpoint
-from embodied_rl.checkpoint.tensors import sum_of_document, sums_of
 from embodied_rl.config import TrainConfig
+from embodied_rl.files import sum_of_document, sums_of
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.sample_run import make_config
 
