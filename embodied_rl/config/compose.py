@@ -196,6 +196,9 @@ _OPEN = (
 
 _MOST_COMPOSED = 16
 """Runs of a sweep that are looked at before the first begins."""
+_MAIN_JOB = "experiment=maniskill_pushcube"
+_TASKS = {"experiment", "sim", "policy", "algorithm", "resume"}
+"""What says, beside ``domains``, which task a run is about."""
 
 
 def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -310,9 +313,15 @@ def open_kwargs(overrides: Sequence[str]) -> list[str]:
     return [f"++{override}" if override.startswith(_OPEN) else override for override in overrides]
 
 
+def or_main_job(overrides: Sequence[str]) -> list[str]:
+    """The words of a run; those that choose no task train the main job."""
+    keys = [override.lstrip("+").partition("=")[0] for override in overrides]
+    return [*overrides, *([] if any(key in _TASKS or key.startswith("domains") for key in keys) else [_MAIN_JOB])]
+
+
 def load_train_config(overrides: Sequence[str]) -> TrainConfig:
     """The configuration that ``python -m embodied_rl.train OVERRIDES`` would run. Raises UserError."""
-    return TrainConfig.from_dict(compose_config("train", overrides))
+    return TrainConfig.from_dict(compose_config("train", or_main_job(overrides)))
 
 
 def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainConfig], object] | None = None) -> list[str]:
@@ -330,6 +339,8 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
     sweep = bool({"-m", "--multirun"} & set(flags))
     given = [argument for argument in arguments if argument not in overrides]
     overrides = with_sweeper_params(overrides, sweep)
+    if name == "train":
+        overrides = or_main_job(overrides)
     if not sweep:
         _check_choices(overrides)
     settings = hydra_overrides(overrides, sweep)
