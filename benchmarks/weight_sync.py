@@ -112,15 +112,21 @@ class Copied:
         synchronise()
 
 
+def load_newest(reader: SharedWeightsReader, model: Copied) -> int:
+    """As a rollout worker does; returns the version."""
+    with reader.hold() as held:
+        model.load_weights(held.version, held.tensors.items())
+        return held.version
+
+
 def read_forever(path: str, device: str) -> None:
     """The other process."""
     torch.set_num_threads(1)
     reader, model = SharedWeightsReader(path), Copied(device)
-    version = reader.update(model, None)
+    load_newest(reader, model)
     print(-1, flush=True)
     for _ in sys.stdin:
-        version = reader.update(model, version)
-        print(version, flush=True)
+        print(load_newest(reader, model), flush=True)
 
 
 def measure(weights: dict[str, Tensor], rounds: int, device: str) -> Iterator[dict[str, float]]:

@@ -160,6 +160,7 @@ class SharedWeightsReader:
         size = int(self._header[_LAYOUT_BYTES])
         layout: dict[str, Any] = json.loads(self._map[_PAGE : _PAGE + size])
         places = {name: _Place(offset, tuple(shape), getattr(torch, dtype)) for name, (offset, shape, dtype) in layout.items()}
+        self._pinned = 0
         step = int(self._header[_BUFFER_BYTES])
         self._buffers = [_views(self._map, _first_buffer(size) + number * step, places) for number in range(2)]
 
@@ -193,6 +194,8 @@ class SharedWeightsReader:
                 raise TimeoutError(f"no weights were published within {timeout_s:g} s.")
             time.sleep(_NAP_S)
         try:
+            if torch.cuda.is_initialized():  # what loads them copies to a GPU
+                self._pinned = self._pinned or _pin(self._map)
             yield HeldWeights(int(self._header[_VERSION + active]), self._buffers[active])
         finally:
             _unlock(self._fd, active)
@@ -200,6 +203,7 @@ class SharedWeightsReader:
     def close(self) -> None:
         """Let go of the memory. May be called twice."""
         if self._fd >= 0:
+            _unpin(self._pinned)
             os.close(self._fd)
             self._fd = -1
 
@@ -214,6 +218,8 @@ class AnnouncedWeights:
     def hold(self, version: int, path: str) -> Iterator[HeldWeights]:
         """See `SharedWeightsReader.hold`."""
         if self._reader is None or self._reader[0] != path:
+            if self._reader is not None:
+                self._reader[1].close()
             self._reader = (path, SharedWeightsReader(path))
         with self._reader[1].hold() as held:
             assert held.version == version, "weights are published before they are announced"
