@@ -257,16 +257,25 @@ class LocalExecutor(Executor):
             threads=self._threads,
         )
 
-    @torch.no_grad()
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
-        size, even, parts = forward_rows(self.policy, self.config), self.policy.even_rows, []
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
-            for part in forwards(ready, size):
-                count = len(next(iter(part.values())))
-                part = {key: _filled_up(tensor, -count % even) for key, tensor in part.items()}
-                moved = {key: tensor.to(self.device) for key, tensor in part.items()}
-                parts.append(self.policy.value(moved).float().cpu().numpy()[:count])
+        size = forward_rows(self.policy, self.config)
+        if self._threads is None:
+            parts = [self._values(part) for part in forwards(ready, size)]
+        else:
+            # Fewer rows at a time: what a convolution writes is still in the cache when the next one reads it.
+            slices = list(forwards(ready, min(size, self.policy.even_rows) if self.policy.even_rows > 1 else size))
+            turns = [slices[first :: self.side_by_side] for first in range(self.side_by_side)]
+            others = [self._threads.submit(lambda own: list(map(self._values, own)), own) for own in turns[1:]]
+            found = [list(map(self._values, turns[0])), *(other.result() for other in others)]
+            parts = [found[index % self.side_by_side][index // self.side_by_side] for index in range(len(slices))]
         return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    @torch.no_grad()
+    def _values(self, ready: dict[str, Tensor]) -> np.ndarray:
+        count = len(next(iter(ready.values())))
+        filled = {key: _filled_up(tensor, -count % self.policy.even_rows).to(self.device) for key, tensor in ready.items()}
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bfloat16"):
+            return self.policy.value(filled).float().cpu().numpy()[:count]
 
     def state_tensors(self) -> dict[str, Tensor]:
         return self.optimizer.state_tensors()
