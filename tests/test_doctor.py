@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from embodied_rl import probes
-from embodied_rl.commands import doctor
+from embodied_rl.commands import doctor, probes
 from embodied_rl.commands.doctor import can_train, run_probe
-from embodied_rl.probes import SIMULATORS, Check, NotHere, Probe, Status, describe_picture
+from embodied_rl.commands.probes import SIMULATORS, Check, NotHere, Probe, Status, describe_picture
 from tests.sim.fake_sysfs import FakeNode, build, single_threads, two_nodes
 
 

@@ -97,7 +97,6 @@ FLOORS: dict[str, set[str]] = {
     }
     | {"rollout", "run_folder", "sim"},
     # The outer ring: nothing above imports it.
-    "probes": GROUND | {"config", "sandbox", "sim"},
     "lerobot": GROUND | {"policies"},
     "planning": GROUND | {"config", "hybrid", "methods", "sim", "trainer"},
     "media": GROUND | {"agents", "config", "episodes", "generation", "policies", "rollout", "serving.agents", "sim", "video"},

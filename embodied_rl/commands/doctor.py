@@ -2,7 +2,7 @@
 
 Everything is tried: every drawing back end draws a frame, every simulator's package is imported (text environments play a turn), vLLM
 computes and the encoder encodes. Each probe runs in its own process with a time limit, so that a driver that crashes or hangs is a line in
-the table. The probes are in `embodied_rl.probes`.
+the table. The probes are in `embodied_rl.commands.probes`.
 Exit status 0 when training can run here, 1 when it cannot.
 """
 
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 from embodied_rl.commands.cli import Argument, Command, print_tables
-from embodied_rl.probes import (
+from embodied_rl.commands.probes import (
     DRAWING,
     SIMULATORS,
     TRAINING,
