@@ -54,7 +54,7 @@ _POLICY_LOSSES = (
     ),
     LossInfo(
         "gspo",
-        f"{_MODULE}.off_policy:gspo_loss",
+        f"{_MODULE}.sequence_losses:gspo_loss",
         "ppo_clip with r = sg(s) pi / sg(pi), s the geometric mean of the sequence's ratios",
         "Zheng et al. 2025, arXiv:2507.18071",
         **_PPO,
@@ -98,7 +98,7 @@ _POLICY_LOSSES = (
     ),
     LossInfo(
         "ipa",
-        f"{_MODULE}.off_policy:ipa_loss",
+        f"{_MODULE}.sequence_losses:ipa_loss",
         "success: -G m log pi; else -sg(clip(rho_c, 0, 1)) G m log pi, rho_c and m those of the chunk",
         "Wang et al. 2025 (ROME), arXiv:2512.24873",
         ("log_prob", "old_log_prob", "behaviour_log_prob", "advantage"),

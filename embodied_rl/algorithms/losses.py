@@ -6,7 +6,7 @@ the number that sums are divided by (by default the count in this mask; over mic
 `aggregation.Aggregation.count`), so that parts of a batch add up to the whole.
 Each loss returns ``(loss, metrics)``; metrics are detached and add up over parts in the same way.
 
-Here is what most algorithms share. Off-policy corrections, and ratios of sequences and chunks, are in `off_policy`,
+Here is what most algorithms share. Off-policy corrections are in `off_policy`, ratios of sequences and chunks in `sequence_losses`,
 divergences in `kl`; `loss_table` lists them all.
 """
 

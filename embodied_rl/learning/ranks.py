@@ -35,12 +35,12 @@ from embodied_rl.errors import UserError
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.episode_objectives import EpisodeObjective, TokenCloning, TokenObjective
 from embodied_rl.learning.executors import Executor, Figures, forward_rows, forwards, objective_step
-from embodied_rl.learning.fsdp import check_plan
 from embodied_rl.learning.objectives import Numbers, Objective, RolloutObjective
 from embodied_rl.learning.optimizer import Optimizers
 from embodied_rl.learning.rank_hosts import LocalRanks, RankHost, RankLink, TrainWorkerError, open_store
 from embodied_rl.learning.recorded import CloningObjective, CriticsObjective, ImitationObjective, SoftPolicyObjective, StateValueObjective
 from embodied_rl.learning.sharded_checkpoint import SavingCheckpoint, load_sharded, save_sharded
+from embodied_rl.learning.tensor_parallel import check_plan
 from embodied_rl.policies.base import TrainedModule
 
 _END_S = 10.0

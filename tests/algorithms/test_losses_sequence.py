@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.losses import ppo_clip_loss
-from embodied_rl.algorithms.off_policy import gspo_loss, ipa_loss
 from embodied_rl.algorithms.ratios import log_ratio_at, segment_mean
+from embodied_rl.algorithms.sequence_losses import gspo_loss, ipa_loss
 from tests.algorithms.loss_cases import log_prob_of, make_case
 
 
