@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from embodied_rl.config.compose import load_train_config
+from embodied_rl.config.compose import load_train_config, or_main_job
 from tests.forks import run_forked
 from tests.test_install import lean  # noqa: F401 (a fixture that this module uses too)
 
@@ -18,6 +18,7 @@ def test_a_command_line_that_names_no_task_trains_the_main_job() -> None:
     main_job = load_train_config(["experiment=maniskill_pushcube", "run_dir=run", "seed=3", "sim.num_slots=8"])
     assert (main_job.evaluation.every_steps, main_job.evaluation.interim_episodes) == (10_000, 64)
     assert load_train_config(["run_dir=run", "seed=3", "sim.num_slots=8"]) == main_job
+    assert or_main_job(["+sim@domains.pole.sim=cartpole"]) == ["+sim@domains.pole.sim=cartpole"]
     for word in ("sim=maniskill_pushcube", "policy=mlp", "algorithm=grpo", "experiment=maniskill_pickcube"):
         assert load_train_config([word]).evaluation.interim_episodes != 64, "what names a task has nothing of the main job"
 

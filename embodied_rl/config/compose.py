@@ -316,7 +316,8 @@ def open_kwargs(overrides: Sequence[str]) -> list[str]:
 def or_main_job(overrides: Sequence[str]) -> list[str]:
     """The words of a run; those that choose no task train the main job."""
     keys = [override.lstrip("+").partition("=")[0] for override in overrides]
-    return [*overrides, *([] if any(key in _TASKS or key.startswith("domains") for key in keys) else [_MAIN_JOB])]
+    chosen = any(key.partition("@")[0] in _TASKS or key.startswith("domains") for key in keys)
+    return [*overrides] if chosen else [*overrides, _MAIN_JOB]
 
 
 def load_train_config(overrides: Sequence[str]) -> TrainConfig:
