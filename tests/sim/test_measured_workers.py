@@ -484,15 +484,15 @@ def test_workers_are_chosen_by_rollouts_of_the_runs_policy(monkeypatch: pytest.M
     with start_measured(config.sim, SEEDS, tell=print, rollouts=True, player=given) as manager:
         assert manager.num_turns == 2
     assert torch.equal(torch.get_rng_state(), before)
-    assert set(played[:4]) == {(workers, 2, 64) for workers in (1, 2)}  # 16 steps of 4 slots
+    assert set(played[:4]) == {(workers, 2, 128) for workers in (1, 2)}  # 32 steps of 4 slots
     asked, choice = kept[0]
     assert (asked.rollouts, asked.policy) == (True, player.described)
     assert sorted(map(str, choice.start.met)) == ["1x2", "2x2"]
 
 
-@pytest.mark.parametrize(("step_s", "num_steps"), [(1e-4, 16), (0.005, 10), (1.0, 4)])
+@pytest.mark.parametrize(("step_s", "num_steps"), [(1e-4, 32), (0.003, 10), (1.0, 4)])
 def test_what_takes_long_plays_shorter_rollouts_and_is_not_bound(step_s: float, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 slots: a step by itself takes a core 50 us, 2.5 ms and 0.5 s, more than 100 us but for the first."""
+    """Of 4 slots: a step by itself takes a core 50 us, 1.5 ms and 0.5 s, more than 100 us but for the first."""
     first_steps, played, measured = measured_workers._first_steps, set[int](), set[Setting]()
 
     def sampled(_: object, setting: Setting) -> float:
@@ -596,7 +596,7 @@ def test_what_was_measured_beside_other_work_is_not_kept() -> None:
 
 @pytest.mark.parametrize("spent_s", [0.0, 1e-3])
 def test_fewer_workers_are_not_started_where_the_simulation_would_take_them_longer(spent_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: two workers step 4 slots in 1 ms, so one simulates 16 * 2 ms for a short rollout, which two play in
+    """By hand: two workers step 4 slots in 1 ms, so one simulates 29 * 2 ms for a short rollout, which two play in
     20 ms; where cores have two threads each, half as long."""
     cores = Topology.read(with_gpus=False)
     threads = len(cores.cores) / len(cores.physical_cores)
@@ -616,7 +616,7 @@ def test_fewer_workers_are_not_started_where_the_simulation_would_take_them_long
         assert set(started) == {1, 2}
         return
     assert started == [2, 2]  # at its start, and as a check of what the measurement left
-    assert told == ["sim.num_workers=auto: 2 workers for 4 slots of toy, 1.60 times as fast as 1 when it was measured here."]
+    assert told == ["sim.num_workers=auto: 2 workers for 4 slots of toy, 2.90 times as fast as 1 when it was measured here."]
     found = Circumstances(toy(), rollouts=True, policy="given").remembered()
     assert found is not None
     assert found.has_number
