@@ -23,13 +23,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.errors import FirstHeaderLineIsContinuationDefect, MisplacedEnvelopeHeaderDefect, MissingHeaderBodySeparatorDefect
 from email.message import Message
-from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from embodied_rl import __version__
 from embodied_rl.errors import Limits, UserError, did_you_mean, in_short
+from embodied_rl.reading import require_shallow, yaml_text
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -125,15 +125,11 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise HttpProblem(400, "bad_request", f"The body is not JSON: {error}.") from None
     if not isinstance(found, dict):
         raise HttpProblem(400, "bad_request", f"The body must be a JSON object, got {type(found).__name__}.")
-    if data.count(b"[") + data.count(b"{") > DEEPEST and _deeper_than(found, DEEPEST):
-        raise HttpProblem(400, "bad_request", f"The body nests lists and objects more than {DEEPEST} deep.")
+    try:
+        require_shallow(found, DEEPEST)
+    except ValueError:
+        raise HttpProblem(400, "bad_request", f"The body nests lists and objects more than {DEEPEST} deep.") from None
     return found
-
-
-def _deeper_than(value: object, levels: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    return levels == 0 or any(_deeper_than(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
 def _finite_float(text: str) -> float:
@@ -646,7 +642,7 @@ class Routes:
         }
         self._handlers: dict[str, dict[str, Callable[..., Reply | EventStream]]] = {
             "/openapi.json": {"GET": lambda request: Reply(self.document)},
-            "/docs": {"GET": lambda request: page(self.document)},
+            "/docs": {"GET": self._as_text},
         }
         for place, (handler, described) in table.items():
             method, _, path = place.partition(" ")
@@ -667,56 +663,11 @@ class Routes:
         near = did_you_mean(request.path, paths)
         raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.{near}", choices=paths)
 
+    def _as_text(self, request: HttpRequest) -> Reply:
+        """The description as YAML, which a browser shows as it is: nothing in it loads or runs."""
+        written_out = json.loads(json.dumps(self.document))  # parts that several routes share would be aliases
+        return Reply(yaml_text(written_out).encode(), content_type="text/plain; charset=utf-8")
+
 
 def _pattern(path: str) -> str:
     return re.sub(r"\{\w+\}", "([^/]+)", re.sub(r"\{\w+:path\}", "(.+)", path))
-
-
-def page(described: Mapping[str, Any]) -> Reply:
-    """A description as a page to read: each path with its methods, what they take and what they give. It loads nothing and runs nothing."""
-    info = described["info"]
-    sections = [
-        _section(path, method, found)
-        for path, item in described["paths"].items()
-        for method, found in item.items()
-        if isinstance(found, Mapping)
-    ]
-    title = escape(f"{info['title']} {info['version']}")
-    body = "".join(sections)
-    text = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>'
-        f'<p>The same for programs: <a href="openapi.json">openapi.json</a>.</p>{body}</html>'
-    )
-    policy = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-    return Reply(text.encode(), headers=policy, content_type="text/html; charset=utf-8")
-
-
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222;background:#fff}"
-    "h2{font-size:1em;margin:2em 0 .3em;font-family:monospace}b{background:#246;color:#fff;padding:.1em .5em;border-radius:3px}"
-    "table{border-collapse:collapse;margin:.3em 0}td{border-top:1px solid #ddd;padding:.2em 1em .2em 0;vertical-align:top}"
-    "td:first-child{font-family:monospace}@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}a{color:#8be}}"
-)
-
-
-def _section(path: str, method: str, found: Mapping[str, Any]) -> str:
-    heading = f"<h2><b>{escape(method.upper())}</b> {escape(path)}</h2><p>{escape(found['summary'])}</p>"
-    taken = found.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-    answers = [(status, answer) for status, answer in found["responses"].items() if "content" in answer]
-    tables = [_table("Takes", taken.get("properties", {}), taken.get("required", ()))]
-    for status, answer in answers:
-        about = f"{status}: {answer['description']}" + (" Streams." if "text/event-stream" in answer["content"] else "")
-        fields = answer["content"].get("application/json", {}).get("schema", {}).get("properties", {})
-        tables.append(f"<p>{escape(about)}</p>" + _table("Gives", fields, ()))
-    return heading + "".join(tables)
-
-
-def _table(name: str, fields: Mapping[str, Mapping[str, Any]], needed: Sequence[str]) -> str:
-    if not fields:
-        return ""
-    rows = []
-    for name_of, schema in fields.items():
-        kind = " or ".join(map(str, schema["enum"])) if "enum" in schema else str(schema.get("type", ""))
-        about = ", ".join(filter(None, [kind, "needed" if name_of in needed else "", str(schema.get("description", ""))]))
-        rows.append(f"<tr><td>{escape(name_of)}</td><td>{escape(about)}</td></tr>")
-    return f"<table><caption hidden>{name}</caption>{''.join(rows)}</table>"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import re
 import threading
 import time
 import urllib.request
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+import yaml
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -299,16 +299,15 @@ def test_refusals_of_the_server(refusing: AgentProxy) -> None:
 
 
 def test_the_proxy_is_described_in_openapi(tokenizer: ChatTokenizer) -> None:
-    """FastAPI's model of OpenAPI reads it; each path that it names exists with its methods, takes no other, and is on the page."""
+    """FastAPI's model of OpenAPI reads it; each path that it names exists with its methods, takes no other."""
     models = pytest.importorskip("fastapi.openapi.models", reason="fastapi is not installed")
     with serving(says(tokenizer, "x"), tokenizer, token="a secret token") as proxy:
         root = f"http://127.0.0.1:{urlsplit(proxy.base_url).port}"
         document = json.loads(urllib.request.urlopen(f"{root}/openapi.json", timeout=60).read())
         with urllib.request.urlopen(f"{root}/docs", timeout=60) as response:
-            page = response.read().decode()
-            assert response.headers["Content-Type"] == "text/html; charset=utf-8"
+            assert response.headers["Content-Type"] == "text/plain; charset=utf-8", "it loads nothing"
+            assert yaml.safe_load(response.read()) == document
         models.OpenAPI.model_validate(document)
-        assert not re.search(r"https?://|<script|src=", page), "it loads nothing"
         for path, item in document["paths"].items():
             models.PathItem.model_validate(item)
             real = path.removeprefix("/v1").replace("{id}", "none").replace("{model}", "tiny")
@@ -319,7 +318,6 @@ def test_the_proxy_is_described_in_openapi(tokenizer: ChatTokenizer) -> None:
                 assert known, (method, path)
                 if "none" not in real:  # a session that is not there is 404 whatever is asked of it
                     assert (status == 405) == (method not in taken), (method, path, answer)
-            assert f"</b> {path}</h2>" in page
         # What is described of a request is what is taken.
         for path, needed in (("/chat/completions", {"messages": [user("x")]}), ("/responses", {"input": "x"})):
             fields = document["paths"][f"/v1{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
