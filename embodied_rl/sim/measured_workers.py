@@ -58,8 +58,8 @@ _LONG_STEP_S = 100e-6
 _COMPARED_STEPS, _ENOUGH_S = (3, 8), 0.03
 """So many steps, the fewer where they take longer than this, say whether workers give the same numbers as before."""
 _STEPS, _SIMULATED_S = (4, 32), 0.03
-"""Of each slot, in a short rollout: as many as are simulated in this time. In fewer, the beginning and the end, where nothing goes on beside
-acting, count for more than in a run, and slots in groups seem slower than they are."""
+"""Of each slot, in a short rollout: as many as are simulated in this time. In fewer, the beginning and the end, where nothing goes on
+beside acting, count for more than in a run, and slots in groups seem slower than they are."""
 _NOT_MEASURED = ("embodied_rl.sim.remote:",)
 """Begins of targets whose simulators are elsewhere: their services are asked for episodes, and for nothing else."""
 
