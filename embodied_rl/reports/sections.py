@@ -78,36 +78,33 @@ def differences(runs: Sequence[RunData]) -> list[str]:
 
 
 def curve_charts(runs: Sequence[RunData]) -> str:
-    """Figures of the metrics that matter most, then all others, folded; what never changes is folded away too."""
+    """Figures of the metrics that matter most, then all others, folded; of what never changes the value is enough."""
     groups = grouped(runs)
-    names = list(dict.fromkeys(name for run in runs for name in run.metric_names()))
-    panels = choose_panels(names)
+    names = dict.fromkeys(name for run in runs for name in run.metric_names() if not name.startswith(_ON_CHARTS_OF_THEIR_OWN))
+    values = {name: found for name in names if (found := [value for run in runs for value in run.curve(name)[1]])}
+    moving = {name for name, found in values.items() if not _is_flat(found)}
+    panels = [(title, metrics) for title, metrics in choose_panels(list(values)) if not moving.isdisjoint(metrics)]
     shown = {metric for _, metrics in panels for metric in metrics}
-    others = sorted(name for name in names if name not in shown and not name.startswith(_ON_CHARTS_OF_THEIR_OWN))
-    flat_ones = [name for name in others if _is_flat(name, runs)]
-    flat_panels = [(title, metrics) for title, metrics in panels if all(_is_flat(name, runs) for name in metrics)]
     ends = any(run.success_ends_episode for run in runs)
-    main = [_panel(title, metrics, groups, ends) for title, metrics in panels if (title, metrics) not in flat_panels]
-    rest = [_panel(name, [name], groups, ends) for name in others if name not in flat_ones]
-    flat_charts = [_panel(title, metrics, groups, ends) for title, metrics in [*flat_panels, *((name, [name]) for name in flat_ones)]]
+    main = [_panel(title, metrics, groups, ends) for title, metrics in panels]
+    rest = [_panel(name, [name], groups, ends) for name in sorted(moving - shown)]
     several = any(len(group.runs) > 1 for group in groups)
     note = '<p class="note">Line: mean over seeds. Band: from the lowest to the highest. Thin: each run.</p>' if several else ""
-    page = f'{note}<div class="charts">{"".join(main)}</div>' if any(main) else ""
-    for title, charts in (("more curves", rest), ("curves that never change", flat_charts)):
-        drawn = [chart for chart in charts if chart]
-        if drawn:
-            word = (
-                title
-                if len(drawn) > 1
-                else title.replace("curves that never change", "curve that never changes").replace("curves", "curve")
-            )
-            page += details(f"{len(drawn)} {word}", f'<div class="charts">{"".join(drawn)}</div>')
-    return page
+    page = f'{note}<div class="charts">{"".join(main)}</div>' if main else ""
+    if rest:
+        page += details(f"{len(rest)} more curve{'s' * (len(rest) > 1)}", f'<div class="charts">{"".join(rest)}</div>')
+    return page + _constants({name: values[name][0] for name in sorted(values.keys() - moving - shown)})
 
 
-def _is_flat(metric: str, runs: Sequence[RunData]) -> bool:
+def _constants(values: Mapping[str, float]) -> str:
+    """Metrics that never change, folded."""
+    rows = [[f'<span title="{text(meaning_of(name).text)}">{text(name)}</span>', number(value)] for name, value in values.items()]
+    title = f"{len(rows)} figures that never change" if len(rows) > 1 else "1 figure that never changes"
+    return details(title, card(grid(("figure", "value"), rows, numbers=(1,)))) if rows else ""
+
+
+def _is_flat(values: Sequence[float]) -> bool:
     """Whether a metric has the same value throughout, in several rows; a single one is worth a look."""
-    values = [value for run in runs for value in run.curve(metric)[1]]
     return len(values) > 1 and max(values) - min(values) <= 1e-9 * max(abs(values[0]), 1e-9)
 
 
