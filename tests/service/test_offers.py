@@ -111,16 +111,12 @@ def test_plain_values_pass(sim: str, task: str | None, kwargs: dict[str, Any]) -
     assert found.target == config.target
 
 
-def test_unknown_arguments_are_told_and_nothing_is_imported_for_it() -> None:
-    before = set(sys.modules)
-    with pytest.raises(HttpProblem, match=r"does not take 'slipery'.* Did you mean 'slippery'") as refused:
-        as_requested(load_sim_config("frozenlake"), None, {"slipery": True})
-    assert refused.value.status == 422
-    for name in ("__class__", "_private", "two words"):
-        with pytest.raises(HttpProblem):
-            as_requested(load_sim_config("cartpole"), None, {name: 1})
-    as_requested(SimConfig("theirs", "no_such_package.module:Sim"), None, {"anything": 1})
-    assert not {name for name in set(sys.modules) - before if "frozenlake" in name or "gymnasium" in name}
+@pytest.mark.parametrize("name", ["__class__", "_private", "two words", "task", "num_envs", "self"])
+def test_some_names_are_no_arguments(name: str) -> None:
+    for config in (load_sim_config("cartpole"), SimConfig("theirs", "no_such_package.module:Sim")):
+        with pytest.raises(HttpProblem, match=f"does not take '{name}'") as refused:
+            as_requested(config, None, {name: 1})
+        assert refused.value.status == 422
 
 
 def test_the_request_of_the_issue_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

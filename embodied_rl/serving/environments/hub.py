@@ -1,15 +1,9 @@
-"""One served environment with its process, limits and memory for repeated requests; and all environments of a service.
-
-The arguments that a simulator takes are read from its source, so that the server imports no simulator.
-"""
+"""One served environment with its process, limits and memory for repeated requests; and all environments of a service."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
 import hashlib
-import importlib.util
 import json
 import math
 import re
@@ -20,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from embodied_rl.config import SimConfig, group_names, load_sim_config
@@ -247,6 +240,8 @@ OPERATORS_ARGUMENTS: Mapping[str, frozenset[str]] = {
 _PATHS = re.compile(r"path|data|corpus|questions|held_out_questions|\w+_(path|file|folder|dir|root)|file|folder|directory|root")
 """Names of arguments that are files and folders."""
 _PATH_FORM = re.compile(r"~.*|\.{1,2}|.*[\\\0].*|.+/.*|.*/.+|\S*\.[A-Za-z][A-Za-z0-9]{0,9}", re.DOTALL)
+_GIVEN = frozenset({"self", "num_envs", "task"})
+"""What is no argument of a request's: a task stands beside them."""
 _NAMESPACED_TASK = re.compile(r"[A-Za-z_]\w*/[\w-]+-v\d+")
 """``ALE/Pong-v5``: how gymnasium writes the ids of a package that is imported already."""
 MOST_ITEMS, LONGEST_TEXT, DEEPEST = 1000, 2000, 3
@@ -275,17 +270,13 @@ def offered_simulators(names: tuple[str, ...] | None = None) -> dict[str, SimCon
 
 
 def as_requested(config: SimConfig, task: str | None, kwargs: Mapping[str, Any]) -> SimConfig:
-    """What the operator offers, with a client's task and arguments.
-    Raises HttpProblem: 403 for an argument that is the operator's, names code or a path; 422 for one that the simulator does not take."""
-    schema = _schema(config.target)
+    """What the operator offers, with a client's task and arguments; whether the simulator takes these its process says.
+    Raises HttpProblem: 403 for an argument that is the operator's, names code or a path; 422 for one that is none."""
     for name, value in kwargs.items():
         if name in config.kwargs and config.kwargs[name] == value:
             continue
-        if not schema.takes(name, config):
-            known = sorted({*schema.names, *config.kwargs})
-            raise HttpProblem(
-                422, "user_error", f"Simulator '{config.name}' does not take '{name}'.{did_you_mean(name, known)}", choices=known
-            )
+        if name in _GIVEN or name.startswith("_") or not name.isidentifier():
+            raise HttpProblem(422, "user_error", f"Simulator '{config.name}' does not take '{name}'.")
         if name in OPERATORS_ARGUMENTS.get(config.target, ()) or _PATHS.fullmatch(name):
             raise _refused(config, name, "it names code, a server or a file, which only the operator of this service may")
         _require_plain(config, name, value, DEEPEST)
@@ -314,40 +305,6 @@ def _require_plain(config: SimConfig, name: str, value: Any, depth: int) -> None
 
 def _refused(config: SimConfig, name: str, why: str) -> HttpProblem:
     return HttpProblem(403, "refused_argument", f"'{name[:80]}' of simulator '{config.name}' is not for a request: {why}.")
-
-
-@dataclass(frozen=True)
-class _Schema:
-    names: frozenset[str]
-    """Arguments that are written down."""
-    further: bool
-    """Whether it takes others too (``**kwargs``), or its source says nothing."""
-
-    def takes(self, name: str, config: SimConfig) -> bool:
-        return name in self.names or name in config.kwargs or (self.further and name.isidentifier() and not name.startswith("_"))
-
-
-@functools.cache
-def _schema(target: str) -> _Schema:
-    """Arguments of a factory, read from its source without importing it."""
-    module, _, attribute = target.partition(":")
-    try:
-        spec = importlib.util.find_spec(module)
-        source = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
-        body = ast.parse(source).body
-    except (ImportError, ValueError, OSError, SyntaxError):
-        return _Schema(frozenset(), True)
-    found: ast.stmt | None = next((node for node in body if isinstance(node, _DEFINED) and node.name == attribute), None)
-    if isinstance(found, ast.ClassDef):
-        found = next((node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"), None)
-    if not isinstance(found, ast.FunctionDef):
-        return _Schema(frozenset(), True)
-    arguments = found.args
-    names = {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-    return _Schema(frozenset(names - {"self", "num_envs", "task"}), arguments.kwarg is not None)
-
-
-_DEFINED = (ast.FunctionDef, ast.ClassDef)
 
 
 _WATCH_S = 0.25
