@@ -424,6 +424,13 @@ def test_what_is_captured_is_what_training_recomputes(folder: Path, tmp_path: Pa
         assert turn.log_prob.tobytes() == other.log_prob.tobytes()
 
 
+@pytest.mark.parametrize("content", ["[" * 100_000, "[1]", "{}", "\ud800"])
+def test_a_file_that_is_no_session_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(content, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(UserError, match=r"a\.json' is no captured session: "):
+        read_captured(tmp_path)
+
+
 def test_a_prompt_that_is_too_long_is_refused(folder: Path) -> None:
     policy = build_language_policy(LanguageConfig(model=str(folder)))
     with serving(TorchTokens(policy.generation_model()), policy.tokenizer) as proxy:

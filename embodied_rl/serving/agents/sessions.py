@@ -21,6 +21,7 @@ from embodied_rl.errors import Limits, UserError
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.generation.tokens import Completion
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+from embodied_rl.reading import parse_json, read_regular
 from embodied_rl.serving.http_server import HttpProblem
 
 _FORMAT = 1
@@ -202,8 +203,8 @@ def read_captured(folder: Path) -> list[CapturedSession]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            found.append(CapturedSession.from_dict(json.loads(path.read_text(encoding="utf-8"))))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found.append(CapturedSession.from_dict(parse_json(read_regular(path))))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"'{path}' is no captured session: {error}") from error
     return found
 
