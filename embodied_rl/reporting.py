@@ -208,7 +208,9 @@ def parts_text(config: TrainConfig, spec: SimSpec, *, num_parameters: int, devic
     """What a run is made of, in one line, when its parts are there."""
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
     policy = f"policy {config.policy.name} with {num_parameters:,} parameters on {device}"
-    return f"{spec.task}: {policy}; action {show_action(spec)}; {num_slots} slots over {workers}."
+    text = f"{spec.task}: {policy}; action {show_action(spec)}; {num_slots} slots over {workers}."
+    unheard = config.stop_at_success is not None and not spec.reports_success
+    return f"{text} The task reports no success: stop_at_success has no say." if unheard else text
 
 
 def sweep_table(folders: Sequence[Path]) -> str:

@@ -14,7 +14,8 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -49,6 +50,17 @@ class RunFolder:
     """What it continues from."""
     claim: IO[bytes]
     """Keeps other runs out of the folder until it is closed."""
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Until the block ends, no other run goes there. A folder of a default name into which nothing was written is removed then."""
+        with self.claim:
+            try:
+                yield
+            finally:
+                if _DEFAULT_NAME.match(self.path.name) and os.listdir(self.path) == [_LOCK]:
+                    (self.path / _LOCK).unlink()
+                    self.path.rmdir()
 
 
 def write_failure(run_dir: Path, step: int, context: Mapping[str, Any], arrays: Mapping[str, Any]) -> Path:

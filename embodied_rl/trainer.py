@@ -162,10 +162,11 @@ class Trainer:
         with self._dump_on_non_finite(), self._profiled(), self._stopper.ending_in_order(), self._progress("training") as tell:
             while not self._finished():
                 started = time.perf_counter()
-                tell(0, "the first iteration compiles kernels" if not self._iteration_s else f"iteration {self.iteration + 1}")
+                tell(0, f"iteration {self.iteration + 1}: playing")
                 with self.engine.generation(), span("generation", "collect", iteration=self.iteration), self._stopper.stoppable():
                     experience = self.method.collect(self.iteration)
                 with self.engine.training(), span("training", "update", iteration=self.iteration):
+                    tell(0, f"iteration {self.iteration + 1}: updating{'' if self._iteration_s else ', the first time compiles kernels'}")
                     prepared = self.method.prepare(experience)
                     stats = self.method.update(prepared, iteration=self.iteration, steps=self.steps)
                     if experience.observation:

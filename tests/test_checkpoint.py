@@ -193,6 +193,10 @@ def test_nothing_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(IncompatibleCheckpointError, match=r"holds no checkpoint \(state.json is missing\)"):
         load_checkpoint(tmp_path / "empty")
+    for step, run in enumerate(("b", "a")):
+        save(tmp_path / "runs" / run, step)
+    with pytest.raises(IncompatibleCheckpointError, match=r"It holds runs, of which .*runs/a saved last: give one of them\."):
+        load_checkpoint(tmp_path / "runs")
     save(tmp_path, 1000)
     with pytest.raises(IncompatibleCheckpointError, match=r"does not exist\. Beside it lie: step_000001000"):
         load_checkpoint(tmp_path / "checkpoints" / "step_000009999")

@@ -76,7 +76,7 @@ EXAMPLES = (
     # divergence
     ("kl_of_recordings", f"{CARTPOLE} algorithm=iql algorithm.kl.coef=0.1", "its objective keeps it near already"),
     # recordings
-    ("unbounded_sac", f"{CARTPOLE} algorithm=sac", "set policy.distribution=squashed"),
+    ("unbounded_sac", f"{CARTPOLE} algorithm=sac policy.distribution=gaussian", "set policy.distribution=squashed"),
     ("fixed_noise_sac", "sim=pendulum policy=flow policy.method=flow_sde algorithm=sac hybrid.device=cpu", "set policy.method=flow_noise"),
     ("recorded_sac", f"{CARTPOLE} algorithm=iql algorithm.off_policy.update=sac policy.distribution=squashed", "Take iql or awac"),
     ("share_of_nothing_fresh", f"{CARTPOLE} algorithm=iql algorithm.off_policy.recorded_share=0.5", "leave it at 0 with fresh=false"),

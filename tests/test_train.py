@@ -155,7 +155,7 @@ MISTAKES = [
     (["algorithm.clip_hig=0.3"], "Did you mean 'clip_high'?"),
     (["algorithm.clip_high=wide"], "algorithm.clip_high must be a number, got 'wide'"),
     (["algorithm.gamma=1.5"], "algorithm.gamma must be between 0 and 1, got 1.5"),
-    (["policy=cnn"], "policy.observation_key='rgb' is not an observation of task"),
+    (["policy=cnn"], "policy.observation_key='rgb' is not an observation of task 'Pendulum-v1'. Known: state. Type: policy=mlp"),
     (["sim=halfcheetah", "sim.task=HalfCheeta-v5"], "Did you mean 'HalfCheetah-v5'?"),
     (["sim.target=nowhere.at:all"], "No module named 'nowhere'"),
     (["run_dir=/proc/no"], "Cannot write '/proc/no'"),
@@ -317,6 +317,16 @@ def test_two_processes_never_write_the_same_run(tmp_path: Path) -> None:
     assert train(load_train_config([f"resume={run}", "total_steps=512"]), overrides=["total_steps=512"]) == run
 
 
+def test_a_run_that_is_refused_leaves_no_folder_of_a_default_name(tmp_path: Path) -> None:
+    """And one of a name that the user gave, or with something in it, stays."""
+    for name, holds in (("20260101-120000-seed1", False), ("mine", False), ("20260101-120000-seed2", True)):
+        if holds:
+            (tmp_path / name / "source").mkdir(parents=True)
+        with pytest.raises(UserError, match="Type: policy=mlp"):
+            train(load_train_config([*PENDULUM, "policy=cnn", f"run_dir={tmp_path}/{name}"]))
+        assert (tmp_path / name).exists() == (holds or name == "mine")
+
+
 def test_more_workers_than_cores_is_a_warning(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     done = run_command(
@@ -333,13 +343,14 @@ def test_a_run_says_first_what_it_will_do_and_that_its_time_is_too_short(tmp_pat
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
-    whole = run("run_dir=whole", "total_steps=512", "evaluation.num_episodes=4", "max_minutes=10", "video.enabled=no")
+    options = ("stop_at_success=0.9", "evaluation.num_episodes=4", "max_minutes=10", "video.enabled=no")
+    whole = run("run_dir=whole", "total_steps=512", *options)
     assert whole.returncode == 0, whole.stderr
     first, folder, *_ = whole.stdout.splitlines()
     assert first.startswith("Training actor_critic with ppo in cartpole (CartPole-v1), seed 1: at most 512 steps")
-    assert first.endswith(", at most 10 minutes.")
+    assert first.endswith(", until success 90%, at most 10 minutes.")
     assert folder == "Run folder: whole"
-    assert "parameters on cpu; action discrete(2); 8 slots over 1 worker" in whole.stdout
+    assert "parameters on cpu; action discrete(2); 8 slots over 1 worker. The task reports no success" in whole.stdout
     (remembered,) = (tmp_path / "cache" / "embodied_rl" / "starts").iterdir()
     times = json.loads(remembered.read_text(encoding="utf-8"))
     trained_s = json.loads((tmp_path / "whole" / "results.json").read_text(encoding="utf-8"))["train_wall_clock_s"]

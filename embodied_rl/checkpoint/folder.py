@@ -313,9 +313,11 @@ def resolve_checkpoint(path: Path | str) -> Path:
         siblings = _by_age(given.parent) or _by_age(given.parent / "checkpoints")
         choices = f" Beside it lie: {', '.join(folder.name for folder in siblings)}." if siblings else ""
         raise IncompatibleCheckpointError(f"Checkpoint '{path}' does not exist.{choices} Give a run's folder or one of its checkpoints.")
-    raise IncompatibleCheckpointError(
-        f"'{path}' holds no checkpoint ({STATE_FILE} is missing). Give a run's folder or one of its checkpoints/step_… folders."
-    )
+    fix = "Give a run's folder or one of its checkpoints/step_… folders."
+    if runs := [run_dir for run_dir in given.glob("*/") if find_last(run_dir) is not None]:
+        newest = max(runs, key=lambda run_dir: (run_dir / "checkpoints").stat().st_mtime_ns)
+        fix = f"It holds runs, of which {newest} saved last: give one of them."
+    raise IncompatibleCheckpointError(f"'{path}' holds no checkpoint ({STATE_FILE} is missing). {fix}")
 
 
 def _plain(value: object) -> object:

@@ -186,7 +186,7 @@ def train(
     run_dir, checkpoint = folder.path, folder.checkpoint
     began = _process_start()
     started: float | None = began
-    with folder.claim, run_clock(began):
+    with folder.claimed(), run_clock(began):
         if checkpoint is not None:
             config = _continued(config, checkpoint, overrides)
             announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")

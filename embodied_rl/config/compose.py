@@ -260,10 +260,17 @@ def _hydra() -> AbstractContextManager[None]:
 
 
 def add_resolvers() -> None:
-    """Let configuration files say ``${rows_per_slot:1024}``."""
+    """Let configuration files say ``${rows_per_slot:1024}`` and ``${distribution:}``."""
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("rows_per_slot", rows_per_slot, replace=True)
+    OmegaConf.register_new_resolver("distribution", distribution, replace=True)
+
+
+def distribution(*, _root_: Mapping[str, Any]) -> str:
+    """Of continuous actions, where the user names none: bounded by itself for SAC, which can do with no other."""
+    learns = (_root_.get("algorithm") or {}).get("off_policy") or {}
+    return "squashed" if learns.get("update") == "sac" else "gaussian"
 
 
 def rows_per_slot(rows: int, *, _root_: Mapping[str, Any]) -> int:

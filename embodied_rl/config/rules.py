@@ -226,7 +226,7 @@ _OFF_POLICY = (
             and run.policy.distribution != "squashed"
         ),
         "algorithm.off_policy.update='sac' needs a policy whose actions are bounded, got policy.distribution='{policy.distribution}': set "
-        "policy.distribution=squashed (continuous actions).",
+        "policy.distribution=squashed, the default of SAC (discrete actions: algorithm=ppo).",
     ),
     Rule(
         "fixed_noise_sac",

@@ -209,7 +209,12 @@ def _check_one_key(config: PolicyConfig, spec: SimSpec) -> None:
                 f"Task '{spec.task}' is played in text, and policy.name='actor_critic' reads numbers. Type: "
                 "policy=language generation=tokens_torch algorithm=grpo"
             )
-        raise UserError(f"policy.observation_key='{key}' is not an observation of task '{spec.task}'.{did_you_mean(key, spec.tensors)}")
+        parts = spec.tensors.items()
+        read = {"mlp": [name for name, part in parts if len(part.shape) == 1], "cnn": [name for name, part in parts if part.is_picture]}
+        own, (other, theirs) = read.pop(config.encoder), read.popitem()
+        fix = f" Type: policy.observation_key={own[0]}" if own else f" Type: policy={other}" if theirs else ""
+        known = did_you_mean(key, spec.tensors)
+        raise UserError(f"policy.observation_key='{key}' is not an observation of task '{spec.task}'.{known}{fix}")
     part = spec.tensors[key]
     if config.encoder == "cnn" and not part.is_picture:
         raise UserError(

@@ -332,7 +332,7 @@ def write_recording(folder: Path, sim: SimConfig, spec: SimSpec, episodes: list[
         ),
         (["algorithm=bc", "sim=pendulum"], r"Task 'Pendulum-v1' of sim=pendulum has no expert\. Tasks with one: "),
         (["algorithm=dagger", "sim=pendulum", "recording={folder}/demonstrations"], "has no expert"),
-        (["algorithm=sac"], r"policy.distribution='gaussian': set policy.distribution=squashed"),
+        (["algorithm=sac", "policy.distribution=gaussian"], r"policy.distribution='gaussian': set policy.distribution=squashed"),
         (["algorithm=iql", "algorithm.off_policy.update=sac", SQUASHED], "without fresh steps nothing corrects it"),
         (["algorithm=iql", "algorithm.off_policy.recorded_share=0.5"], r"leave it at 0 with fresh=false"),
         (["algorithm=iql", "algorithm.off_policy.target_critics=3"], r"target_critics must be <= num_critics \(2\), got 3"),

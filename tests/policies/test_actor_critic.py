@@ -154,7 +154,9 @@ def test_same_seed_same_weights() -> None:
     ("change", "sim", "message"),
     [
         ({"observation_key": "stat"}, spec(), "Did you mean 'state'"),
-        ({"observation_key": "rgb", "encoder": "cnn"}, spec(), "not an observation of task 'Toy-v0'. Known: state"),
+        ({"observation_key": "rgb", "encoder": "cnn"}, spec(), "not an observation of task 'Toy-v0'. Known: state. Type: policy=mlp"),
+        ({"observation_key": "goals"}, spec({"rgb": IMAGE["rgb"]}), "Known: rgb. Type: policy=cnn"),
+        ({"observation_key": "top", "encoder": "cnn"}, spec(BOTH), "Type: policy.observation_key=rgb"),
         ({"encoder": "cnn"}, spec(IMAGE), "or an image: rgb"),
         ({"observation_key": "rgb"}, spec(IMAGE), "or a vector: state"),
         ({"observation_key": "rgb", "encoder": "cnn", "normalize_observation": True}, spec(IMAGE), "normalize_observation=false"),
