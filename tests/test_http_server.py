@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -19,7 +22,7 @@ LIMITS = ServerLimits(max_body_mb=2 / 16, max_connections=3, request_s=0.5)
 @pytest.fixture(scope="module")
 def server() -> Iterator[HttpServer]:
     def echo(request: HttpRequest) -> Reply:
-        return Reply({"method": request.method, "path": request.path, "body": request.body})
+        return Reply({"method": request.method, "path": request.path, "body": request.body, "gone": request.client_gone()})
 
     running = HttpServer(echo, limits=LIMITS)
     yield running
@@ -126,6 +129,19 @@ def test_one_connection_too_many_is_told(server: HttpServer) -> None:
     with held(server), held(server), held(server):
         status, body = sent(server, b"", whole=False)
     assert (status, body["kind"]) == (503, "busy")
+
+
+def test_a_client_behind_a_high_descriptor_is_there(server: HttpServer) -> None:
+    """A program with a thousand simulators has descriptors that `select.select` does not know."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"a process may have {hard} descriptors here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with contextlib.ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while opened.enter_context(open(os.devnull)).fileno() < 1100:
+            pass
+        assert sent(server, posted(b"{}", b"Connection: close"), whole=False)[1]["gone"] is False
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])

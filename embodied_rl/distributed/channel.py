@@ -172,11 +172,12 @@ class Channel(Messages):
         return message, payload, fds
 
 
-def can_be_read(descriptor: int, timeout_s: float) -> bool:
-    """Whether it can within the time. (`select.select` knows no descriptors above 1023.)"""
+def can_be_read(descriptors: int | Sequence[int], timeout_s: float | None) -> bool:
+    """Whether one can within the time; None waits. (`select.select` knows no descriptors above 1023.)"""
     poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(1000 * timeout_s))
+    for descriptor in [descriptors] if isinstance(descriptors, int) else descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else 1000 * max(timeout_s, 0.0)))
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

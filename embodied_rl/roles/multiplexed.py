@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import select
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.config import TrainConfig
+from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, check_new_ids, refuse_structures
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher
@@ -370,7 +370,7 @@ class MultiplexedTokens(TokenBackend):
             backend.flush()
         sockets = [backend.fileno() for backend in playing]
         if min(sockets, default=0) >= 0:
-            select.select(sockets, [], [], timeout_s)
+            can_be_read(sockets, timeout_s)
 
     def _release(self, hosts: Iterable[int]) -> None:
         for number in hosts:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.distributed.channel import ChannelClosed, Link
+from embodied_rl.distributed.channel import ChannelClosed, Link, can_be_read
 from embodied_rl.distributed.processes import started
 from embodied_rl.hybrid.shared_weights import AnnouncedWeights, SharedWeightsPublisher
 from embodied_rl.roles.role_process import RoleProcess
@@ -89,7 +89,7 @@ class _LinkInbox(Inbox):
         self._announced = AnnouncedWeights()
 
     def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
-        if not wait and not select.select([self._descriptor], [], [], 0.0)[0]:
+        if not wait and not can_be_read(self._descriptor, 0.0):
             return None
         try:
             message, tensors = self._link.recv()

@@ -15,7 +15,6 @@ import math
 import os
 import re
 import secrets
-import select
 import socket
 import threading
 import time
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from embodied_rl import __version__
+from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.errors import Limits, UserError, did_you_mean, in_short
 from embodied_rl.reading import require_shallow, yaml_text
 
@@ -538,8 +538,7 @@ class _Requests(BaseHTTPRequestHandler):
 
     def _client_gone(self) -> bool:
         try:
-            readable, _, _ = select.select([self.connection], [], [], 0)
-            return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
+            return can_be_read(self.connection.fileno(), 0.0) and self.connection.recv(1, socket.MSG_PEEK) == b""
         except (OSError, ValueError):
             return True
 

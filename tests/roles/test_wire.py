@@ -14,7 +14,7 @@ import torch
 
 from embodied_rl.agents.parsing import InvalidAction, MalformedCall, ParsedAction, ToolCall, ToolRequest, ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Dropped, Turn, episode_of
-from embodied_rl.distributed.channel import Link
+from embodied_rl.distributed.channel import Link, can_be_read
 from embodied_rl.errors import UserError
 from embodied_rl.roles.wire import RoleError, decode_error, encode_error, pack, unpack
 from embodied_rl.rollout.groups import BatchNeverFullError
@@ -32,6 +32,22 @@ def sent(value: Any) -> Any:
     sender.close()
     receiver.close()
     return unpack(received["value"], arrays)
+
+
+def test_the_one_of_several_descriptors_that_can_be_read_is_noticed() -> None:
+    """Without a limit on the wait, too; the end of the other side is something to read."""
+    pairs = [socket.socketpair() for _ in range(3)]
+    ours = [one.fileno() for one, _ in pairs]
+    assert not can_be_read(ours, 0.0)
+    assert not can_be_read([], 0.01)
+    pairs[2][1].send(b"x")
+    assert can_be_read(ours, None)
+    assert [can_be_read(one, 0.0) for one in ours] == [False, False, True]
+    pairs[0][1].close()
+    assert can_be_read(ours[0], None)
+    for one, other in pairs:
+        one.close()
+        other.close()
 
 
 def same(one: Any, other: Any) -> bool:
