@@ -35,11 +35,11 @@ AGREEMENT = 1e-2
 
 
 def names() -> list[str]:
-    """Of the runs that what is installed and the number of GPUs allow; robots are not multiplexed on GPUs."""
+    """Of the runs that what is installed and the number of GPUs allow."""
     needed = {"ray": "ray", "bc_chunks": "av"}
     lacking = {name for name, module in needed.items() if not importlib.util.find_spec(module)}
-    if torch.cuda.is_available():
-        lacking |= {"multiplexed", *(name for name, words in RUNS.items() if APART in words and torch.cuda.device_count() < 2)}
+    if torch.cuda.device_count() == 1:
+        lacking |= {"multiplexed", *(name for name, words in RUNS.items() if APART in words)}
     return [name for name in RUNS if name not in lacking]
 
 

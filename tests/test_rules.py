@@ -179,7 +179,6 @@ EXAMPLES = (
     ("no_adapter", f"{TEXTS} {APART} hybrid.publish=adapter", "policy.lora_rank=8"),
 )
 ON_GPUS = (
-    ("multiplexed_robots", 2, f"{GROUPS} hybrid=multiplexed", "on GPUs it is for policy=language"),
     (
         "roles_without_ray",
         2,

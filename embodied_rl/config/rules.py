@@ -460,19 +460,12 @@ _STALENESS = (
     ),
 )
 
-_ELSEWHERE = "The nearest possible: hybrid.placement=disaggregated."
 _HERE = (
     Rule(
         "pipeline_stages",
         lambda run: not run.on_ray and run.hybrid.placement.num_pipeline_stages not in (1, run.sim.num_groups),
         "hybrid.placement.num_pipeline_stages={hybrid.placement.num_pipeline_stages} contradicts sim.pipeline_groups="
         "{sim.pipeline_groups}: leave one of them out.",
-    ),
-    Rule(
-        "multiplexed_robots",
-        lambda run: not run.on_ray and run.kind == "multiplexed" and run.machine.gpus and any(not task.speaks for task in run.tasks),
-        "hybrid.placement=multiplexed moves unfinished answers between GPUs, and a robot's policy answers in one pass: on GPUs it is "
-        f"for policy=language. {_ELSEWHERE}",
     ),
     Rule(
         "roles_without_ray",

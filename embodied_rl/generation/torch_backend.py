@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch, QueuedGenerator
+from embodied_rl.generation.random_backend import WrappedGenerator
 from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.base import Policy, given_action, prepare_observation
+from embodied_rl.policies.base import ActionOutput, Policy, given_action, prepare_observation
 from embodied_rl.policies.heads import LOG_SQRT_2PI, DiagonalGaussian
 from embodied_rl.types import ActionLayout, Observation
 
@@ -28,15 +29,19 @@ class TorchGenerator(QueuedGenerator):
 
     has_values = True
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, actor: HostActors | None = None) -> None:
+        """`actor`: what acts; None: what suits the policy."""
         super().__init__()
         self._policy = policy
-        self._actor: NumpyGaussianActor | ModuleActor
-        self._actor = NumpyGaussianActor(policy) if NumpyGaussianActor.supports(policy) else ModuleActor(policy)
-        self.shares_weights = self._actor.module is policy
+        self._actor: NumpyGaussianActor | ModuleActor | HostActors
+        self._actor = actor or (NumpyGaussianActor(policy) if NumpyGaussianActor.supports(policy) else ModuleActor(policy))
+        self.shares_weights = policy in self._actor.modules
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
-        action, log_prob = self._actor.act(observation, noise)
+        self.give(slots, *self._actor.act(observation, noise))
+
+    def give(self, slots: np.ndarray, action: np.ndarray, log_prob: np.ndarray) -> None:
+        """What `recv` returns of these slots."""
         given = given_action(self._policy, action) if self._policy.translates else None
         self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version, given))
 
@@ -60,17 +65,20 @@ class TorchGenerator(QueuedGenerator):
 
         Raises UserError: the policy does not draw tokens.
         """
-        module = self._actor.module
-        if module is None or module.temperature is None:
+        modules = [module for module in self._actor.modules if module.temperature is not None]
+        if not modules:
             raise UserError(
                 "A temperature of evaluation needs a policy of action tokens (tiny_vla, openvla, openvla_oft), not "
                 f"{type(self._policy).__name__}: set it null (0 at embodied_rl.evaluate)."
             )
-        own, module.temperature = module.temperature, temperature
+        own = modules[0].temperature
+        for module in modules:
+            module.temperature = temperature
         try:
             yield self._policy.action_layout
         finally:
-            module.temperature = own
+            for module in modules:
+                module.temperature = own
 
     def publish(self, version: int) -> None:
         """Copy the policy's present weights and statistics."""
@@ -90,6 +98,7 @@ class ModuleActor:
     def __init__(self, policy: Policy) -> None:
         is_large = sum(parameter.numel() for parameter in policy.parameters()) > self.SHARED_FROM
         self.module = policy if is_large else copy.deepcopy(policy)
+        self.modules = [self.module]
 
     def refresh(self, policy: Policy) -> None:
         if self.module is policy:
@@ -98,21 +107,88 @@ class ModuleActor:
             self.module.to(next(policy.parameters()).device)
         self.module.load_state_dict(policy.state_dict())
 
-    @property
-    def _device(self) -> torch.device:
-        return next(self.module.parameters()).device
-
-    @torch.inference_mode()
     def act(self, observation: Observation, noise: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        tensors = {key: part.to(self._device) for key, part in prepare_observation(self.module, observation).items()}
-        output = self.module.act(tensors, None if noise is None else torch.from_numpy(noise).to(self._device))
-        return output.action.cpu().numpy(), output.log_prob.cpu().numpy()
+        return _fetched(_begun(self.module, observation, noise))
+
+
+class HostActors:
+    """A copy of the policy on each host's device, which is dropped while training has the host. The policy itself does not act."""
+
+    def __init__(self, policy: Policy, devices: Sequence[str]) -> None:
+        """`devices`: of the hosts."""
+        self._policy, self._devices = policy, devices
+        self._on: dict[int, Policy] = {}
+        self.take_back(range(len(devices)))
+
+    @property
+    def modules(self) -> Sequence[Policy]:
+        return list(self._on.values())
+
+    def lend(self, hosts: Iterable[int]) -> None:
+        """Free the memory of these hosts' copies."""
+        for number in hosts:
+            self._on.pop(number, None)
+        torch.cuda.empty_cache()
+
+    def take_back(self, hosts: Iterable[int]) -> None:
+        """Act on these hosts too, with the policy's present weights."""
+        for number in hosts:
+            # Each tensor goes where the copy is to be, and nowhere else on its way.
+            there: dict[int, Any] = {id(part): part.detach().to(self._devices[number], copy=True) for part in self._policy.buffers()}
+            for part in self._policy.parameters():
+                there[id(part)] = nn.Parameter(part.detach().to(self._devices[number], copy=True), part.requires_grad)
+            self._on[number] = copy.deepcopy(self._policy, there)
+
+    def refresh(self, policy: Policy) -> None:
+        for module in self.modules:
+            module.load_state_dict(policy.state_dict())
+            policy = module  # GPUs have the weights of one another
+
+    def act(self, observation: Observation, noise: np.ndarray | None, hosts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """`hosts` [n]: whose copy acts for each row; None: all have equal shares."""
+        if hosts is None:
+            num_rows = len(next(iter(observation.values())))
+            hosts = np.array(list(self._on))[np.arange(num_rows) * len(self._on) // num_rows]
+        rows = {number: np.flatnonzero(hosts == number) for number in np.unique(hosts).tolist()}
+        begun = [
+            _begun(self._on[number], {key: part[own] for key, part in observation.items()}, None if noise is None else noise[own])
+            for number, own in rows.items()
+        ]
+        # All are at work before one is waited for.
+        action, log_prob = zip(*map(_fetched, begun), strict=True)
+        order = np.argsort(np.concatenate(list(rows.values())))
+        return np.concatenate(action)[order], np.concatenate(log_prob)[order]
+
+
+class HostedGenerator(WrappedGenerator):
+    """Acts for slots that play on several hosts, each on its host's device."""
+
+    def __init__(self, generator: TorchGenerator, actors: HostActors, hosts_of: Callable[[np.ndarray], np.ndarray]) -> None:
+        """`actors`: those of the generator; `hosts_of`: [n] of these slots [n]."""
+        super().__init__(generator)
+        self._torch, self._actors, self._hosts_of = generator, actors, hosts_of
+
+    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        self._torch.give(slots, *self._actors.act(observation, noise, self._hosts_of(slots)))
+
+
+@torch.inference_mode()
+def _begun(module: Policy, observation: Observation, noise: np.ndarray | None) -> ActionOutput:
+    """What a GPU may still be at."""
+    of = next(module.parameters())
+    with torch.cuda.device_of(of):  # kernels and graphs of its own begin there too
+        tensors = {key: part.to(of.device) for key, part in prepare_observation(module, observation).items()}
+        return module.act(tensors, None if noise is None else torch.from_numpy(noise).to(of.device))
+
+
+def _fetched(output: ActionOutput) -> tuple[np.ndarray, np.ndarray]:
+    return output.action.cpu().numpy(), output.log_prob.cpu().numpy()
 
 
 class NumpyGaussianActor:
     """The actor of a Gaussian MLP policy, out of copies of its weights."""
 
-    module: None = None
+    modules: Sequence[Policy] = ()
     """It acts without one."""
 
     def __init__(self, policy: ActorCritic) -> None:

@@ -44,6 +44,8 @@ from embodied_rl.types import ActionLayout
 
 PROGRAM_FAULTS = "program_faults.jsonl"
 """In a run's folder: a line for every agent program that failed."""
+Hosted = Callable[[Stream, Generator], tuple[Simulators, Generator]]
+"""What a robot's collector plays in, and what acts for it: (stream, its generator) → both."""
 
 
 class RunPolicies(TrainedModule):
@@ -163,14 +165,14 @@ def let_play(
     acting: Acting,
     queue: GroupQueue | None,
     run_dir: Path,
-    simulators: Callable[[Stream], Simulators] | None = None,
+    hosted: Hosted = lambda stream, generator: (stream.manager, generator),
     share: Share = WHOLE,
 ) -> Playing:
     """Give every stream its generator and its collector, which fills `queue`, or rollouts.
 
     Args:
         run_dir: gets what agent programs failed of (`PROGRAM_FAULTS`).
-        simulators: what a robot's collector plays in, in place of the stream's own.
+        hosted: in place of the stream's own.
         share: of a rollout's slots, where other workers play the rest.
 
     Raises:
@@ -182,7 +184,7 @@ def let_play(
     with ExitStack() as stack:
         for stream, kind in zip(streams, kinds, strict=True):
             if stream.config.policy.name != "language":
-                _let_robot_play(stream, acting, queue, stream.manager if simulators is None else simulators(stream), share)
+                _let_robot_play(stream, acting, queue, hosted, share)
                 continue
             assert queue is not None, "the configuration was checked"
             assert acting.speaking is not None, "there is a language policy"
@@ -207,16 +209,17 @@ def let_play(
     return Playing(backends, close)
 
 
-def _let_robot_play(stream: Stream, acting: Acting, queue: GroupQueue | None, simulators: Simulators, share: Share) -> None:
+def _let_robot_play(stream: Stream, acting: Acting, queue: GroupQueue | None, hosted: Hosted, share: Share) -> None:
     stream.generator, layout = acting.generator(stream)
+    simulators, generator = hosted(stream, stream.generator)
     if queue is None:
         stream.rollouts = make_rollout_collector(
-            stream.config, simulators, stream.generator, layout, share.of(stream.domain), stream.starts, stream.domain
+            stream.config, simulators, generator, layout, share.of(stream.domain), stream.starts, stream.domain
         )
         return
     stream.pump = GroupCollector(
         simulators,
-        stream.generator,
+        generator,
         queue,
         seed=stream.config.seed,
         min_ready=_min_ready(stream.config),

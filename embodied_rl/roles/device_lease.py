@@ -26,8 +26,8 @@ class HostPlan:
     num_lent: int
     num_cores: int
     """Of this machine."""
-    on_gpus: bool
-    """Host i has GPU i."""
+    devices: tuple[str, ...] = ()
+    """Of each host; none: all share the processor, where one copy of a robot's policy acts for them."""
 
     @property
     def train_on(self) -> list[int]:
@@ -45,7 +45,7 @@ class HostPlan:
 
     def gpu(self, number: int, visible: str | None) -> str | None:
         """What host `number` is to see, as CUDA_VISIBLE_DEVICES names it (`visible`: what this process sees); None: there are no GPUs."""
-        if not self.on_gpus:
+        if not self.devices:
             return None
         return str(number) if visible is None else visible.split(",")[number].strip()
 
@@ -73,7 +73,7 @@ def plan_hosts(config: TrainConfig, *, num_gpus: int, num_cores: int) -> HostPla
             f"hybrid.placement.num_train_gpus={lent}, and {ranks} ranks train (hybrid.sharding): set "
             f"num_train_gpus={ranks}, or have as many ranks."
         )
-    return HostPlan(hosts, lent, num_cores, num_gpus > 0)
+    return HostPlan(hosts, lent, num_cores, tuple(f"cuda:{number}" for number in range(num_gpus)))
 
 
 def plan_here(config: TrainConfig) -> HostPlan:
@@ -101,7 +101,7 @@ def hosted_sim(config: TrainConfig, sim: SimConfig) -> SimConfig:
 
 def with_host_threads(config: TrainConfig, plan: HostPlan) -> TrainConfig:
     """The configuration of the side that trains: on a processor it has the threads of the hosts that are lent to it."""
-    if plan.on_gpus or config.hybrid.num_threads is not None:
+    if plan.devices or config.hybrid.num_threads is not None:
         return config
     ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
     return dataclasses.replace(config, hybrid=dataclasses.replace(config.hybrid, num_threads=max(1, plan.train_threads // ranks)))
@@ -143,9 +143,13 @@ class DeviceLease:
         Raises UserError as `Multiplexer` does.
         """
         self.multiplexers.append(Multiplexer(hosts, self.plan.train_on))
+        self.follow(on_lent, on_back)
+        return self.multiplexers[-1]
+
+    def follow(self, on_lent: Callable[[Collection[int]], None], on_back: Callable[[Collection[int]], None]) -> None:
+        """See `share`; of what plays on no part of the hosts, and has memory there."""
         self._on_lent.append(on_lent)
         self._on_back.append(on_back)
-        return self.multiplexers[-1]
 
     def shrink(self) -> None:
         """Have the hosts vacated that training is to have; play on until they are `vacated`, then `lend` them."""

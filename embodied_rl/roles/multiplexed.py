@@ -115,6 +115,11 @@ class MultiplexedSimulators(Simulators):
         self.lease.note()
         return _renamed(batch, np.asarray([placed[own] for own in batch.slots.tolist()], np.int64))
 
+    def hosts_of(self, slots: np.ndarray) -> np.ndarray:
+        """[n] numbers of the hosts that the slots' episodes play on; of parked ones, any that are not lent."""
+        active, found = self._multiplexer.active, [self._multiplexer.host_of(self._episodes[slot]) for slot in slots.tolist()]
+        return np.array([active[place % len(active)] if host is None else host for place, host in enumerate(found)])
+
     def begin(self, slots: Slots, seeds: Sequence[int] | np.ndarray) -> None:
         """See `EnvManager.begin`; an episode that finds no room begins when there is some."""
         for slot, seed in zip(slots, seeds, strict=True):

@@ -19,6 +19,7 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.generation.torch_backend import HostActors, HostedGenerator, TorchGenerator
 from embodied_rl.hybrid.engine import residency_of_playing
 from embodied_rl.hybrid.multiplex import Span
 from embodied_rl.hybrid.residency import Residency
@@ -49,19 +50,35 @@ from embodied_rl.types import ActionLayout, EpisodeGroup, EpisodeSummary, Rollou
 
 Weights = Any
 """What is published: (name, tensor) pairs, or references to them in Ray's object store."""
+HostsOf = Callable[[np.ndarray], np.ndarray]
+"""See `MultiplexedSimulators.hosts_of`."""
 
 
 class OwnPolicy:
     """A robot's policy in this process, with its generator."""
 
-    def __init__(self, config: TrainConfig, spec: SimSpec) -> None:
+    def __init__(self, config: TrainConfig, spec: SimSpec, lease: DeviceLease | None = None) -> None:
+        """`lease`: of hosts on whose devices it acts."""
         torch.manual_seed(config.seed)
         self.policy = build_policy(config.policy, spec)
         self.policy.eval()
-        self.generator = make_generator(config.generation, self.policy)
         self.layout = self.policy.action_layout
+        self.generator: Generator
+        self._hosted: tuple[TorchGenerator, HostActors] | None = None
+        # What reads vectors only acts on the processor in any case.
+        if lease is not None and lease.plan.devices and config.generation.backend == "torch" and self.policy.work != "vectors":
+            actors = HostActors(self.policy, lease.plan.devices)
+            lease.follow(actors.lend, actors.take_back)
+            self.generator = own = TorchGenerator(self.policy, actors)
+            self._hosted = own, actors
+            return
+        self.generator = make_generator(config.generation, self.policy)
         # As in one process: what acts as a copy says where (`ModuleActor`), a large policy acts where it is.
         self.policy.to(resolve_device(config.hybrid.device))
+
+    def on_hosts(self, hosts_of: HostsOf) -> Generator:
+        """The generator, for slots that play there."""
+        return self.generator if self._hosted is None else HostedGenerator(*self._hosted, hosts_of)
 
     def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Act with the policy's state as `version` from now on: whole, or as `TrainedModule.unmerged_weights` gives it."""
@@ -93,6 +110,10 @@ class WorkerActing(Acting):
             self.speaking = read_model(self.config.language, self.folder)
             yield
 
+    def on_hosts(self, stream: Stream, hosts_of: HostsOf) -> Generator:
+        """The stream's generator, for a collector whose slots are on several hosts."""
+        raise NotImplementedError
+
     def load(self, version: int, tensors: Weights) -> None:
         """Act with these weights as `version` from now on."""
         raise NotImplementedError
@@ -111,12 +132,15 @@ class LoadedActing(WorkerActing):
     def policy(self, name: str, config: TrainConfig, spec: SimSpec) -> OwnPolicy:
         """The policy `name`, built for the first simulator that asks for it."""
         if name not in self.policies:
-            self.policies[name] = OwnPolicy(config, spec)
+            self.policies[name] = OwnPolicy(config, spec, self.lease)
         return self.policies[name]
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
         own = self.policy(stream.policy, stream.config, stream.spec)
         return own.generator, own.layout
+
+    def on_hosts(self, stream: Stream, hosts_of: HostsOf) -> Generator:
+        return self.policies[stream.policy].on_hosts(hosts_of)
 
     def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
         """See `Acting.tokens`. Raises UserError as `blank_backend` does."""
@@ -290,7 +314,7 @@ class RolloutWorker:
         with self.acting.reading(files):
             if config.algorithm.groups is not None:
                 self.queue = make_queue(config, self.streams, self._share)
-            self._playing = let_play(self.streams, self.acting, self.queue, Path(config.run_dir), self._simulators, self._share)
+            self._playing = let_play(self.streams, self.acting, self.queue, Path(config.run_dir), self._hosted, self._share)
         backends = list(self._playing.backends.values())
         self._residency = residency_of_playing(config.hybrid.offload, self.manager, backends, first.generator)
         self._collector = make_collector(self.streams, self.queue)
@@ -423,9 +447,12 @@ class RolloutWorker:
         """Where the run's own policy plays a domain; empty: the first, or the only one."""
         return next(stream for stream in self.streams if stream.is_own and domain in ("", stream.domain))
 
-    def _simulators(self, stream: Stream) -> Simulators:
-        """What a robot's collector plays in: the stream's own, or their slots as hosts of which some are lent to training."""
-        return stream.manager if self.lease is None else MultiplexedSimulators(stream.manager, self.lease)
+    def _hosted(self, stream: Stream, generator: Generator) -> tuple[Simulators, Generator]:
+        """What a robot's collector plays in, and what acts for it: the stream's own, or on hosts of which some are lent to training."""
+        if self.lease is None:
+            return stream.manager, generator
+        simulators = MultiplexedSimulators(stream.manager, self.lease)
+        return simulators, self.acting.on_hosts(stream, simulators.hosts_of)
 
     def _lend(self) -> None:
         """Have the hosts vacated that training takes over. In lockstep nothing can be played meanwhile, and nothing has to move."""

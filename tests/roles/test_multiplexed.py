@@ -209,7 +209,7 @@ def test_an_action_that_was_held_is_played_when_the_host_is_back() -> None:
     """Also where nothing else is in flight that would come back first."""
     factory = SimFactory("tests.sim.toy:CountingSim", kwargs={"length": 9})
     with EnvManager(factory, 2, num_workers=2, autoreset=False) as manager:
-        simulators = MultiplexedSimulators(manager, DeviceLease(HostPlan(2, 1, 2, on_gpus=False)))
+        simulators = MultiplexedSimulators(manager, DeviceLease(HostPlan(2, 1, 2)))
         simulators.begin([0, 1], [5, 6])
         seen: dict[int, list[float]] = {}
         while len(seen) < 2:
@@ -237,7 +237,7 @@ def test_an_action_that_was_held_is_played_when_the_host_is_back() -> None:
 def test_episodes_are_taken_up_in_their_own_slots_on_whatever_host() -> None:
     factory = SimFactory("tests.sim.toy:CountingSim", kwargs={"length": 9})
     with EnvManager(factory, 4, num_workers=2, autoreset=False) as manager:
-        simulators = MultiplexedSimulators(manager, DeviceLease(HostPlan(2, 1, 2, on_gpus=False)))
+        simulators = MultiplexedSimulators(manager, DeviceLease(HostPlan(2, 1, 2)))
         simulators.begin(range(4), [5, 6, 7, 8])
         seen = simulators.recv()
         assert simulators.room() == 0
@@ -511,7 +511,7 @@ def test_robots_and_texts_share_the_hosts(tmp_path: Path) -> None:
 
 
 def test_simulators_that_episodes_cannot_leave_are_refused(tmp_path: Path) -> None:
-    lease = DeviceLease(HostPlan(2, 1, 2, on_gpus=False))
+    lease = DeviceLease(HostPlan(2, 1, 2))
     factory = SimFactory("tests.sim.toy:CountingSim", kwargs={"length": 5})
     with EnvManager(factory, 1, num_workers=1, autoreset=False) as one, pytest.raises(UserError, match=r"sim\.num_workers=2"):
         MultiplexedSimulators(one, lease)
@@ -523,7 +523,7 @@ def test_simulators_that_episodes_cannot_leave_are_refused(tmp_path: Path) -> No
 
 def test_hosts_and_threads_of_this_machine() -> None:
     config = load_train_config(["sim=cartpole", "algorithm=grpo", SHARED])
-    assert plan_hosts(config, num_gpus=0, num_cores=8) == HostPlan(2, 1, 8, on_gpus=False)
+    assert plan_hosts(config, num_gpus=0, num_cores=8) == HostPlan(2, 1, 8)
     assert plan_hosts(config, num_gpus=0, num_cores=8).train_threads == 4
     four = load_train_config(["sim=cartpole", "algorithm=grpo", "hybrid.placement={kind: multiplexed, num_hosts: 4, num_train_gpus: 3}"])
     plan = plan_hosts(four, num_gpus=0, num_cores=8)

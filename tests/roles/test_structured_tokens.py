@@ -51,7 +51,7 @@ def bound(policy: LanguagePolicy, count: int) -> list[GenerationRequest]:
 
 def lease() -> DeviceLease:
     """Of two hosts, the first of which is lent."""
-    return DeviceLease(HostPlan(num_hosts=2, num_lent=1, num_cores=2, on_gpus=False))
+    return DeviceLease(HostPlan(num_hosts=2, num_lent=1, num_cores=2))
 
 
 def all_of(backend: TokenBackend, requests: Sequence[GenerationRequest]) -> dict[int, Completion]:
