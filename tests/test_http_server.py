@@ -82,6 +82,8 @@ LOCAL = b"Host: 127.0.0.1"
         (posted(b'{"a": %s1%s}' % (b"[" * 64, b"]" * 64)), 400, "64 deep"),
         (posted(b"[" * 100_000), 400, "not JSON"),
         (posted(b'{"a": "\xff"}'), 400, "not JSON"),
+        (posted(b"\xef\xbb\xbf{}"), 400, "BOM"),
+        (posted("{}".encode("utf-16")), 400, "not JSON"),
         (posted(b"{}", b"Content-Length: 7"), 400, "ends after 2 of 7"),
     ],
 )

@@ -120,7 +120,7 @@ def parse_body(data: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
 def parse_object(data: bytes) -> dict[str, Any]:
     """A JSON object. Raises HttpProblem 400 for anything else: NaN, infinities and numbers that become one, nesting beyond `DEEPEST`."""
     try:
-        found = json.loads(data, parse_constant=_no_constant, parse_float=_finite_float)
+        found = json.loads(data.decode(), parse_constant=_no_constant, parse_float=_finite_float)
     except (ValueError, RecursionError) as error:
         raise HttpProblem(400, "bad_request", f"The body is not JSON: {error}.") from None
     if not isinstance(found, dict):

@@ -295,6 +295,8 @@ def test_refusals_of_the_server(refusing: AgentProxy) -> None:
     chat(refusing, [user("x")], key="rewarded")
     assert ask(refusing, "/sessions/rewarded/reward", {"reward": "1"})[0] == 400
     assert ask(refusing, "/sessions/rewarded/reward", {"reward": True})[0] == 400
+    for reward in (-(2**70), 10**400, None):
+        assert ask(refusing, "/sessions/rewarded/reward", {"reward": reward})[1]["error"]["code"] == "invalid_request"
     assert ask(refusing, "/sessions/rewarded/reward", {"reward": 1, "turn": "x"})[1]["error"]["code"] == "unknown_turn"
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
-from embodied_rl.serving.agents.chat import ChatRequest, StopTexts, plain_message
+from embodied_rl.serving.agents.chat import ChatRequest, StopTexts, bad, number_in, plain_message
 from embodied_rl.serving.agents.interfaces import (
     ChatAnswer,
     ChatCompletions,
@@ -368,10 +368,9 @@ class AgentProxy:
         session = self._session(request, name)
         body = request.body
         only_known(body, ("reward", "turn", "reward_id"), "unknown_parameter")
-        reward = body.get("reward")
-        said = reward is not None or action == "reward"  # a session may end without a word of how it went
-        if said and (isinstance(reward, bool) or not isinstance(reward, int | float) or not np.isfinite(reward)):
-            raise HttpProblem(400, "invalid_request", f"'reward' must be a finite number, got {reward!r:.80}.")
+        reward = number_in(body, "reward", -1e12, 1e12, whole=False)
+        if reward is None and action == "reward":  # a session may end without a word of how it went
+            raise bad("'reward' is missing.")
         for key in ("turn", "reward_id"):
             if not isinstance(body.get(key), str | None):
                 raise HttpProblem(400, "invalid_request", f"'{key}' must be a text, got {body[key]!r:.80}.")
