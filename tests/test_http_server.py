@@ -14,7 +14,7 @@ import pytest
 
 from embodied_rl.errors import UserError
 from embodied_rl.serving.environments.hub import ServiceLimits
-from embodied_rl.serving.http_server import HttpRequest, HttpServer, Reply, ServerLimits
+from embodied_rl.serving.http_server import EventStream, HttpRequest, HttpServer, Reply, ServerLimits
 
 LIMITS = ServerLimits(max_body_mb=2 / 16, max_connections=3, request_s=0.5)
 
@@ -107,6 +107,24 @@ def test_what_can_be_meant_is_answered(server: HttpServer) -> None:
 def test_slow_requests_have_an_end(server: HttpServer) -> None:
     assert sent(server, b"POST /x HTTP/1.1\r\nHost: 127.0", whole=False)[0] == 408
     assert sent(server, posted(b'{"a"', b"Content-Length: 20"), whole=False)[1]["kind"] == "too_slow"
+
+
+def test_a_body_is_not_read_for_a_request_that_is_refused_by_its_head(server: HttpServer) -> None:
+    """Nothing of it is sent, and the connection is not kept: what came would be taken for the next request."""
+    began = time.monotonic()
+    assert sent(server, b"POST /x HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 100000\r\n\r\n", whole=False)[0] == 403
+    assert time.monotonic() - began < LIMITS.request_s
+
+
+def test_a_stream_for_a_client_of_http_1_0_ends_with_its_connection() -> None:
+    streaming = HttpServer(lambda request: EventStream(event for event in (b"data: 1\n\n", b"data: 2\n\n")))
+    for version, told in ((b"1.0", b"data: 1\n\ndata: 2\n\n"), (b"1.1", b"9\r\ndata: 1\n\n\r\n9\r\ndata: 2\n\n\r\n0\r\n\r\n")):
+        with socket.create_connection(("127.0.0.1", streaming.port), timeout=60) as connection:
+            connection.sendall(b"GET / HTTP/" + version + b"\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+            head, _, body = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")
+        assert body == told
+        assert (b"chunked" in head) == (version == b"1.1")
+    streaming.close()
 
 
 def test_a_refusal_arrives_though_the_body_is_still_being_sent(server: HttpServer) -> None:

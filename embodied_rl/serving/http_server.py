@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.errors import FirstHeaderLineIsContinuationDefect, MisplacedEnvelopeHeaderDefect, MissingHeaderBodySeparatorDefect
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -262,6 +262,7 @@ class HttpServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        admit: Callable[[HttpRequest], None] = lambda request: None,
         limits: ServerLimits | None = None,
         any_host_header: bool = False,
         format_problem: ProblemFormat = HttpProblem.to_dict,
@@ -272,6 +273,7 @@ class HttpServer:
             handle: answers a request; HttpProblem becomes its status and body, UserError 422, anything else 500.
             host: an address of this machine. Whether others may reach it is `require_token_off_loopback`'s affair.
             port: 0 takes a free one.
+            admit: raises HttpProblem for a request that is refused before its body is read (the body that it sees is empty).
             any_host_header: answer whatever name the client called us by. Without it only addresses and ``localhost`` are: a page in a
                 browser on this machine could otherwise reach a server without a token through a name that its site controls.
             format_problem: the body of a refusal.
@@ -282,7 +284,7 @@ class HttpServer:
         allowed = limits or ServerLimits()
 
         class Requests(_Requests):
-            settings = _Settings(handle, allowed, any_host_header, format_problem)
+            settings = _Settings(handle, admit, allowed, any_host_header, format_problem)
 
         try:
             self._server = _Listening((host, port), Requests, allowed.max_connections, _full(allowed, format_problem))
@@ -389,6 +391,7 @@ def require_token(request: HttpRequest, token: str | None) -> None:
 @dataclass(frozen=True)
 class _Settings:
     handle: Handler
+    admit: Callable[[HttpRequest], None]
     limits: ServerLimits
     any_host_header: bool
     format_problem: ProblemFormat
@@ -512,12 +515,14 @@ class _Requests(BaseHTTPRequestHandler):
                 400, "bad_request", f"The request's first line must be 'METHOD /path HTTP/1.1', got {self.requestline!r:.80}."
             )
         headers = checked_headers(self.headers)
-        body = self._read_body(headers)
-        self._read_whole = True
-        path = path_of(self.path)
+        self._read_whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
         if not self.settings.any_host_header:
             require_our_name(headers)
-        return HttpRequest(self.command, path, headers, parse_body(body, headers), self._client_gone)
+        request = HttpRequest(self.command, path_of(self.path), headers, {}, self._client_gone)
+        self.settings.admit(request)
+        body = self._read_body(headers)
+        self._read_whole = True
+        return replace(request, body=parse_body(body, headers))
 
     def _read_body(self, headers: Mapping[str, str]) -> bytes:
         length = headers.get("content-length")
@@ -563,13 +568,15 @@ class _Requests(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-store")
-        self.send_header("Transfer-Encoding", "chunked")
+        chunked = self.request_version != "HTTP/1.0"  # whose streams end with the connection
+        self.close_connection |= not chunked
+        self.send_header(*(("Transfer-Encoding", "chunked") if chunked else ("Connection", "close")))
         self.end_headers()
         try:
             for event in stream.events:
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event) if chunked else event)
                 self.wfile.flush()
-            self.wfile.write(b"0\r\n\r\n")
+            self.wfile.write(b"0\r\n\r\n" if chunked else b"")
         except Exception:
             self.close_connection = True  # without the last chunk the client knows that this is not the end
             raise

@@ -287,6 +287,10 @@ def test_a_token_is_asked_for_where_others_can_reach_the_service() -> None:
         assert ask(running.url, "/v1/health")[1]["kind"] == "unauthorized"
         assert ask(running.url, "/v1/health", Authorization="Bearer wrong horse")[0] == 401
         assert ask(running.url, "/v1/health", Authorization="Bearer correct horse")[0] == 200
+        # Who has none makes the server hold no body: it is not waited for.
+        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=20) as connection:
+            connection.sendall(b"POST /v1/batch HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 30000000\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
 
 
 def test_a_page_in_a_browser_cannot_use_a_service_without_token(service: EnvironmentService) -> None:

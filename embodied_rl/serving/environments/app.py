@@ -18,7 +18,6 @@ from embodied_rl.serving.http_server import (
     OBJECT,
     TEXT,
     TEXTS,
-    EventStream,
     HttpProblem,
     HttpRequest,
     HttpServer,
@@ -80,7 +79,9 @@ class EnvironmentService:
         self.hub = Hub(simulators, limits or ServiceLimits())
         self._routes = Routes("embodied_rl environment service", self._table(), _PROBLEM)
         try:
-            self._server = HttpServer(self._answer, host=host, port=port, limits=http, any_host_header=self.token is not None)
+            self._server = HttpServer(
+                self._routes.answer, host=host, port=port, admit=self._admit, limits=http, any_host_header=self.token is not None
+            )
         except BaseException:
             self.hub.close()
             raise
@@ -97,10 +98,9 @@ class EnvironmentService:
 
     # ---- routes -----------------------------------------------------------------------------------------------------
 
-    def _answer(self, request: HttpRequest) -> Reply | EventStream:
+    def _admit(self, request: HttpRequest) -> None:
         if request.path not in ("/openapi.json", "/docs"):  # they say nothing of what runs here
             require_token(request, self.token)
-        return self._routes.answer(request)
 
     def _table(self) -> dict[str, Route]:
         most = self.hub.limits.max_batch
