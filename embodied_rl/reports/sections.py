@@ -98,7 +98,9 @@ def curve_charts(runs: Sequence[RunData]) -> str:
 
 def _constants(values: Mapping[str, float]) -> str:
     """Metrics that never change, folded."""
-    rows = [[f'<span title="{text(meaning_of(name).text)}">{text(name)}</span>', number(value)] for name, value in values.items()]
+    said = {name: meaning_of(name).text for name in values}
+    shown = {name: f'<span title="{text(said[name])}">{text(name)}</span>' if said[name] else text(name) for name in values}
+    rows = [[shown[name], number(value)] for name, value in values.items()]
     title = f"{len(rows)} figures that never change" if len(rows) > 1 else "1 figure that never changes"
     return details(title, card(grid(("figure", "value"), rows, numbers=(1,)))) if rows else ""
 
