@@ -166,12 +166,10 @@ EXAMPLES = (
         "divide sim.num_slots=2 slots: each needs one.",
     ),
     ("idle_players", f"{DOMAINS} {APART} {MIX[:-2]},num_slots:2}}}} hybrid.players=4", "mix.guest.num_slots=2 slots: each needs"),
-    ("idle_players", f"{ROLLOUTS} {APART} hybrid.players=4", "the slots of every domain: each needs as many as the others. The nearest"),
     (
         "idle_players",
-        f"{GROUPS} {APART} algorithm.groups.groups_per_step=4 hybrid.players=3",
-        "groups_per_step=4 groups and sim.num_slots=8 slots: each needs as many groups as the others, and a slot. The nearest "
-        "possible: hybrid.players=2.",
+        f"{GROUPS} {APART} algorithm.groups.groups_per_step=4 hybrid.players=5",
+        "groups_per_step=4 groups: each needs one. The nearest possible: hybrid.players=4.",
     ),
     # weights that are sent
     ("nothing_sent", f"{GROUPS} hybrid.publish=changed", "here nothing is sent: set hybrid.publish=full, or hybrid=disaggregated"),

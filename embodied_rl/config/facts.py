@@ -178,33 +178,15 @@ class Run:
         return "disaggregated" if self.roles.trains_apart else "collocated"
 
     @property
-    def fewest_slots(self) -> tuple[str, int]:
-        """(key, number) of the fewest slots that several players are to divide: of any domain, or player of `generation.mix`."""
-        slots = {f"domains.{name}.sim.num_slots": domain.sim.num_slots for name, domain in self.config.domains.items()}
-        slots |= {f"generation.mix.{name}.num_slots": player.num_slots for name, player in self.config.generation.mix.items()}
-        return min((slots or {"sim.num_slots": self.sim.num_slots}).items(), key=lambda found: found[1])
-
-    def divides(self, players: int) -> bool:
-        """Whether so many players can have a slot each, and equally many groups."""
-        if players > self.fewest_slots[1]:
-            return False
-        if self.groups is None:
-            # How long each domain's rollouts are follows from the slots.
-            return all(domain.sim.num_slots % players == 0 for domain in self.config.domains.values())
-        return self.groups.groups_per_step % players == 0
-
-    @property
-    def divided(self) -> str:
-        """What several players divide, and what each of them needs."""
-        slots = "{}={} slots".format(*self.fewest_slots)
-        if self.groups is None:
-            return f"{slots}: each needs one" if not self.config.domains else "the slots of every domain: each needs as many as the others"
-        groups = f"algorithm.groups.groups_per_step={self.groups.groups_per_step} groups"
-        return f"{groups} and {slots}: each needs as many groups as the others, and a slot"
-
-    @property
-    def nearest_players(self) -> int:
-        return max(count for count in range(1, self.hybrid.players + 1) if self.divides(count))
+    def scarcest(self) -> tuple[str, int, str]:
+        """(key, number, of what) of what several players are to divide, and there is least of: slots of any domain, or player of
+        `generation.mix`, or the groups of a batch."""
+        found = [(f"domains.{name}.sim.num_slots", domain.sim.num_slots, "slots") for name, domain in self.config.domains.items()]
+        found += [(f"generation.mix.{name}.num_slots", player.num_slots, "slots") for name, player in self.config.generation.mix.items()]
+        found = found or [("sim.num_slots", self.sim.num_slots, "slots")]
+        if self.groups is not None:
+            found.append(("algorithm.groups.groups_per_step", self.groups.groups_per_step, "groups"))
+        return min(found, key=lambda one: one[1])
 
     @property
     def ray_gpus(self) -> float:

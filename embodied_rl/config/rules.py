@@ -527,8 +527,9 @@ _PLAYERS = (
     ),
     Rule(
         "idle_players",
-        lambda run: run.hybrid.players > 1 and not run.divides(run.hybrid.players),
-        "hybrid.players={hybrid.players} divide {run.divided}. The nearest possible: hybrid.players={run.nearest_players}.",
+        lambda run: run.hybrid.players > run.scarcest[1],
+        "hybrid.players={hybrid.players} divide {run.scarcest[0]}={run.scarcest[1]} {run.scarcest[2]}: each needs one. The nearest "
+        "possible: hybrid.players={run.scarcest[1]}.",
     ),
 )
 

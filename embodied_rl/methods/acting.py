@@ -58,7 +58,7 @@ def make_rollout_collector(
     return RolloutCollector(
         manager,
         generator if config.algorithm.on_policy else SwitchedGenerator(generator, manager.spec),
-        rollout_steps=config.algorithm.rollout_steps,
+        rollout_steps=share.rollout_steps or config.algorithm.rollout_steps,
         num_groups=1 if has_hosts else config.sim.num_groups,
         seed=group_seed(config.seed, domain, 0) if domain else config.seed,
         layout=layout,

@@ -1,9 +1,9 @@
 """Several rollout workers side by side, processes or actors: each plays its share of the groups, by their numbers, or of a rollout's slots.
 
 ```
-                       ┌── worker 0: groups 0, 2, 4, …  its half of each batch
+                       ┌── worker 0: groups 0, 2, 4, …  its half of each batch; of batches of three 0, 2, 3, 5, …
  RemoteWorker ── team ─┤
-                       └── worker 1: groups 1, 3, 5, …
+                       └── worker 1: groups 1, 3, 5, …                                              1, 4, …
 ```
 A group's episodes depend only on its number and seeds, and what a slot plays only on its own, so that a team plays what one worker would;
 which observations share a forward pass differs. Each worker's queue keeps the staleness bound for its own groups; so the bound holds for
@@ -44,14 +44,15 @@ class WorkerTeam:
         self._workers: list[Any] = []
         self._slots: list[dict[str, int]] = []
         """{domain: its own} of each of them."""
-        self._domains, whole = list(config.domains), slots_of(config)
+        self._domains, whole, groups = list(config.domains), slots_of(config), config.algorithm.groups
+        self._share = Share(count=config.hybrid.players, batch=None if groups is None else groups.groups_per_step)
         self._pool = ThreadPoolExecutor(config.hybrid.players, thread_name_prefix="worker")
         try:
             for index in range(config.hybrid.players):
                 part = part_of(config, index)
                 before = {name: sum(slots[name] for slots in self._slots) for name in whole}
-                domains = {name: (before[name], slots) for name, slots in whole.items()}
-                self._workers.append(start(part, Share(index, config.hybrid.players, domains=domains)))
+                domains = {name: (before[name], whole[name], config.for_domain(name).algorithm.rollout_steps) for name in whole}
+                self._workers.append(start(part, dataclasses.replace(self._share, index=index, domains=domains)))
                 self._slots.append(slots_of(part))
         except BaseException:
             self.close()
@@ -65,7 +66,7 @@ class WorkerTeam:
             return self._evaluate(**arguments)
         if what == "restart":
             queue, count = arguments.pop("queue"), len(self._workers)
-            states = [None] * count if queue is None else divided(queue, count)
+            states = [None] * count if queue is None else divided(queue, self._share)
             return self._ask(what, [{**arguments, "queue": state} for state in states])[0]
         if what == "take_up":
             left = iter(arguments["episodes"])
@@ -75,7 +76,7 @@ class WorkerTeam:
             return self._ask(what, [{"episodes": part} for part in parts])[0]
         answers = self._ask(what, [arguments] * len(self._workers))
         if what == "play":
-            return joined(answers)
+            return joined(answers, self._share)
         if what == "episodes":
             lefts = [iter(part) for part in answers]
             return [episode for domain, index in self._order for episode in itertools.islice(lefts[index], self._slots[index][domain])]
@@ -133,8 +134,8 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
     """The configuration of one worker of a team: its part of the slots, of the workers and of each batch."""
     count, groups = config.hybrid.players, config.algorithm.groups
 
-    def part(num_slots: int) -> int:
-        return num_slots // count + (index < num_slots % count)
+    def part(number: int) -> int:
+        return number // count + (index < number % count)
 
     def sim_part(sim: SimConfig) -> SimConfig:
         slots = part(sim.num_slots)
@@ -144,7 +145,7 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
     mix = {name: dataclasses.replace(player, num_slots=part(player.num_slots)) for name, player in config.generation.mix.items()}
     own, most = None, config.record.max_episodes
     if groups is not None:
-        own = dataclasses.replace(groups, groups_per_step=groups.groups_per_step // count)
+        own = dataclasses.replace(groups, groups_per_step=part(groups.groups_per_step))
     return dataclasses.replace(
         config,
         sim=sim_part(config.sim),
@@ -156,22 +157,22 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
     )
 
 
-def divided(state: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """A group queue's state as those of `count` shares of it. What was counted so far goes to the first: their sums are the whole's."""
+def divided(state: Mapping[str, Any], share: Share) -> list[dict[str, Any]]:
+    """A group queue's state as those of all such shares. What was counted so far goes to the first: their sums are the whole's."""
     nothing = {"counts": {}, "episodes": dataclasses.asdict(EpisodeCounts()), "rejected": 0, "reasons": {}}
     return [
-        {**state, **({} if index == 0 else nothing), "redo": [number for number in state["redo"] if number % count == index]}
-        for index in range(count)
+        {**state, **({} if index == 0 else nothing), "redo": [number for number in state["redo"] if share.player_of(number) == index]}
+        for index in range(share.count)
     ]
 
 
-def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def united(states: Sequence[Mapping[str, Any]], share: Share) -> dict[str, Any]:
     """The state of the whole queue out of those of its shares: `divided` the other way round."""
-    count, last = len(states), max(int(state["next_number"]) for state in states)
+    last = max(int(state["next_number"]) for state in states)
     redo = [number for state in states for number in state["redo"]]
     for index, state in enumerate(states):
         # A share that is behind has still to admit these.
-        redo += [number for number in range(int(state["next_number"]), last) if number % count == index]
+        redo += [number for number in range(int(state["next_number"]), last) if share.player_of(number) == index]
     domains = sorted({domain for state in states for domain in state["counts"]})
     none = dataclasses.asdict(GroupCounts())
     return {
@@ -185,7 +186,7 @@ def united(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def joined(parts: Sequence[Collected]) -> Collected:
+def joined(parts: Sequence[Collected], share: Share) -> Collected:
     """What all of them played, as one worker's: groups by number, rollouts side by side; times of the one that took longest."""
     groups: list[EpisodeGroup] = []
     for part in parts:
@@ -193,7 +194,7 @@ def joined(parts: Sequence[Collected]) -> Collected:
     return Collected(
         groups=sorted(groups, key=lambda group: group.number),
         times=max((part.times for part in parts), key=lambda times: times.simulate_s + times.act_s, default=CollectorTimes()),
-        queue=united(queues) if (queues := [part.queue for part in parts if part.queue is not None]) else None,
+        queue=united(queues, share) if (queues := [part.queue for part in parts if part.queue is not None]) else None,
         faults=[record for part in parts for record in part.faults],
         metrics=_figures([part.metrics for part in parts]),
         starts={domain: [report for part in parts for report in part.starts[domain]] for domain in parts[0].starts},

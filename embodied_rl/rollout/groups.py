@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import threading
 import time
 from collections import Counter
@@ -303,7 +304,7 @@ class EpisodeCounts:
 
 @dataclass(frozen=True)
 class Share:
-    """What of a run is one worker's, where several divide it: groups whose number leaves the remainder `index` after division by `count`,
+    """What of a run is one worker's, where several divide it: of every `batch` groups each `count`-th, from place `index` on,
     and of fixed rollouts its slots."""
 
     index: int = 0
@@ -312,17 +313,25 @@ class Share:
     """Of the workers before it."""
     all_slots: int | None = None
     """Of all workers; None: it has them all."""
-    domains: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """{domain: the two numbers of its slots}, where there are several."""
+    rollout_steps: int | None = None
+    """Of all workers; None: it has them all."""
+    domains: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    """{domain: these three numbers}, where there are several."""
+    batch: int | None = None
+    """Groups that all workers give for an update."""
 
     def of(self, domain: str) -> Share:
         """That of a domain's slots."""
-        before, whole = self.domains.get(domain, (self.slots_before, self.all_slots))
-        return Share(self.index, self.count, before, whole)
+        before, whole, steps = self.domains.get(domain, (self.slots_before, self.all_slots, self.rollout_steps))
+        return Share(self.index, self.count, before, whole, steps)
 
     def first_from(self, number: int) -> int:
         """Its first one that is no smaller than `number`."""
-        return number + (self.index - number) % self.count
+        return next(own for own in itertools.count(number) if self.player_of(own) == self.index)
+
+    def player_of(self, number: int) -> int:
+        """The worker that plays a group."""
+        return number % (self.batch or self.count) % self.count
 
 
 WHOLE = Share()

@@ -157,15 +157,16 @@ def test_a_run_is_resumed_to_the_bit(tmp_path: Path, where: tuple[str, ...]) -> 
         assert [(episode.episode_return, episode.length) for episode in played] == told, "the run's own evaluation, again"
 
 
-def test_two_players_divide_every_domain_and_one_takes_their_episodes_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", [(), ("domains.near.sim.num_slots=5", "domains.arm.sim.num_slots=3")], ids=["even", "uneven"])
+def test_two_players_divide_every_domain_and_one_takes_their_episodes_up(tmp_path: Path, slots: tuple[str, ...]) -> None:
     """What two players were in the middle of, one process goes on with: domain after domain, each worker's slots in their place."""
     found: dict[str, list[dict[str, Rollout]]] = {}
-    two = (*APART, "hybrid.players=2", "checkpoint.within_episodes=true")
+    two = (*APART, "hybrid.players=2", "checkpoint.within_episodes=true", *slots)
     with Trainer(configured(tmp_path / "two", *two), tmp_path / "two", command="test") as trainer:
         found["two"] = [begun(trainer)]
         running = trainer.method.running_episodes()
         found["two"].append(trainer.method.collector.next_rollouts(1))
-    one = ("checkpoint.within_episodes=true",)
+    one = ("checkpoint.within_episodes=true", *slots)
     with Trainer(configured(tmp_path / "one", *one), tmp_path / "one", command="test") as trainer:
         found["one"] = [begun(trainer)]
         trainer.method.restart(7)

@@ -46,20 +46,34 @@ def test_shares_of_a_queue_and_their_states() -> None:
     assert play(behind, 1, 0) == [1]
     for queue in (ahead, behind):
         assert queue.take(0) is not None
-    whole = united([queue.state_dict(settled=True) for queue in (ahead, behind)])
+    whole = united([queue.state_dict(settled=True) for queue in (ahead, behind)], Share(0, 2))
     assert whole["next_number"] == 5
     assert whole["redo"] == [2, 3, 4]
     assert whole["counts"]["a"]["consumed"] == 2
     image = make_queue(2)
     image.mirror(whole)
-    parts = divided(image.state_dict(), 2)
+    parts = divided(image.state_dict(), Share(0, 2))
     assert [part["redo"] for part in parts] == [[2, 4], [3]]
     again = [make_queue(1, Share(index, 2), staleness=3) for index in range(2)]
     for queue, part in zip(again, parts, strict=True):
         queue.mirror(part)
     assert [play(queue, 3, 0) for queue in again] == [[2, 4, 6], [3, 5, 7]]
-    counted = united([queue.state_dict() for queue in again])["counts"]["a"]
+    counted = united([queue.state_dict() for queue in again], Share(0, 2))["counts"]["a"]
     assert counted["consumed"] == 2, "what was counted before is counted once"
+
+
+def test_shares_of_batches_that_players_do_not_divide() -> None:
+    """Of three groups the first of two players has two: each batch is 3n, 3n + 1 and 3n + 2, as one player's."""
+    shares = [Share(index, 2, batch=3) for index in range(2)]
+    queues = [make_queue(size, share, staleness=3) for size, share in zip((2, 1), shares, strict=True)]
+    assert [play(queue, count, 0) for queue, count in zip(queues, (5, 1), strict=True)] == [[0, 2, 3, 5, 6], [1]]
+    taken = [queue.take(0) for queue in queues]
+    assert sorted(group.number for batch in taken for group in batch or []) == [0, 1, 2]
+    whole = united([queue.state_dict(settled=True) for queue in queues], shares[0])
+    assert (whole["next_number"], whole["redo"]) == (7, [3, 4, 5, 6])
+    image = make_queue(3)
+    image.mirror(whole)
+    assert [part["redo"] for part in divided(image.state_dict(), shares[0])] == [[3, 5, 6], [4]]
 
 
 def batches(tmp_path: Path, *overrides: str, num_batches: int = 3) -> list[list[EpisodeGroup]]:
@@ -77,7 +91,12 @@ def batches(tmp_path: Path, *overrides: str, num_batches: int = 3) -> list[list[
 
 
 @pytest.mark.parametrize(
-    "task", [pytest.param(GROUPS, id="robot"), pytest.param([*TEXTS, "algorithm.warm_start=null"], id="texts", marks=pytest.mark.slow)]
+    "task",
+    [
+        pytest.param(GROUPS, id="robot"),
+        pytest.param([*GROUPS, "algorithm.groups.groups_per_step=3"], id="three groups"),
+        pytest.param([*TEXTS, "algorithm.warm_start=null"], id="texts", marks=pytest.mark.slow),
+    ],
 )
 def test_two_players_play_what_one_plays(tmp_path: Path, task: list[str]) -> None:
     """Each of the two has as many slots as the one: a tiny model's words are those that the first player's slots show."""
@@ -177,9 +196,10 @@ def test_rollouts_of_two_players_that_play_ahead_are_those_of_one(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_team_is_a_function_of_the_seed_whoever_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [2, 3])
+def test_a_team_is_a_function_of_the_seed_whoever_is_killed(tmp_path: Path, groups: int) -> None:
     """With evaluations in between; both are replaced when one ends."""
-    task = [*GROUPS, *TWO, "total_steps=250", "evaluation.every_steps=100"]
+    task = [*GROUPS, *TWO, "total_steps=250", "evaluation.every_steps=100", f"algorithm.groups.groups_per_step={groups}"]
     whole = trained(tmp_path / "whole", *task)
     run_with_a_kill(tmp_path / "killed", task, lambda player: player._handle._workers[1].process.pid)
     assert_same_run(whole, tmp_path / "killed")
