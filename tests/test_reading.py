@@ -60,6 +60,8 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}
         (MERGES, "more than a million"),
         ("&a [*a]", "more than a million"),
         ("[" * 5000, "nested too deeply"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ("- " * 100_000, "nested too deeply"),
         ("a: " + "9" * 10_000, "4300 digits"),
         ("a: 2026-99-99", "month must be in"),
         ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
@@ -77,6 +79,7 @@ def test_yaml_that_is_none_or_blows_up_is_one_short_line(text: str, message: str
 def test_yaml_within_bounds_is_read() -> None:
     assert parse_yaml("a: &x {b: [1, 2]}\nc: *x\nd: {<<: *x, e: 3}") == {"a": {"b": [1, 2]}, "c": {"b": [1, 2]}, "d": {"b": [1, 2], "e": 3}}
     assert parse_yaml("") is None
+    assert parse_yaml("[" * 200 + "]" * 200) is not None
 
 
 def _npy(header: str, data: bytes = b"") -> bytes:

@@ -147,7 +147,10 @@ def draw_curves(curves: Mapping[str, Curve], path: Path) -> Path:
 
     panels = choose_panels(list(curves))
     num_rows = max(1, math.ceil(len(panels) / _NUM_COLUMNS))
-    figure = Figure(figsize=(4.2 * _NUM_COLUMNS, 2.8 * num_rows), layout="constrained")
+    width, height = 4.2 * _NUM_COLUMNS, 2.8 * num_rows
+    figure = Figure(figsize=(width, height))
+    # In inches. matplotlib would find them by drawing all letters twice, which takes half a second.
+    figure.subplots_adjust(0.7 / width, 0.45 / height, 1 - 0.15 / width, 1 - 0.3 / height, 0.8 / (4.2 - 0.8), 0.6 / (2.8 - 0.6))
     FigureCanvasAgg(figure)
     for index, (title, names) in enumerate(panels):
         axes = figure.add_subplot(num_rows, _NUM_COLUMNS, index + 1)
@@ -161,7 +164,7 @@ def draw_curves(curves: Mapping[str, Curve], path: Path) -> Path:
                 marker="o" if held_out or len(steps) == 1 else None,
                 markersize=4,
             )
-        axes.set_title(title, fontsize=10)
+        axes.set_title(title, fontsize=10, y=1.0)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3)
