@@ -353,7 +353,7 @@ def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
         if (fault := fault_of(path, expected)) is None:
             continue
         if name == CONFIG_FILE:
-            _built(path, _read_file(path))  # an edited configuration may raise a clearer error
+            _built(path, _parsed(path, _read_file(path)))  # an edited configuration may raise a clearer error
         raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is truncated or damaged: {fault}. {_way_out(folder)}")
 
 
@@ -398,7 +398,7 @@ def _read_config(path: Path, signature: str | None, trust: Sequence[str], replac
     # The same bytes are signed, looked through, and used.
     plain = _parsed(path, content)
     require_trusted(plain, file=path, what=CHECKPOINT, content=content, signature=signature, trust=trust, replaced=replaced)
-    return _built(path, content)
+    return _built(path, plain)
 
 
 def _read_file(path: Path) -> bytes:
@@ -419,8 +419,7 @@ def _parsed(path: Path, content: bytes) -> Any:
         raise _unreadable(path, error) from error
 
 
-def _built(path: Path, content: bytes) -> TrainConfig:
-    plain = _parsed(path, content)
+def _built(path: Path, plain: Any) -> TrainConfig:
     try:
         return TrainConfig.from_dict(plain)
     except (ValueError, TypeError, RecursionError) as error:  # UserError is a ValueError

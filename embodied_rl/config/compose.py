@@ -23,6 +23,7 @@ from embodied_rl.registry import installed_config_folders, installed_targets
 
 if TYPE_CHECKING:
     from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
@@ -108,13 +109,19 @@ def quoted_value(value: str) -> str:
 
 def parsed(override: str) -> Override | None:
     """What Hydra reads in a word; None where it cannot."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        return OverridesParser.create().parse_override(override)
+        return _parser().parse_override(override)
     except (HydraException, ValueError, RecursionError):  # numbers of 5,000 digits, and nesting as deep
         return None
+
+
+@cache
+def _parser() -> OverridesParser:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create()
 
 
 def check_form(override: str, groups: Sequence[str], *, sweep: bool) -> None:
