@@ -51,10 +51,10 @@ def without_clocks(rows: list[dict]) -> list[dict]:
 
 
 def test_cartpole_learns_from_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "embodied_rl.train", "experiment=cartpole", "run_dir=run", "video.enabled=no", "total_steps=25000"]
+    command = [sys.executable, "-m", "embodied_rl.train", "experiment=cartpole", "run_dir=run", "video.enabled=no", "total_steps=10000"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=500)
     results = json.loads((tmp_path / "run/results.json").read_text())
-    # A random policy balances for about 22 steps; with 25k steps PPO is beyond 150.
+    # A random policy balances for about 22 steps; with 10k steps PPO is beyond 400 here.
     assert results["return_mean"] > 150
     assert results["num_episodes"] == 100
     assert results["held_out_seeds"]["first"] == 2**30

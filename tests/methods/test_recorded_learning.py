@@ -27,10 +27,12 @@ from embodied_rl.train import train
 from embodied_rl.types import SimSpec, StepBuffers
 
 QUICK = [
-    *("video.enabled=no", "logger=quiet", "evaluation.num_episodes=20", "evaluation.every_steps=null", "stop_at_success=null"),
+    *("video.enabled=no", "logger=quiet", "evaluation.num_episodes=2", "evaluation.every_steps=null", "stop_at_success=null"),
     *("sim.num_workers=1", "sim.num_slots=4", "policy.hidden_sizes=[32,32]", "hybrid.num_threads=1", "checkpoint.every_steps=null"),
 ]
 KEY_DOOR = ["sim=key_door", *QUICK, "algorithm.recorded.expert_episodes=8", "algorithm.minibatch_size=64"]
+MEASURED = "evaluation.num_episodes=20"
+"""For tests of what a policy has learned."""
 SMALL = ["algorithm.off_policy.hidden_sizes=[32,32]"]
 SQUASHED = "policy.distribution=squashed"
 
@@ -58,7 +60,8 @@ def success(run_dir: Path) -> float:
 def cloned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that recorded 8 episodes of its expert and cloned them."""
     folder = tmp_path_factory.mktemp("cloned")
-    return run(folder, "bc", *KEY_DOOR, "algorithm=bc", "algorithm.cloning.patience=40", "total_steps=1500", "algorithm.learning_rate=3e-3")
+    words = ["algorithm=bc", "algorithm.cloning.patience=40", "total_steps=1500", "algorithm.learning_rate=3e-3"]
+    return run(folder, "bc", *KEY_DOOR, *words, MEASURED)
 
 
 def test_cloning_an_expert_solves_the_task(cloned: Path) -> None:
@@ -97,7 +100,7 @@ def test_a_recording_of_the_simulator_is_learned_from_in_place_of_the_expert(clo
 def test_dagger_answers_where_the_policy_goes(tmp_path: Path) -> None:
     """Two episodes to clone; then the expert's answers. The task is solved, and labels are counted: each is a step that was played."""
     overrides = [*KEY_DOOR, "algorithm=dagger", "algorithm.recorded.expert_episodes=2", "algorithm.learning_rate=3e-3", "total_steps=1024"]
-    folder = run(tmp_path, "dagger", *overrides)
+    folder = run(tmp_path, "dagger", *overrides, MEASURED)
     curve = rows(folder)
     assert curve[0]["step"] == 0
     assert curve[-1]["step"] == 1024
@@ -115,7 +118,7 @@ def test_dagger_answers_where_the_policy_goes(tmp_path: Path) -> None:
 def test_critics_find_what_is_good_in_bad_data(tmp_path: Path, algorithm: str) -> None:
     """The player drifts to the left, and the goal is on the right: cloning does as it did. A few episodes that began near the goal are
     where rewards come from, and critics carry them to the left."""
-    line = ["sim=custom", "sim.target=tests.methods.line:Line", *QUICK, "algorithm.recorded.expert=tests.methods.line:Lazy"]
+    line = ["sim=custom", "sim.target=tests.methods.line:Line", *QUICK, MEASURED, "algorithm.recorded.expert=tests.methods.line:Lazy"]
     cloned = run(tmp_path, "bc", *line, "algorithm=bc", "algorithm.recorded.expert_episodes=60", "total_steps=200")
     with open_recording(cloned / "demonstrations") as recording:
         assert 0 < recording.success_once.mean() < 0.1
@@ -157,7 +160,7 @@ class CartPoleController:
 
 
 def test_choices_are_cloned(tmp_path: Path) -> None:
-    overrides = ["sim=cartpole", *QUICK, "algorithm=bc", "algorithm.recorded.expert_episodes=8", "total_steps=800"]
+    overrides = ["sim=cartpole", *QUICK, MEASURED, "algorithm=bc", "algorithm.recorded.expert_episodes=8", "total_steps=800"]
     expert = "algorithm.recorded.expert=tests.methods.test_recorded_learning:CartPoleController"
     folder = run(tmp_path, "bc", *overrides, expert, "algorithm.learning_rate=3e-3")
     assert rows(folder)[-1]["train/validation_accuracy"] > 0.95

@@ -15,7 +15,7 @@ from typing import Any
 
 from embodied_rl.files import RememberedAnswers
 from embodied_rl.sim.robots.maniskill_assets import UNDECLARED_NEEDS, missing_assets, registered_tasks, require_assets, require_known
-from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim
+from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim, require_vulkan
 
 # ---- which tasks run as a batch on this machine -----------------------------------------------------------------------
 
@@ -146,6 +146,8 @@ def make(
 
     Raises MissingExtraError, MissingAssetsError; UserError: unknown task, rejected argument, or no Vulkan where pictures are asked for.
     """
+    if render:
+        require_vulkan(task)  # before ManiSkill is imported, which takes seconds
     require_known(task)
     require_assets(task)
     made: dict[str, Any] = {"render": render, "render_size": render_size, "camera_size": camera_size, "kwargs": kwargs}
