@@ -1,8 +1,8 @@
 """Processes of the package forked from one that has imported what they import: most of what a short run takes is imports.
 
 The first use starts ``python -m tests.forks``, which imports what rollout workers, ranks, token processes and commands import, or what
-simulators' processes do, runs nothing, and forks once for each process that is asked for. The fork has the standard streams, descriptors,
-environment and folder that a process of its own would have, and runs the module as ``python -m`` does.
+simulators' processes do, or ManiSkill's, runs nothing, and forks once for each process that is asked for. The fork has the standard
+streams, descriptors, environment and folder that a process of its own would have, and runs the module as ``python -m`` does.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pytest
 
 from embodied_rl.distributed.processes import end_process, start_module
 from embodied_rl.sim.affinity import thread_variables
+from embodied_rl.sim.process import WorkerProcess
+from embodied_rl.sim.rendering import configure_rendering
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = {
@@ -51,6 +54,7 @@ IMPORTED = {
         "tests.composing",
     ),
     "simulators": ("embodied_rl.sim.worker", "gymnasium"),
+    "maniskill": ("embodied_rl.sim.worker", "gymnasium", "embodied_rl.sim.robots.maniskill", "mani_skill.envs"),
 }
 ALONE = {**thread_variables(1), "PYTHONHASHSEED": "0"}
 """What a simulator's process has in its environment, and its libraries read when they are imported."""
@@ -110,7 +114,7 @@ def _request_sockets() -> tuple[socket.socket, socket.socket]:
 def server(kind: str) -> tuple[socket.socket, int]:
     """What takes requests, and its process; it is begun by the first call, with the environment of then."""
     ours, theirs = _request_sockets()
-    environment = {**os.environ, **(ALONE if kind == "simulators" else {})}
+    environment = {**os.environ, **({} if kind == "torch" else ALONE)}
     with theirs:
         command = [sys.executable, "-X", "embodied_rl_starts", "-m", "tests.forks", kind, str(theirs.fileno())]
         handed = {"stdin": subprocess.DEVNULL, "pass_fds": [theirs.fileno()], "cwd": ROOT, "process_group": 0}
@@ -141,10 +145,10 @@ def start_forked_simulator(
     """The keeper of a simulator's process; one of its own where its libraries would read another environment."""
     if module != "embodied_rl.sim.worker" or dict(environment) != ALONE:
         return start_module(keeper, module, manager, *arguments, pass_fds=pass_fds, environment=environment, output=output)
-    _, parent = server("simulators")
+    _, parent = server(kind := _simulated.kind)
     words = [module, str(parent), *map(str, arguments)]  # it ends with what forked it: when this process ends
     streams = (output.fileno(), output.fileno())
-    return _start("simulators", keeper, words, {**os.environ, **environment}, os.getcwd(), _streams(*streams, *pass_fds))
+    return _start(kind, keeper, words, {**os.environ, **environment}, os.getcwd(), _streams(*streams, *pass_fds))
 
 
 def run_forked(
@@ -204,11 +208,30 @@ def forked() -> Iterator[None]:
         yield
 
 
+class _Simulated(threading.local):
+    """What the process that a thread starts will simulate: ManiSkill's imports take 2.5 s."""
+
+    kind = "simulators"
+
+
+_simulated = _Simulated()
+_begin = WorkerProcess.__init__
+
+
+def _begin_knowing(self: WorkerProcess, index: int, setup: dict[str, Any], *more: Any, **named: Any) -> None:
+    factory = setup.get("factory", {})
+    while "inner" in factory.get("kwargs", {}):  # what it wraps
+        factory = factory["kwargs"]["inner"]
+    _simulated.kind = "maniskill" if factory.get("target") == "embodied_rl.sim.robots.maniskill:make" else "simulators"
+    _begin(self, index, setup, *more, **named)
+
+
 @contextlib.contextmanager
 def forked_simulators() -> Iterator[None]:
     """Processes of simulators that are started inside are forks."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("embodied_rl.sim.process.start_module", start_forked_simulator)
+        patched.setattr(WorkerProcess, "__init__", _begin_knowing)
         yield
 
 
@@ -283,6 +306,8 @@ def _use_once() -> None:
 
 def main(kind: str, descriptor: int) -> Callable[[], object]:
     """What is left to be done in this process: nothing in the server, when the tests are over; in a fork, its module."""
+    if kind == "maniskill":
+        configure_rendering()
     for name in IMPORTED[kind]:
         importlib.import_module(name)
     if kind == "torch":

@@ -16,6 +16,8 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots import maniskill
 from tests.sim.runs import Trace, assert_same, play_asynchronously, play_lockstep
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def installed() -> None:
