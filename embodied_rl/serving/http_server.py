@@ -193,7 +193,7 @@ class EventStream:
 
 
 Handler = Callable[[HttpRequest], Reply | EventStream]
-ProblemFormat = Callable[[HttpProblem], dict[str, Any]]
+ProblemFormat = Callable[[HttpProblem, str], dict[str, Any]]
 _Connection = socket.socket | tuple[bytes, socket.socket]
 _Address = tuple[str, int] | str
 
@@ -265,7 +265,7 @@ class HttpServer:
         admit: Callable[[HttpRequest], None] = lambda request: None,
         limits: ServerLimits | None = None,
         any_host_header: bool = False,
-        format_problem: ProblemFormat = HttpProblem.to_dict,
+        format_problem: ProblemFormat = lambda problem, path: problem.to_dict(),
     ) -> None:
         """Bind and answer in a separate thread.
 
@@ -276,7 +276,7 @@ class HttpServer:
             admit: raises HttpProblem for a request that is refused before its body is read (the body that it sees is empty).
             any_host_header: answer whatever name the client called us by. Without it only addresses and ``localhost`` are: a page in a
                 browser on this machine could otherwise reach a server without a token through a name that its site controls.
-            format_problem: the body of a refusal.
+            format_problem: the body of a refusal, from it and the request's path; "" where that is not known.
 
         Raises:
             UserError: the address is not ours, or the port is taken.
@@ -413,7 +413,7 @@ class _PatientReader(io.RawIOBase):
 
 def _full(limits: ServerLimits, format_problem: ProblemFormat) -> bytes:
     message = f"{limits.max_connections} connections are open, which is as many as this server holds; try again soon."
-    body = json.dumps(format_problem(HttpProblem(503, "busy", message))).encode()
+    body = json.dumps(format_problem(HttpProblem(503, "busy", message), "")).encode()
     head = f"Retry-After: 1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
     return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n".encode() + body
 
@@ -465,7 +465,7 @@ class _Requests(BaseHTTPRequestHandler):
         """Wait for a request, read it within its time, answer it."""
         self._patient.until = time.monotonic() + _IDLE_CONNECTION_S
         self.command, self.requestline, self.request_version = "", "", self.default_request_version
-        self._read_whole, self.close_connection = False, True
+        self._path, self._read_whole, self.close_connection = "", False, True
         if not self.rfile.peek(1):
             return
         self._patient.until = time.monotonic() + self.settings.limits.request_s
@@ -502,7 +502,7 @@ class _Requests(BaseHTTPRequestHandler):
             raise HttpProblem(500, "internal_error", f"The server failed ({type(error).__name__}); its log says more.") from error
 
     def _refusal(self, problem: HttpProblem) -> Reply:
-        return Reply(self.settings.format_problem(problem), problem.status, problem.headers)
+        return Reply(self.settings.format_problem(problem, self._path), problem.status, problem.headers)
 
     def _read(self) -> HttpRequest:
         self.raw_requestline = self.rfile.readline(_LONGEST_LINE + 1)
@@ -518,7 +518,8 @@ class _Requests(BaseHTTPRequestHandler):
         self._read_whole = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
         if not self.settings.any_host_header:
             require_our_name(headers)
-        request = HttpRequest(self.command, path_of(self.path), headers, {}, self._client_gone)
+        self._path = path_of(self.path)
+        request = HttpRequest(self.command, self._path, headers, {}, self._client_gone)
         self.settings.admit(request)
         body = self._read_body(headers)
         self._read_whole = True

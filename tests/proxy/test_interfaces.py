@@ -152,6 +152,9 @@ def test_messages_are_refused_in_anthropics_form(tokenizer: ChatTokenizer) -> No
             with pytest.raises(kind) as caught:
                 client.messages.create(**{"model": "tiny", "max_tokens": 5, "messages": [user("x")], **change})
             assert part in caught.value.body["error"]["message"]
+        with pytest.raises(anthropic.APIStatusError) as caught:  # what the server refuses before any interface reads it
+            client.messages.create(model="tiny", max_tokens=5, messages=[user("x" * 5_000_000)])
+        assert (caught.value.status_code, caught.value.body["error"]["type"]) == (413, "request_too_large")
         assert proxy._book.sessions["agent"].num_turns == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 import urllib.request
@@ -359,7 +360,14 @@ def test_with_a_token_sessions_are_opened_and_have_keys(tokenizer: ChatTokenizer
         AgentProxy(says(tokenizer, "x"), tokenizer, ProxyOptions(model="tiny", stop_ids=(END,)), host="0.0.0.0")
     with serving(says(tokenizer, "x"), tokenizer, token="correct horse") as proxy:
         assert ask(proxy, "/chat/completions", {"messages": [user("x")]}, "agent")[0] == 401
-        assert ask(proxy, "/sessions", {"id": "s1"}, "wrong horse")[0] == 401
+        for key in ("wrong horse", None):
+            assert ask(proxy, "/sessions", {"id": "s1"}, key)[1]["error"]["message"].startswith("This server asks for a token")
+            status, refused = ask(proxy, "/messages", {"messages": [user("x")]}, key)
+            assert (status, refused["type"], refused["error"]["type"]) == (401, "error", "authentication_error"), "in Anthropic's form"
+        # Who has no key makes the server hold no body: it is not waited for.
+        with socket.create_connection(("127.0.0.1", urlsplit(proxy.base_url).port), timeout=20) as connection:
+            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 4000000\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
         status, opened = ask(proxy, "/sessions", {"id": "s1", "metadata": {"task": 7}}, "correct horse")
         other = ask(proxy, "/sessions", {}, "correct horse")[1]
         assert status == 201

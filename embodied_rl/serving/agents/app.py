@@ -28,7 +28,6 @@ from embodied_rl.serving.agents.interfaces import (
     Messages,
     Responses,
     answer_message,
-    openai_error,
 )
 from embodied_rl.serving.agents.pump import BackendPump, SharedBackend
 from embodied_rl.serving.agents.sessions import CapturedSession, Prompt, Session, SessionBook, SessionLimits, SessionSampling
@@ -139,7 +138,8 @@ class AgentProxy:
                 port=port,
                 limits=http or ServerLimits(max_body_mb=4.0),
                 any_host_header=token is not None,
-                format_problem=openai_error,
+                admit=self._admit,
+                format_problem=_refusal,
             )
         except BaseException:
             self._pump.close()
@@ -226,18 +226,20 @@ class AgentProxy:
         }
 
     def _models(self, request: HttpRequest) -> Reply:
-        self._require_key(request)
         return Reply({"object": "list", "data": [self._model_entry()]})
 
     def _model(self, request: HttpRequest, name: str) -> Reply:
-        self._require_key(request)
         self._require_model(unquote(name))
         return Reply(self._model_entry())
 
-    def _require_key(self, request: HttpRequest) -> None:
+    def _admit(self, request: HttpRequest) -> None:
         """Raises HttpProblem 401 where there is a token and the request brings neither it nor a session's key."""
-        if self._token is not None and not same_token(request.bearer, self._token):
-            self._book.by_key(request.bearer)
+        key = request.bearer or request.headers.get("x-api-key")
+        if self._token is None or request.path in ("/openapi.json", "/docs") or same_token(key, self._token):
+            return
+        if request.path.startswith("/v1/sessions") and key not in self._book.keys:
+            require_token(request, self._token)
+        self._book.by_key(key)
 
     def _model_entry(self) -> dict[str, Any]:
         return {"id": self._options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}
@@ -247,12 +249,6 @@ class AgentProxy:
             raise HttpProblem(404, "model_not_found", f"Model {name!r:.80} is not served here.", choices=[self._options.model])
 
     def _chat(self, interface: Interface, request: HttpRequest) -> Reply | EventStream:
-        try:
-            return self._answered(interface, request)
-        except HttpProblem as problem:
-            return Reply(interface.refusal(problem), problem.status, problem.headers)
-
-    def _answered(self, interface: Interface, request: HttpRequest) -> Reply | EventStream:
         self._end_idle()
         session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
         chat = self._possible(interface.read(request.body, session.recall))
@@ -269,13 +265,9 @@ class AgentProxy:
 
     def _count_tokens(self, request: HttpRequest) -> Reply:
         """Of a prompt, as Anthropic's clients ask for it; nothing is sampled, and nothing is kept."""
-        interface = Messages()
-        try:
-            session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
-            prompt, _ = self._asked(session, interface.read_prompt(request.body))
-            return Reply({"input_tokens": len(prompt.token_ids)})
-        except HttpProblem as problem:
-            return Reply(interface.refusal(problem), problem.status, problem.headers)
+        session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
+        prompt, _ = self._asked(session, Messages().read_prompt(request.body))
+        return Reply({"input_tokens": len(prompt.token_ids)})
 
     def _possible(self, chat: ChatRequest) -> ChatRequest:
         """What the backend can do of a request. Raises HttpProblem 400 where that would not be what was asked."""
@@ -533,6 +525,11 @@ class AgentProxy:
             self._finished.append(captured)
         else:
             captured.save(self._options.output)
+
+
+def _refusal(problem: HttpProblem, path: str) -> dict[str, Any]:
+    """In the form of the interface that was asked."""
+    return (Messages() if path.startswith("/v1/messages") else ChatCompletions()).refusal(problem)
 
 
 @contextmanager
