@@ -108,7 +108,11 @@ EXAMPLES = (
     ),
     ("chunks_of_one", f"{VLA} policy.chunk=1 algorithm.advantage=gae_chunk", "'tiny_vla' acts step by step: take gae"),
     # several domains
-    ("domains_with_stored_steps", f"{CARTPOLE} algorithm=sac {POLE}", "algorithm=sac stores the steps of one task, recorded or played"),
+    (
+        "domains_of_two_kinds",
+        f"{CARTPOLE} algorithm=dagger {POLE[:-1]},algorithm:{{cloning:{{dagger:false}}}}}}",
+        "domains.pole.algorithm learns from another kind of steps (consumed, kept or recorded) than the run's algorithm=dagger",
+    ),
     ("domains_recording", f"{DOMAINS} recording=[x]", "recording=x holds episodes of one task, and a run with several domains has many"),
     ("robot_player", f"{DOMAINS} domains.pole.algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
     ("domain_name", f"{DOMAINS} domains.language={{sim:{{name:x,target:y}}}}", "not be 'language' or 'shared'"),

@@ -223,9 +223,16 @@ class Run:
         return self.config.decisions_per_iteration + self.beside
 
     @property
-    def one_by_one(self) -> Run | None:
-        """The first of several domains whose method keeps its steps."""
-        return next((task for task in self.tasks if not task.algorithm.on_policy), None) if self.config.domains else None
+    def learns_by(self) -> tuple[str, ...]:
+        """What kinds of experience the method learns from."""
+        own = self.algorithm
+        kept = () if own.on_policy else ("cloning" if own.cloning is not None else "off_policy",)
+        return (*kept, *(("played",) if own.plays else ()))
+
+    @property
+    def odd_one(self) -> str | None:
+        """The first domain that learns by another kind of method than the run."""
+        return next((task.domain for task in self.tasks if task.learns_by != self.learns_by), None)
 
     @property
     def texts(self) -> list[str]:

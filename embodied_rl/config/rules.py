@@ -365,10 +365,10 @@ OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_DIVERGENCE, *_OFF_POLICY, *_PR
 
 _DOMAINS = (
     Rule(
-        "domains_with_stored_steps",
-        lambda run: run.one_by_one is not None,
-        "domains: algorithm={run.one_by_one.algorithm.name} stores the steps of one task, recorded or played, and several domains are "
-        "learned from by what they play for each update: choose rollouts (algorithm=ppo) or groups (ppo_episodes, grpo, gigpo, …).",
+        "domains_of_two_kinds",
+        lambda run: run.odd_one is not None,
+        "domains.{run.odd_one}.algorithm learns from another kind of steps (consumed, kept or recorded) than the run's algorithm="
+        "{algorithm.name}, and all domains share its loop: leave cloning, cloning.dagger, off_policy and off_policy.fresh to the run.",
     ),
     Rule(
         "domains_recording",

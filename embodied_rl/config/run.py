@@ -118,7 +118,8 @@ class DomainConfig(Config, place="domains.…"):
     sim: SimConfig
     """Its simulator: ``/sim@domains.NAME.sim: frozenlake`` in an experiment's defaults."""
     weight: Positive = 1.0
-    """Its share of the groups, or with fixed rollouts of an iteration's environment steps, against the other domains'."""
+    """Its share, against the other domains', of the groups, or without them of an iteration's environment steps; where nothing is played,
+    of its gradient steps."""
     policy: AnyPolicyConfig | None = None
     """Its own policy, ``/policy@domains.NAME.policy: mlp``; null: the run's, which all such domains share."""
     agent: dict[str, Any] = field(default_factory=dict)
@@ -129,7 +130,7 @@ class DomainConfig(Config, place="domains.…"):
     backend: Literal["tokens_torch", "vllm"] | None = None
     """Where its tokens are sampled; null: the run's generation.backend."""
     recording: tuple[str, ...] = ()
-    """Folders of recorded episodes that a warm start of its policy clones; empty: its expert's."""
+    """Folders of recorded episodes that its policy learns from, or that its warm start clones; empty: its expert's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -368,8 +369,9 @@ class TrainConfig(Config):
         generation = dataclasses.replace(self.generation, backend=backend, mix={})
         total_steps = self.total_steps
         if self.algorithm.groups is None:
-            # As many iterations as the run has.
             algorithm = dataclasses.replace(algorithm, rollout_steps=self._rollout_steps(name))
+        if self.algorithm.groups is None and self.algorithm.on_policy:
+            # As many iterations as the run has; of steps that are kept the run's own count.
             total_steps = self.num_iterations * self._steps_at_once[name] * algorithm.rollout_steps
         return dataclasses.replace(
             self,

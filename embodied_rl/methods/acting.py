@@ -14,7 +14,7 @@ from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.random_backend import RandomGenerator, WrappedGenerator
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.methods.base import Method, Played, Prepared
-from embodied_rl.methods.starts import ORDINARY, Starts
+from embodied_rl.methods.starts import Starts
 from embodied_rl.methods.streams import episode_figures, prefixed
 from embodied_rl.policies.base import TensorObservation
 from embodied_rl.rollout.collector import PATIENCE_S, Collector, RolloutCollector
@@ -89,12 +89,6 @@ class PlayingMethod(Method[Played, Prepared]):
     config: TrainConfig
     starts: Starts
     """Where episodes start that do not start ordinarily."""
-
-    def play_in(self, manager: Simulators, generator: Generator, layout: ActionLayout, starts: Starts = ORDINARY) -> None:
-        """`play_by` a collector of the run's only domain. Raises UserError."""
-        collector = make_rollout_collector(self.config, manager, generator, layout, starts=starts.libraries.get(""))
-        self.starts = starts
-        self.play_by(collector, [generator])
 
     def play_by(self, collector: Collector, acting: Sequence[Generator]) -> None:
         """Once, when there are learners; `acting`: what acts for the collector. Raises UserError: nothing can be played while training."""

@@ -22,11 +22,14 @@ from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.agents import TokenLearner
 from embodied_rl.methods.base import Method
+from embodied_rl.methods.cloning import CloningLearner
 from embodied_rl.methods.groups import EpisodeLearner, GroupMethod
 from embodied_rl.methods.language_player import Speaking, make_agent, make_backend, make_language_policy
 from embodied_rl.methods.learners import PolicyLearner, StreamsMethod
+from embodied_rl.methods.off_policy import CriticLearner
 from embodied_rl.methods.rollout import RolloutLearner, RolloutMethod
 from embodied_rl.methods.starts import Starts, give_starts
+from embodied_rl.methods.stored import StoredLearner, StoredMethod
 from embodied_rl.methods.streams import Stream, StreamGenerators, make_collector, make_queue
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import Policy, TrainedModule
@@ -211,6 +214,8 @@ def let_play(
 
 def _let_robot_play(stream: Stream, acting: Acting, queue: GroupQueue | None, hosted: Hosted, share: Share) -> None:
     stream.generator, layout = acting.generator(stream)
+    if not stream.config.algorithm.plays:
+        return
     simulators, generator = hosted(stream, stream.generator)
     if queue is None:
         stream.rollouts = make_rollout_collector(
@@ -382,7 +387,9 @@ def _learning(
     starts: Starts | None = None,
 ) -> RunComponents:
     learners: dict[str, PolicyLearner] = {}
-    of_rollouts = config.algorithm.groups is None
+    stored: dict[str, StoredLearner[Any]] = {}
+    algorithm = config.algorithm
+    of_rollouts = algorithm.groups is None
     learn: Callable[..., PolicyLearner] = RolloutLearner if of_rollouts else EpisodeLearner
     divided = _divided(policies, language)
     for name, policy in policies.items():
@@ -390,7 +397,12 @@ def _learning(
         configs = {stream.domain: stream.config for stream in own}
         if language is None or policy is not language:
             shared = config if name == SHARED else own[0].config
-            learners[name] = learn(shared if name == divided else _whole(shared), configs, policy, ranks)
+            used = shared if name == divided else _whole(shared)
+            if algorithm.on_policy:
+                learners[name] = learn(used, configs, policy, ranks)
+            else:
+                keep = CriticLearner if algorithm.cloning is None else CloningLearner
+                stored[name] = learners[name] = keep(used, own, policy, run_dir, ranks)
             continue
         learner = learners[name] = TokenLearner(config, configs, language, ranks)
         if generator is not None:
@@ -402,7 +414,11 @@ def _learning(
     if not of_rollouts:
         method: StreamsMethod = GroupMethod(config, streams, learners, run_dir, queue, divided=divided)
     else:
-        method = rollouts = RolloutMethod(config, streams, learners, run_dir, divided=divided)
+        method = rollouts = (
+            StoredMethod(config, streams, stored, run_dir, divided=divided)
+            if stored
+            else RolloutMethod(config, streams, learners, run_dir, divided=divided)
+        )
         rollouts.play_by(make_collector(streams, None), [stream.generator for stream in streams if stream.generator is not None])
     if starts is not None:
         method.starts = starts

@@ -5,23 +5,26 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.config import HybridConfig
+from embodied_rl.config import HybridConfig, TrainConfig
 from embodied_rl.episodes.dataset import EpisodeDataset, Transitions, split_episodes
 from embodied_rl.errors import UserError
 from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.executors import Figures
-from embodied_rl.learning.learner import make_learner, scheduled
-from embodied_rl.learning.recorded import CloningObjective, read_statistics, step_rows
-from embodied_rl.methods.acting import PlayingMethod, finished_in
-from embodied_rl.methods.base import Experience
-from embodied_rl.methods.demonstrations import Demonstrations, KeptRun, RecordedMethod, nothing_seen
+from embodied_rl.learning.learner import Learner, make_learner, scheduled
+from embodied_rl.learning.rank_hosts import RankHost
+from embodied_rl.learning.recorded import CloningObjective, step_rows
+from embodied_rl.methods.demonstrations import Demonstrations
+from embodied_rl.methods.stored import StoredLearner, StoredSteps
+from embodied_rl.methods.streams import Stream, prefixed
+from embodied_rl.policies.base import Policy
 from embodied_rl.sim.instrumented import EXPERT
 from embodied_rl.types import Rollout
 
@@ -43,81 +46,185 @@ def mean_figures(taken: Sequence[Figures]) -> dict[str, float]:
     return {name: float(np.mean([figures[name] for figures in taken if name in figures])) for name in names}
 
 
-class CloningMethod(RecordedMethod[None]):
+class ClonedSteps(StoredSteps):
+    """Steps to imitate: recorded ones and, of DAgger, what the expert would have done in the states that the policy came to."""
+
+    recorded: EpisodeDataset
+    validation: EpisodeDataset | None = None
+    """Of recorded episodes that are not trained on."""
+
+    def __init__(self, stream: Stream, policy: Policy, run_dir: Path) -> None:
+        super().__init__(stream, policy, run_dir)
+        cloning, shown, action = self.config.algorithm.cloning, policy.spec.tensors, self.spec.action
+        assert cloning is not None, "the configuration was checked"
+        self.options = cloning
+        self._observation: dict[str, np.ndarray] = {
+            key: np.zeros((0, *shown[key].shape), np.float32) if key in shown else np.empty(0, object) for key in policy.observation_keys
+        }
+        self._action = np.zeros((0, action.dim), action.dtype)
+        """The expert's answers [n, A], normalised, and what was seen there."""
+
+    @property
+    def num_steps(self) -> int:
+        """Recorded and answered."""
+        return self.recorded.num_steps + len(self._action)
+
+    def read(self, demonstrations: Demonstrations) -> None:
+        config, cloning = self.config, self.options
+        options = demonstrations.options(action_margin=cloning.action_margin if self.policy.squashed else 0.0)
+        episodes, held = split_episodes(demonstrations.load(), cloning.validation_share, seed=config.seed)
+
+        def dataset(chosen: list) -> EpisodeDataset:
+            return EpisodeDataset(chosen, self.spec, options, seed=self.seed, memory_mb=config.algorithm.recorded.memory_mb)
+
+        self.recorded, self.validation = dataset(episodes), dataset(held) if held else None
+        if self.validation is None and cloning.patience is not None and cloning.validation_share > 0:
+            raise UserError("One recorded episode cannot be split: set algorithm.cloning.validation_share=0, or record more.")
+
+    def add(self, rollout: Rollout) -> None:
+        """Add the expert's answers."""
+        asked = rollout.reward.size
+        answers, margin = rollout.observation[EXPERT].reshape(asked, -1), self.recorded.options.action_margin
+        self._action = np.concatenate([self._action, self.policy.spec.action.normalise(answers, margin=margin)])
+        for key, part in self._observation.items():
+            seen = rollout.observation[key].reshape(asked, *part.shape[1:])
+            self._observation[key] = np.concatenate([part.astype(seen.dtype), seen])
+
+    def epoch(self, number: int, size: int) -> Iterator[Transitions]:
+        """Every step once: recorded and answered ones, in each minibatch as in the whole."""
+        answered, recorded = len(self._action), self.recorded.num_steps
+        if not answered:
+            yield from self.recorded.epoch(number, size)
+            return
+        parts = -(-(answered + recorded) // size)
+        order = np.random.default_rng(np.random.SeedSequence([self.seed, number, _LABELS])).permutation(answered)
+        fresh = (self._answered(rows) for rows in np.array_split(order, parts))
+        for one, other in itertools.zip_longest(self.recorded.epoch(number, -(-recorded // parts)), fresh):
+            yield Transitions.concatenate([part for part in (one, other) if part is not None and part.num_rows])
+
+    def passes(self, epoch: int, size: int, number: int) -> Iterator[Transitions]:
+        """So many minibatches of an epoch: those of a pass over all steps, and of further ones where it has fewer."""
+        length = -(-self.num_steps // size)
+        first = epoch * -(-number // length)
+        return itertools.islice(itertools.chain.from_iterable(self.epoch(one, size) for one in itertools.count(first)), number)
+
+    def validated(self, objective: CloningObjective, learner: Learner) -> dict[str, float]:
+        """Figures of the steps that are not trained on."""
+        assert self.validation is not None, "some were held back"
+        held = (step_rows(self.policy, batch).moved(learner.device) for batch in self.validation.epoch(0, _VALIDATION_ROWS))
+        with compute_threads(learner.compute_threads):
+            return objective.validate(self.policy, held)
+
+    def _answered(self, rows: np.ndarray) -> Transitions:
+        observation = {key: part[rows] for key, part in self._observation.items()}
+        nothing, action, executed = np.zeros(len(rows), np.float32), self._action[rows], None
+        if (chunk := self.recorded.options.window) is not None:
+            action = np.pad(action[:, None], ((0, 0), (0, chunk - 1), (0, 0)))
+            executed = np.arange(chunk) < np.ones((len(rows), 1))
+        return Transitions(observation, action, nothing, nothing, observation, executed)
+
+    def metrics(self) -> dict[str, float]:
+        parts = [part for part in (self.recorded, self.validation) if part is not None]
+        steps = float(sum(part.num_steps for part in parts))
+        figures = {"recorded_episodes": float(sum(part.num_episodes for part in parts)), "recorded_steps": steps}
+        return {**figures, "labels": steps + len(self._action)} if self.options.dagger else figures
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        if not self.options.dagger:
+            return {}
+        vectors = {f"answered.observation.{key}": part for key, part in self._observation.items() if part.dtype != object}
+        return {**vectors, "answered.action": self._action}
+
+    def load_state_arrays(self, state: Mapping[str, np.ndarray]) -> None:
+        if self.options.dagger:
+            vectors = [key for key, part in self._observation.items() if part.dtype != object]
+            self._observation |= {key: state[f"answered.observation.{key}"] for key in vectors}
+            self._action = state["answered.action"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Texts are in no tensor: an answer's instruction is its number among those that were seen."""
+        if not self.options.dagger:
+            return {}
+        known = {key: list(dict.fromkeys(part.tolist())) for key, part in self._observation.items() if part.dtype == object}
+        texts = {key: {"known": texts, "number": [texts.index(one) for one in self._observation[key]]} for key, texts in known.items()}
+        return {"texts": texts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for key, column in state.get("texts", {}).items():
+            self._observation[key] = np.array([*column["known"], None], object)[column["number"]]
+
+
+class CloningLearner(StoredLearner[ClonedSteps]):
     """Behaviour cloning (Pomerleau 1991): epochs over recorded episodes until the validation loss rises.
 
-    One iteration is `num_epochs` epochs; steps are gradient steps. Normalisation statistics are those of the recorded observations.
+    One iteration is `num_epochs` epochs; steps are gradient steps. Normalisation statistics are those of the recorded observations. Of
+    several policies, the minibatches of an epoch are divided among them by weight.
+
+    With `dagger`, DAgger (Ross, Gordon and Bagnell 2011, arXiv:1011.0686, algorithm 3.1 with β_1 = 1 and β_i = 0 after). The first
+    iteration clones the recorded episodes; each later one lets the policy play `rollout_steps` steps of every slot by its mode, adds what
+    the expert would have done in each state, and learns from all of it. Steps are environment steps. Of a policy that acts in chunks the
+    expert is asked where a chunk begins, and answers for its first step: what it would do next depends on that one.
     """
 
-    def __init__(self, run: KeptRun) -> None:
-        config, policy, cloning = run.config, run.policy, run.config.algorithm.cloning
+    def __init__(self, config: TrainConfig, streams: Sequence[Stream], policy: Policy, run_dir: Path, ranks: RankHost | None) -> None:
+        cloning = config.algorithm.cloning
         assert cloning is not None, "the configuration was checked"
         if cloning.loss == "mse" and policy.spec.action.kind == "discrete":
             raise UserError("algorithm.cloning.loss=mse is for continuous actions; those of this task are choices: set loss=nll.")
         if cloning.loss == "mse" and policy.translates:
             raise UserError(f"algorithm.cloning.loss=mse: policy.name='{config.policy.name}' has its own cloning loss: set loss=nll.")
-        self.config, self.policy, self.options = config, policy, cloning
+        self.options, self.num_rounds = cloning, config.algorithm.num_epochs
         self.objective = CloningObjective(policy, config.algorithm, config.hybrid.precision)
-        self.learner = make_learner(self.objective, policy, config.algorithm, single_threaded(config.hybrid), ranks=run.ranks)
+        self.learner = make_learner(self.objective, policy, config.algorithm, single_threaded(config.hybrid), ranks=ranks)
+        super().__init__(config, policy, {stream.domain: ClonedSteps(stream, policy, run_dir) for stream in streams})
         self.best_loss = math.inf
         """Lowest validation loss so far."""
         self._best: dict[str, Tensor] = {}
-        self.demonstrations = Demonstrations(config, run.manager, policy, run.run_dir)
-        self.train: EpisodeDataset | None = None
-        self.validation: EpisodeDataset | None = None
-        self._finished = False
         self._epochs = self._waited = 0
-        self._has_statistics = False
 
     @property
-    def finished(self) -> bool:
-        """Whether the validation loss has risen for long enough."""
-        return self._finished
+    def num_minibatches(self) -> int:
+        return -(-sum(steps.num_steps for steps in self.steps.values()) // self.config.algorithm.minibatch_size)
 
-    def collect(self, iteration: int) -> Experience[Rollout | None]:
-        """Nothing is played: the recorded steps are there."""
-        assert self.train is not None, "restart() comes first"
-        steps = self.config.algorithm.num_epochs * self.train.num_minibatches(self.config.algorithm.minibatch_size)
-        return Experience(steps, [], nothing_seen(self.policy), None)
+    def way(self, iteration: int) -> dict[str, Any]:
+        return {"way": "mode", "first": 1}  # the first iteration clones what is recorded
 
-    def prepare(self, experience: Experience[Rollout | None]) -> None:
-        """The recorded steps are ready."""
-
-    def update(self, prepared: None, *, iteration: int, steps: int) -> dict[str, float]:
-        algorithm = self.config.algorithm
-        rate = scheduled(algorithm, steps / self.config.total_steps)
+    def update(self, prepared: int, *, iteration: int, steps: int) -> dict[str, float]:
+        """Epochs of `prepared` minibatches each."""
+        rate = scheduled(self.config.algorithm, steps / self.config.total_steps)
         figures = []
-        for _ in range(algorithm.num_epochs):
-            figures.append(self._epoch(rate))
+        for _ in range(self.num_rounds):
+            taken = [self.learner.step(step_rows(self.policy, batch), rate) for batch in self._minibatches(prepared)]
+            figures.append({**mean_figures(taken), "minibatches": float(len(taken))})
             self._epochs += 1
             figures[-1] |= self._validate()
-            if self._finished:
+            if self.finished:
                 break
         means = {name: float(np.mean([figure[name] for figure in figures])) for name in figures[-1]}
         return {**means, "learning_rate": rate, "epochs": float(self._epochs)}
 
-    def _epoch(self, rate: float) -> dict[str, float]:
-        """One step for each minibatch; figures averaged over them, and their number."""
-        taken = [self.learner.step(step_rows(self.policy, batch), rate) for batch in self._minibatches(self._epochs)]
-        return {**mean_figures(taken), "minibatches": float(len(taken))}
-
-    def _minibatches(self, epoch: int) -> Iterator[Transitions]:
-        assert self.train is not None
-        return self.train.epoch(epoch, self.config.algorithm.minibatch_size)
+    def _minibatches(self, number: int) -> Iterator[Transitions]:
+        """Of an epoch, with rows of every domain as its weight says."""
+        epoch, size = self._epochs, self.config.algorithm.minibatch_size
+        if len(self.steps) == 1 and number == self.num_minibatches:
+            (steps,) = self.steps.values()
+            return steps.epoch(epoch, size)  # a pass over all, in however many parts it is read
+        parts = [self.steps[domain].passes(epoch, rows, number) for domain, rows in self.rows(size).items() if rows]
+        return (Transitions.concatenate(list(own)) for own in zip(*parts, strict=True))
 
     def _validate(self) -> dict[str, float]:
         """Figures of the episodes that are not trained on; with patience, the best weights are kept, and the end is seen."""
-        if self.validation is None:
+        held = {domain: steps for domain, steps in self.steps.items() if steps.validation is not None}
+        if not held:
             return {}
-        learner = self.learner
-        learner.executor.write_back()
-        held = (step_rows(self.policy, batch).moved(learner.device) for batch in self.validation.epoch(0, _VALIDATION_ROWS))
-        with compute_threads(learner.compute_threads):
-            figures = self.objective.validate(self.policy, held)
+        self.learner.executor.write_back()
+        found = {domain: steps.validated(self.objective, self.learner) for domain, steps in held.items()}
+        weights = [steps.weight for steps in held.values()]
+        figures = {name: float(np.average([own[name] for own in found.values()], weights=weights)) for name in found[next(iter(found))]}
         if self.options.patience is not None:
             self._waited = 0 if self._keep_if_best(figures["validation_loss"]) else self._waited + 1
-            self._finished = self._waited >= self.options.patience
-        return figures
+            self.finished = self._waited >= self.options.patience
+        return figures | {name: value for domain, own in found.items() if len(found) > 1 for name, value in prefixed(domain, own).items()}
 
     def _keep_if_best(self, loss: float) -> bool:
         """Remember the present weights where no validation loss was lower."""
@@ -127,151 +234,26 @@ class CloningMethod(RecordedMethod[None]):
         self._best = {name: value.detach().cpu().clone() for name, value in self.policy.state_dict().items()}
         return True
 
-    def finish(self) -> None:
-        """Take the weights with the lowest validation loss."""
-        if self._best:
+    def finish(self, run_dir: Path) -> None:
+        """Take the weights with the lowest validation loss; of DAgger the last ones stay, which have seen the most answers."""
+        if self._best and not self.options.dagger:
             self.policy.load_state_dict(self._best)
             self.learner.executor.take_weights()
 
-    def _read_recordings(self) -> None:
-        """Once: those to learn from, and those to look at."""
-        if self.train is not None:
-            return
-        recorded, config = self.config.algorithm.recorded, self.config
-        options = self.demonstrations.options(action_margin=self.options.action_margin if self.policy.squashed else 0.0)
-        episodes, held = split_episodes(self.demonstrations.load(), self.options.validation_share, seed=config.seed)
-
-        def dataset(chosen: list) -> EpisodeDataset:
-            return EpisodeDataset(chosen, self.demonstrations.spec, options, seed=config.seed, memory_mb=recorded.memory_mb)
-
-        self.train, self.validation = dataset(episodes), dataset(held) if held else None
-        if self.validation is None and self.options.patience is not None and self.options.validation_share > 0:
-            raise UserError("One recorded episode cannot be split: set algorithm.cloning.validation_share=0, or record more.")
-        if not self._has_statistics:
-            read_statistics(self.policy, self.train)
-            self._has_statistics = True
-
-    def metrics(self) -> dict[str, float]:
-        assert self.train is not None
-        held = 0 if self.validation is None else self.validation.num_episodes
-        return {"data/recorded_episodes": float(self.train.num_episodes + held), "data/recorded_steps": float(self._recorded_steps())}
-
-    def _recorded_steps(self) -> int:
-        return sum(part.num_steps for part in (self.train, self.validation) if part is not None)
-
     def state_tensors(self) -> dict[str, Tensor]:
-        """The optimizer's, and the weights that validated best."""
+        """With the weights that validated best."""
         best = {f"{_BEST}{name}": value.clone() for name, value in self._best.items()}
-        return {**self.learner.state_tensors(), **best, _BEST_LOSS: torch.tensor(self.best_loss, dtype=torch.float64)}
+        return {**super().state_tensors(), **best, _BEST_LOSS: torch.tensor(self.best_loss, dtype=torch.float64)}
 
-    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         self.best_loss = float(state[_BEST_LOSS])
         self._best = {name.removeprefix(_BEST): value.clone() for name, value in state.items() if name.startswith(_BEST)}
-        own = {name: value for name, value in state.items() if name != _BEST_LOSS and not name.startswith(_BEST)}
-        self.learner.load_state_tensors(own)
+        super().load_state_tensors({name: value for name, value in state.items() if not name.startswith((_BEST, _BEST_LOSS))})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epochs": self._epochs, "waited": self._waited, "finished": self._finished}
+        return {"epochs": self._epochs, "waited": self._waited, "finished": self.finished, **super().state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._epochs, self._waited, self._has_statistics = int(state["epochs"]), int(state["waited"]), True
-        # A finished run that is resumed was given more steps, and with them more patience.
-        self._finished = False
-        if state["finished"]:
-            self._waited = 0
-
-
-class DaggerMethod(PlayingMethod[Rollout | None, None], CloningMethod):
-    """DAgger (Ross, Gordon and Bagnell 2011, arXiv:1011.0686, algorithm 3.1 with β_1 = 1 and β_i = 0 after).
-
-    The first iteration clones the recorded episodes; each later one lets the policy play `rollout_steps` steps of every slot by its
-    mode, adds what the expert would have done in each state, and learns from all of it. Steps are environment steps. Of a policy that
-    acts in chunks the expert is asked where a chunk begins, and answers for its first step: what it would do next depends on that one.
-    """
-
-    def __init__(self, run: KeptRun) -> None:
-        super().__init__(run)
-        policy, manager = run.policy, run.manager
-        self.play_in(manager, run.generator, policy.action_layout)
-        texts = {key: np.empty(0, object) for key in policy.observation_keys if key not in policy.spec.tensors}
-        self._observation: dict[str, np.ndarray] = texts | {key: part.numpy() for key, part in nothing_seen(policy).items()}
-        self._action = np.zeros((0, manager.spec.action.dim), manager.spec.action.dtype)
-
-    def collect(self, iteration: int) -> Experience[Rollout | None]:
-        if iteration == 0:
-            return Experience(0, [], nothing_seen(self.policy), None)
-        self._draw()
-        rollout = self.next_rollouts(iteration)[""]
-        return Experience(rollout.num_steps, finished_in(rollout), nothing_seen(self.policy), rollout)
-
-    def prepare(self, experience: Experience[Rollout | None]) -> None:
-        """Add the expert's answers to the data."""
-        rollout = experience.data
-        if rollout is None:
-            return
-        assert self.train is not None
-        asked = rollout.reward.size
-        answers = rollout.observation[EXPERT].reshape(asked, -1)
-        margin = self.train.options.action_margin
-        self._action = np.concatenate([self._action, self.policy.spec.action.normalise(answers, margin=margin)])
-        for key, part in self._observation.items():
-            seen = rollout.observation[key].reshape(asked, *part.shape[1:])
-            self._observation[key] = np.concatenate([part.astype(seen.dtype), seen])
-
-    def _minibatches(self, epoch: int) -> Iterator[Transitions]:
-        """Recorded and answered steps, in each minibatch as in the whole."""
-        assert self.train is not None
-        answered, recorded = len(self._action), self.train.num_steps
-        if not answered:
-            yield from super()._minibatches(epoch)
-            return
-        parts = -(-(answered + recorded) // self.config.algorithm.minibatch_size)
-        order = np.random.default_rng(np.random.SeedSequence([self.config.seed, epoch, _LABELS])).permutation(answered)
-        fresh = (self._answered(rows) for rows in np.array_split(order, parts))
-        for one, other in itertools.zip_longest(self.train.epoch(epoch, -(-recorded // parts)), fresh):
-            yield Transitions.concatenate([part for part in (one, other) if part is not None and part.num_rows])
-
-    def _answered(self, rows: np.ndarray) -> Transitions:
-        observation = {key: part[rows] for key, part in self._observation.items()}
-        nothing, action, executed = np.zeros(len(rows), np.float32), self._action[rows], None
-        assert self.train is not None
-        if (chunk := self.train.options.window) is not None:
-            action = np.pad(action[:, None], ((0, 0), (0, chunk - 1), (0, 0)))
-            executed = np.arange(chunk) < np.ones((len(rows), 1))
-        return Transitions(observation, action, nothing, nothing, observation, executed)
-
-    def finish(self) -> None:
-        """The last weights have seen the most answers."""
-
-    def restart(self, iteration: int) -> None:
-        super().restart(iteration)
-        self._draw()
-        self.collector.restart(seed_round=iteration)
-
-    def _draw(self) -> None:
-        self.collector.draw("mode", first=1)  # the first iteration clones what is recorded
-
-    def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), "data/labels": float(self._recorded_steps() + len(self._action))}
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        vectors = {key: part for key, part in self._observation.items() if part.dtype != object}
-        answered = {f"answered.observation.{key}": torch.from_numpy(part) for key, part in vectors.items()}
-        return {**super().state_tensors(), **answered, "answered.action": torch.from_numpy(self._action)}
-
-    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        super().load_state_tensors({name: value for name, value in state.items() if not name.startswith("answered.")})
-        vectors = [key for key, part in self._observation.items() if part.dtype != object]
-        self._observation |= {key: state[f"answered.observation.{key}"].numpy() for key in vectors}
-        self._action = state["answered.action"].numpy()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Texts are in no tensor: an answer's instruction is its number among those that were seen."""
-        known = {key: list(dict.fromkeys(part.tolist())) for key, part in self._observation.items() if part.dtype == object}
-        texts = {key: {"known": texts, "number": [texts.index(one) for one in self._observation[key]]} for key, texts in known.items()}
-        return {**super().state_dict(), "texts": texts}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        for key, column in state.get("texts", {}).items():
-            self._observation[key] = np.array([*column["known"], None], object)[column["number"]]
+        # A finished run that is resumed was given more steps, and with them more patience.
+        self._epochs, self._waited = int(state["epochs"]), 0 if state["finished"] else int(state["waited"])

@@ -6,12 +6,9 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from embodied_rl.config import SimConfig, TrainConfig
 from embodied_rl.episodes.dataset import AS_RECORDED, DatasetOptions, EpisodeRef, SeenRewards, check_recording, choose_episodes
@@ -19,12 +16,7 @@ from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordedEpisode, Recording, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
-from embodied_rl.generation.base import Generator
-from embodied_rl.learning.learner import Learner
-from embodied_rl.learning.rank_hosts import RankHost
-from embodied_rl.methods.base import Method, Prepared
-from embodied_rl.methods.starts import ORDINARY, Starts
-from embodied_rl.policies.base import Policy, TensorObservation
+from embodied_rl.policies.base import Policy
 from embodied_rl.progress import progress_bar
 from embodied_rl.rollout.groups import group_seed
 from embodied_rl.sim.instrumented import instrumented, plain_spec, split
@@ -32,7 +24,7 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.experts import expert_target
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
-from embodied_rl.types import ActionSpec, Rollout, SimSpec, StepBatch
+from embodied_rl.types import ActionSpec, SimSpec, StepBatch
 from embodied_rl.versions import versions
 
 FOLDER = "demonstrations"
@@ -58,37 +50,6 @@ def _needs_expert(config: TrainConfig) -> bool:
 def expert_of(config: TrainConfig) -> str:
     """Target of the expert that a run learns from. Raises UserError where its task has none."""
     return config.algorithm.recorded.expert or expert_target(config.sim)
-
-
-@dataclass(frozen=True)
-class KeptRun:
-    """What a method that keeps its steps, or learns from recorded ones, is built on."""
-
-    config: TrainConfig
-    manager: Simulators
-    policy: Policy
-    generator: Generator
-    run_dir: Path
-    ranks: RankHost | None = None
-    """See `make_learner`."""
-    starts: Starts = ORDINARY
-    """Where its episodes start that do not start ordinarily."""
-
-
-class RecordedMethod(Method[Rollout | None, Prepared]):
-    """Learns from recorded steps; a subclass reads them (`_read_recordings`), once."""
-
-    learner: Learner
-
-    def _read_recordings(self) -> None:
-        raise NotImplementedError
-
-    def restart(self, iteration: int) -> None:
-        self._read_recordings()
-
-    def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        self._read_recordings()
-        super().take_up(episodes)
 
 
 class Demonstrations:
@@ -294,8 +255,3 @@ def random_action(spec: ActionSpec, rng: np.random.Generator) -> np.ndarray:
     if spec.kind == "discrete":
         return rng.integers(spec.num_actions, size=1)
     return np.asarray(spec.denormalise(rng.uniform(-1.0, 1.0, spec.dim).astype(np.float32)))
-
-
-def nothing_seen(policy: Policy) -> TensorObservation:
-    """No rows: what updates no statistics."""
-    return {key: torch.zeros((0, *policy.spec.tensors[key].shape)) for key in policy.observation_keys if key in policy.spec.tensors}

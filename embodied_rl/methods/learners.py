@@ -61,8 +61,15 @@ class PolicyLearner:
     def metrics(self) -> dict[str, float]:
         return {}
 
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The learner's, and data that only this run has."""
+        return self.learner.state_tensors()
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        self.learner.load_state_tensors(state)
+
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs beside the learner's tensors, JSON-able."""
+        """What resuming needs beside tensors, JSON-able."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -190,14 +197,14 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
             learner.finish(self._run_dir)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        return {key: part for name, own in self.learners.items() for key, part in prefixed(name, own.learner.state_tensors()).items()}
+        return {key: part for name, own in self.learners.items() for key, part in prefixed(name, own.state_tensors()).items()}
 
     def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return prefixed(self._divided, state)
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
         for name, own in self.learners.items():
-            own.learner.load_state_tensors(of_name(name, state))
+            own.load_state_tensors(of_name(name, state))
 
     def played_state(self) -> dict[str, Any]:
         """The part of `state_dict` that is of what is played: where episodes start."""

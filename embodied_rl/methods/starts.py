@@ -99,10 +99,6 @@ class Starts:
             starts.load_state_dict(state[domain])
 
 
-ORDINARY = Starts(())
-"""All episodes start ordinarily."""
-
-
 def give_starts(streams: Sequence[Stream]) -> Starts:
     """Give each stream of the run's own player its library, where it is to have one. Raises UserError where its task does not allow it."""
     for stream in streams:

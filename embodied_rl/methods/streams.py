@@ -29,7 +29,7 @@ from embodied_rl.rollout.batch_sinks import FOLDER, TrainingRecorder
 from embodied_rl.rollout.collector import NOT_PLAYED, Collector, RolloutCollector
 from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, queue_weights
 from embodied_rl.rollout.evaluation import evaluate
-from embodied_rl.rollout.groups import WHOLE, GroupQueue, GroupQueueConfig, Share
+from embodied_rl.rollout.groups import WHOLE, GroupQueue, GroupQueueConfig, Share, group_seed
 from embodied_rl.rollout.initialized import StartLibrary
 from embodied_rl.rollout.queue_pump import DomainCollector, DomainRollouts, QueuePump
 from embodied_rl.sim.faults import FaultRecord
@@ -68,6 +68,13 @@ class Stream:
     """Of a domain of text."""
     starts: StartLibrary | None = None
     """Where groups start that do not start ordinarily."""
+    weight: float = 1.0
+    """The domain's, against the others'."""
+
+    @property
+    def seed(self) -> int:
+        """Of what is drawn in it: each named domain draws its own."""
+        return group_seed(self.config.seed, self.domain, 0) if self.domain else self.config.seed
 
     @property
     def collector(self) -> Collector:
@@ -124,7 +131,8 @@ def streams_of(config: TrainConfig, start: Callable[[TrainConfig, int | None], S
                 own, other = config.for_domain(domain), config.generation.mix.get(player)
                 manager = start(own, None if other is None else other.num_slots)
                 stack.callback(manager.close)
-                found.append(Stream(domain, player, own, manager, config.policy_of(domain), other))
+                weight = config.domains[domain].weight if domain else 1.0
+                found.append(Stream(domain, player, own, manager, config.policy_of(domain), other, weight=weight))
         stack.pop_all()
     return found
 
@@ -277,7 +285,7 @@ def make_queue(config: TrainConfig, streams: Sequence[Stream], share: Share = WH
     groups = config.algorithm.groups
     assert groups is not None, "a method on groups"
     shares = {name: (player.share, played_by(config, name)) for name, player in config.generation.mix.items()}
-    own = {stream.name: config.domains[stream.domain].weight if stream.domain else 1.0 for stream in streams if stream.is_own}
+    own = {stream.name: stream.weight for stream in streams if stream.is_own}
     trained = {stream.name: stream.trained for stream in streams}
 
     def only_trained(apply: GroupFilter) -> GroupFilter:

@@ -15,11 +15,10 @@ import torch
 from embodied_rl.config import HybridConfig, ShardingConfig, TrainConfig
 from embodied_rl.generation import make_generator
 from embodied_rl.learning.devices import compute_threads, resolve_device
-from embodied_rl.methods import KeptRun, Method, make_method, training_sim
+from embodied_rl.methods import Method, training_sim
 from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.building import RunComponents, build_elsewhere, build_here
 from embodied_rl.methods.language_player import model_files
-from embodied_rl.methods.starts import give_starts
 from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
 from embodied_rl.policies.build import MADE_OF_SIZES, build_policy
 from embodied_rl.roles.device_lease import this_machine
@@ -59,8 +58,6 @@ def start_simulators(config: TrainConfig, tell: Callable[[str], None]) -> Starte
         return Started(worker, functools.partial(_around_worker, config, worker))
     streams = streams_of(config, lambda own, num_slots: _simulators(own, num_slots, None if config.domains else tell))
     manager = simulators_of(streams)
-    if not config.algorithm.on_policy:
-        return Started(manager, functools.partial(_around_manager, config, streams, manager))
     return Started(manager, functools.partial(_around_streams, config, streams))
 
 
@@ -119,26 +116,10 @@ def rollout_player(config: TrainConfig) -> Player:
     return Player(repr((config.policy, config.hybrid.device, config.generation)), seconds)
 
 
-def _around_manager(
-    config: TrainConfig,
-    streams: list[Stream],
-    manager: Simulators,
-    spec: SimSpec,
-    run_dir: Path,
-    folder: Path | None,
-    base: Path | None,
-) -> RunComponents:
-    """All in this process, of a method that keeps its steps."""
-    policy = build_policy(config.policy, spec)
-    generator = make_generator(config.generation, policy)
-    method = make_method(KeptRun(_here(config), manager, policy, generator, run_dir, starts=give_starts(streams)))
-    return _scored(config, RunComponents(policy, generator, method))
-
-
 def _around_streams(
     config: TrainConfig, streams: list[Stream], spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
 ) -> RunComponents:
-    """All in this process, of a method that consumes what it plays."""
+    """All in this process."""
     return _scored(config, build_here(_here(config), streams, run_dir, folder, base))
 
 
@@ -160,16 +141,10 @@ def _around_worker(
     streams = streams_elsewhere(own, worker.specs, worker)
     starts = worker.starts = RemoteStarts(worker, streams)
     with ExitStack() as undo:
-        if not config.algorithm.on_policy:
-            policy = build_policy(config.policy, spec)
-            worker.take_policy(policy, {})
-            method = make_method(KeptRun(own, worker, policy, worker.generator, run_dir, worker.ranks(own.hybrid), starts))
-            components = RunComponents(policy, worker.generator, method)
-            undo.callback(end_ranks, method)
-        else:
-            components = build_elsewhere(own, streams, run_dir, folder, base, worker.generator, starts=starts)
-            undo.callback(end_ranks, components.method)
-            worker.take_policy(components.policy, {} if components.language is None else model_files(components.language))
+        ranks = worker.ranks(own.hybrid)
+        components = build_elsewhere(own, streams, run_dir, folder, base, worker.generator, ranks=ranks, starts=starts)
+        undo.callback(end_ranks, components.method)
+        worker.take_policy(components.policy, {} if components.language is None else model_files(components.language))
         components = dataclasses.replace(components, method=worker.connect(components.method))
         undo.pop_all()
     return components

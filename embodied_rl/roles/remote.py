@@ -298,7 +298,7 @@ class RemoteCollector(Collector):
         self._queue: GroupQueue | None = None
         self._figures: dict[str, float] = {}
         self._drawn: dict[str, Any] = {}
-        """Arguments of `draw`, where it was called."""
+        """{domain: arguments of `draw`}, where it was called."""
         self.times = CollectorTimes()
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
@@ -328,8 +328,8 @@ class RemoteCollector(Collector):
         self._worker.insist("take_up", episodes=[np.frombuffer(episode, np.uint8) for episode in episodes])
         self._worker.needs_restart = False
 
-    def draw(self, way: Way, *, random_before: int = 0, first: int = 0) -> None:
-        self._drawn = {"way": way, "random_before": random_before, "first": first}
+    def draw(self, way: Way, *, random_before: int = 0, first: int = 0, domain: str = "") -> None:
+        self._drawn[domain] = {"way": way, "random_before": random_before, "first": first}
 
     def next_rollouts(self, version: int) -> dict[str, Rollout]:
         return self._play(version).rollouts

@@ -343,8 +343,8 @@ class RolloutWorker:
     def restart(self, seed_round: int, queue: Mapping[str, Any] | None = None, drawn: Mapping[str, Any] | None = None) -> None:
         """Begin new episodes: of all slots, or what the state of a group queue asks for. `drawn`: see `play`."""
         self._give_up_weights()
-        if drawn:
-            self.collector.draw(**drawn)
+        for domain, words in (drawn or {}).items():
+            self.collector.draw(domain=domain, **words)
         self._may_pump = True
         if self.queue is not None:
             assert queue is not None, "groups are asked for by a queue's state"
@@ -354,10 +354,10 @@ class RolloutWorker:
             self.starts.record()
 
     def play(self, version: int, drawn: Mapping[str, Any] | None = None) -> Collected:
-        """Collect for one update of the weights `version`. `drawn`: arguments of `Collector.draw`, from now on.
+        """Collect for one update of the weights `version`. `drawn`: {domain: arguments of `Collector.draw`}, from now on.
         Raises SimFault and BatchNeverFullError."""
-        if drawn:
-            self.collector.draw(**drawn)
+        for domain, words in (drawn or {}).items():
+            self.collector.draw(domain=domain, **words)
         groups: list[EpisodeGroup] = []
         rollouts: dict[str, Rollout] = {}
         state = None

@@ -79,13 +79,14 @@ class Collector:
         """Hand finished episodes to `scorer` first; None: to the queue."""
         self.scorer = scorer
 
-    def draw(self, way: Way, *, random_before: int = 0, first: int = 0) -> None:
+    def draw(self, way: Way, *, random_before: int = 0, first: int = 0, domain: str = "") -> None:
         """How the rollouts that begin from now on are acted in, of a collector whose generator can be switched. It goes by their numbers,
         which are those of the versions that learn from them: whether one is played ahead changes nothing.
 
         Args:
             random_before: those before this one are played at random instead.
             first: no earlier one is played.
+            domain: whose rollouts.
         """
         raise AssertionError("this collector's generator cannot be switched")
 
@@ -218,7 +219,7 @@ class RolloutCollector(Collector):
         if self.recorder is not None:
             self.recorder.restarted(seed_round, self._seed_of)
 
-    def draw(self, way: Way, *, random_before: int = 0, first: int = 0) -> None:
+    def draw(self, way: Way, *, random_before: int = 0, first: int = 0, domain: str = "") -> None:
         self._way, self._random_before, self._first = way, random_before, first
 
     def episodes(self) -> list[bytes]:

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from embodied_rl.generation.base import Way
 from embodied_rl.rollout.collector import PATIENCE_S, Collector, CollectorTimes, RolloutCollector
 from embodied_rl.rollout.domains import place_of
 from embodied_rl.rollout.groups import Assignment, GroupQueue
@@ -297,6 +298,9 @@ class DomainRollouts(Collector):
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         for collector in self.collectors.values():
             collector.restart(seed_round=seed_round)
+
+    def draw(self, way: Way, *, random_before: int = 0, first: int = 0, domain: str = "") -> None:
+        self.collectors[domain].draw(way, random_before=random_before, first=first)
 
     def next_rollouts(self, version: int) -> dict[str, Rollout]:
         while sum(collector.advance(version) for collector in self.collectors.values()):

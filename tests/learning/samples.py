@@ -82,7 +82,7 @@ def update(learner: Learner, batch: Batch, iteration: int = 0, num_iterations: i
 
 
 class Cloner:
-    """Cloning as `CloningMethod` does it, on given minibatches."""
+    """Cloning as `CloningLearner` does it, on given minibatches."""
 
     def __init__(self, policy: ActorCritic, config: AlgorithmConfig, sharding: ShardingConfig | None = None) -> None:
         self.policy, self.objective = policy, CloningObjective(policy, config)
@@ -96,7 +96,7 @@ class Cloner:
 
 
 class Critics:
-    """An update of critics as `OfflineMethod` does it, on given steps."""
+    """An update of critics as `CriticLearner` does it, on given steps."""
 
     def __init__(
         self, policy: ActorCritic, config: AlgorithmConfig, sharding: ShardingConfig | None = None, ranks: RankHost | None = None

@@ -37,3 +37,10 @@ class Lazy:
             self._rng = np.random.default_rng(int(1e6 * (1.0 + float(observation["state"][0]))))
         sign = 1.0 if self._rng.random() < 0.4 else -1.0
         return np.array([sign * self._rng.random()], np.float32)
+
+
+class Wave:
+    """Answers by what it sees alone."""
+
+    def __call__(self, observation: dict[str, np.ndarray]) -> np.ndarray:
+        return np.sin(10.0 * observation["state"][:1]).astype(np.float32)

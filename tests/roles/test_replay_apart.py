@@ -11,6 +11,7 @@ import pytest
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.errors import UserError
 from tests.golden.runs import RUNS
+from tests.methods.test_stored_domains import COMMON, DOMAINS, METHODS
 from tests.roles.runs import assert_same_run, configured, curve, trained
 from tests.roles.test_within_episodes import SAC, check
 
@@ -50,6 +51,7 @@ def test_steps_are_kept_that_were_played_ahead(tmp_path: Path, task: list[str]) 
     assert max(ages) == configured(tmp_path, *task).algorithm.max_staleness
 
 
+SAC_OF_DOMAINS = [*METHODS["sac"], *COMMON, *DOMAINS, "checkpoint.every_steps=48", "checkpoint.keep_last=9", "evaluation.every_steps=48"]
 OFFLINE = [*RUNS["iql"], "evaluation.every_steps=10", "checkpoint.every_steps=10", "checkpoint.keep_last=9"]
 CLONED = [*RUNS["bc"], "evaluation.every_steps=20", "checkpoint.every_steps=20", "checkpoint.keep_last=9"]
 
@@ -71,6 +73,8 @@ def test_what_plays_nothing_is_evaluated_elsewhere(tmp_path: Path, task: list[st
         pytest.param(SAC, ["hybrid.sharding={num_shards: 2}"], id="sac on two ranks"),
         pytest.param([*RUNS["dagger"], *DUE], ["hybrid.sharding={num_shards: 2}"], id="dagger on two ranks"),
         pytest.param(OFFLINE, ["hybrid.sharding={num_shards: 2}"], id="iql on two ranks"),
+        pytest.param(SAC_OF_DOMAINS, [], id="sac of domains"),
+        pytest.param(SAC_OF_DOMAINS, ["hybrid.sharding={num_shards: 2}"], id="sac of domains on two ranks"),
     ],
 )
 def test_the_driver_keeps_what_actors_play(tmp_path: Path, session: object, task: list[str], ranks: list[str]) -> None:

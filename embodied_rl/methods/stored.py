@@ -1,0 +1,218 @@
+"""Learning from steps that are kept, recorded or played: the steps of each domain, and a learner for every policy.
+
+`weight` divides what is learned among domains: an iteration's environment steps (`TrainConfig.for_domain`) or, where nothing is played,
+its gradient steps; and of a policy that several domains share, the rows of each minibatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied_rl.config import TrainConfig
+from embodied_rl.episodes.dataset import EpisodeDataset
+from embodied_rl.learning.recorded import read_statistics
+from embodied_rl.methods.base import Experience
+from embodied_rl.methods.demonstrations import Demonstrations
+from embodied_rl.methods.learners import PolicyLearner
+from embodied_rl.methods.rollout import RolloutMethod
+from embodied_rl.methods.streams import Stream, of_name, prefixed
+from embodied_rl.policies.base import Policy
+from embodied_rl.types import Rollout
+
+_KEPT = ("replay.", "answered.")
+"""What names of tensors of steps begin with, behind that of their domain."""
+
+
+class StoredSteps:
+    """The steps of one domain that a policy learns from."""
+
+    recorded: EpisodeDataset | None = None
+    """None: not read yet, or there are none."""
+
+    def __init__(self, stream: Stream, policy: Policy, run_dir: Path) -> None:
+        """Given recordings are opened and checked here. Raises UserError."""
+        self.config, self.policy, self.spec = stream.config, policy, stream.spec
+        self.seed, self.weight = stream.seed, stream.weight
+        learns = self.config.algorithm.learns_from_recordings
+        self.demonstrations = Demonstrations(self.config, stream.manager, policy, run_dir, domain=stream.domain) if learns else None
+
+    def read(self, demonstrations: Demonstrations) -> None:
+        """Take the recorded steps. Once; the expert plays first where no recording was given. Raises UserError."""
+        raise NotImplementedError
+
+    def add(self, rollout: Rollout) -> None:
+        """Keep what was played."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """All episodes begin anew."""
+
+    def metrics(self) -> dict[str, float]:
+        raise NotImplementedError
+
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        """What was played, as resuming needs it; names begin as `_KEPT` says."""
+        return {}
+
+    def load_state_arrays(self, state: Mapping[str, np.ndarray]) -> None:
+        """Continue exactly. Raises KeyError or ValueError for the state of another run."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+Steps = TypeVar("Steps", bound=StoredSteps)
+
+
+class StoredLearner(PolicyLearner, Generic[Steps]):
+    """A robot's policy: one update learns from the steps of all of its domains."""
+
+    policy: Policy
+    finished: bool = False
+    """Whether there is nothing more to learn."""
+    num_rounds: int = 1
+    """Times that an update takes its gradient steps."""
+
+    def __init__(self, config: TrainConfig, policy: Policy, steps: Mapping[str, Steps]) -> None:
+        self.config, self.policy, self.steps = config, policy, dict(steps)
+        self.has_statistics = False
+        """Whether the normalisation of observations stays as it is."""
+
+    @property
+    def weight(self) -> float:
+        return sum(steps.weight for steps in self.steps.values())
+
+    @property
+    def num_minibatches(self) -> int:
+        """Gradient steps of a round, where this policy is the run's only one."""
+        raise NotImplementedError
+
+    def way(self, iteration: int) -> dict[str, Any]:
+        """Arguments of `Collector.draw` for the rollouts from `iteration` on."""
+        raise NotImplementedError
+
+    def rows(self, size: int) -> dict[str, int]:
+        """{domain: its rows of a minibatch of so many}"""
+        edges = np.rint(np.cumsum([steps.weight for steps in self.steps.values()]) / self.weight * size).astype(int)
+        return dict(zip(self.steps, np.diff(edges, prepend=0).tolist(), strict=True))
+
+    def read(self) -> None:
+        """Take the recorded steps, where there are some and they were not read yet. Raises UserError."""
+        unread = [steps for steps in self.steps.values() if steps.recorded is None]
+        for steps in unread:
+            if steps.demonstrations is None:
+                continue
+            steps.read(steps.demonstrations)
+            if not self.has_statistics and steps.recorded is not None:
+                read_statistics(self.policy, steps.recorded)
+        self.has_statistics |= any(steps.recorded is not None for steps in unread)
+
+    def begin(self, version: int) -> None:
+        self.read()
+        for steps in self.steps.values():
+            steps.begin()
+
+    def prepare(self, gathered: dict[str, Rollout]) -> int:
+        """Keep what was played; gradient steps of a round that it allows."""
+        for domain, rollout in gathered.items():
+            self.steps[domain].add(rollout)
+        return self.num_minibatches
+
+    def update(self, prepared: int, *, iteration: int, steps: int) -> dict[str, float]:
+        raise NotImplementedError
+
+    def metrics(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for domain, steps in self.steps.items():
+            figures |= prefixed(f"domains/{domain}" if domain else "", prefixed("data", steps.metrics()))
+        return figures
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        kept = {self._place(domain): steps.state_arrays() for domain, steps in self.steps.items()}
+        named = {key: torch.from_numpy(part) for place, own in kept.items() for key, part in prefixed(place, own).items()}
+        return {**self.learner.state_tensors(), **named}
+
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        kept = {name: part.numpy() for name, part in state.items() if name.rpartition("/")[2].startswith(_KEPT)}
+        for domain, steps in self.steps.items():
+            steps.load_state_arrays(of_name(self._place(domain), kept))
+        self.learner.load_state_tensors({name: part for name, part in state.items() if name not in kept})
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {domain: steps.state_dict() for domain, steps in self.steps.items()}
+        return {"domains": states} if len(states) > 1 else next(iter(states.values()))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.has_statistics = True
+        for domain, steps in self.steps.items():
+            steps.load_state_dict(state["domains"][domain] if len(self.steps) > 1 else state)
+
+    def _place(self, domain: str) -> str:
+        """Of a domain's tensors; empty: the policy has no other."""
+        return domain if len(self.steps) > 1 else ""
+
+
+class StoredMethod(RolloutMethod):
+    """Every policy learns from steps of its streams that are kept: recorded ones, and those that the run plays."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        streams: Sequence[Stream],
+        learners: Mapping[str, StoredLearner[Any]],
+        run_dir: Path,
+        *,
+        divided: str,
+    ) -> None:
+        """See `StreamsMethod`."""
+        super().__init__(config, streams, learners, run_dir, divided=divided)
+        self._stored = dict(learners)
+
+    @property
+    def finished(self) -> bool:
+        return all(learner.finished for learner in self._stored.values())
+
+    def collect(self, iteration: int) -> Experience[dict[str, Any]]:
+        """Play; or, where nothing is played, the gradient steps of each policy: weights divide those of all."""
+        algorithm = self.config.algorithm
+        if algorithm.plays:
+            if algorithm.cloning is not None and iteration == 0:
+                return Experience(0, [], {}, {name: {} for name in self._stored})
+            self._draw(iteration)
+            return super().collect(iteration)
+        learners = self._stored.values()
+        each = sum(learner.num_minibatches for learner in learners) / sum(learner.weight for learner in learners)
+        given = {name: max(1, round(each * own.weight)) for name, own in self._stored.items() if not own.finished}
+        return Experience(sum(number * self._stored[name].num_rounds for name, number in given.items()), [], {}, given)
+
+    def prepare(self, experience: Experience[dict[str, Any]]) -> dict[str, Any]:
+        return super().prepare(experience) if self.config.algorithm.plays else experience.data
+
+    def begin(self, iteration: int) -> None:
+        self._draw(iteration)
+        super().begin(iteration)
+
+    def take_up(self, episodes: Mapping[str, Tensor]) -> None:
+        for learner in self._stored.values():
+            learner.read()
+        super().take_up(episodes)
+
+    def metrics(self) -> dict[str, float]:
+        learned = {key: value for learner in self._stored.values() for key, value in learner.metrics().items()}
+        return {**learned, **super().metrics()}
+
+    def _draw(self, iteration: int) -> None:
+        """Say how the rollouts from this one on are acted in."""
+        if self.config.algorithm.plays:
+            for learner in self._stored.values():
+                for domain in learner.steps:
+                    self.collector.draw(domain=domain, **learner.way(iteration))
