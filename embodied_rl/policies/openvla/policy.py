@@ -120,7 +120,9 @@ class Accelerated(Generic[Output]):
         if self.mode == "compile":
             if self._compiled is None:
                 self._compiled = torch.compile(self._function, fullgraph=True, dynamic=False, backend=self._compile_backend)
-            return self._compiled(**tensors, **key)
+            # Arrays that the function reads become tensors of another kind inside inference mode than where they are guarded.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._compiled(**tensors, **key)
         on_gpu = all(tensor.is_cuda for tensor in tensors.values() if tensor is not None)
         if self.mode != "cuda_graph" or not on_gpu:
             return self._function(**tensors, **key)

@@ -286,6 +286,19 @@ def test_acts_through_the_torch_generator(checkpoint: Path, observation: dict[st
     np.testing.assert_allclose(log_prob, own.log_prob.numpy(), atol=1e-6)
 
 
+def test_a_compiled_policy_acts_in_a_run(checkpoint: Path, observation: dict[str, Any], one: VLAPolicy) -> None:
+    """That is, in inference mode, where arrays become tensors of another kind. Copies made anew are not compiled anew."""
+    compiled, noise = openvla(checkpoint, generation="compile"), noise_of(one).numpy()
+    compiled._decide._compile_backend = "eager"
+    torch._dynamo.utils.counters.clear()
+    for _ in range(3):
+        action, log_prob = ModuleActor(compiled).act(observation, noise)
+        wanted = one.act(observation, noise_of(one))
+        assert np.array_equal(action, wanted.action.numpy())
+        np.testing.assert_allclose(log_prob, wanted.log_prob.numpy(), atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("mode", ["eager", "cuda_graph"])
 def test_a_copy_acts_with_its_own_weights(checkpoint: Path, observation: dict[str, Any], mode: str) -> None:
     policy = openvla(checkpoint, generation=mode)
