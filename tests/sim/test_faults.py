@@ -21,6 +21,8 @@ from embodied_rl.sim.faults import FaultKind, FaultPolicy, NonFiniteSimulationEr
 from embodied_rl.sim.manager import EnvManager
 from tests.sim.runs import PassingTime
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 COUNTING = "tests.sim.toy:CountingSim"
 
 

@@ -15,6 +15,8 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import HELD_OUT_START, EpisodeSeeds
 from tests.sim.runs import assert_same, play_lockstep
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 COUNTING = "tests.sim.toy:CountingSim"
 
 

@@ -11,6 +11,8 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.variable_length import INFO_BUFFER, VariableLengthBuffers, buffer_fields, plain_info
 from embodied_rl.types import VariableSpec
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 TALKING = "tests.sim.toy:TalkingSim"
 
 

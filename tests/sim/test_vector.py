@@ -21,6 +21,8 @@ from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.vector import ManagerEnv, ManagerVectorEnv, make_env, make_vec_env
 from tests.sim.robots.test_gymnasium import Known
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def test_it_steps_like_the_single_environments() -> None:
     manager = EnvManager(SimFactory("embodied_rl.sim.robots.gymnasium:make", "CartPole-v1"), 3, num_workers=2)

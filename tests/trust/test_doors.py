@@ -26,6 +26,8 @@ from tests.forks import run_forked
 from tests.short_run import told
 from tests.trust.forging import CARTPOLE, EVIL, SIM, cartpole_config, checkpoint_in, forge, strangers
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ENVIRONMENT = {"sim.target": "embodied_rl.sim.text.tasks:make", "sim.kwargs.environment": EVIL}
 
 
