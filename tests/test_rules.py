@@ -116,7 +116,6 @@ EXAMPLES = (
     ("domains_recording", f"{DOMAINS} recording=[x]", "recording=x holds episodes of one task, and a run with several domains has many"),
     ("robot_player", f"{DOMAINS} domains.pole.algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
     ("domain_name", f"{DOMAINS} domains.language={{sim:{{name:x,target:y}}}}", "not be 'language' or 'shared'"),
-    ("two_language_policies", f"{DOMAINS} {LAKE[:-1]},policy:{{name:language}}}}", "domains.lake.policy: two language policies share"),
     ("domain_backend", f"{DOMAINS} domains.pole.backend=vllm", "gives a whole batch's actions in one pass: leave"),
     ("mix_in_no_text", f"{DOMAINS} {MIX[:-2]},domains:[pole]}}}}", "generation.mix.guest.domains: 'pole' is no domain of text"),
     ("mix_without_text", f"{GROUPS} {POLE} {MIX}", "generation.mix.guest: there is no domain of text to play"),

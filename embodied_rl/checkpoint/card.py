@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.config import TrainConfig
+from embodied_rl.config.run import model_place
 from embodied_rl.files import write_atomic
 from embodied_rl.reading import yaml_text
 from embodied_rl.types import SimSpec, TensorSpec, VariableSpec
@@ -53,8 +54,10 @@ def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, sp
     action = show_action(spec)
     given, python = shlex.quote(f"checkpoint={final}"), python_of(document["command"])
     domain = f", domain={next(iter(config.domains))!r}" if config.domains else ""
+    given += f" domain={next(iter(config.domains))}" if config.domains else ""
+    policies = {name: config.for_domain(name).policy.name for name in config.domains}
     observation = ", ".join(f"{key} {show(part)}" for key, part in spec.observation.items())
-    return f"""# {spec.task}: {config.policy.name} trained with {config.algorithm.name}
+    return f"""# {spec.task}: {" and ".join(dict.fromkeys(policies.values())) or config.policy.name} trained with {config.algorithm.name}
 
 A policy of embodied_rl after {document["step"]:,} environment steps, saved {document["created"]}.
 
@@ -62,7 +65,7 @@ A policy of embodied_rl after {document["step"]:,} environment steps, saved {doc
 - Observation: {observation}; the policy reads {", ".join(f"`{key}`" for key in config.policy.reads)}
 - Action: {action}
 - Seed: {config.seed}
-
+{"".join(f"- Domain {name}: {policy}{_folder(config.policy_of(name), policy)}{chr(10)}" for name, policy in policies.items())}
 ## Made with
 ```
 {document["command"]}
@@ -95,6 +98,11 @@ action = policy.predict(observation)
 {installed}
 - machine: {machine()["cpu"]}, {machine()["cores"]} cores
 """
+
+
+def _folder(role: str, policy: str) -> str:
+    """Where the model of a domain lies for other tools; empty: nowhere."""
+    return f", in `{Path('model', model_place(role))}`" if policy == "language" else ""
 
 
 def show(part: TensorSpec | VariableSpec | None) -> str:

@@ -7,6 +7,7 @@
         config.yaml           the whole resolved configuration
         MODEL_CARD.md         what this is, how it was made, how to use it
         model/                of a language policy: a Hugging Face folder with its weights, or a peft adapter and the name of its base
+        model/NAME/           the same of a domain's own language policy
         sharded/              of a run on several ranks: the optimizer's state, each rank's part in its own file
 
 Nothing is unpickled: safetensors holds plain arrays, and JSON plain values. What is read is held against its SHA-256 first.
@@ -44,6 +45,7 @@ from embodied_rl.checkpoint.tensors import (
     write_tensors,
 )
 from embodied_rl.config import TrainConfig
+from embodied_rl.config.run import model_place
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief, require_known
 from embodied_rl.files import FileSums, cannot_write, copy_files, fault_of, fsync, sum_of_document, sums_of
 from embodied_rl.reading import parse_json, parse_yaml, read_regular
@@ -54,9 +56,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-FORMAT_VERSION = 2
-_READ_VERSIONS = (1, 2)
-"""1: every tensor of the policy lies in `POLICY_FILE`, as it does where a policy has no model folder."""
+FORMAT_VERSION = 3
+_READ_VERSIONS = (1, 2, 3)
+"""1: every tensor of the policy lies in `POLICY_FILE`, as it does where a policy has no model folder. 2: the policy has one. 3: domains
+have their own models, whose folders lie in there. What is written is of the first version that can hold it."""
 SHARDED_FOLDER = "sharded"
 """In a checkpoint of a run on several ranks (`embodied_rl.learning.sharded_checkpoint`)."""
 PARTS = ".parts-"
@@ -97,6 +100,13 @@ class Checkpoint:
     """Which model `policy` is an adapter of (`base_of`); None: it is whole."""
     exported: Exported = field(default_factory=dict)
     """Tensors of `policy` that lie in the model folder."""
+    place: str = ""
+    """Of one domain's part: where its model lies below ``model`` (`model_place`)."""
+
+    @property
+    def model_folder(self) -> Path:
+        """The Hugging Face folder of a language policy."""
+        return self.path / MODEL_FOLDER / self.place
 
     def weights_sha256(self) -> str:
         """Says which weights acted, wherever they lie (reads their files)."""
@@ -159,13 +169,13 @@ def save_checkpoint(
     try:
         root.mkdir(parents=True, exist_ok=True)
         temporary = _fresh_temporary(root)
+        if describe is not None:
+            (temporary / MODEL_FOLDER).mkdir()
+            write_description(describe, temporary / MODEL_FOLDER)
         write_policy(temporary, policy, in_model)
         write_tensors(temporary / LEARNER_FILE, learner)
         (temporary / CONFIG_FILE).write_text(written, encoding="utf-8")
         (temporary / CARD_FILE).write_text(model_card(final, document, config, spec), encoding="utf-8")
-        if describe is not None:
-            (temporary / MODEL_FOLDER).mkdir(exist_ok=True)
-            write_description(describe, temporary / MODEL_FOLDER)
         if parts is not None:
             os.rename(parts(), temporary / SHARDED_FOLDER)
         _write_state(temporary, document)
@@ -180,7 +190,7 @@ def save_checkpoint(
 def _document(content: dict[str, Any], written: str) -> dict[str, Any]:
     """Everything but tensors, as JSON reads it again; `written`: the configuration's file, which is signed."""
     document = {
-        "format_version": FORMAT_VERSION if content["exported"] else 1,
+        "format_version": max((2 + file.count("/") for file, _ in content["exported"].values()), default=1),
         "package_version": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **content,
@@ -609,13 +619,15 @@ def domain_part(checkpoint: Checkpoint, domain: str | None) -> Checkpoint:
     if domain is None:
         raise UserError(f"Checkpoint '{checkpoint.path}' is of a run with several domains: choose domain={' or domain='.join(domains)}.")
     require_known(domain, domains, f"domain={domain} is not known.")
-    prefix = role_prefix(checkpoint.config.policy_of(domain))
+    role = checkpoint.config.policy_of(domain)
+    prefix = role_prefix(role)
     try:
         spec = SimSpec.from_dict(checkpoint.state["algorithm"]["specs"][domain])
     except (KeyError, TypeError, ValueError) as error:
         raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint.path}' says nothing of domain '{domain}' ({error!r}).") from error
     tensors = {name.removeprefix(prefix): tensor for name, tensor in checkpoint.policy.items() if name.startswith(prefix)}
-    return replace(checkpoint, config=checkpoint.config.for_domain(domain), policy=tensors, learner={}, spec=spec)
+    config, place = checkpoint.config.for_domain(domain), model_place(role)
+    return replace(checkpoint, config=config, policy=tensors, learner={}, spec=spec, place=place)
 
 
 def check_compatible(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True) -> None:

@@ -21,9 +21,9 @@ POLICY_FILE = "policy.safetensors"
 MODEL_FOLDER = "model"
 """In a checkpoint: what the policy is built from, where the configuration does not fully say it."""
 MODEL_FILES = ("model.safetensors", "adapter_model.safetensors", "value_head.safetensors")
-"""Files of the model folder that tensors may lie in."""
+"""Files of a model's folder that tensors may lie in: of `MODEL_FOLDER`, or of a domain's own model, the folder of its name in there."""
 Exported = Mapping[str, tuple[str, str]]
-"""{tensor of the policy's state: (file of the model folder, name in that file)}; tied tensors share a name."""
+"""{tensor of the policy's state: (file below the model folder, name in that file)}; tied tensors share a name."""
 
 
 def by_file(names: Iterable[str], exported: Exported) -> dict[str, dict[str, str]]:
@@ -38,7 +38,7 @@ def by_file(names: Iterable[str], exported: Exported) -> dict[str, dict[str, str
 def write_policy(folder: Path, tensors: Mapping[str, Tensor], exported: Exported) -> None:
     """Each tensor once, into the file that `exported` names or into ``policy.safetensors``. Raises OSError."""
     for file, names in by_file(tensors, exported).items():
-        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
         write_tensors(folder / file, {stored: tensors[name] for stored, name in names.items()})
 
 
@@ -58,10 +58,15 @@ def read_exported(document: object, path: Path) -> dict[str, tuple[str, str]]:
     """Check an `Exported` that came out of a file. Raises IncompatibleCheckpointError."""
     exported: dict[str, tuple[str, str]] = {}
     for name, place in document.items() if isinstance(document, dict) else [("", None)]:
-        if not (isinstance(place, list) and len(place) == 2 and place[0] in MODEL_FILES and isinstance(place[1], str)):
+        if not (isinstance(place, list) and len(place) == 2 and _is_model_file(place[0]) and isinstance(place[1], str)):
             raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged: 'exported' names no file of a model for a tensor.")
         exported[name] = (place[0], place[1])
     return exported
+
+
+def _is_model_file(found: object) -> bool:
+    *own, file = found.split("/") if isinstance(found, str) else [""]
+    return file in MODEL_FILES and (not own or (len(own) == 1 and own[0].isidentifier()))
 
 
 def weights_sha256(folder: Path, exported: Exported) -> str:

@@ -203,7 +203,7 @@ def _language_generator(checkpoint: Checkpoint, spec: SimSpec, policy: str, same
 
     check_compatible(checkpoint, spec, same_task=same_task)
     base = base_of(checkpoint, vars(checkpoint.config.policy).get("model"), verify=False)
-    module = read_language_policy(checkpoint.config, checkpoint.path, base=base)
+    module = read_language_policy(checkpoint.config, checkpoint.model_folder, base=base)
     if policy == "random":
         return make_random_agent(checkpoint.config.agent, module, spec, seed)
     load_policy(module, checkpoint)

@@ -157,10 +157,9 @@ def _write_dialogues(players: Sequence[tuple[Checkpoint, str]], rows: Sequence[R
     if any(checkpoint.config.policy.name != "language" for checkpoint, _ in players):
         return []
     from embodied_rl.media.dialogues import write_filmed_dialogues
-    from embodied_rl.methods.language_player import MODEL_FOLDER
     from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 
-    words = [ChatTokenizer.read(checkpoint.path / MODEL_FOLDER) for checkpoint, _ in players]
+    words = [ChatTokenizer.read(checkpoint.model_folder) for checkpoint, _ in players]
     decode = [functools.partial(one.decode, skip_special_tokens=False) for one in words]
     return write_filmed_dialogues(base, rows, decode)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from embodied_rl.config.policy import (
     TinyVLAConfig,
     draws_tokens,
 )
-from embodied_rl.config.run import LANGUAGE, SHARED, DomainConfig, SimConfig, TrainConfig
+from embodied_rl.config.run import LANGUAGE, SHARED, SimConfig, TrainConfig
 from embodied_rl.errors import did_you_mean
 from embodied_rl.hybrid.placement import Cluster, Placement
 from embodied_rl.hybrid.placement import resolve as placed
@@ -236,28 +236,22 @@ class Run:
 
     @property
     def texts(self) -> list[str]:
-        """Domains of the run's own policy, where it speaks."""
-        return [name for name, domain in self.config.domains.items() if domain.policy is None] if self.speaks else []
+        """Domains of language policies."""
+        return [name for name in self.config.domains if self.config.speaks_in(name)]
 
     @property
     def played(self) -> list[str]:
-        """Domains that players of `generation.mix` can play: agent programs talk to the run's own policy."""
+        """Domains that players of `generation.mix` can play: agent programs talk to the policy that learns from them."""
         return [name for name in self.texts if not is_program(self.config.domains[name].sim)]
 
     @property
     def ill_named(self) -> str | None:
         return next((name for name in self.config.domains if not name.isidentifier() or name in (LANGUAGE, SHARED, "roles")), None)
 
-    def first(self, found: Callable[[DomainConfig], bool]) -> str | None:
-        return next((name for name, domain in self.config.domains.items() if domain.policy is not None and found(domain)), None)
-
-    @property
-    def second_speaker(self) -> str | None:
-        return self.first(lambda domain: domain.policy is not None and domain.policy.name == "language")
-
     @property
     def sampling_domain(self) -> str | None:
-        return self.first(lambda domain: domain.backend is not None)
+        backed = (name for name, domain in self.config.domains.items() if domain.policy is not None and domain.backend is not None)
+        return next((name for name in backed if not self.config.speaks_in(name)), None)
 
     @property
     def stray(self) -> tuple[str, str] | None:

@@ -381,12 +381,6 @@ _DOMAINS = (
         "domains: '{run.ill_named}' must be made of letters, digits and _, and not be 'language' or 'shared'.",
     ),
     Rule(
-        "two_language_policies",
-        lambda run: run.second_speaker is not None,
-        "domains.{run.second_speaker}.policy: two language policies share neither weights nor gradients, and a checkpoint's folder model "
-        "is one model, as other tools read it. Leave it out (the domain shares policy=language), or train the domain in a separate run.",
-    ),
-    Rule(
         "domain_backend",
         lambda run: run.sampling_domain is not None,
         "domains.{run.sampling_domain}.backend samples a language policy's answers token by token, and domains.{run.sampling_domain}."

@@ -111,6 +111,12 @@ LANGUAGE, SHARED = "language", "shared"
 """The run's policy where several domains share it, of texts and of robots."""
 
 
+def model_place(policy: str) -> str:
+    """Below ``model`` of a checkpoint and of a run, the Hugging Face folder of a language policy: the run's is ``model``, and a domain's
+    own lies within it, under the domain's name."""
+    return "" if policy == LANGUAGE else policy
+
+
 @dataclass(frozen=True)
 class DomainConfig(Config, place="domains.…"):
     """One domain of a run with several: what is played there, how often, and what is different from the run's own settings."""
@@ -149,7 +155,7 @@ class PlayerConfig(Config, place="generation.mix.…"):
     share: Fraction
     """Of the groups of each domain."""
     backend: Literal["tokens_torch", "vllm", "openai", "random"] = "openai"
-    """tokens_torch, vllm: the run's policy. openai: a server at `base_url`; random: any of agent.actions. The two are not learned from."""
+    """tokens_torch, vllm: the domain's policy. openai: a server at `base_url`; random: any of agent.actions. These two teach nothing."""
     train: bool = True
     """Learn from its episodes too (tokens_torch, vllm)."""
     domains: tuple[str, ...] = ()
@@ -177,7 +183,7 @@ class PlayerConfig(Config, place="generation.mix.…"):
 
     @property
     def is_policy(self) -> bool:
-        """Whether it is the run's own policy."""
+        """Whether it is the policy that learns from the domain."""
         return self.backend in ("tokens_torch", "vllm")
 
 
@@ -364,8 +370,10 @@ class TrainConfig(Config):
         agent, algorithm = self._own_parts(name)
         policy = self.policy if domain.policy is None else domain.policy
         backend = self.generation.backend if domain.backend is None else domain.backend
-        if domain.policy is not None and policy.name != "language":
-            backend = "torch"
+        if policy.name == "language":
+            backend = "tokens_torch" if backend == "torch" else backend
+        elif domain.policy is not None or (domain.backend is None and any(map(self.speaks_in, self.domains))):
+            backend = "torch"  # the run's is that of another domain's tokens
         generation = dataclasses.replace(self.generation, backend=backend, mix={})
         total_steps = self.total_steps
         if self.algorithm.groups is None:
@@ -391,6 +399,14 @@ class TrainConfig(Config):
         if not domain or self.domains[domain].policy is not None:
             return domain
         return LANGUAGE if self.policy.name == "language" else SHARED
+
+    def of_policy(self, policy: str) -> TrainConfig:
+        """The configuration of a run of only this policy (`policy_of`): its domain's where it is a domain's own, else this one."""
+        return self.for_domain(policy) if policy in self.domains else self
+
+    def speaks_in(self, domain: str) -> bool:
+        """Whether the policy that plays a domain is a language policy."""
+        return (self.domains[domain].policy or self.policy).name == "language"
 
     @property
     def language(self) -> LanguageConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,14 @@ class TokenLearner(PolicyLearner):
     policy: LanguagePolicy
 
     def __init__(
-        self, config: TrainConfig, configs: Mapping[str, TrainConfig], policy: LanguagePolicy, ranks: RankHost | None = None
+        self,
+        config: TrainConfig,
+        configs: Mapping[str, TrainConfig],
+        policy: LanguagePolicy,
+        sampling: Collection[str],
+        ranks: RankHost | None = None,
     ) -> None:
-        """`configs`: {domain: its own}."""
+        """`config`: of the update; `configs`: {domain: its own}; `sampling`: kinds of the backends that what is learned from comes from."""
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
         self.config, self.policy = config, policy
@@ -62,10 +67,8 @@ class TokenLearner(PolicyLearner):
         """What a warm start publishes to: of the whole run."""
         self.warm_starts: dict[str, WarmStart] = {}
         self._methods = {name: EpisodeMethod(own.algorithm) for name, own in configs.items()}
-        sampling: set[str] = {own.generation.backend for own in configs.values()}
-        sampling |= {player.backend for player in config.generation.mix.values() if player.train and player.is_policy}
         # In the same precision by the same code, of the weights of this very version.
-        self._trust_sampled = sampling == {"tokens_torch"} and groups.max_staleness == 0
+        self._trust_sampled = set(sampling) == {"tokens_torch"} and groups.max_staleness == 0
         self.learner = make_learner(TokenObjective(policy, config.algorithm), policy, config.algorithm, config.hybrid, ranks=ranks)
         self._last: dict[str, list[AgentEpisode]] = {}
 

@@ -66,6 +66,8 @@ class Method(Generic[Played, Prepared]):
     collector: Collector = NOT_PLAYED
     """Of the method's kind of experience; `NOT_PLAYED` until the rollout worker that plays elsewhere sets it, or for good."""
     warm_start: WarmStarts | None = None
+    divided: str = ""
+    """Name of the policy that ranks train, of several."""
 
     @property
     def all_learners(self) -> Sequence[Learner]:

@@ -6,14 +6,15 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from embodied_rl.agents.agent import Agent
 from embodied_rl.config import TrainConfig
-from embodied_rl.config.run import LANGUAGE, SHARED, PlayerConfig
+from embodied_rl.config.run import LANGUAGE, SHARED, PlayerConfig, model_place
 from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
@@ -24,7 +25,7 @@ from embodied_rl.methods.agents import TokenLearner
 from embodied_rl.methods.base import Method
 from embodied_rl.methods.cloning import CloningLearner
 from embodied_rl.methods.groups import EpisodeLearner, GroupMethod
-from embodied_rl.methods.language_player import Speaking, make_agent, make_backend, make_language_policy
+from embodied_rl.methods.language_player import MODEL_FOLDER, Speaking, make_agent, make_backend, make_language_policy
 from embodied_rl.methods.learners import PolicyLearner, StreamsMethod
 from embodied_rl.methods.off_policy import CriticLearner
 from embodied_rl.methods.rollout import RolloutLearner, RolloutMethod
@@ -56,12 +57,11 @@ class RunPolicies(TrainedModule):
 
     has_description = True
 
-    def __init__(self, policies: Mapping[str, TrainedModule], language: LanguagePolicy | None, of: Mapping[str, str]) -> None:
-        """`language`: the one language policy among them; `of`: {domain: its policy}."""
+    def __init__(self, policies: Mapping[str, TrainedModule], languages: Mapping[str, LanguagePolicy], of: Mapping[str, str]) -> None:
+        """`languages`: the language policies among them; `of`: {domain: its policy}."""
         super().__init__()
         self.roles = nn.ModuleDict(dict(policies))  # as their tensors are named in checkpoints
-        self._named, self._of = dict(policies), dict(of)
-        self._language = (language,)  # no submodule twice
+        self._named, self._of, self._languages = dict(policies), dict(of), dict(languages)
 
     def acting_in(self, domain: str) -> Policy:
         return self._named[self._of[domain]].acting_in("")
@@ -87,16 +87,20 @@ class RunPolicies(TrainedModule):
                 yield f"{name}/{key}", tensor
 
     def save_description(self, folder: Path) -> None:
-        """What the language policy is built from, for a checkpoint's folder ``model``."""
-        (language,) = self._language
-        if language is not None:
-            language.save_config(folder)
-            language.save_description(folder)
+        """What each language policy is built from, for a checkpoint's folder ``model`` (`model_place`)."""
+        for name, language in self._languages.items():
+            own = folder / model_place(name)
+            own.mkdir(exist_ok=True)
+            language.save_config(own)
+            language.save_description(own)
 
     def exported_names(self) -> dict[str, tuple[str, str]]:
-        """The language policy's; see `TrainedModule`."""
-        (language,) = self._language
-        return {} if language is None else {f"roles.{LANGUAGE}.{name}": place for name, place in language.exported_names().items()}
+        """Those of the language policies; see `TrainedModule`."""
+        exported: dict[str, tuple[str, str]] = {}
+        for name, language in self._languages.items():
+            places = language.exported_names().items()
+            exported |= {f"roles.{name}.{key}": (str(PurePosixPath(model_place(name), file)), stored) for key, (file, stored) in places}
+        return exported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,41 +110,47 @@ class RunComponents:
     policy: TrainedModule
     generator: Generator
     method: Method
-    language: LanguagePolicy | None = None
-    """The one among the policies that speaks."""
+    languages: Mapping[str, LanguagePolicy] = dataclasses.field(default_factory=dict)
+    """{name: policy} of those that speak."""
 
 
 # ---- what acts ----------------------------------------------------------------------------------------------------------
 
 
 class Acting:
-    """Gives streams what acts in them: a generator for a robot's policy, token backends for the language policy's agents."""
+    """Gives streams what acts in them: a generator for a robot's policy, token backends for a language policy's agents."""
 
-    speaking: Speaking | None = None
-    """The language policy, or what is known of it where its weights are elsewhere."""
-    weights: Callable[[], Iterable[tuple[str, Any]]] | None = None
-    """The language policy's, where they are here."""
+    speaking: Mapping[str, Speaking]
+    """{name: language policy}, or what is known of it where its weights are elsewhere."""
+
+    def weights(self, policy: str) -> Callable[[], Iterable[tuple[str, Any]]] | None:
+        """A language policy's, where they are here."""
+        return None
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
         """Of the stream's own policy."""
         raise NotImplementedError
 
-    def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
-        """Samples with the language policy's weights, as `config.generation` says; asked for once for each name. Raises UserError."""
+    def tokens(self, policy: str, name: str, config: TrainConfig) -> TokenBackend:
+        """Samples with a language policy's weights, as `config.generation` says; asked for once for each name of a policy's backends.
+        Raises UserError."""
         raise NotImplementedError
 
-    def weights_go_through(self, name: str, backend: TokenBackend) -> None:
-        """The backend `name` has its own thread, which takes its weights from `backend`."""
+    def weights_go_through(self, policy: str, name: str, backend: TokenBackend) -> None:
+        """The policy's backend `name` has its own thread, which takes its weights from `backend`."""
 
 
 class ActingHere(Acting):
     """The policies that are trained act themselves."""
 
-    def __init__(self, policies: Mapping[str, Any], language: LanguagePolicy | None, run_dir: Path) -> None:
-        """`policies`: {name: policy} (`Stream.policy`); `language`: the one among them that speaks."""
-        self._policies, self._language, self._run_dir = policies, language, run_dir
+    def __init__(self, policies: Mapping[str, Any], languages: Mapping[str, LanguagePolicy], run_dir: Path) -> None:
+        """`policies`: {name: policy} (`Stream.policy`); `languages`: those among them that speak."""
+        self._policies, self._languages, self._run_dir = policies, languages, run_dir
         self._generators: dict[str, Generator] = {}
-        self.speaking, self.weights = language, None if language is None else language.named_weights
+        self.speaking = languages
+
+    def weights(self, policy: str) -> Callable[[], Iterable[tuple[str, Any]]]:
+        return self._languages[policy].named_weights
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
         policy = self._policies[stream.policy]
@@ -148,17 +158,17 @@ class ActingHere(Acting):
             self._generators[stream.policy] = make_generator(stream.config.generation, policy)
         return self._generators[stream.policy], policy.action_layout
 
-    def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
-        assert self._language is not None, "there is a language policy"
-        return make_backend(config.generation, self._language, self._run_dir, seed=config.seed)
+    def tokens(self, policy: str, name: str, config: TrainConfig) -> TokenBackend:
+        folder = self._run_dir / MODEL_FOLDER / own if (own := model_place(policy)) else self._run_dir
+        return make_backend(config.generation, self._languages[policy], folder, seed=config.seed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Playing:
     """What was given to the streams of a process."""
 
-    backends: dict[str, TokenBackend]
-    """{name: backend} of those that sample with the policy's weights, and take them."""
+    backends: dict[tuple[str, str], TokenBackend]
+    """{(policy, name): backend} of those that sample with a policy's weights, and take them."""
     close: Callable[[], None]
     """Ends tools and backends."""
 
@@ -181,32 +191,32 @@ def let_play(
     Raises:
         UserError: as `Agent` and the backends do.
     """
-    backends: dict[str, TokenBackend] = {}
-    shared: dict[str, SharedTokens] = {}
-    kinds = [_kind_of(stream) for stream in streams]
+    backends: dict[tuple[str, str], TokenBackend] = {}
+    shared: dict[tuple[str, str], SharedTokens] = {}
+    sampled = [(stream.policy, _kind_of(stream)) for stream in streams]
     with ExitStack() as stack:
-        for stream, kind in zip(streams, kinds, strict=True):
+        for stream, key in zip(streams, sampled, strict=True):
             if stream.config.policy.name != "language":
                 _let_robot_play(stream, acting, queue, hosted, share)
                 continue
             assert queue is not None, "the configuration was checked"
-            assert acting.speaking is not None, "there is a language policy"
-            agent = stream.agent = make_agent(stream.config.agent, acting.speaking, stream.spec)  # its errors come before an engine
+            speaking = acting.speaking[stream.policy]
+            agent = stream.agent = make_agent(stream.config.agent, speaking, stream.spec)  # its errors come before an engine
             stack.callback(agent.close)
             if is_program(stream.config.sim):
                 served = _let_programs_play(stream, agent, acting, queue, run_dir)
                 stack.callback(served.close)
-                backends[stream.name] = served.backend
+                backends[stream.policy, stream.name] = served.backend
                 continue
-            if not kind:
-                backend = _others_backend(stream, agent, acting.speaking)
+            if not key[1]:
+                backend = _others_backend(stream, agent, speaking)
                 stack.callback(backend.close)
             else:
-                if kind not in backends:
-                    backends[kind] = acting.tokens(kind, with_backend(stream.config, kind))
-                    stack.callback(backends[kind].close)
-                    shared[kind] = SharedTokens(backends[kind])
-                backend = backends[kind] if kinds.count(kind) == 1 else shared[kind].view()
+                if key not in backends:
+                    backends[key] = acting.tokens(*key, with_backend(stream.config, key[1]))
+                    stack.callback(backends[key].close)
+                    shared[key] = SharedTokens(backends[key])
+                backend = backends[key] if sampled.count(key) == 1 else shared[key].view()
             _let_agent_play(stream, agent, backend, queue, acting)
         close = stack.pop_all().close
     return Playing(backends, close)
@@ -247,16 +257,15 @@ def _let_agent_play(stream: Stream, agent: Agent, backend: TokenBackend, queue: 
     )
     if stream.is_own:
         # Held-out requests of a run's only domain are drawn the same in every run: its results compare.
-        stream.generator = AgentGenerator(agent, backend, acting.weights, seed=stream.config.seed if stream.domain else 0)
+        stream.generator = AgentGenerator(agent, backend, acting.weights(stream.policy), seed=stream.config.seed if stream.domain else 0)
 
 
 def _let_programs_play(stream: Stream, agent: Agent, acting: Acting, queue: GroupQueue, run_dir: Path) -> ProgramGenerator:
     """Of a stream whose episodes are agent programs: the proxy that serves them, with its own backend, and their collector."""
-    config, speaking = stream.config, acting.speaking
-    assert speaking is not None, "there is a language policy"
-    backend = acting.tokens(stream.name, config)
-    served = ProgramGenerator(agent, speaking.tokenizer, backend, acting.weights, secrets.token_urlsafe(24))
-    acting.weights_go_through(stream.name, served.backend)
+    config, policy = stream.config, stream.policy
+    backend = acting.tokens(policy, stream.name, config)
+    served = ProgramGenerator(agent, acting.speaking[policy].tokenizer, backend, acting.weights(policy), secrets.token_urlsafe(24))
+    acting.weights_go_through(policy, stream.name, served.backend)
     stream.generator = served
     stream.pump = ProgramCollector(
         served.runner(ProgramOptions.of(config.sim)),
@@ -328,13 +337,13 @@ def build_here(config: TrainConfig, streams: Sequence[Stream], run_dir: Path, ch
         UserError: as the makers of policies, learners and backends do.
     """
     give_starts(streams)
-    policies, language = _policies(config, streams, run_dir, checkpoint, base)
+    policies, languages = _policies(streams, run_dir, checkpoint, base)
     queue, first = make_queue(config, streams) if config.algorithm.groups is not None else None, streams[0]
-    playing = let_play(streams, ActingHere(policies, language, run_dir), queue, run_dir)
+    playing = let_play(streams, ActingHere(policies, languages, run_dir), queue, run_dir)
     # That of a run's only stream, which knows its backend, as it is.
-    generator = _all_generators(streams, language, playing) if first.domain else first.generator
+    generator = _all_generators(streams, languages, playing) if first.domain else first.generator
     assert generator is not None, "all streams play here"
-    return _learning(config, streams, policies, language, run_dir, generator, queue)
+    return _learning(config, streams, policies, languages, run_dir, generator, queue)
 
 
 def build_elsewhere(
@@ -344,7 +353,7 @@ def build_elsewhere(
     checkpoint: Path | None = None,
     base: Path | None = None,
     generator: Generator | None = None,
-    language: LanguagePolicy | None = None,
+    languages: Mapping[str, LanguagePolicy] = MappingProxyType({}),
     ranks: RankHost | None = None,
     starts: Starts | None = None,
 ) -> RunComponents:
@@ -352,23 +361,22 @@ def build_elsewhere(
 
     Args:
         generator: publishes to that process; None: warm starts, and publishing, are another's.
-        language: the language policy, where it is there already.
+        languages: the language policies, where they are there already.
         starts: where the streams' episodes start, as the rollout worker has them too.
 
     Raises:
         UserError: as the makers of policies and learners do.
     """
-    policies, speaking = _policies(config, streams, run_dir, checkpoint, base, language)
+    policies, speaking = _policies(streams, run_dir, checkpoint, base, languages)
     return _learning(config, streams, policies, speaking, run_dir, generator, None, ranks, starts)
 
 
-def _all_generators(streams: Sequence[Stream], language: LanguagePolicy | None, playing: Playing) -> Generator:
+def _all_generators(streams: Sequence[Stream], languages: Mapping[str, LanguagePolicy], playing: Playing) -> Generator:
     robots = dict.fromkeys(stream.generator for stream in streams if stream.generator is not None and stream.agent is None)
 
     def publish(version: int) -> None:
-        for backend in playing.backends.values():
-            assert language is not None, "backends sample with its weights"
-            backend.load_weights(version, language.named_weights())
+        for (policy, _), backend in playing.backends.items():
+            backend.load_weights(version, languages[policy].named_weights())
         for generator in robots:
             generator.publish(version)
 
@@ -379,7 +387,7 @@ def _learning(
     config: TrainConfig,
     streams: Sequence[Stream],
     policies: Mapping[str, Any],
-    language: LanguagePolicy | None,
+    languages: Mapping[str, LanguagePolicy],
     run_dir: Path,
     generator: Generator | None,
     queue: GroupQueue | None,
@@ -391,26 +399,28 @@ def _learning(
     algorithm = config.algorithm
     of_rollouts = algorithm.groups is None
     learn: Callable[..., PolicyLearner] = RolloutLearner if of_rollouts else EpisodeLearner
-    divided = _divided(policies, language)
+    divided = _divided(policies, languages)
     for name, policy in policies.items():
         own = [stream for stream in streams if stream.is_own and stream.policy == name]
         configs = {stream.domain: stream.config for stream in own}
-        if language is None or policy is not language:
-            shared = config if name == SHARED else own[0].config
-            used = shared if name == divided else _whole(shared)
+        # A policy of several domains learns as the run says, and one of a single domain as that domain does.
+        of_update = config if name in ("", LANGUAGE, SHARED) else own[0].config
+        of_update = of_update if name == divided else _whole(of_update)
+        if name not in languages:
             if algorithm.on_policy:
-                learners[name] = learn(used, configs, policy, ranks)
+                learners[name] = learn(of_update, configs, policy, ranks)
             else:
                 keep = CriticLearner if algorithm.cloning is None else CloningLearner
-                stored[name] = learners[name] = keep(used, own, policy, run_dir, ranks)
+                stored[name] = learners[name] = keep(of_update, own, policy, run_dir, ranks)
             continue
-        learner = learners[name] = TokenLearner(config, configs, language, ranks)
+        sampling = {(stream.other or stream.config.generation).backend for stream in streams if stream.trained and stream.policy == name}
+        learner = learners[name] = TokenLearner(of_update, configs, languages[name], sampling, ranks)
         if generator is not None:
             learner.generator = generator
             wanted = [stream for stream in own if stream.config.algorithm.warm_start is not None]
             learner.warm_starts = {stream.domain: WarmStart(stream, stream.generator or generator) for stream in wanted}
     of = {stream.domain: stream.policy for stream in streams}
-    trained = RunPolicies(policies, language, of) if streams[0].domain else policies[""]
+    trained = RunPolicies(policies, languages, of) if streams[0].domain else policies[""]
     if not of_rollouts:
         method: StreamsMethod = GroupMethod(config, streams, learners, run_dir, queue, divided=divided)
     else:
@@ -422,12 +432,13 @@ def _learning(
         rollouts.play_by(make_collector(streams, None), [stream.generator for stream in streams if stream.generator is not None])
     if starts is not None:
         method.starts = starts
-    return RunComponents(trained, generator or Generator(), method, language)
+    return RunComponents(trained, generator or Generator(), method, languages)
 
 
-def _divided(policies: Mapping[str, Any], language: LanguagePolicy | None) -> str:
-    """Name of the policy that `hybrid.sharding` divides, since a process has one group of ranks: the language policy, or the largest."""
-    return max(policies, key=lambda name: (policies[name] is language, sum(part.numel() for part in policies[name].parameters())))
+def _divided(policies: Mapping[str, Any], languages: Mapping[str, LanguagePolicy]) -> str:
+    """Name of the policy that `hybrid.sharding` divides, since a process has one group of ranks: the largest language policy, or the
+    largest."""
+    return max(policies, key=lambda name: (name in languages, sum(part.numel() for part in policies[name].parameters())))
 
 
 def _whole(config: TrainConfig) -> TrainConfig:
@@ -436,23 +447,23 @@ def _whole(config: TrainConfig) -> TrainConfig:
 
 
 def _policies(
-    config: TrainConfig,
     streams: Sequence[Stream],
     run_dir: Path,
     checkpoint: Path | None,
     base: Path | None,
-    language: LanguagePolicy | None = None,
-) -> tuple[dict[str, Any], LanguagePolicy | None]:
-    """({name: policy}, the one that speaks), all built before anything else draws random numbers: initial weights do not depend on where
-    domains are played."""
+    given: Mapping[str, LanguagePolicy] = MappingProxyType({}),
+) -> tuple[dict[str, Any], dict[str, LanguagePolicy]]:
+    """({name: policy}, those that speak), all built before anything else draws random numbers: initial weights do not depend on where
+    domains are played. `given`: those that are there already."""
     own = [stream for stream in streams if stream.is_own]
     speaking = [stream for stream in own if stream.config.policy.name == "language"]
-    policies: dict[str, Any] = {}
-    if speaking:
-        first, *others = speaking
+    languages = dict(given)
+    for name in dict.fromkeys(stream.policy for stream in speaking):
+        first, *others = (stream for stream in speaking if stream.policy == name)
         further = [(stream.config.agent, stream.manager) for stream in others]
-        language = language or make_language_policy(first.config, first.manager, run_dir, checkpoint, base, further)
-        policies[first.policy] = language
+        if name not in languages:
+            place = model_place(name)
+            languages[name] = make_language_policy(first.config, first.manager, run_dir, checkpoint, base, further, place)
     robots: dict[str, Policy] = {}
     for stream in own:
         if stream in speaking:
@@ -460,7 +471,7 @@ def _policies(
         if stream.policy not in robots:
             robots[stream.policy] = build_policy(stream.config.policy, stream.spec)
         _check_shared(robots[stream.policy], stream)
-    return policies | robots, language
+    return languages | robots, languages
 
 
 def _check_shared(policy: Policy, stream: Stream) -> None:

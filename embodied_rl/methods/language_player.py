@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from embodied_rl.agents.agent import Agent, ImageInputs
 from embodied_rl.agents.parsing import response_text, tools_text
@@ -31,7 +30,8 @@ from embodied_rl.sim.text.program import is_program
 from embodied_rl.types import SimSpec
 
 MODEL_FOLDER = "model"
-"""In a run's folder: the tiny model as it was made. In a checkpoint: the model's configuration and tokenizer."""
+"""In a run's folder: the tiny model as it was made. In a checkpoint: the model's configuration and tokenizer. A domain's own lies in a
+folder of its name in there."""
 
 
 def make_language_policy(
@@ -41,14 +41,16 @@ def make_language_policy(
     checkpoint: Path | None,
     base: Path | None = None,
     further: Sequence[tuple[AgentConfig, Simulators]] = (),
+    place: str = "",
 ) -> LanguagePolicy:
-    """The policy of a run; a resumed one's weights are loaded by the caller.
+    """A policy of a run; a resumed one's weights are loaded by the caller.
 
     Args:
         manager: shows the texts that a tiny model's tokenizer must know; its episodes are lost.
         checkpoint: the folder of the checkpoint that the run is continued from.
         base: the model's folder, where that checkpoint holds only an adapter.
         further: other domains that the policy plays: agents and their simulators.
+        place: see `model_place`.
 
     Raises MissingExtraError; UserError: the simulator does not speak, or the model cannot be loaded.
     """
@@ -56,30 +58,24 @@ def make_language_policy(
     for _, speaking in ((config.agent, manager), *further):
         _check_texts(speaking.spec)
     if checkpoint is not None:
-        return read_language_policy(config, checkpoint, base=base)
+        return read_language_policy(config, checkpoint / MODEL_FOLDER / place, base=base)
     if language.model is None:
         texts = [text for agent, speaking in ((config.agent, manager), *further) for text in _texts(agent, speaking)]
-        language = dataclasses.replace(language, model=str(_make_tiny(config, language, texts, run_dir / MODEL_FOLDER)))
+        language = dataclasses.replace(language, model=str(_make_tiny(config, language, texts, run_dir / MODEL_FOLDER / place)))
     return build_language_policy(language)
 
 
-def read_language_policy(
-    config: TrainConfig, checkpoint: Path, tensors: Mapping[str, Tensor] | None = None, *, base: Path | None = None
-) -> LanguagePolicy:
-    """The policy that a checkpoint's folder describes, with `tensors` for weights; None: random ones, or those of the model in `base`.
+def read_language_policy(config: TrainConfig, folder: Path, *, base: Path | None = None) -> LanguagePolicy:
+    """The policy that a checkpoint's model folder describes, with random weights, or those of the model in `base`.
 
-    Raises IncompatibleCheckpointError: the folder or the tensors are not a language policy's.
+    Raises IncompatibleCheckpointError: the folder is not a language policy's.
     """
     language = config.language
     if base is not None:
         return build_language_policy(dataclasses.replace(language, model=str(base)))
-    folder = checkpoint / MODEL_FOLDER
     if not (folder / "config.json").is_file():
-        raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint}' is incomplete: {MODEL_FOLDER}/config.json is missing.")
-    policy = build_language_policy(dataclasses.replace(language, model=str(folder)), weights=False)
-    if tensors is not None:
-        policy.load_state_dict(dict(tensors))
-    return policy
+        raise IncompatibleCheckpointError(f"A checkpoint is incomplete: {folder / 'config.json'} is missing.")
+    return build_language_policy(dataclasses.replace(language, model=str(folder)), weights=False)
 
 
 class Speaking(Protocol):

@@ -165,7 +165,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
             divided: name of the policy that ranks train, in this run or in the one that wrote its checkpoint.
         """
         self.config, self.streams, self.learners, self._run_dir = config, list(streams), dict(learners), run_dir
-        self._divided = divided
+        self.divided = divided
         self.warm_start: LearnersStart = LearnersStart(list(self.learners.values()))
         self.starts = Starts(streams)
 
@@ -200,7 +200,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         return {key: part for name, own in self.learners.items() for key, part in prefixed(name, own.state_tensors()).items()}
 
     def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return prefixed(self._divided, state)
+        return prefixed(self.divided, state)
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
         for name, own in self.learners.items():

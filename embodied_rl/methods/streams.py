@@ -113,9 +113,9 @@ def domains_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def played_by(config: TrainConfig, player: str) -> tuple[str, ...]:
-    """The domains where a player of generation.mix plays: by default those of text but agent programs, which talk to the run's policy."""
+    """The domains where a player of generation.mix plays: by default those of text but agent programs, which talk to their policy."""
     chosen = config.generation.mix[player].domains
-    text = [name for name, domain in config.domains.items() if domain.policy is None and not is_program(domain.sim)]
+    text = [name for name, domain in config.domains.items() if config.speaks_in(name) and not is_program(domain.sim)]
     return tuple(name for name in config.domains if name in (chosen or text))
 
 

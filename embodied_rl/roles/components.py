@@ -144,7 +144,7 @@ def _around_worker(
         ranks = worker.ranks(own.hybrid)
         components = build_elsewhere(own, streams, run_dir, folder, base, worker.generator, ranks=ranks, starts=starts)
         undo.callback(end_ranks, components.method)
-        worker.take_policy(components.policy, {} if components.language is None else model_files(components.language))
+        worker.take_policy(components.policy, {name: model_files(one) for name, one in components.languages.items()})
         components = dataclasses.replace(components, method=worker.connect(components.method))
         undo.pop_all()
     return components

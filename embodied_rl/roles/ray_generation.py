@@ -50,19 +50,19 @@ class GenerationWorker:
 
         return outcome_of(build)
 
-    def begin_tokens(self, files: ModelFiles, name: str, kind: str) -> Outcome:
-        """Build the token backend `name` of a kind (`generation.backend`) for a model; (whether it `can_constrain`, and `can_free_memory`,
-        its device)."""
+    def begin_tokens(self, files: ModelFiles, policy: str, name: str, kind: str) -> Outcome:
+        """Build the token backend `name` of a kind (`generation.backend`) for a policy's model; (whether it `can_constrain`, and
+        `can_free_memory`, its device)."""
 
         def build() -> tuple[bool, bool, str]:
             _one_thread()
-            with self._acting.reading(files):
-                backend = self._acting.tokens(name, with_backend(self._acting.config, kind))
+            with self._acting.reading({policy: files}):
+                backend = self._acting.tokens(policy, name, with_backend(self._acting.config.of_policy(policy), kind))
             return backend.can_constrain, backend.can_free_memory, str(backend.device)
 
         return outcome_of(build)
 
-    def tokens(self, name: str, what: str, *arguments: object) -> Outcome:
+    def tokens(self, name: tuple[str, str], what: str, *arguments: object) -> Outcome:
         """What the method `what` of a token backend returns."""
         return outcome_of(lambda: _OF_TOKENS[what](self._acting.backends[name], *arguments))
 
@@ -100,9 +100,9 @@ class RayActing(WorkerActing):
         self._handles.append(generator)
         return generator, layout
 
-    def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
-        described = value_of(self._worker.begin_tokens.remote(dict(self.files), name, config.generation.backend), _ROLE)
-        backend = RayTokens(self._worker, name, *described)
+    def tokens(self, policy: str, name: str, config: TrainConfig) -> TokenBackend:
+        begun = self._worker.begin_tokens.remote(dict(self.models[policy]), policy, name, config.generation.backend)
+        backend = RayTokens(self._worker, (policy, name), *value_of(begun, _ROLE))
         self._handles.append(backend)
         return backend
 
@@ -146,7 +146,7 @@ class RayTokens(TokenBackend):
     can_free_memory: bool = False
     device: str = "cpu"
 
-    def __init__(self, worker: Actor, name: str, can_constrain: bool, can_free_memory: bool, device: str) -> None:
+    def __init__(self, worker: Actor, name: tuple[str, str], can_constrain: bool, can_free_memory: bool, device: str) -> None:
         self._worker, self._name = worker, name
         self.can_constrain, self.can_free_memory, self.device = can_constrain, can_free_memory, device
 

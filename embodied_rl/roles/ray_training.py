@@ -43,13 +43,13 @@ class TrainWorker:
     def __init__(
         self,
         config: TrainConfig,
-        model: ModelFiles,
+        models: Mapping[str, ModelFiles],
         specs: Sequence[dict[str, Any]],
         ranks: Sequence[Any] = (),
     ) -> None:
         """
         Args:
-            model: of a language policy; empty without one.
+            models: {policy: of a language policy}; empty without one.
             specs: of all streams (`RemoteWorker.specs`).
             ranks: the `RankWorker` of rank 1, 2, …
         """
@@ -69,7 +69,7 @@ class TrainWorker:
             # A model's files are read when this is over: an actor that is killed leaves nothing behind.
             with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder:
                 found = [SimSpec.from_dict(one) for one in specs]
-                self.policy, self.method = _learner(own, found, model, Path(folder), RayRanks(ranks))
+                self.policy, self.method = _learner(own, found, models, Path(folder), RayRanks(ranks))
 
         self._built = outcome_of(build)
 
@@ -140,10 +140,11 @@ class TrainedApart(Method[Any, Experience]):
         self._policy = worker.policy
         num_ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
         rank: Actor = ray.remote(RankWorker)
-        self._ranks = [rank.options(**cluster.options("train", number)).remote(worker.model) for number in range(1, num_ranks)]
+        model = worker.models.get(method.divided, {})
+        self._ranks = [rank.options(**cluster.options("train", number)).remote(model) for number in range(1, num_ranks)]
         actor: Actor = ray.remote(TrainWorker).options(**cluster.options("train"))
         specs = [spec.to_dict() for spec in worker.specs]
-        self._worker: Actor = actor.remote(config, worker.model, specs, self._ranks)
+        self._worker: Actor = actor.remote(config, worker.models, specs, self._ranks)
         try:
             first = self._worker.load.remote(_on_host(self._policy.state_dict()))
             ranks_s = 0.0 if config.hybrid.sharding is None else config.hybrid.sharding.start_timeout_s
@@ -290,14 +291,14 @@ def _end(actor: Actor) -> None:
 
 
 def _learner(
-    config: TrainConfig, specs: Sequence[SimSpec], model: ModelFiles, folder: Path, ranks: RankHost
+    config: TrainConfig, specs: Sequence[SimSpec], models: Mapping[str, ModelFiles], folder: Path, ranks: RankHost
 ) -> tuple[TrainedModule, Method]:
-    """(policy with random weights, method). `specs`: of all streams; `model`: of a language policy."""
-    language = None
-    if model:
-        write_model_files(model, folder)
-        language = blank_policy(config.language, folder)
-    parts = build_elsewhere(config, streams_elsewhere(config, specs), Path(config.run_dir), language=language, ranks=ranks)
+    """(policy with random weights, method). `specs`: of all streams; `models`: {policy: of a language policy}."""
+    languages = {}
+    for name, files in models.items():
+        write_model_files(files, folder / name)
+        languages[name] = blank_policy(config.of_policy(name).language, folder / name)
+    parts = build_elsewhere(config, streams_elsewhere(config, specs), Path(config.run_dir), languages=languages, ranks=ranks)
     return parts.policy, parts.method
 
 

@@ -70,8 +70,8 @@ class RemoteWorker(Simulators):
         """The worker has what never changes."""
         self.policy: TrainedModule | None = None
         """Whose weights `publish` sends; see `take_policy`."""
-        self.model: ModelFiles = {}
-        """Files of the language model, from which the worker builds it elsewhere (`language_player.model_files`); empty without one."""
+        self.models: Mapping[str, ModelFiles] = {}
+        """{policy: files of a language model}, from which the worker builds it elsewhere (`language_player.model_files`)."""
         self.starts: RemoteStarts | None = None
         """Of groups; those that workers play by are copies."""
         self._recorded: dict[str, str] = {}
@@ -95,16 +95,16 @@ class RemoteWorker(Simulators):
         """Of the simulators of every stream, in their order (`methods.streams`)."""
         self.generator = RemoteGenerator(self)
 
-    def take_policy(self, policy: TrainedModule, model: ModelFiles) -> None:
+    def take_policy(self, policy: TrainedModule, models: Mapping[str, ModelFiles]) -> None:
         """The policy that is trained: its weights are published from now on.
 
-        `model`: files of the language model, which the worker receives; empty where no policy speaks.
+        `models`: {policy: files of a language model}, which the worker receives; empty where no policy speaks.
 
         Raises UserError for a model that the worker's token backend cannot run.
         """
-        self.policy, self.model = policy, model
+        self.policy, self.models = policy, models
         try:
-            self._live().call("take_model", files=model)
+            self._live().call("take_models", models=models)
         except RoleLost as lost:
             self.replace(lost)
 
@@ -188,7 +188,7 @@ class RemoteWorker(Simulators):
             self._handle = self._start(self.config)
             self._worker_pids = self._handle.call("describe")["worker_pids"]
             if self.policy is not None:
-                self._handle.call("take_model", files=self.model)
+                self._handle.call("take_models", models=self.models)
                 if self.starts is not None and self.starts.wanted:
                     self._handle.call("load_starts", states=self.starts.now)
                 if self._recorded:

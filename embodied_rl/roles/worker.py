@@ -26,7 +26,14 @@ from embodied_rl.hybrid.residency import Residency
 from embodied_rl.learning.devices import compute_threads, resolve_device
 from embodied_rl.methods import training_sim
 from embodied_rl.methods.building import Acting, Playing, let_play
-from embodied_rl.methods.language_player import ModelFiles, blank_backend, blank_policy, read_model, write_model_files
+from embodied_rl.methods.language_player import (
+    ModelFiles,
+    ModelReader,
+    blank_backend,
+    blank_policy,
+    read_model,
+    write_model_files,
+)
 from embodied_rl.methods.starts import Starts, give_starts
 from embodied_rl.methods.streams import Stream, make_collector, make_queue, recordable_streams, simulators_of, start_recorders, streams_of
 from embodied_rl.methods.warm_start import play_script
@@ -94,20 +101,19 @@ class WorkerActing(Acting):
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.files: ModelFiles = {}
+        self.speaking: dict[str, ModelReader] = {}
+        self.models: Mapping[str, ModelFiles] = {}
         self.folder = Path()
 
     @contextlib.contextmanager
-    def reading(self, files: ModelFiles) -> Iterator[None]:
-        """Inside, the language model's files lie in a folder; none where there is none. All of them are read when this is over: a process
-        that is killed leaves nothing behind. Raises UserError where it is no model's folder."""
-        if not files:
-            yield
-            return
+    def reading(self, models: Mapping[str, ModelFiles]) -> Iterator[None]:
+        """Inside, the files of each language policy's model lie in a folder of its name. All of them are read when this is over: a process
+        that is killed leaves nothing behind. Raises UserError where one is no model's folder."""
         with tempfile.TemporaryDirectory(prefix="embodied_rl_model_") as name:
-            self.files, self.folder = files, Path(name)
-            write_model_files(files, self.folder)
-            self.speaking = read_model(self.config.language, self.folder)
+            self.models, self.folder = models, Path(name)
+            for policy, files in models.items():
+                write_model_files(files, self.folder / policy)
+                self.speaking[policy] = read_model(self.config.of_policy(policy).language, self.folder / policy)
             yield
 
     def on_hosts(self, stream: Stream, hosts_of: HostsOf) -> Generator:
@@ -125,9 +131,10 @@ class LoadedActing(WorkerActing):
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
         self.policies: dict[str, OwnPolicy] = {}
-        self.backends: dict[str, TokenBackend] = {}
-        self._merging: LanguagePolicy | None = None
-        """Holds what was loaded so far, where an adapter comes apart (the first time with its base model) and is merged here."""
+        self.backends: dict[tuple[str, str], TokenBackend] = {}
+        """{(policy, name): backend}"""
+        self._merging: dict[str, LanguagePolicy] = {}
+        """Hold what was loaded so far, where adapters come apart (the first time with their base model) and are merged here."""
 
     def policy(self, name: str, config: TrainConfig, spec: SimSpec) -> OwnPolicy:
         """The policy `name`, built for the first simulator that asks for it."""
@@ -142,20 +149,20 @@ class LoadedActing(WorkerActing):
     def on_hosts(self, stream: Stream, hosts_of: HostsOf) -> Generator:
         return self.policies[stream.policy].on_hosts(hosts_of)
 
-    def tokens(self, name: str, config: TrainConfig) -> TokenBackend:
+    def tokens(self, policy: str, name: str, config: TrainConfig) -> TokenBackend:
         """See `Acting.tokens`. Raises UserError as `blank_backend` does."""
         backend: TokenBackend
         if self.lease is not None:
-            backend = start_token_hosts(config, self.files, self.lease)
+            backend = start_token_hosts(config, self.models[policy], self.lease)
         else:
-            backend = blank_backend(config, self.folder, resolve_device(config.hybrid.device))
-        if config.hybrid.publish == "adapter" and self._merging is None:
-            self._merging = blank_policy(config.language, self.folder)
-        self.backends[name] = backend
+            backend = blank_backend(config, self.folder / policy, resolve_device(config.hybrid.device))
+        if config.hybrid.publish == "adapter" and policy not in self._merging:
+            self._merging[policy] = blank_policy(config.language, self.folder / policy)
+        self.backends[policy, name] = backend
         return backend
 
-    def weights_go_through(self, name: str, backend: TokenBackend) -> None:
-        self.backends[name] = backend
+    def weights_go_through(self, policy: str, name: str, backend: TokenBackend) -> None:
+        self.backends[policy, name] = backend
 
     def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """See `WorkerActing.load`: of a run with several policies their names stand before those of the tensors (`RunPolicies`)."""
@@ -163,10 +170,11 @@ class LoadedActing(WorkerActing):
             if name in self.policies:
                 self.policies[name].load(version, named)
             else:
-                if self._merging is not None:
-                    _take(self._merging, named)
-                for backend in self.backends.values():
-                    backend.load_weights(version, named if self._merging is None else self._merging.named_weights())
+                if (merging := self._merging.get(name)) is not None:
+                    _take(merging, named)
+                for (policy, _), backend in self.backends.items():
+                    if policy == name:
+                        backend.load_weights(version, named if merging is None else merging.named_weights())
 
 
 def _take(policy: TrainedModule, tensors: Iterable[tuple[str, Any]]) -> None:
@@ -228,7 +236,7 @@ class RolloutWorker:
                                  │ pump(): plays on between requests, as long as the queue has places: (max_staleness + 1) batches
     ```
     It begins before there is a model: a tiny model's tokenizer is made of what environments of text say, so that the trainer asks for
-    the `texts` first and then says what the model is (`take_model`). Its kinds of experience differ in only the collectors of its streams.
+    the `texts` first and then says what the model is (`take_models`). Its kinds of experience differ in only the collectors of its streams.
     """
 
     def __init__(
@@ -264,7 +272,7 @@ class RolloutWorker:
         self.recorders: list[TrainingRecorder] = []
         self._faults_logged = 0
         self.starts = Starts(())
-        """Of the streams, after `take_model`: copies of those beside the trainer."""
+        """Of the streams, after `take_models`: copies of those beside the trainer."""
         self._residency = Residency()
         """What is put aside while training."""
         self._pending: deque[tuple[int, Weights]] = deque()
@@ -274,8 +282,8 @@ class RolloutWorker:
 
     @property
     def collector(self) -> Collector:
-        """There is one after `take_model`."""
-        assert self._collector is not None, "take_model comes first"
+        """There is one after `take_models`."""
+        assert self._collector is not None, "take_models comes first"
         return self._collector
 
     def _start(self, config: TrainConfig, num_slots: int | None) -> Simulators:
@@ -303,15 +311,15 @@ class RolloutWorker:
         """First observations of a domain, which a tiny model's tokenizer must know; before any episode."""
         return self._stream(domain).manager.texts()
 
-    def take_model(self, files: ModelFiles) -> None:
+    def take_models(self, models: Mapping[str, ModelFiles]) -> None:
         """Begin to act. Once; weights come with `load`.
 
-        `files`: what the language model is; none where no policy speaks. Raises UserError: a backend or an agent cannot use the model.
+        `models`: {policy: what its language model is}; none where no policy speaks. Raises UserError: a backend or an agent cannot use one.
         """
-        assert self._collector is None, "a worker has one model"
+        assert self._collector is None, "a worker takes models once"
         config, first = self.config, self.streams[0]
         self.starts = give_starts(self.streams)
-        with self.acting.reading(files):
+        with self.acting.reading(models):
             if config.algorithm.groups is not None:
                 self.queue = make_queue(config, self.streams, self._share)
             self._playing = let_play(self.streams, self.acting, self.queue, Path(config.run_dir), self._hosted, self._share)
@@ -322,7 +330,7 @@ class RolloutWorker:
         self._collector.score_with(self.scorer)
 
     def record(self, run_dir: str, command: str) -> None:
-        """Write a share of the episodes down from now on, each of several workers into its own folder. Once, after `take_model`.
+        """Write a share of the episodes down from now on, each of several workers into its own folder. Once, after `take_models`.
 
         Raises UserError: see `start_recorders`.
         """
@@ -392,7 +400,7 @@ class RolloutWorker:
         """
         self._give_up_episodes()
         stream = self._stream(domain)
-        assert stream.generator is not None, "take_model comes first"
+        assert stream.generator is not None, "take_models comes first"
         manager = stream.manager if domain else self.manager
         return evaluate(manager, stream.generator, num_episodes, first_seed=first_seed, temperature=stream.temperature)
 
@@ -494,7 +502,7 @@ class RolloutWorker:
         return figures if self.lease is None else {**figures, **self.lease.figures()}
 
 
-_NAMES = ("describe", "texts", "take_model", "record", "load", "restart", "play", "demonstrate", "evaluate", "episodes", "take_up", "peek")
+_NAMES = ("describe", "texts", "take_models", "record", "load", "restart", "play", "demonstrate", "evaluate", "episodes", "take_up", "peek")
 _ASKED: dict[str, Callable[..., Any]] = {
     **{name: vars(RolloutWorker)[name] for name in _NAMES},
     "start_states": lambda worker: worker.start_states(),

@@ -42,7 +42,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(checkpoint: Checkpoint) -> LanguagePolicy:
     """As the trainer takes it up."""
-    policy = read_language_policy(checkpoint.config, checkpoint.path, base=base_of(checkpoint))
+    policy = read_language_policy(checkpoint.config, checkpoint.model_folder, base=base_of(checkpoint))
     load_policy(policy, checkpoint)
     return policy
 

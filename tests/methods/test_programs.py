@@ -137,15 +137,21 @@ def test_a_run_its_checkpoint_and_its_page(tmp_path: Path) -> None:
         evaluate_checkpoint(checkpoint, 1, policy="random")
 
 
-@pytest.mark.parametrize("placement", ["hybrid=local", pytest.param("hybrid=disaggregated", marks=pytest.mark.slow)])
-def test_programs_are_one_of_several_domains_here_and_elsewhere(tmp_path: Path, placement: str) -> None:
-    """Beside a game that the agent itself plays: one model answers both, and learns from both."""
+ITS_OWN = ", policy: {name: language, tiny: {hidden_size: 16, num_heads: 1, num_key_value_heads: 1, intermediate_size: 16}}"
+
+
+@pytest.mark.parametrize(
+    ("placement", "own"),
+    [("hybrid=local", ""), pytest.param("hybrid=disaggregated", "", marks=pytest.mark.slow), ("hybrid=disaggregated", ITS_OWN)],
+)
+def test_programs_are_one_of_several_domains_here_and_elsewhere(tmp_path: Path, placement: str, own: str) -> None:
+    """Beside a game that the agent itself plays: one model answers both, and learns from both; or programs have their own."""
     kwargs = f"tasks: '{AGENT / 'tasks.jsonl'}', command: ['{{python}}', '{PLAIN}'], mode: serve, reward: return, texts: [say one colour]"
     programs = f"{{name: agent_program, target: 'embodied_rl.sim.text.program:AgentProgram', kwargs: {{{kwargs}}}, num_slots: 2}}"
     lake = "{name: frozenlake, target: 'embodied_rl.sim.text.frozenlake:make', kwargs: {hints: true}, num_slots: 4, num_workers: 1}"
     words = [word for word in SMALL if not word.startswith(("experiment", "sim.", "algorithm.groups.groups_per_step"))]
     words += ["policy=language", "algorithm=grpo", "generation=tokens_torch", "video.enabled=no", "algorithm.groups.filters=[]", placement]
-    words += [f"domains.code={{sim: {programs}}}", f"domains.lake={{sim: {lake}, agent: {{actions: [up, down, left, right]}}}}"]
+    words += [f"domains.code={{sim: {programs}{own}}}", f"domains.lake={{sim: {lake}, agent: {{actions: [up, down, left, right]}}}}"]
     words += ["algorithm.groups.groups_per_step=4", "total_steps=20", "evaluation.num_episodes=2", "agent.max_new_tokens=4"]
     words += ["algorithm.minibatch_size=16", "hybrid.device=cpu", "hybrid.num_threads=1", f"run_dir={tmp_path / 'run'}"]
     folder = train(load_train_config(words))
@@ -153,6 +159,8 @@ def test_programs_are_one_of_several_domains_here_and_elsewhere(tmp_path: Path, 
     assert rows[-1]["domains/code/groups_consumed"] == rows[-1]["domains/lake/groups_consumed"] == 2 * len(rows)
     assert rows[-1]["domains/code/agent/turns_per_program"] >= 1
     assert rows[-1]["train/language/tokens"] > 0
+    assert ("train/code/tokens" in rows[-1]) == bool(own)
+    assert rows[-1].get("train/code/log_prob_difference", 0.0) == 0.0, "other weights answered"
     results = json.loads((folder / "results.json").read_text())
     assert {name: own["num_episodes"] for name, own in results["tasks"].items()} == {"code": 2, "lake": 2}
     assert (folder / "dialogues-code.html").is_file()

@@ -86,7 +86,7 @@ def rollouts_of(config: TrainConfig, num_rollouts: int, between: int, watch: boo
     player = RolloutWorker(config)
     found = []
     try:
-        player.take_model({})
+        player.take_models({})
         first, watched = weights_of(player), Watched(player) if watch else None
         player.load(0, iter(first))
         player.restart(0)
@@ -146,7 +146,7 @@ def test_domains_that_share_a_policy_share_its_copies(tmp_path: Path) -> None:
     words = [*groups, *domains, "hybrid.placement=multiplexed", "algorithm.groups.max_staleness=1"]
     player = RolloutWorker(configured(tmp_path, *words))
     try:
-        player.take_model({})
+        player.take_models({})
         weights, watched = weights_of(player), Watched(player)
         player.load(0, iter(weights))
         assert player.queue is not None
@@ -272,7 +272,7 @@ def test_two_gpus_act_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(workers, "plan_here", lambda config: HostPlan(2, 1, 2, devices=("cuda:0", "cuda:1")))
     player = RolloutWorker(configured(tmp_path / "run", *task(name, tmp_path, *SHARED, AHEAD, "hybrid.device=cuda")))
     try:
-        player.take_model({})
+        player.take_models({})
         weights, actors = weights_of(player), actors_of(player)
         player.load(0, iter(weights))
         player.restart(0)

@@ -56,7 +56,7 @@ def played(
     player = RolloutWorker(config)
     found: dict[tuple[int, int], Episode] = {}
     try:
-        player.take_model({})
+        player.take_models({})
         weights = weights_of(player)
         player.load(0, iter(weights))
         assert player.queue is not None
@@ -179,7 +179,7 @@ def test_what_the_hosts_do_not_have_room_for_waits(tmp_path: Path) -> None:
     config = configured(tmp_path, *GROUPS, "hybrid.placement={kind: multiplexed, num_hosts: 4, num_train_gpus: 3}", ONE_BEHIND)
     with pytest.warns(UserWarning, match="more than the"):
         player = RolloutWorker(config)
-    player.take_model({})
+    player.take_models({})
     try:
         weights = weights_of(player)
         player.load(0, iter(weights))
@@ -258,7 +258,7 @@ def rollouts_of(config: TrainConfig, num_rollouts: int, between: int) -> tuple[l
     worker = RolloutWorker(config)
     found, parked = [], []
     try:
-        worker.take_model({})
+        worker.take_models({})
         weights = weights_of(worker)
         worker.load(0, iter(weights))
         worker.restart(0)
@@ -402,7 +402,7 @@ def test_answers_that_move_keep_every_token(tmp_path: Path) -> None:
     try:
         policy = make_language_policy(config, player.manager, tmp_path, None)
         weights = dict(policy.named_weights())
-        player.take_model(model_files(policy))
+        player.take_models({"": model_files(policy)})
         player.load(0, weights.items())
         player.restart(0, player.queue.state_dict())
         hosts, turns = player.lease.multiplexers[0], []

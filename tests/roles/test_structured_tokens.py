@@ -95,8 +95,8 @@ def an_actor(config: TrainConfig, files: ModelFiles, weights: dict[str, torch.Te
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     worker = ray.remote(GenerationWorker).remote(config)
     acting = RayActing(config, worker)
-    acting.files = files
-    backend = acting.tokens("", config)
+    acting.models = {"": files}
+    backend = acting.tokens("", "", config)
     publisher = RayPublisher()
     acting.load(1, publisher.publish(weights.items())[0])
     yield backend
