@@ -53,7 +53,7 @@ IMPORTED = {
         "rich.table",
         "tests.composing",
     ),
-    "simulators": ("embodied_rl.sim.worker", "gymnasium"),
+    "simulators": ("embodied_rl.sim.worker", "embodied_rl.serving.environments.host", "gymnasium"),
     "maniskill": ("embodied_rl.sim.worker", "gymnasium", "embodied_rl.sim.robots.maniskill", "mani_skill.envs"),
 }
 ALONE = {**thread_variables(1), "PYTHONHASHSEED": "0"}
@@ -143,7 +143,7 @@ def start_forked_simulator(
     keeper: str, module: str, manager: int, *arguments: object, pass_fds: Sequence[int], environment: Mapping[str, str], output: IO[bytes]
 ) -> Fork | subprocess.Popen[bytes]:
     """The keeper of a simulator's process; one of its own where its libraries would read another environment."""
-    if module != "embodied_rl.sim.worker" or dict(environment) != ALONE:
+    if module not in IMPORTED["simulators"] or dict(environment) != ALONE:
         return start_module(keeper, module, manager, *arguments, pass_fds=pass_fds, environment=environment, output=output)
     _, parent = server(kind := _simulated.kind)
     words = [module, str(parent), *map(str, arguments)]  # it ends with what forked it: when this process ends

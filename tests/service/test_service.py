@@ -36,6 +36,8 @@ from embodied_rl.sim.snapshots import decode_state
 from tests.service.servers import SIMULATORS, served
 from tests.sim.runs import hangs
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
