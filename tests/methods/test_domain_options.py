@@ -50,8 +50,9 @@ def test_a_language_policy_has_a_critic_for_the_domains_that_want_one(tmp_path: 
     task = [*COMMON, *DOMAINS[:2], "domains.lake.algorithm.advantage=gae", "policy.value_head=linear", "total_steps=240"]
     task += ["algorithm.groups.groups_per_step=4", "checkpoint.every_steps=100", "checkpoint.keep_last=9"]
     whole = trained(tmp_path / "whole", *task)
-    rows = [row for row in curve(whole) if "train/loss" in row]
-    assert all(row["train/value_loss"] > 0 for row in rows)
+    losses = [row["train/language/value_loss"] for row in curve(whole) if "train/language/loss" in row]
+    assert len(losses) > 1
+    assert min(losses) > 0
     middle = sorted((whole / "checkpoints").glob("step_*"))[0]
     shutil.copytree(middle, tmp_path / "part" / "checkpoints" / middle.name)
     shutil.copy(whole / "metrics.jsonl", tmp_path / "part")

