@@ -255,5 +255,7 @@ class CloningLearner(StoredLearner[ClonedSteps]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        # A finished run that is resumed was given more steps, and with them more patience.
-        self._epochs, self._waited = int(state["epochs"]), 0 if state["finished"] else int(state["waited"])
+        self._epochs, self._waited, self.finished = int(state["epochs"]), int(state["waited"]), bool(state["finished"])
+
+    def go_on(self) -> None:
+        self.finished, self._waited = False, 0

@@ -127,6 +127,9 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
             self.steps[domain].add(rollout)
         return self.num_minibatches
 
+    def go_on(self) -> None:
+        """It was `finished`, and there is more to learn."""
+
     def update(self, prepared: int, *, iteration: int, steps: int) -> dict[str, float]:
         raise NotImplementedError
 
@@ -205,6 +208,12 @@ class StoredMethod(RolloutMethod):
         for learner in self._stored.values():
             learner.read()
         super().take_up(episodes)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.finished:  # a finished run that is resumed was given more steps, and with them more patience
+            for learner in self._stored.values():
+                learner.go_on()
 
     def metrics(self) -> dict[str, float]:
         learned = {key: value for learner in self._stored.values() for key, value in learner.metrics().items()}

@@ -63,6 +63,7 @@ AHEAD = (*APART, "algorithm.max_staleness=1", "checkpoint.within_episodes=true")
     ("method", "where"),
     [
         *(pytest.param(method, (), id=method) for method in METHODS),
+        pytest.param("bc", ("domains.arm.algorithm={learning_rate: 1.0, cloning: {patience: 2}}",), id="bc-one-is-through"),
         pytest.param("sac", APART, id="sac-apart"),
         pytest.param("dagger", APART, id="dagger-apart"),
         pytest.param("bc", APART, id="bc-apart"),
@@ -215,3 +216,19 @@ def test_domains_are_played_by_hosts_that_training_borrows(tmp_path: Path) -> No
     rows = curve(train(configured(tmp_path / "run", "sac", "hybrid=multiplexed", "algorithm.max_staleness=1")))
     assert [row["rollout/age_max"] for row in rows] == [0.0, *[1.0] * 4]
     assert {tuple(row[f"domains/{name}/steps"] for name in ("near", "far", "arm")) for row in rows} == {(6, 12, 6)}
+
+
+@pytest.mark.slow
+def test_every_policy_learns(tmp_path: Path) -> None:
+    """Random actions never get to the goal, some 40 steps away. Two domains share a policy, a third has its own."""
+    door = "sim: {name: key_door, target: 'embodied_rl.sim.robots.key_door:KeyDoor', task: KeyDoor, num_slots: 4, num_workers: 1}"
+    words = [
+        *("sim=key_door", "algorithm=bc", "algorithm.minibatch_size=64", "algorithm.learning_rate=3e-3", "algorithm.cloning.patience=40"),
+        *("algorithm.recorded.expert_episodes=8", "policy.hidden_sizes=[32,32]", "evaluation.num_episodes=20", "total_steps=3000"),
+        *(f"domains.one={{{door}}}", f"domains.two={{weight: 2, {door}}}"),
+        f"domains.three={{weight: 2, {door}, policy: {{name: actor_critic, hidden_sizes: [32, 32]}}}}",
+        *("video.enabled=no", "logger=quiet", "hybrid.num_threads=1", "hybrid.device=cpu", "stop_at_success=null"),
+    ]
+    run = train(load_train_config([*words, f"run_dir={tmp_path}"]))
+    tasks = json.loads((run / "results.json").read_text(encoding="utf-8"))["tasks"]
+    assert all(tasks[name]["success"] >= 0.9 for name in ("one", "two", "three"))
