@@ -85,7 +85,7 @@ def build_described(description: Mapping[str, Any], algorithm: AlgorithmConfig) 
     if isinstance(config, LanguageConfig):
         language = build_language_policy(config, weights=False)
         # Whether a model keeps packed sequences apart was tried with the real weights.
-        language.layout = description["layout"]
+        language.lay_out(description["layout"], description["apart"])
         return language
     policy = build_policy(config, SimSpec.from_dict(description["spec"]))
     if algorithm.off_policy is None:

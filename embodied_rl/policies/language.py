@@ -32,6 +32,7 @@ from embodied_rl.policies.model_folder import (
     load_model,
     text_config,
 )
+from embodied_rl.policies.packed_attention import by_sequence, packed_inputs
 from embodied_rl.policies.packing import Layout, Rows, TokenSequence, pack, plan_micro_batches
 from embodied_rl.policies.structures import Structures
 from embodied_rl.policies.vision_inputs import VisionInputs
@@ -78,7 +79,9 @@ class LanguagePolicy(TrainedModule):
         self.value_head = _make_value_head(config.value_head, int(text_config(self.hf_config).hidden_size))
         if config.gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.layout: Layout = self._choose_layout()
+        self.layout: Layout
+        self._apart: bool
+        self._choose_layout()
 
     @staticmethod
     def role_of(name: str) -> Role:
@@ -86,7 +89,7 @@ class LanguagePolicy(TrainedModule):
 
     def describe(self) -> dict[str, Any]:
         """See `TrainedModule.describe`. Whether a model keeps packed sequences apart was tried with the real weights."""
-        return {"policy": dataclasses.asdict(self.config), "layout": self.layout}
+        return {"policy": dataclasses.asdict(self.config), "layout": self.layout, "apart": self._apart}
 
     @property
     def base(self) -> PreTrainedModel:
@@ -220,12 +223,12 @@ class LanguagePolicy(TrainedModule):
                 logits = logits.masked_fill(excluded, float("-inf"))
         return logits
 
-    def _inputs(self, rows: Rows, sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
+    def _inputs(self, rows: Rows, sequences: Sequence[TokenSequence]) -> dict[str, Any]:
         images = [image for sequence in sequences for image in sequence.images]
         if images and self.vision is None:
             raise UserError(f"Model '{self.config.folder}' takes no images: it is a {self.hf_config.model_type} model, without vision.")
         position_ids = rows.position_ids
-        inputs: dict[str, Tensor] = {}
+        inputs: dict[str, Any] = {}
         if self.vision is not None:
             for sequence in sequences:
                 self.vision.check(sequence.token_ids, sequence.images)
@@ -237,7 +240,10 @@ class LanguagePolicy(TrainedModule):
             inputs["attention_mask"] = torch.from_numpy(rows.attention_mask)
         if images and self.vision is not None and self.vision.has_grids:
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.vision.image_token_id).int()
-        return {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        if rows.attention_mask is None and self._apart:
+            inputs |= packed_inputs([len(sequence) for sequence in sequences], self.device)
+        return inputs
 
     def _positions(self, rows: Rows, sequences: Sequence[TokenSequence]) -> np.ndarray:
         """[R, W] or [3, R, W] int64: the model's own positions of each sequence, put where its row has it."""
@@ -261,22 +267,35 @@ class LanguagePolicy(TrainedModule):
 
     # ---- layout -----------------------------------------------------------------------------------------------------
 
-    def _choose_layout(self) -> Layout:
-        if self.config.layout != "auto":
-            if self.config.layout == "packed" and (self.vision is not None or not self.keeps_packed_apart()):
-                kind = self.hf_config.model_type
-                raise UserError(
-                    f"policy.layout=packed: a {kind} model with attention '{self.config.attention}' does not keep packed sequences apart. "
-                    "Use policy.layout=auto or right."
-                )
-            return self.config.layout
-        return "packed" if self.vision is None and self.keeps_packed_apart() else "right"
+    def lay_out(self, layout: Layout, apart: bool) -> None:
+        """Use this layout. `apart`: attention of packed rows is computed for each sequence (`packed_attention`), not under a mask."""
+        self.layout, self._apart = layout, apart
+        if self.config.attention == "sdpa":
+            self.base.set_attn_implementation(by_sequence() if apart else "sdpa")
+
+    def _choose_layout(self) -> None:
+        wanted = self.config.layout
+        if wanted in ("right", "left") or (wanted == "auto" and self.vision is not None):
+            self.lay_out("left" if wanted == "left" else "right", apart=False)
+            return
+        for apart in (True, False) if self.config.attention == "sdpa" else (False,):
+            self.lay_out("packed", apart)
+            if self.vision is None and self.keeps_packed_apart():
+                return
+        if wanted == "packed":
+            kind = self.hf_config.model_type
+            raise UserError(
+                f"policy.layout=packed: a {kind} model with attention '{self.config.attention}' does not keep packed sequences apart. "
+                "Use policy.layout=auto or right."
+            )
+        self.lay_out("right", apart=False)
 
     @torch.no_grad()
     def keeps_packed_apart(self) -> bool:
         """Whether a packed sequence gets the same logits as an unpacked one; a test on six tokens.
 
-        Models and attention kernels differ in it: recurrent layers, for one, carry their state over the border.
+        Models and attention kernels differ in it: recurrent layers, for one, carry their state over the border, and some models make of a
+        mask what they please.
         """
         vocabulary = int(text_config(self.hf_config).vocab_size)
         first = torch.arange(3) % vocabulary
@@ -284,10 +303,16 @@ class LanguagePolicy(TrainedModule):
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
 
         def run(tokens: Tensor, position_ids: Tensor) -> Tensor:
-            return self.model(input_ids=tokens[None].to(self.device), position_ids=position_ids, use_cache=False).logits[0, -3:].float()
+            lengths = packed_inputs([3, 3], self.device) if self._apart and len(tokens) == 6 else {}
+            return self.model(tokens[None].to(self.device), position_ids=position_ids, use_cache=False, **lengths).logits[0, -3:].float()
 
-        packed, changed = run(torch.cat([first, second]), positions), run(torch.cat([other, second]), positions)
         single = run(second, positions[:, :3])
+        try:
+            packed, changed = run(torch.cat([first, second]), positions), run(torch.cat([other, second]), positions)
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            if not self._apart:
+                raise
+            return False  # a mask of its own, or no lengths wanted
         # The preceding sequence must not matter at all; against the unpacked sequence only rounding may differ.
         return bool(torch.equal(packed, changed)) and bool((packed - single).abs().max() <= 0.05 * single.std() + 1e-5)
 

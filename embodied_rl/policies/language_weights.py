@@ -120,7 +120,9 @@ def load_named_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
 def plain_copy(model: nn.Module) -> PreTrainedModel:
     """A transformers model without peft, with its own copy of the merged weights, in evaluation mode."""
     base = base_of(model)
-    copied = type(base)._from_config(base.config, attn_implementation=base.config._attn_implementation, dtype=base.dtype)
+    # A configuration of its own: a generator may want another attention, and would change the trained model's.
+    config = copy.deepcopy(base.config)
+    copied = type(base)._from_config(config, attn_implementation=config._attn_implementation, dtype=base.dtype)
     load_named_weights(copied, named_weights(model))
     return copied.eval().requires_grad_(False)
 

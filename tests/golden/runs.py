@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import shutil
 import sys
@@ -266,7 +267,7 @@ def main() -> None:
     names = sys.argv[1:] or [*RUNS, *RESUMED]
     for name in names:
         begun = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             found = hashes(run(name, Path(folder)), values=name not in BY_THE_CLOCK)
         table: dict[str, Any] = known()
         before = table.setdefault(machine(), {}).get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.policies.language import LanguagePolicy, TokenEvaluation, build_language_policy, token_statistics
+from embodied_rl.policies.packed_attention import packed_inputs
 from embodied_rl.policies.packing import Layout, TokenSequence
 from tests.policies.language_models import WINDOW, alone, load, make_model, random_sequences, tiny
 
@@ -196,10 +198,27 @@ def test_ids_beyond_the_vocabulary_are_refused(folders: dict[str, Path]) -> None
 def test_models_that_mix_packed_sequences_are_padded(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     # A recurrent layer carries its state over the border; here the border is taken away, which is the same to who looks.
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
+    monkeypatch.setattr("embodied_rl.policies.language.packed_inputs", lambda lengths, device: {})
     policy = build(folders["llama"])
     assert policy.layout == "right"
     with pytest.raises(UserError, match="does not keep packed sequences apart"):
         build(folders["llama"], layout="packed")
+
+
+@pytest.mark.parametrize("lost", ["lengths", "all"])
+def test_a_model_that_hands_no_lengths_down_keeps_sequences_apart_by_a_mask(
+    folders: dict[str, Path], lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their positions, from which transformers makes it."""
+    kept = ["attention_mask"] if lost == "lengths" else []
+
+    def some(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
+        return {name: value for name, value in packed_inputs(lengths, device).items() if name in kept}
+
+    monkeypatch.setattr("embodied_rl.policies.language.packed_inputs", some)
+    sequences, policy = random_sequences(1, LENGTHS), build(folders["llama"], layout="packed")
+    assert policy.base.config._attn_implementation == ("sdpa" if lost == "lengths" else "sdpa_by_sequence")
+    check(policy.evaluate(sequences), sequences, load(folders["llama"]))
 
 
 def test_recurrent_model_is_padded(tmp_path: Path) -> None:
