@@ -43,7 +43,9 @@ def fit_square(frame: np.ndarray, size: int) -> np.ndarray:
     scale = size / max(height, width)
     inner = max(1, round(width * scale)), max(1, round(height * scale))
     canvas = Image.new("RGB", (size, size))
-    canvas.paste(Image.fromarray(frame).resize(inner, Image.Resampling.LANCZOS), ((size - inner[0]) // 2, (size - inner[1]) // 2))
+    # Made smaller, it is averaged over what becomes a pixel either way, and this one takes less than half as long.
+    how = Image.Resampling.LANCZOS if scale > 1 else Image.Resampling.HAMMING
+    canvas.paste(Image.fromarray(frame).resize(inner, how), ((size - inner[0]) // 2, (size - inner[1]) // 2))
     return np.asarray(canvas).copy()
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -74,6 +75,35 @@ def play_by_hand(run_dir: Path, seeds: range) -> list[float]:
                 total, done = total + float(reward), terminated or truncated
             returns.append(total)
     return returns
+
+
+@pytest.mark.parametrize("command", ["evaluate", "record", "render"])
+def test_one_thread_acts_beside_the_simulators(cartpole: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in training; with torch's own number each action waits for threads that simulators keep from running."""
+    if command == "render":
+        pytest.importorskip("pygame")
+    from embodied_rl.commands import record, render
+    from embodied_rl.generation.torch_backend import TorchGenerator
+
+    found, send = set[int](), TorchGenerator.send
+
+    def noted(self: TorchGenerator, *given: Any) -> None:
+        found.add(torch.get_num_threads())
+        send(self, *given)
+
+    monkeypatch.setattr(TorchGenerator, "send", noted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        if command == "evaluate":
+            main([f"checkpoint={cartpole}", "num_episodes=2", f"output={tmp_path}/figures"])
+        elif command == "record":
+            record.main([f"checkpoint={cartpole}", "num_episodes=2", f"output={tmp_path}/recording"])
+        else:
+            render.main([f"checkpoint={cartpole}", "num_episodes=1", "size=64", f"output={tmp_path}/film"])
+        assert (found, torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_the_command_line_writes_every_episode_and_their_figures(reach: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -161,7 +162,18 @@ def evaluate_players(
         return Contestant(policy, make, own if policy == "checkpoint" else None)
 
     longest = max(checkpoint.config.policy.chunk_size for checkpoint, _ in players)
-    return play([contestant(*player) for player in players], wanted, num_episodes, seed=seed, chunk_size=longest)
+    with one_thread_acts(checkpoint.config.policy.name for checkpoint, policy in players if policy == "checkpoint"):
+        return play([contestant(*player) for player in players], wanted, num_episodes, seed=seed, chunk_size=longest)
+
+
+def one_thread_acts(policies: Iterable[str]) -> AbstractContextManager[None]:
+    """While policies of these kinds act: in one thread, as in training, since the other cores are the simulators'. Language models take
+    all cores: texts are stepped in no time."""
+    if not set(policies) - {"language"}:
+        return nullcontext()
+    from embodied_rl.learning.devices import compute_threads
+
+    return compute_threads(1)
 
 
 def is_own_task(checkpoint: Checkpoint, sim: SimConfig) -> bool:
@@ -519,7 +531,8 @@ def play_untrained(player: Untrained) -> EvaluationResult:
     torch.manual_seed(config.seed)
     with tempfile.TemporaryDirectory(prefix="embodied_rl_") as folder:
         contestant = Contestant(player.label, partial(_generator, player, Path(folder)), wanted.temperature)
-        (result,) = play([contestant], config.sim, wanted.num_episodes, seed=wanted.seed, chunk_size=config.policy.chunk_size)
+        with one_thread_acts([] if player.kind == "random" else [config.policy.name]):
+            (result,) = play([contestant], config.sim, wanted.num_episodes, seed=wanted.seed, chunk_size=config.policy.chunk_size)
     return result
 
 

@@ -140,7 +140,10 @@ def record(
         IncompatibleCheckpointError: the checkpoint does not fit the simulator.
         SimFault: the simulator failed and its configuration says to stop.
     """
+    from embodied_rl.commands.evaluate import one_thread_acts
+
     started, showing = time.perf_counter(), showing or Showing()
+    acting = [] if checkpoint is None or policy != "checkpoint" else [checkpoint.config.policy.name]
     target = (expert or expert_target(sim)) if policy == "expert" else None
     shown = instrumented(sim, expert=target, physics=showing.physics, image_size=showing.image_size, cameras=showing.cameras)
     videos = films_folder(folder) if video == "mp4" else None
@@ -154,7 +157,7 @@ def record(
         info = _info(spec, sim, who, plan, showing, command, checkpoint)
         films = None if videos is None else films_of(manager.spec, videos)
         writing = RecordingWriter(folder, info, video=video, resume=resume, gather_s=GATHER_S)
-        with writing as writer, keep_films(films.folder) if films else nullcontext():
+        with writing as writer, keep_films(films.folder) if films else nullcontext(), one_thread_acts(acting):
             result = _play(manager, player, writer, plan, num_groups=min(sim.num_groups, slots), films=films)
     return Recorded(folder, spec, result, time.perf_counter() - started)
 

@@ -138,9 +138,12 @@ def film_players(
         UserError: the task or this machine cannot render, or the files cannot be written.
         IncompatibleCheckpointError: a checkpoint does not fit the simulator.
     """
+    from embodied_rl.commands.evaluate import one_thread_acts
+
     wanted = players[0][0].config.sim if sim is None else sim
     try:
-        spec, rows = _play(players, wanted, film)
+        with one_thread_acts(checkpoint.config.policy.name for checkpoint, policy in players if policy == "checkpoint"):
+            spec, rows = _play(players, wanted, film)
     except SimFault as error:
         # Graphics drivers end a process in ways that raise no exception.
         raise UserError(
