@@ -53,12 +53,25 @@ def attention_by_sequence(
         attention: transformers' own, of one sequence or of padded rows.
         sequence_lengths: of the sequences that stand behind one another in T tokens; None: `attention_mask` counts.
         sliding_window: so many tokens, itself among them, are seen by each; `attention_mask` has it where it counts.
+
+    Raises:
+        ValueError: the layer sees less of its sequence than all before a token, and only a mask would say how much.
     """
     if sequence_lengths is None:
         return attention(module, query, key, value, attention_mask, **options)
+    if sliding_window is None and _is_limited(module):
+        raise ValueError("this layer's window is in its mask alone")
     of_each = zip(*(part.split(sequence_lengths, dim=2) for part in (query, key, value)), strict=True)
     found = [attention(module, *parts, _window(parts[0], sliding_window), **options)[0] for parts in of_each]
     return torch.cat(found, dim=1), None
+
+
+def _is_limited(module: nn.Module) -> bool:
+    """Whether a layer of a transformers model sees less than all that is before a token."""
+    config = getattr(module, "config", None)
+    if kinds := getattr(config, "layer_types", None):
+        return bool(kinds[module.layer_idx] != "full_attention")
+    return getattr(config, "sliding_window", None) is not None
 
 
 def _window(query: Tensor, tokens: int | None) -> Tensor | None:

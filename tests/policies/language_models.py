@@ -43,6 +43,17 @@ def configs(vocab_size: int) -> dict[str, Any]:
             **sizes, use_sliding_window=True, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"]
         ),
         "mistral_sliding": transformers.MistralConfig(**sizes, sliding_window=WINDOW),
+        # Its layers have the window in their masks alone.
+        "qwen2_moe_sliding": transformers.Qwen2MoeConfig(
+            **sizes,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            max_window_layers=1,
+            num_experts=2,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        ),
         # Learned positions, and dropout of 0.1 unless it is switched off.
         "gpt2": transformers.GPT2Config(
             vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.2, bos_token_id=2, eos_token_id=2

@@ -17,7 +17,7 @@ from embodied_rl.policies.packed_attention import packed_inputs
 from embodied_rl.policies.packing import Layout, TokenSequence
 from tests.policies.language_models import WINDOW, alone, load, make_model, random_sequences, tiny
 
-KINDS = ("llama", "llama_tied", "qwen3", "qwen2_sliding", "mistral_sliding", "gpt2")
+KINDS = ("llama", "llama_tied", "qwen3", "qwen2_sliding", "mistral_sliding", "qwen2_moe_sliding", "gpt2")
 LENGTHS = ((4, 9), (1, 3), (12, 1), (2, 14), (7, 7))
 """(prompt, sampled): rows of very different lengths, one of a single prompt token, most longer than a sliding window."""
 TOLERANCE = 5e-5
