@@ -58,8 +58,9 @@ class RunFolder:
             try:
                 yield
             finally:
-                if _DEFAULT_NAME.match(self.path.name) and os.listdir(self.path) == [_LOCK]:
-                    (self.path / _LOCK).unlink()
+                lock = self.path / _LOCK
+                if _DEFAULT_NAME.match(self.path.name) and list(self.path.glob("*")) == [lock]:  # the user may have removed the folder
+                    lock.unlink()
                     self.path.rmdir()
 
 

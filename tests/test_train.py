@@ -21,6 +21,7 @@ from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.reporting import too_short
+from embodied_rl.run_folder import find_run_folder
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.forks import run_forked, start_forked
@@ -325,6 +326,13 @@ def test_a_run_that_is_refused_leaves_no_folder_of_a_default_name(tmp_path: Path
         with pytest.raises(UserError, match="Type: policy=mlp"):
             train(load_train_config([*PENDULUM, "policy=cnn", f"run_dir={tmp_path}/{name}"]))
         assert (tmp_path / name).exists() == (holds or name == "mine")
+
+
+def test_a_run_whose_folder_was_removed_ends_with_its_own_error(tmp_path: Path) -> None:
+    config = load_train_config([*PENDULUM, f"run_dir={tmp_path}/20260101-120000-seed1"])
+    folder = find_run_folder(config, [])
+    with folder.claimed():  # whose end raises nothing
+        shutil.rmtree(folder.path)
 
 
 def test_more_workers_than_cores_is_a_warning(tmp_path: Path) -> None:
