@@ -16,6 +16,7 @@ from torch import Tensor
 
 from embodied_rl.config import TrainConfig
 from embodied_rl.episodes.dataset import EpisodeDataset
+from embodied_rl.errors import UserError
 from embodied_rl.learning.recorded import read_statistics
 from embodied_rl.methods.base import Experience
 from embodied_rl.methods.demonstrations import Demonstrations
@@ -86,6 +87,12 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
         self.config, self.policy, self.steps = config, policy, dict(steps)
         self.has_statistics = False
         """Whether the normalisation of observations stays as it is."""
+        size = config.algorithm.minibatch_size
+        if without := [domain for domain, rows in self.rows(size).items() if not rows]:
+            raise UserError(
+                f"algorithm.minibatch_size={size} has no row of domains.{without[0]}, whose weight={self.steps[without[0]].weight:g} is of "
+                f"{self.weight:g}: nothing would be learned from it. Set a larger minibatch_size, or weights that differ less."
+            )
 
     @property
     def weight(self) -> float:
@@ -145,10 +152,12 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
         return {**self.learner.state_tensors(), **named}
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        kept = {name: part.numpy() for name, part in state.items() if name.rpartition("/")[2].startswith(_KEPT)}
-        for domain, steps in self.steps.items():
-            steps.load_state_arrays(of_name(self._place(domain), kept))
-        self.learner.load_state_tensors({name: part for name, part in state.items() if name not in kept})
+        left = dict(state)
+        for place, steps in ((self._place(domain), steps) for domain, steps in self.steps.items()):
+            begins = tuple(prefixed(place, dict.fromkeys(_KEPT)))
+            own = {name: left.pop(name).numpy() for name in state if name.startswith(begins)}
+            steps.load_state_arrays(of_name(place, own))
+        self.learner.load_state_tensors(left)
 
     def state_dict(self) -> dict[str, Any]:
         states = {domain: steps.state_dict() for domain, steps in self.steps.items()}

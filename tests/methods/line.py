@@ -26,6 +26,24 @@ class Line(gymnasium.Env):
         return np.array([self._x], np.float32), float(success), success, self._steps >= 30, {"success": success}
 
 
+class Named(gymnasium.Env):
+    """The same, and what is seen has a name with a slash, as what is composed of parts may."""
+
+    observation_space = gymnasium.spaces.Dict({"arm/place": Line.observation_space})
+    action_space = Line.action_space
+
+    def __init__(self) -> None:
+        self._line = Line()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        place, info = self._line.reset(seed=seed, options=options)
+        return {"arm/place": place}, info
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        place, *rest = self._line.step(action)
+        return {"arm/place": place}, *rest
+
+
 class Lazy:
     """Drifts to the left, without looking: three of five actions are uniform in [-1, 0], the others in [0, 1]."""
 
@@ -43,4 +61,5 @@ class Wave:
     """Answers by what it sees alone."""
 
     def __call__(self, observation: dict[str, np.ndarray]) -> np.ndarray:
-        return np.sin(10.0 * observation["state"][:1]).astype(np.float32)
+        (seen,) = observation.values()
+        return np.sin(10.0 * seen[:1]).astype(np.float32)

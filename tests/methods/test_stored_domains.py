@@ -16,6 +16,7 @@ from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import load_sim_config
+from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.record import record
 from embodied_rl.rollout.recording import RecordingPlan
@@ -101,6 +102,29 @@ def test_a_run_is_resumed_to_the_bit(tmp_path: Path, method: str, where: tuple[s
         played = evaluate_checkpoint(domain_part(ended, domain), 2).episodes
         told = [(episode["return"], episode["length"]) for episode in results["episodes"] if episode["task"] == domain]
         assert [(episode.episode_return, episode.length) for episode in played] == told, "the run's own evaluation, again"
+
+
+@pytest.mark.parametrize("method", ["sac", "dagger"])
+@pytest.mark.parametrize("domains", [[], DOMAINS], ids=["one", "three"])
+def test_an_observation_may_have_a_slash_in_its_name(tmp_path: Path, method: str, domains: list[str]) -> None:
+    """As the names of a domain's tensors have before them."""
+    named = [word.replace("methods.line:Line", "methods.line:Named") for word in (*COMMON, *domains)]
+    words = [*METHODS[method], *named, "policy.observation_key=arm/place", f"run_dir={tmp_path}"]
+    words = [word.replace("{name: actor_critic", "{name: actor_critic, observation_key: state") for word in words]
+    config = load_train_config(words)
+    train(config)
+    half = load_checkpoint(tmp_path)
+    with Trainer(replace(config, total_steps=2 * config.total_steps), tmp_path, command="test", checkpoint=half) as trainer:
+        kept, again = half.learner, trainer.method.state_tensors()
+    assert any(name.endswith("observation.arm/place") for name in kept)
+    assert kept.keys() >= again.keys()
+    assert all(torch.equal(kept[name], part) for name, part in again.items())
+
+
+def test_a_domain_without_a_row_of_a_minibatch_is_refused(tmp_path: Path) -> None:
+    config = configured(tmp_path, "sac", "domains.far.weight=100")
+    with pytest.raises(UserError, match=r"minibatch_size=30 has no row of domains\.near, whose weight=1 is of 101"):
+        Trainer(config, tmp_path, command="test")
 
 
 @pytest.fixture(scope="module")
