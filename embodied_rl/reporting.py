@@ -210,7 +210,7 @@ def parts_text(config: TrainConfig, spec: SimSpec, *, num_parameters: int, devic
     policy = f"policy {config.policy.name} with {num_parameters:,} parameters on {device}"
     text = f"{spec.task}: {policy}; action {show_action(spec)}; {num_slots} slots over {workers}."
     unheard = config.stop_at_success is not None and not spec.reports_success
-    return f"{text} The task reports no success: stop_at_success has no say." if unheard else text
+    return f"{text} The task reports no success: stop_at_success has no effect." if unheard else text
 
 
 def sweep_table(folders: Sequence[Path]) -> str:

@@ -166,7 +166,7 @@ class Trainer:
                 with self.engine.generation(), span("generation", "collect", iteration=self.iteration), self._stopper.stoppable():
                     experience = self.method.collect(self.iteration)
                 with self.engine.training(), span("training", "update", iteration=self.iteration):
-                    tell(0, f"iteration {self.iteration + 1}: updating{'' if self._iteration_s else ', the first time compiles kernels'}")
+                    tell(0, f"iteration {self.iteration + 1}: updating{'' if self._iteration_s else ' (compiles kernels first)'}")
                     prepared = self.method.prepare(experience)
                     stats = self.method.update(prepared, iteration=self.iteration, steps=self.steps)
                     if experience.observation:

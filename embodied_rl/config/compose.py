@@ -275,7 +275,7 @@ def add_resolvers() -> None:
 
 
 def distribution(*, _root_: Mapping[str, Any]) -> str:
-    """Of continuous actions, where the user names none: bounded by itself for SAC, which can do with no other."""
+    """The default for continuous actions: SAC needs bounded ones."""
     learns = (_root_.get("algorithm") or {}).get("off_policy") or {}
     return "squashed" if learns.get("update") == "sac" else "gaussian"
 

@@ -483,10 +483,6 @@ class EpisodeDataset:
             for part in np.array_split(order, -(-len(order) // size)):
                 yield table.gather(part)
 
-    def num_minibatches(self, size: int) -> int:
-        """Of an epoch, as long as everything fits and units are steps; about so many otherwise."""
-        return -(-self.num_steps // size)
-
     def observations(self) -> Iterator[Observation]:
         """{key: [n, ...]} what was seen before each unit, every one once: for normalisation statistics."""
         for index in range(self._num_windows(0)):

@@ -174,7 +174,7 @@ class HostedGenerator(WrappedGenerator):
 
 @torch.inference_mode()
 def _begun(module: Policy, observation: Observation, noise: np.ndarray | None) -> ActionOutput:
-    """What a GPU may still be at."""
+    """Its values may still be on their way: a GPU is not waited for."""
     of = next(module.parameters())
     with torch.cuda.device_of(of):  # kernels and graphs of its own begin there too
         tensors = {key: part.to(of.device) for key, part in prepare_observation(module, observation).items()}

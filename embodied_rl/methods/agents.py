@@ -59,7 +59,7 @@ class TokenLearner(PolicyLearner):
         sampling: Collection[str],
         ranks: RankHost | None = None,
     ) -> None:
-        """`config`: of the update; `configs`: {domain: its own}; `sampling`: kinds of the backends that what is learned from comes from."""
+        """`config`: of the update; `configs`: {domain: its own}; `sampling`: kinds of backends whose samples are learned from."""
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
         self.config, self.policy = config, policy

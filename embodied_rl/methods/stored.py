@@ -229,7 +229,7 @@ class StoredMethod(RolloutMethod):
         return {**learned, **super().metrics()}
 
     def _draw(self, iteration: int) -> None:
-        """Say how the rollouts from this one on are acted in."""
+        """Set how the policies act from this rollout on."""
         if self.config.algorithm.plays:
             for learner in self._stored.values():
                 for domain in learner.steps:
