@@ -207,7 +207,8 @@ class StoredMethod(RolloutMethod):
         return Experience(sum(number * self._stored[name].num_rounds for name, number in given.items()), [], {}, given)
 
     def prepare(self, experience: Experience[dict[str, Any]]) -> dict[str, Any]:
-        return super().prepare(experience) if self.config.algorithm.plays else experience.data
+        given = super().prepare(experience) if self.config.algorithm.plays else experience.data
+        return {name: steps for name, steps in given.items() if not self._stored[name].finished}
 
     def begin(self, iteration: int) -> None:
         self._draw(iteration)

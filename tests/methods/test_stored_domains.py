@@ -121,6 +121,18 @@ def test_an_observation_may_have_a_slash_in_its_name(tmp_path: Path, method: str
     assert all(torch.equal(kept[name], part) for name, part in again.items())
 
 
+def test_a_policy_of_dagger_that_is_through_learns_no_more(tmp_path: Path) -> None:
+    """Its validation loss rose; the other goes on, and what both play is kept."""
+    one = "domains.arm.algorithm={learning_rate: 1.0, cloning: {patience: 1}}"
+    rows = curve(train(configured(tmp_path, "dagger", one, "total_steps=140")))
+    through = next(index for index, row in enumerate(rows) if "train/arm/epochs" not in row)
+    assert not any(name.startswith("train/arm/") for row in rows[through:] for name in row)
+    assert [row["train/shared/epochs"] for row in rows] == [2.0 * count for count in range(1, len(rows) + 1)]
+    labels = [row["domains/arm/data/labels"] for row in rows]
+    assert all(after - before == 6 for before, after in zip(labels[through:], labels[through + 1 :], strict=False))
+    assert len(rows) - through > 2
+
+
 def test_a_domain_without_a_row_of_a_minibatch_is_refused(tmp_path: Path) -> None:
     config = configured(tmp_path, "sac", "domains.far.weight=100")
     with pytest.raises(UserError, match=r"minibatch_size=30 has no row of domains\.near, whose weight=1 is of 101"):
