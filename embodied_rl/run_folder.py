@@ -113,7 +113,7 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
 
 def replaced_keys(overrides: Sequence[str]) -> list[list[str]]:
     """The keys, part by part, whose values the command line puts in place of a checkpoint's."""
-    paths = [override.split("=", 1)[0].lstrip("+~").split(".") for override in overrides]
+    paths = [override.split("=", 1)[0].lstrip("+~").rpartition("@")[2].split(".") for override in overrides]  # sim@domains.arm.sim
     return [path for path in paths if path[0] not in ("experiment", "protocol", "resume", "run_dir", "trust", "hydra")]
 
 
