@@ -110,8 +110,8 @@ EXAMPLES = (
     # several domains
     (
         "domains_of_two_kinds",
-        f"{CARTPOLE} algorithm=dagger {POLE[:-1]},algorithm:{{cloning:{{dagger:false}}}}}}",
-        "domains.pole.algorithm learns from another kind of steps (consumed, kept or recorded) than the run's algorithm=dagger",
+        f"{GROUPS} {POLE} +algorithm@domains.pole.algorithm=bc",
+        "domains.pole.algorithm learns from single steps, and algorithm=grpo from whole episodes, of which all domains fill one queue",
     ),
     ("domains_recording", f"{DOMAINS} recording=[x]", "recording=x holds episodes of one task, and a run with several domains has many"),
     ("robot_player", f"{DOMAINS} domains.pole.algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),

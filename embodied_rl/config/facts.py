@@ -223,16 +223,9 @@ class Run:
         return self.config.decisions_per_iteration + self.beside
 
     @property
-    def learns_by(self) -> tuple[str, ...]:
-        """What kinds of experience the method learns from."""
-        own = self.algorithm
-        kept = () if own.on_policy else ("cloning" if own.cloning is not None else "off_policy",)
-        return (*kept, *(("played",) if own.plays else ()))
-
-    @property
-    def odd_one(self) -> str | None:
-        """The first domain that learns by another kind of method than the run."""
-        return next((task.domain for task in self.tasks if task.learns_by != self.learns_by), None)
+    def keeping(self) -> str | None:
+        """The first domain whose policy learns from steps that it keeps."""
+        return next((name for name, own in self.config.algorithms.items() if name and not own.on_policy), None)
 
     @property
     def texts(self) -> list[str]:

@@ -366,9 +366,9 @@ OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_DIVERGENCE, *_OFF_POLICY, *_PR
 _DOMAINS = (
     Rule(
         "domains_of_two_kinds",
-        lambda run: run.odd_one is not None,
-        "domains.{run.odd_one}.algorithm learns from another kind of steps (consumed, kept or recorded) than the run's algorithm="
-        "{algorithm.name}, and all domains share its loop: leave cloning, cloning.dagger, off_policy and off_policy.fresh to the run.",
+        _with_groups(lambda run, groups: run.keeping),
+        "domains.{run.keeping}.algorithm learns from single steps, and algorithm={algorithm.name} from whole episodes, of which all "
+        "domains fill one queue. The nearest possible: algorithm=ppo, beside which a robot may learn by any method.",
     ),
     Rule(
         "domains_recording",
@@ -438,7 +438,7 @@ _REWARDS = (
 _STALENESS = (
     Rule(
         "stale_recordings",
-        lambda run: run.algorithm.max_staleness > 0 and not run.algorithm.plays,
+        lambda run: run.algorithm.max_staleness > 0 and not run.config.plays,
         "algorithm.max_staleness={algorithm.max_staleness} plays on while training, and algorithm={algorithm.name} plays nothing: its "
         "steps were recorded. Set it to 0.",
     ),
@@ -498,7 +498,7 @@ _APART = (
     ),
     Rule(
         "recordings_multiplexed",
-        lambda run: run.kind == "multiplexed" and not run.algorithm.plays,
+        lambda run: run.kind == "multiplexed" and not run.config.plays,
         "hybrid.placement=multiplexed lends devices of what plays to training, and algorithm={algorithm.name} learns from recordings: "
         f"nothing plays until it is evaluated. {_COLLOCATED}",
     ),

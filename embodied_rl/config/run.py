@@ -6,6 +6,7 @@ import dataclasses
 import fractions
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from embodied_rl.bounds import (
@@ -124,15 +125,15 @@ class DomainConfig(Config, place="domains.…"):
     sim: SimConfig
     """Its simulator: ``/sim@domains.NAME.sim: frozenlake`` in an experiment's defaults."""
     weight: Positive = 1.0
-    """Its share, against the other domains', of the groups, or without them of an iteration's environment steps; where nothing is played,
-    of its gradient steps."""
+    """Its share, against the other domains', of the groups, or without them of an iteration's environment steps, but for domains with their
+    own algorithm.rollout_steps; of domains that play nothing, of their gradient steps."""
     policy: AnyPolicyConfig | None = None
     """Its own policy, ``/policy@domains.NAME.policy: mlp``; null: the run's, which all such domains share."""
     agent: dict[str, Any] = field(default_factory=dict)
     """In place of the run's `agent`."""
     algorithm: dict[str, Any] = field(default_factory=dict)
-    """In place of the run's `algorithm`; of a domain that shares the run's policy: only advantage, advantage_options, gamma, gae_lambda,
-    reward and warm_start. groups, rollout_steps and max_staleness are the run's."""
+    """In place of the run's `algorithm`; with a `name` all of it (``/algorithm@domains.NAME.algorithm: bc``). groups and max_staleness are
+    the run's. Of a domain that shares the run's policy: only advantage, advantage_options, gamma, gae_lambda, reward and warm_start."""
     backend: Literal["tokens_torch", "vllm"] | None = None
     """Where its tokens are sampled; null: the run's generation.backend."""
     recording: tuple[str, ...] = ()
@@ -140,7 +141,7 @@ class DomainConfig(Config, place="domains.…"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("groups", "rollout_steps", "max_staleness"):
+        for key in ("groups", "max_staleness"):
             require(key not in self.algorithm, "domains.….algorithm", f"without {key}: all domains share the run's", key)
         if self.policy is None:
             unknown = sorted(set(self.algorithm) - set(CREDIT_KEYS))
@@ -358,8 +359,27 @@ class TrainConfig(Config):
         """The run's agent and algorithm with what the domain has in their place."""
         domain = self.domains[name]
         agent = build(AgentConfig, merged(dataclasses.asdict(self.agent), domain.agent), f"domains.{name}.agent")
-        algorithm = build(AlgorithmConfig, merged(dataclasses.asdict(self.algorithm), domain.algorithm), f"domains.{name}.algorithm")
-        return agent, algorithm
+        shared = dataclasses.asdict(self.algorithm)
+        if "name" in domain.algorithm:
+            shared = {key: shared[key] for key in ("groups", "rollout_steps", "max_staleness")}
+        if domain.algorithm.get("cloning") or domain.algorithm.get("off_policy"):
+            shared["groups"] = None  # beside those of a run a rule refuses it
+        return agent, build(AlgorithmConfig, merged(shared, domain.algorithm), f"domains.{name}.algorithm")
+
+    @cached_property
+    def algorithms(self) -> dict[str, AlgorithmConfig]:
+        """{domain: by what its policy learns}; the only one of a run has no name."""
+        return {name: self._own_parts(name)[1] for name in self.domains} or {"": self.algorithm}
+
+    @property
+    def plays(self) -> bool:
+        """Whether anything is played to be learned from, in any domain."""
+        return any(own.plays for own in self.algorithms.values())
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether any policy learns from steps that it keeps, recorded or played."""
+        return not all(own.on_policy for own in self.algorithms.values())
 
     def for_domain(self, name: str) -> TrainConfig:
         """The configuration of a run of only this domain, with the domain's overrides; this one for the empty name of a run's only domain.
@@ -378,7 +398,7 @@ class TrainConfig(Config):
         total_steps = self.total_steps
         if self.algorithm.groups is None:
             algorithm = dataclasses.replace(algorithm, rollout_steps=self._rollout_steps(name))
-        if self.algorithm.groups is None and self.algorithm.on_policy:
+        if self.algorithm.groups is None and algorithm.on_policy:
             # As many iterations as the run has; of steps that are kept the run's own count.
             total_steps = self.num_iterations * self._steps_at_once[name] * algorithm.rollout_steps
         return dataclasses.replace(
@@ -428,13 +448,16 @@ class TrainConfig(Config):
 
     @property
     def _steps_at_once(self) -> dict[str, int]:
-        """{domain: environment steps of one decision in all of its slots}"""
-        policies = {name: self.policy if domain.policy is None else domain.policy for name, domain in self.domains.items()}
-        return {name: domain.sim.num_slots * policies[name].chunk_size for name, domain in self.domains.items()}
+        """{domain that plays: environment steps of one decision in all of its slots}; of a run that plays nothing all domains."""
+        played = {name: self.domains[name] for name, own in self.algorithms.items() if own.plays or not self.plays}
+        return {name: one.sim.num_slots * (one.policy or self.policy).chunk_size for name, one in played.items()}
 
     def _rollout_steps(self, name: str) -> int:
-        """Of each slot in a domain: the environment steps that `rollout_steps` would be in all domains, divided by weight."""
-        weights, steps = {name: fractions.Fraction(domain.weight) for name, domain in self.domains.items()}, self._steps_at_once
+        """Of each slot in a domain: its own; else the environment steps that the run's would be in all such domains, divided by weight."""
+        steps = {key: number for key, number in self._steps_at_once.items() if "rollout_steps" not in self.domains[key].algorithm}
+        if name not in steps:
+            return self.algorithms[name].rollout_steps
+        weights = {key: fractions.Fraction(self.domains[key].weight) for key in steps}
         share = weights[name] / sum(weights.values()) * sum(steps.values())
         return max(1, round(self.algorithm.rollout_steps * share / steps[name]))
 

@@ -396,8 +396,7 @@ def _learning(
 ) -> RunComponents:
     learners: dict[str, PolicyLearner] = {}
     stored: dict[str, StoredLearner[Any]] = {}
-    algorithm = config.algorithm
-    of_rollouts = algorithm.groups is None
+    of_rollouts = config.algorithm.groups is None
     learn: Callable[..., PolicyLearner] = RolloutLearner if of_rollouts else EpisodeLearner
     divided = _divided(policies, languages)
     for name, policy in policies.items():
@@ -407,10 +406,10 @@ def _learning(
         of_update = config if name in ("", LANGUAGE, SHARED) else own[0].config
         of_update = of_update if name == divided else _whole(of_update)
         if name not in languages:
-            if algorithm.on_policy:
+            if of_update.algorithm.on_policy:
                 learners[name] = learn(of_update, configs, policy, ranks)
             else:
-                keep = CriticLearner if algorithm.cloning is None else CloningLearner
+                keep = CriticLearner if of_update.algorithm.cloning is None else CloningLearner
                 stored[name] = learners[name] = keep(of_update, own, policy, run_dir, ranks)
             continue
         sampling = {(stream.other or stream.config.generation).backend for stream in streams if stream.trained and stream.policy == name}
@@ -425,7 +424,7 @@ def _learning(
         method: StreamsMethod = GroupMethod(config, streams, learners, run_dir, queue, divided=divided)
     else:
         method = rollouts = (
-            StoredMethod(config, streams, stored, run_dir, divided=divided)
+            StoredMethod(config, streams, learners, stored, run_dir, divided=divided)
             if stored
             else RolloutMethod(config, streams, learners, run_dir, divided=divided)
         )

@@ -166,6 +166,8 @@ class CloningLearner(StoredLearner[ClonedSteps]):
     expert is asked where a chunk begins, and answers for its first step: what it would do next depends on that one.
     """
 
+    first = 1
+
     def __init__(self, config: TrainConfig, streams: Sequence[Stream], policy: Policy, run_dir: Path, ranks: RankHost | None) -> None:
         cloning = config.algorithm.cloning
         assert cloning is not None, "the configuration was checked"
@@ -187,7 +189,7 @@ class CloningLearner(StoredLearner[ClonedSteps]):
         return -(-sum(steps.num_steps for steps in self.steps.values()) // self.config.algorithm.minibatch_size)
 
     def way(self, iteration: int) -> dict[str, Any]:
-        return {"way": "mode", "first": 1}  # the first iteration clones what is recorded
+        return {"way": "mode"}
 
     def update(self, prepared: int, *, iteration: int, steps: int) -> dict[str, float]:
         """Epochs of `prepared` minibatches each."""

@@ -27,6 +27,8 @@ class PolicyLearner:
     config: TrainConfig
     policy: TrainedModule
     learner: Learner
+    finished: bool = False
+    """Whether there is nothing more to learn."""
 
     def gather(self, played: Any) -> Any:
         """What was played by its policy as `prepare` takes it; by default as it is."""

@@ -82,8 +82,8 @@ class RolloutMethod(PlayingMethod[dict[str, Any], dict[str, Any]], StreamsMethod
 
     def collect(self, iteration: int) -> Experience[dict[str, Any]]:
         played = self.next_rollouts(iteration)
-        of = {name: [stream.domain for stream in self.streams if stream.policy == name] for name in self.learners}
-        gathered, seen = self.gathered({name: {domain: played[domain] for domain in domains} for name, domains in of.items()})
+        of = {name: {s.domain: played[s.domain] for s in self.streams if s.policy == name and s.domain in played} for name in self.learners}
+        gathered, seen = self.gathered({name: rollouts for name, rollouts in of.items() if rollouts})
         finished = [episode for rollout in played.values() for episode in finished_in(rollout)]
         return Experience(sum(rollout.num_steps for rollout in played.values()), finished, seen, gathered)
 

@@ -6,6 +6,7 @@ its gradient steps; and of a policy that several domains share, the rows of each
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -78,10 +79,10 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
     """A robot's policy: one update learns from the steps of all of its domains."""
 
     policy: Policy
-    finished: bool = False
-    """Whether there is nothing more to learn."""
     num_rounds: int = 1
     """Times that an update takes its gradient steps."""
+    first: int = 0
+    """The first iteration that its domains are played in, if they are."""
 
     def __init__(self, config: TrainConfig, policy: Policy, steps: Mapping[str, Steps]) -> None:
         self.config, self.policy, self.steps = config, policy, dict(steps)
@@ -174,41 +175,43 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
 
 
 class StoredMethod(RolloutMethod):
-    """Every policy learns from steps of its streams that are kept: recorded ones, and those that the run plays."""
+    """Policies learn from steps of their streams that are kept: recorded ones, and those that the run plays. Others beside them consume
+    theirs, as of `RolloutMethod`."""
 
     def __init__(
         self,
         config: TrainConfig,
         streams: Sequence[Stream],
-        learners: Mapping[str, StoredLearner[Any]],
+        learners: Mapping[str, PolicyLearner],
+        stored: Mapping[str, StoredLearner[Any]],
         run_dir: Path,
         *,
         divided: str,
     ) -> None:
-        """See `StreamsMethod`."""
+        """See `StreamsMethod`. `stored`: those of `learners` that keep their steps."""
         super().__init__(config, streams, learners, run_dir, divided=divided)
-        self._stored = dict(learners)
+        self._stored = dict(stored)
+        self._reading = {name: own for name, own in stored.items() if not own.config.algorithm.plays}
+        """Those that learn from recordings alone."""
 
     @property
     def finished(self) -> bool:
-        return all(learner.finished for learner in self._stored.values())
+        return all(learner.finished for learner in self.learners.values())
 
     def collect(self, iteration: int) -> Experience[dict[str, Any]]:
-        """Play; or, where nothing is played, the gradient steps of each policy: weights divide those of all."""
-        algorithm = self.config.algorithm
-        if algorithm.plays:
-            if algorithm.cloning is not None and iteration == 0:
-                return Experience(0, [], {}, {name: {} for name in self._stored})
+        """Play; and, of policies that nothing is played for, their gradient steps: weights divide those of all that learn alike."""
+        waiting: dict[str, Any] = {name: {} for name, own in self._stored.items() if name not in self._reading and iteration < own.first}
+        played: Experience[dict[str, Any]] = Experience(0, [], {}, {})
+        if len(waiting) + len(self._reading) < len(self.learners):
             self._draw(iteration)
-            return super().collect(iteration)
-        learners = self._stored.values()
-        each = sum(learner.num_minibatches for learner in learners) / sum(learner.weight for learner in learners)
-        given = {name: max(1, round(each * own.weight)) for name, own in self._stored.items() if not own.finished}
-        return Experience(sum(number * self._stored[name].num_rounds for name, number in given.items()), [], {}, given)
+            played = super().collect(iteration)
+        given = self._minibatches()
+        steps = played.num_steps if self.config.plays else sum(number * self._reading[name].num_rounds for name, number in given.items())
+        return dataclasses.replace(played, num_steps=steps, data={**waiting, **given, **played.data})
 
     def prepare(self, experience: Experience[dict[str, Any]]) -> dict[str, Any]:
-        given = super().prepare(experience) if self.config.algorithm.plays else experience.data
-        return {name: steps for name, steps in given.items() if not self._stored[name].finished}
+        given = {name: own if name in self._reading else self.learners[name].prepare(own) for name, own in experience.data.items()}
+        return {name: steps for name, steps in given.items() if not self.learners[name].finished}
 
     def begin(self, iteration: int) -> None:
         self._draw(iteration)
@@ -229,9 +232,17 @@ class StoredMethod(RolloutMethod):
         learned = {key: value for learner in self._stored.values() for key, value in learner.metrics().items()}
         return {**learned, **super().metrics()}
 
+    def _minibatches(self) -> dict[str, int]:
+        """{policy that learns from recordings alone: its gradient steps of a round}"""
+        given: dict[str, int] = {}
+        for name, own in self._reading.items():
+            alike = [one for one in self._reading.values() if type(one) is type(own)]  # an epoch is no number of critics' updates
+            each = sum(one.num_minibatches for one in alike) / sum(one.weight for one in alike)
+            given |= {} if own.finished else {name: max(1, round(each * own.weight))}
+        return given
+
     def _draw(self, iteration: int) -> None:
         """Set how the policies act from this rollout on."""
-        if self.config.algorithm.plays:
-            for learner in self._stored.values():
-                for domain in learner.steps:
-                    self.collector.draw(domain=domain, **learner.way(iteration))
+        for name, learner in self._stored.items():
+            for domain in learner.steps if name not in self._reading else ():
+                self.collector.draw(domain=domain, first=learner.first, **learner.way(iteration))

@@ -191,7 +191,8 @@ class DomainSimulators(Simulators):
         self.streams = list(streams)
         self._faults: list[FaultRecord] = []
         self._num_faults = [0] * len(self.streams)
-        self.num_slots = sum(stream.manager.num_slots for stream in self.streams)
+        played = [stream for stream in self.streams if stream.config.algorithm.plays]
+        self.num_slots = sum(stream.manager.num_slots for stream in played or self.streams)
         specs = [stream.manager.spec for stream in self.streams]
         task = "+".join(dict.fromkeys(stream.domain for stream in self.streams))
         self.spec: SimSpec = dataclasses.replace(specs[0], task=task, reports_success=all(spec.reports_success for spec in specs))
@@ -266,7 +267,7 @@ def simulators_of(streams: Sequence[Stream]) -> Simulators:
 
 def make_collector(streams: Sequence[Stream], queue: GroupQueue | None) -> Collector:
     """What fills the queue, or without one rollouts, from the streams' own collectors; `NOT_PLAYED` of those in another process."""
-    if not streams[0].domain or not streams[0].collector.plays:
+    if not streams[0].domain or not any(stream.collector.plays for stream in streams):
         return streams[0].collector
     if queue is None:
         return DomainRollouts({stream.domain: stream.rollouts for stream in streams if stream.rollouts is not None})

@@ -52,7 +52,7 @@ def measure(config: TrainConfig, *, iterations: int = 4) -> Measurement:
     Raises:
         UserError: the algorithm plays no episodes, or its policy does not act on observations in batches: give the times instead.
     """
-    if config.algorithm.cloning is not None or config.algorithm.off_policy is not None:
+    if config.keeps_steps:
         raise UserError(f"algorithm={config.algorithm.name} has no rollouts to be planned: measure one that learns on-policy.")
     # Parts are timed one by one in this process, wherever the run would have them.
     here = dataclasses.replace(config.hybrid, placement=PlacementConfig(), cluster="local", reward_worker=None)

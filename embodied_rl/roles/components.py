@@ -164,7 +164,7 @@ def hybrid_here(config: TrainConfig) -> HybridConfig:
         return hybrid
     offload = tuple(kind for kind in hybrid.offload if kind not in ("kv_cache", "simulators"))
     sharding = hybrid.sharding
-    if hybrid.cluster == "ray" and config.algorithm.on_policy:
+    if hybrid.cluster == "ray" and not config.keeps_steps:
         sharding = None
     elif hybrid.cluster == "ray" and sharding is None and hybrid.ray.gpus.train > 0:
         sharding = ShardingConfig()

@@ -266,7 +266,7 @@ class RayRun(RemoteWorker):
 
         Raises UserError when the actor cannot begin.
         """
-        if not self.config.algorithm.on_policy:
+        if self.config.keeps_steps:
             return super().connect(method)
         trained = TrainedApart(self.config, method, self, self._cluster)
         self.at_close.append(trained.close)
@@ -275,7 +275,7 @@ class RayRun(RemoteWorker):
 
     def ranks(self, hybrid: HybridConfig) -> RankHost | None:
         """See `RemoteWorker.ranks`: of a method that keeps its steps, which sends them its minibatches."""
-        if self.config.algorithm.on_policy or hybrid.sharding is None:
+        if not self.config.keeps_steps or hybrid.sharding is None:
             return None
         rank: Actor = ray.remote(RankWorker)
         actors = [rank.options(**self._cluster.options("train", number)).remote({}) for number in range(hybrid.sharding.num_ranks)]

@@ -114,7 +114,7 @@ class RemoteWorker(Simulators):
 
     def connect(self, method: Method) -> Method:
         """Have a method learn from what is played there, if it plays; returns what the training loop asks."""
-        if self.config.algorithm.plays:
+        if self.config.plays:
             method.collector = RemoteCollector(self, method.restart)
         return method
 
@@ -161,7 +161,7 @@ class RemoteWorker(Simulators):
 
     def record(self, run_dir: Path, command: str) -> bool:
         """See `Simulators.record`: on the machine where it plays."""
-        if not self.config.algorithm.plays:
+        if not self.config.plays:
             return False
         self._recorded = {"run_dir": str(run_dir.resolve()), "command": command}
         self.insist("record", **self._recorded)

@@ -23,7 +23,6 @@ import numpy as np
 from torch import Tensor
 
 from embodied_rl.config import SimConfig, TrainConfig
-from embodied_rl.methods.streams import domains_of
 from embodied_rl.roles.wire import RoleLost
 from embodied_rl.roles.worker import Collected
 from embodied_rl.rollout.collector import CollectorTimes
@@ -126,8 +125,8 @@ class WorkerTeam:
 
 
 def slots_of(config: TrainConfig) -> dict[str, int]:
-    """{domain: its slots}; the only one of a run has no name."""
-    return {name: config.for_domain(name).sim.num_slots for name in domains_of(config)}
+    """{domain that plays: its slots}; the only one of a run has no name."""
+    return {name: config.for_domain(name).sim.num_slots for name, own in config.algorithms.items() if own.plays}
 
 
 def part_of(config: TrainConfig, index: int) -> TrainConfig:

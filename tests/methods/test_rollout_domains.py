@@ -197,7 +197,7 @@ def test_a_share_of_every_domain_s_episodes_is_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("domains.arm.algorithm.rollout_steps=8", "without rollout_steps: all domains share the run's"),
+        ("domains.far.algorithm.rollout_steps=8", "in a domain that shares the run's policy"),
         ("domains.arm.algorithm.max_staleness=1", "without max_staleness: all domains share the run's"),
     ],
 )
