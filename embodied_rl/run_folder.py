@@ -15,7 +15,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -58,10 +58,10 @@ class RunFolder:
             try:
                 yield
             finally:
-                lock = self.path / _LOCK
-                if _DEFAULT_NAME.match(self.path.name) and list(self.path.glob("*")) == [lock]:  # the user may have removed the folder
-                    lock.unlink()
-                    self.path.rmdir()
+                with suppress(OSError):  # the user has removed it, or another run comes at this moment
+                    if _DEFAULT_NAME.match(self.path.name) and os.listdir(self.path) == [_LOCK]:
+                        (self.path / _LOCK).unlink()
+                        self.path.rmdir()
 
 
 def write_failure(run_dir: Path, step: int, context: Mapping[str, Any], arrays: Mapping[str, Any]) -> Path:
