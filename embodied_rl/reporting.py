@@ -242,7 +242,7 @@ def write_results(summary: RunSummary, *, whole_wall_clock_s: float | None = Non
     config = summary.config
     results = {
         "task": summary.spec.task,
-        "sim": config.sim.name,
+        "sim": config.sim_names,
         "algorithm": config.algorithm.name,
         "policy": config.policy.name,
         "seed": config.seed,

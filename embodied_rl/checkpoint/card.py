@@ -55,17 +55,20 @@ def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, sp
     given, python = shlex.quote(f"checkpoint={final}"), python_of(document["command"])
     domain = f", domain={next(iter(config.domains))!r}" if config.domains else ""
     given += f" domain={next(iter(config.domains))}" if config.domains else ""
-    policies = {name: config.for_domain(name).policy.name for name in config.domains}
+    parts = {name: config.for_domain(name) for name in config.domains}
+    policies = " and ".join(dict.fromkeys(part.policy.name for part in parts.values())) or config.policy.name
+    one = f"- Simulator: `sim={config.sim.name}`, task {spec.task}{f', instruction “{spec.instruction}”' if spec.instruction else ''}"
+    several = "\n".join(f"- Domain {name}: {_of_domain(config.policy_of(name), part)}" for name, part in parts.items())
     observation = ", ".join(f"{key} {show(part)}" for key, part in spec.observation.items())
-    return f"""# {spec.task}: {" and ".join(dict.fromkeys(policies.values())) or config.policy.name} trained with {config.algorithm.name}
+    return f"""# {spec.task}: {policies} trained with {config.algorithm.name}
 
 A policy of embodied_rl after {document["step"]:,} environment steps, saved {document["created"]}.
 
-- Simulator: `sim={config.sim.name}`, task {spec.task}{f", instruction “{spec.instruction}”" if spec.instruction else ""}
+{several or one}
 - Observation: {observation}; the policy reads {", ".join(f"`{key}`" for key in config.policy.reads)}
 - Action: {action}
 - Seed: {config.seed}
-{"".join(f"- Domain {name}: {policy}{_folder(config.policy_of(name), policy)}{chr(10)}" for name, policy in policies.items())}
+
 ## Made with
 ```
 {document["command"]}
@@ -100,9 +103,10 @@ action = policy.predict(observation)
 """
 
 
-def _folder(role: str, policy: str) -> str:
-    """Where the model of a domain lies for other tools; empty: nowhere."""
-    return f", in `{Path('model', model_place(role))}`" if policy == "language" else ""
+def _of_domain(role: str, config: TrainConfig) -> str:
+    """What is played there and by what policy, and where its model lies for other tools."""
+    place = f", in `{Path('model', model_place(role))}`" if config.policy.name == "language" else ""
+    return f"`sim={config.sim.name}`, {config.policy.name}{place}"
 
 
 def show(part: TensorSpec | VariableSpec | None) -> str:

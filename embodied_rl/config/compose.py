@@ -267,11 +267,17 @@ def _hydra() -> AbstractContextManager[None]:
 
 
 def add_resolvers() -> None:
-    """Let configuration files say ``${rows_per_slot:1024}`` and ``${distribution:}``."""
+    """Let configuration files say ``${rows_per_slot:1024}``, ``${distribution:}`` and ``${played:${sim.name}}``."""
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("rows_per_slot", rows_per_slot, replace=True)
     OmegaConf.register_new_resolver("distribution", distribution, replace=True)
+    OmegaConf.register_new_resolver("played", played, replace=True)
+
+
+def played(sim: str, *, _root_: Mapping[str, Any]) -> str:
+    """The name of what is played: the simulator's, or of several domains theirs."""
+    return "+".join(_root_.get("domains") or ()) or sim
 
 
 def distribution(*, _root_: Mapping[str, Any]) -> str:

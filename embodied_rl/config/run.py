@@ -420,6 +420,11 @@ class TrainConfig(Config):
             return domain
         return LANGUAGE if self.policy.name == "language" else SHARED
 
+    @property
+    def sim_names(self) -> str:
+        """Of the simulators that are played."""
+        return "+".join(dict.fromkeys(domain.sim.name for domain in self.domains.values())) or self.sim.name
+
     def of_policy(self, policy: str) -> TrainConfig:
         """The configuration of a run of only this policy (`policy_of`): its domain's where it is a domain's own, else this one."""
         return self.for_domain(policy) if policy in self.domains else self

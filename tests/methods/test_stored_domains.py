@@ -133,6 +133,11 @@ def test_a_policy_of_dagger_that_is_through_learns_no_more(tmp_path: Path) -> No
     assert len(rows) - through > 2
 
 
+def test_a_run_goes_to_a_folder_that_is_named_as_its_domains_are() -> None:
+    for domains, name in (([], "custom"), (DOMAINS, "near+far+arm")):
+        assert Path(load_train_config([*METHODS["sac"], *COMMON, *domains]).run_dir).parent == Path("runs") / name
+
+
 def test_a_domain_without_a_row_of_a_minibatch_is_refused(tmp_path: Path) -> None:
     config = configured(tmp_path, "sac", "domains.far.weight=100")
     with pytest.raises(UserError, match=r"minibatch_size=30 has no row of domains\.near, whose weight=1 is of 101"):

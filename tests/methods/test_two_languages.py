@@ -123,8 +123,11 @@ def test_other_tools_find_a_whole_model_in_each_folder(whole: Path) -> None:
     assert {name.split(".")[1] for name in load_file(checkpoint.path / "policy.safetensors")} == {"pole"}, "their weights lie there once"
     card = (checkpoint.path / "MODEL_CARD.md").read_text(encoding="utf-8")
     assert card.startswith("# lake+sums+pole: language and actor_critic trained with grpo\n")
-    told = ("lake: language, in `model`", "sums: language, in `model/sums`", "pole: actor_critic\n\n## Made with")
-    assert "".join(f"- Domain {line}\n" for line in told) in card
+    sims = {name: f"`sim={own.sim.name}`" for name, own in checkpoint.config.domains.items()}
+    told = {"lake": "language, in `model`", "sums": "language, in `model/sums`", "pole": "actor_critic"}
+    assert "".join(f"- Domain {name}: {sims[name]}, {line}\n" for name, line in told.items()) + "- Observation: " in card
+    assert "Simulator" not in card, "none but the domains' is played"
+    assert json.loads((whole / "results.json").read_text(encoding="utf-8"))["sim"] == "frozenlake+sums+cartpole"
     assert f"evaluate checkpoint={checkpoint.path} domain=lake num_episodes=100" in card
 
 
