@@ -59,8 +59,8 @@ def test_a_policy_larger_than_the_machine_says_how_large_it_would_be() -> None:
 
 def test_critics_larger_than_the_machine_say_how_large_they_would_be() -> None:
     h, observation, choices = 999_999, 8, 3
-    sizes = ["sim=cartpole", "algorithm=rlpd", "algorithm.off_policy.hidden_sizes=[999999,999999]", "algorithm.off_policy.num_critics=2"]
-    config = load_train_config(["policy.hidden_sizes=[16]", *sizes])
+    sizes = ["algorithm=rlpd", "algorithm.off_policy.hidden_sizes=[999999,999999]", "algorithm.off_policy.num_critics=2"]
+    config = load_train_config(["sim=cartpole", "policy.hidden_sizes=[16]", "policy.distribution=gaussian", *sizes])
     # Of each critic weights, and scales and shifts of its layer norms; four times float32 for training, once for the target.
     weights = (observation + choices) * h + h + h * h + h + h + 1 + 4 * h
     critics = 2 * 5 * 4 * weights / 2**30

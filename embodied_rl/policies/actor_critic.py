@@ -182,7 +182,7 @@ def build_policy(config: PolicyConfig, spec: SimSpec) -> ActorCritic:
     if config.distribution == "squashed" and spec.action.kind == "discrete":
         raise UserError(
             f"policy.distribution='squashed' is for continuous actions, but task '{spec.task}' has {spec.action.num_actions} "
-            "discrete ones. Set policy.distribution=gaussian: discrete actions are then categorical."
+            "discrete ones. Set policy.distribution=gaussian: they are then categorical (sac and rlpd take none: algorithm=ppo)."
         )
     return ActorCritic(config, spec)
 
