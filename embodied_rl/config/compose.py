@@ -280,9 +280,11 @@ def played(sim: str, *, _root_: Mapping[str, Any]) -> str:
     return "+".join(_root_.get("domains") or ()) or sim
 
 
-def distribution(*, _root_: Mapping[str, Any]) -> str:
-    """The default for continuous actions: SAC needs bounded ones."""
-    learns = (_root_.get("algorithm") or {}).get("off_policy") or {}
+def distribution(*, _root_: Mapping[str, Any], _parent_: Mapping[str, Any]) -> str:
+    """The default for continuous actions: SAC needs bounded ones. `_parent_`: the policy, a domain's too, whose method may be its own."""
+    domains = (_root_.get("domains") or {}).values()
+    own = next((one.get("algorithm") or {} for one in domains if isinstance(one, Mapping) and one.get("policy") is _parent_), {})
+    learns = (own if "name" in own else _root_.get("algorithm") or {}).get("off_policy") or {}
     return "squashed" if learns.get("update") == "sac" else "gaussian"
 
 
