@@ -55,7 +55,7 @@ class Messages:
 
     def has_message(self) -> bool:
         """Whether something, or the news of the other end's death, can be read without waiting."""
-        return can_be_read(self.socket.fileno(), 0.0)
+        return can_be_read(self.socket.fileno(), timeout_s=0.0)
 
     def close(self) -> None:
         self.socket.close()
@@ -172,10 +172,10 @@ class Channel(Messages):
         return message, payload, fds
 
 
-def can_be_read(descriptors: int | Sequence[int], timeout_s: float | None) -> bool:
+def can_be_read(*descriptors: int, timeout_s: float | None) -> bool:
     """Whether one can within the time; None waits. (`select.select` knows no descriptors above 1023.)"""
     poll = select.poll()
-    for descriptor in [descriptors] if isinstance(descriptors, int) else descriptors:
+    for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else 1000 * max(timeout_s, 0.0)))
 

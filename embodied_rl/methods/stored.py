@@ -192,7 +192,7 @@ class StoredMethod(RolloutMethod):
         super().__init__(config, streams, learners, run_dir, divided=divided)
         self._stored = dict(stored)
         self._reading = {name: own for name, own in stored.items() if not own.config.algorithm.plays}
-        """Those that learn from recordings alone."""
+        """Those that learn from recordings only."""
 
     @property
     def finished(self) -> bool:
@@ -233,7 +233,7 @@ class StoredMethod(RolloutMethod):
         return {**learned, **super().metrics()}
 
     def _minibatches(self) -> dict[str, int]:
-        """{policy that learns from recordings alone: its gradient steps of a round}"""
+        """{policy that learns from recordings only: its gradient steps of a round}"""
         given: dict[str, int] = {}
         for name, own in self._reading.items():
             alike = [one for one in self._reading.values() if type(one) is type(own)]  # an epoch is no number of critics' updates

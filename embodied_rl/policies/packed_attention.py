@@ -60,7 +60,7 @@ def attention_by_sequence(
     if sequence_lengths is None:
         return attention(module, query, key, value, attention_mask, **options)
     if sliding_window is None and _is_limited(module):
-        raise ValueError("this layer's window is in its mask alone")
+        raise ValueError("this layer's window is in its mask only")
     of_each = zip(*(part.split(sequence_lengths, dim=2) for part in (query, key, value)), strict=True)
     found = [attention(module, *parts, _window(parts[0], sliding_window), **options)[0] for parts in of_each]
     return torch.cat(found, dim=1), None

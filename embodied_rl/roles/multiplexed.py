@@ -375,7 +375,7 @@ class MultiplexedTokens(TokenBackend):
             backend.flush()
         sockets = [backend.fileno() for backend in playing]
         if min(sockets, default=0) >= 0:
-            can_be_read(sockets, timeout_s)
+            can_be_read(*sockets, timeout_s=timeout_s)
 
     def _release(self, hosts: Iterable[int]) -> None:
         for number in hosts:

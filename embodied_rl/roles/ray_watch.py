@@ -125,7 +125,7 @@ class _Watcher:
 
 
 def _has_ended(handle: int) -> bool:
-    return can_be_read(handle, 0.0)
+    return can_be_read(handle, timeout_s=0.0)
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ class TokenProcess(TokenBackend):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while len(self._ready) < max(min_ready, 1) and self._in_flight:
             wait_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            if not can_be_read(self.fileno(), wait_s):
+            if not can_be_read(self.fileno(), timeout_s=wait_s):
                 break
             self._read()
         ready, self._ready = self._ready, []
@@ -196,7 +196,7 @@ class _Host:
         """Sample, and do what is asked between two steps, until the other end is gone (ChannelClosed)."""
         while True:
             wait_s = None if not self._in_flight else _NAP_S if self._stands else 0.0
-            if can_be_read(self._descriptor, wait_s):
+            if can_be_read(self._descriptor, timeout_s=wait_s):
                 message, tensors = self._link.recv()
                 self._asked[message["do"]](**unpack(message["with"], tensors))
             elif not self._stands:

@@ -89,7 +89,7 @@ class _LinkInbox(Inbox):
         self._announced = AnnouncedWeights()
 
     def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
-        if not wait and not can_be_read(self._descriptor, 0.0):
+        if not wait and not can_be_read(self._descriptor, timeout_s=0.0):
             return None
         try:
             message, tensors = self._link.recv()

@@ -544,7 +544,7 @@ class _Requests(BaseHTTPRequestHandler):
 
     def _client_gone(self) -> bool:
         try:
-            return can_be_read(self.connection.fileno(), 0.0) and self.connection.recv(1, socket.MSG_PEEK) == b""
+            return can_be_read(self.connection.fileno(), timeout_s=0.0) and self.connection.recv(1, socket.MSG_PEEK) == b""
         except (OSError, ValueError):
             return True
 

@@ -72,7 +72,7 @@ class WorkerProcess:
     def pid(self) -> int:
         """Of the process that runs the simulator; its keeper's where that ended, or stands still, before it began."""
         if self._pid is None:
-            answer = os.read(self._ready, 32) if can_be_read(self._ready, _READY_S) else b""
+            answer = os.read(self._ready, 32) if can_be_read(self._ready, timeout_s=_READY_S) else b""
             self._pid = int(answer or self._process.pid)
         return self._pid
 

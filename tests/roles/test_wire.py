@@ -38,13 +38,13 @@ def test_the_one_of_several_descriptors_that_can_be_read_is_noticed() -> None:
     """Without a limit on the wait, too; the end of the other side is something to read."""
     pairs = [socket.socketpair() for _ in range(3)]
     ours = [one.fileno() for one, _ in pairs]
-    assert not can_be_read(ours, 0.0)
-    assert not can_be_read([], 0.01)
+    assert not can_be_read(*ours, timeout_s=0.0)
+    assert not can_be_read(timeout_s=0.01)
     pairs[2][1].send(b"x")
-    assert can_be_read(ours, None)
-    assert [can_be_read(one, 0.0) for one in ours] == [False, False, True]
+    assert can_be_read(*ours, timeout_s=None)
+    assert [can_be_read(one, timeout_s=0.0) for one in ours] == [False, False, True]
     pairs[0][1].close()
-    assert can_be_read(ours[0], None)
+    assert can_be_read(ours[0], timeout_s=None)
     for one, other in pairs:
         one.close()
         other.close()

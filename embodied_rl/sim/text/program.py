@@ -266,7 +266,7 @@ class RunningProgram(StartedProgram):
 
     def is_over(self) -> bool:
         """Whether it has ended; never waits."""
-        return can_be_read(self.ended, 0.0)
+        return can_be_read(self.ended, timeout_s=0.0)
 
     def end(self) -> ProgramEnding:
         """End what still runs of it and wait."""
