@@ -213,7 +213,9 @@ CRITIC = ("algorithm.advantage=gae", "policy.value_head=mlp", "algorithm.value_l
     "task",
     [
         pytest.param(("algorithm.warm_start.player=embodied_rl.sim.text.frozenlake:player",), id="warm start"),
-        pytest.param(("algorithm.warm_start=null", "policy.lora_rank=2", "algorithm.kl.coef=0.1"), id="LoRA and a divergence"),
+        pytest.param(
+            ("algorithm.warm_start=null", "policy.lora_rank=2", "algorithm.kl.coef=0.1"), id="LoRA and a divergence", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_critic_learns_beside_the_model(tmp_path: Path, task: tuple[str, ...]) -> None:

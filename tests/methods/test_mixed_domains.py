@@ -135,7 +135,7 @@ def test_what_an_iteration_holds_of_each_kind(tmp_path: Path) -> None:
         pytest.param((*mixed("bc", "dagger", "sac", "iql"), *SHARING), (), id="all"),
         pytest.param((*SHARING, *mixed("sac", "bc")), ("checkpoint.within_episodes=true",), id="within"),
         pytest.param((*SHARING, *mixed("sac", "bc")), APART, id="apart"),
-        pytest.param((*mixed("iql", "dagger"), *SHARING), AHEAD, id="ahead"),
+        pytest.param((*mixed("iql", "dagger"), *SHARING), AHEAD, id="ahead", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_is_resumed_to_the_bit(tmp_path: Path, methods: tuple[str, ...], where: tuple[str, ...]) -> None:

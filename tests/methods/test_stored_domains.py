@@ -66,9 +66,9 @@ AHEAD = (*APART, "algorithm.max_staleness=1", "checkpoint.within_episodes=true")
         *(pytest.param(method, (), id=method) for method in METHODS),
         pytest.param("bc", ("domains.arm.algorithm={learning_rate: 1.0, cloning: {patience: 2}}",), id="bc-one-is-through"),
         pytest.param("sac", APART, id="sac-apart"),
-        pytest.param("dagger", APART, id="dagger-apart"),
-        pytest.param("bc", APART, id="bc-apart"),
-        pytest.param("rlpd", AHEAD, id="rlpd-ahead"),
+        pytest.param("dagger", APART, id="dagger-apart", marks=pytest.mark.slow),
+        pytest.param("bc", APART, id="bc-apart", marks=pytest.mark.slow),
+        pytest.param("rlpd", AHEAD, id="rlpd-ahead", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_is_resumed_to_the_bit(tmp_path: Path, method: str, where: tuple[str, ...]) -> None:

@@ -192,8 +192,9 @@ def test_ranks_divide_the_larger_and_the_other_trains_beside_them(tmp_path: Path
     check_moves(tmp_path, (*HERE, ENTROPY, DOMAINS[0], asked, "agent.evaluation_temperature=1.0", "algorithm.kl.coef=0.05"), 150, 300)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:hybrid.placement=multiplexed")
-@pytest.mark.parametrize("where", ["hybrid=multiplexed", pytest.param("hybrid=disaggregated hybrid.players=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["hybrid=multiplexed", "hybrid=disaggregated hybrid.players=2"])
 def test_several_places_answer_with_the_weights_of_each(tmp_path: Path, where: str) -> None:
     folder = trained(tmp_path / "run", *COMMON, *TWO, "domains.pole.sim.num_workers=2", "total_steps=300", *where.split())
     rows = [row for row in curve(folder) if "train/sums/loss" in row]
