@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import itertools
 import threading
 import time
 from collections import Counter
@@ -327,7 +326,7 @@ class Share:
 
     def first_from(self, number: int) -> int:
         """Its first one that is no smaller than `number`."""
-        return next(own for own in itertools.count(number) if self.player_of(own) == self.index)
+        return next(own for own in range(number, number + (self.batch or self.count)) if self.player_of(own) == self.index)
 
     def player_of(self, number: int) -> int:
         """The worker that plays a group."""

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,8 +14,9 @@ from embodied_rl.compose import load_train_config
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.learning.test_sharded_runs import check_moves
-from tests.methods.test_stored_domains import AHEAD, APART, CRITICS, LINE, OWN
-from tests.rollout.test_training_recording import curve, weights
+from tests.methods.test_rollout_domains import check_equal_runs
+from tests.methods.test_stored_domains import AHEAD, APART, CRITICS, LINE, OWN, check_close_runs
+from tests.rollout.test_training_recording import curve
 
 COMMON = [
     *("sim=custom", "sim.target=tests.methods.line:Line", "video.enabled=no", "logger=quiet", "hybrid.num_threads=1", "hybrid.device=cpu"),
@@ -158,10 +158,7 @@ def test_a_run_is_resumed_to_the_bit(tmp_path: Path, methods: tuple[str, ...], w
         assert any(not torch.equal(before.policy[name], after.policy[name]) for name in names), f"{role} has learned"
     if where == APART:
         here = train(configured(tmp_path / "here", *words, "hybrid=collocated"))
-        by_role = [{name: value for name, value in row.items() if not name.startswith("roles/")} for row in curve(whole)]
-        assert curve(here) == by_role
-        own = weights(here)
-        assert all(np.array_equal(own[name], value) for name, value in weights(whole).items())
+        check_equal_runs(whole, here)
 
 
 @pytest.mark.slow
@@ -174,12 +171,8 @@ def test_the_largest_policy_is_divided_over_two_ranks(tmp_path: Path, wide: str,
 
 @pytest.mark.slow
 def test_two_players_divide_every_domain(tmp_path: Path) -> None:
-    """A forward pass of some rows differs from one of all in its last bits."""
     runs = [train(configured(tmp_path / name, *ALL, *APART, "total_steps=160", f"hybrid.players={name}")) for name in ("1", "2")]
-    one, two = ([{key: value for key, value in row.items() if not key.startswith("roles/")} for row in curve(run)] for run in runs)
-    assert len(one) == len(two) == 5
-    for mine, theirs in zip(two, one, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    check_close_runs(*runs)
 
 
 @pytest.mark.slow

@@ -120,6 +120,24 @@ APART = ("hybrid=disaggregated",)
 AHEAD = ("algorithm.max_staleness=1", "checkpoint.within_episodes=true")
 
 
+def check_equal_runs(apart: Path, here: Path) -> None:
+    """What was played in another process is what one process plays: curves and weights are equal bit for bit."""
+    by_role = [{name: value for name, value in row.items() if not name.startswith("roles/")} for row in curve(apart)]
+    assert curve(here) == by_role
+    own = weights(here)
+    assert all(np.array_equal(own[name], value) for name, value in weights(apart).items())
+
+
+def check_own_evaluation(run: Path) -> None:
+    """Each domain, evaluated from the run's last checkpoint, plays the episodes of the run's own evaluation."""
+    ended, results = load_checkpoint(run), json.loads((run / "results.json").read_text(encoding="utf-8"))
+    assert results["tasks"].keys() == {"near", "far", "arm"}
+    for domain in ("far", "arm"):
+        played = evaluate_checkpoint(domain_part(ended, domain), 2).episodes
+        told = [(episode["return"], episode["length"]) for episode in results["episodes"] if episode["task"] == domain]
+        assert [(episode.episode_return, episode.length) for episode in played] == told
+
+
 @pytest.mark.parametrize(
     "where",
     [
@@ -145,16 +163,8 @@ def test_a_run_is_resumed_to_the_bit(tmp_path: Path, where: tuple[str, ...]) -> 
         assert any(not torch.equal(before.policy[name], after.policy[name]) for name in names), f"{role} has learned"
     if where == APART:
         here = train(configured(tmp_path / "here", *words, "hybrid=collocated"))
-        by_role = [{name: value for name, value in row.items() if not name.startswith("roles/")} for row in curve(whole)]
-        assert curve(here) == by_role
-        own = weights(here)
-        assert all(np.array_equal(own[name], value) for name, value in weights(whole).items())
-    results = json.loads((resumed / "results.json").read_text(encoding="utf-8"))
-    assert results["tasks"].keys() == {"near", "far", "arm"}
-    for domain in ("far", "arm"):
-        played = evaluate_checkpoint(domain_part(ended, domain), 2).episodes
-        told = [(episode["return"], episode["length"]) for episode in results["episodes"] if episode["task"] == domain]
-        assert [(episode.episode_return, episode.length) for episode in played] == told, "the run's own evaluation, again"
+        check_equal_runs(whole, here)
+    check_own_evaluation(resumed)
 
 
 @pytest.mark.parametrize("slots", [(), ("domains.near.sim.num_slots=5", "domains.arm.sim.num_slots=3")], ids=["even", "uneven"])

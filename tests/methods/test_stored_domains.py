@@ -13,18 +13,16 @@ import pytest
 import torch
 
 from embodied_rl.checkpoint import load_checkpoint
-from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import load_sim_config
 from embodied_rl.errors import UserError
-from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.record import record
 from embodied_rl.rollout.recording import RecordingPlan
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.learning.test_sharded_runs import check_moves
-from tests.methods.test_rollout_domains import ARM, POLE
-from tests.rollout.test_training_recording import curve, weights
+from tests.methods.test_rollout_domains import ARM, POLE, check_equal_runs, check_own_evaluation
+from tests.rollout.test_training_recording import curve
 
 COMMON = [
     *("sim=custom", "sim.target=tests.methods.line:Line", "video.enabled=no", "logger=quiet", "hybrid.num_threads=1", "hybrid.device=cpu"),
@@ -92,16 +90,8 @@ def test_a_run_is_resumed_to_the_bit(tmp_path: Path, method: str, where: tuple[s
         assert any(not torch.equal(before.policy[name], after.policy[name]) for name in names), f"{role} has learned"
     if where == APART:
         here = train(configured(tmp_path / "here", method, *words, "hybrid=collocated"))
-        by_role = [{name: value for name, value in row.items() if not name.startswith("roles/")} for row in curve(whole)]
-        assert curve(here) == by_role
-        own = weights(here)
-        assert all(np.array_equal(own[name], value) for name, value in weights(whole).items())
-    results = json.loads((resumed / "results.json").read_text(encoding="utf-8"))
-    assert results["tasks"].keys() == {"near", "far", "arm"}
-    for domain in ("far", "arm"):
-        played = evaluate_checkpoint(domain_part(ended, domain), 2).episodes
-        told = [(episode["return"], episode["length"]) for episode in results["episodes"] if episode["task"] == domain]
-        assert [(episode.episode_return, episode.length) for episode in played] == told, "the run's own evaluation, again"
+        check_equal_runs(whole, here)
+    check_own_evaluation(resumed)
 
 
 @pytest.mark.parametrize("method", ["sac", "dagger"])
@@ -242,14 +232,18 @@ def test_the_largest_policy_is_divided_over_two_ranks(tmp_path: Path, method: st
     check_moves(tmp_path, tuple(words), *((14, 42) if method == "bc" else (48, 96)))
 
 
+def check_close_runs(one: Path, two: Path) -> None:
+    """Curves of five rows; a forward pass of some rows differs from one of all in its last bits."""
+    curves = [[{key: value for key, value in row.items() if not key.startswith("roles/")} for row in curve(run)] for run in (one, two)]
+    assert [len(rows) for rows in curves] == [5, 5]
+    for theirs, mine in zip(*curves, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
 @pytest.mark.slow
 def test_two_players_divide_every_domain(tmp_path: Path) -> None:
-    """A forward pass of some rows differs from one of all in its last bits."""
     runs = [train(configured(tmp_path / name, "sac", *APART, f"hybrid.players={name}")) for name in ("1", "2")]
-    one, two = ([{key: value for key, value in row.items() if not key.startswith("roles/")} for row in curve(run)] for run in runs)
-    assert len(one) == len(two) == 5
-    for mine, theirs in zip(two, one, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    check_close_runs(*runs)
 
 
 @pytest.mark.slow
