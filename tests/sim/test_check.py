@@ -104,7 +104,7 @@ def test_one_environment_has_no_neighbours() -> None:
     ("fault", "check", "says"),
     [
         ("infinite_bounds", "spec", "action bounds must be finite"),
-        ("unseeded_noise", "determinism", r"observation 'state' differs first at step 1; largest difference 0\.\d+"),
+        ("unseeded_noise", "determinism", r"observation 'state' differs first at step 1; largest difference \d"),
         ("carries_over", "history", "does not mend it"),
         ("leaves_velocity", "spaces", "`reset` leaves observation 'state' unwritten in 3 of 9 places"),
         ("leaves_reward", "spaces", "`step` leaves reward unwritten"),

@@ -477,6 +477,7 @@ def test_workers_are_chosen_by_rollouts_of_the_runs_policy(monkeypatch: pytest.M
 
     kept: list[tuple[Circumstances, WorkerChoice]] = []
     monkeypatch.setattr(measured_workers, "_WINDOW_S", 1e-9)
+    monkeypatch.setattr(measured_workers, "_SIMULATED_S", 60.0)  # A busy machine plays whole rollouts too.
     monkeypatch.setattr(Circumstances, "remember", lambda self, choice: kept.append((self, choice)))
     torch.manual_seed(7)
     before = torch.get_rng_state()
