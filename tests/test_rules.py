@@ -180,12 +180,7 @@ EXAMPLES = (
     ("no_adapter", f"{TEXTS} {APART} hybrid.publish=adapter", "policy.lora_rank=8"),
 )
 ON_GPUS = (
-    (
-        "roles_without_ray",
-        2,
-        f"{CARTPOLE} hybrid.placement={{env:[0/cpu],generation:[0/gpu:0],train:[0/gpu:1]}}",
-        "The nearest possible here: hybrid.placement=disaggregated.",
-    ),
+    ("", 4, f"{CARTPOLE} hybrid.placement={{env:[0/cpu],generation:[0/gpu:0],train:[0/gpu:1-2]}}", "hybrid.sharding.num_shards=2"),
     ("too_few_gpus", 2, f"{CARTPOLE} hybrid=fsdp2 hybrid.placement=disaggregated", "for the player beside those of 2 training ranks"),
     ("", 1, f"{CARTPOLE} {APART}", "needs at least 2 GPUs, and 'this machine' has 1"),
 )

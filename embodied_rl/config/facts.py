@@ -26,8 +26,7 @@ from embodied_rl.config.run import LANGUAGE, SHARED, SimConfig, TrainConfig
 from embodied_rl.errors import did_you_mean
 from embodied_rl.hybrid.placement import Cluster, Placement
 from embodied_rl.hybrid.placement import resolve as placed
-from embodied_rl.learning.devices import resolve_device
-from embodied_rl.roles.device_lease import this_machine
+from embodied_rl.roles.local_devices import LocalDevices, plan_devices, this_machine
 from embodied_rl.sim.text.program import is_program
 
 
@@ -157,6 +156,16 @@ class Run:
         """Where the roles of this machine are. Raises UserError for devices that it lacks."""
         return placed(self.hybrid.placement, self.machine)
 
+    @cached_property
+    def devices(self) -> LocalDevices:
+        """Of a run without Ray. Raises UserError: see `plan_devices`."""
+        return plan_devices(self.config, self.machine)
+
+    @property
+    def plays_apart(self) -> bool:
+        """Whether episodes are played outside the process of the training loop."""
+        return self.on_ray or bool(self.devices.players)
+
     @property
     def max_staleness(self) -> int:
         return self.algorithm.max_staleness if self.groups is None else self.groups.max_staleness
@@ -172,10 +181,6 @@ class Run:
     @property
     def most_ranks(self) -> int:
         return max(self.num_gpus - self.hybrid.players, 1)
-
-    @property
-    def nearest_kind(self) -> str:
-        return "disaggregated" if self.roles.trains_apart else "collocated"
 
     @property
     def scarcest(self) -> tuple[str, int, str]:
@@ -198,11 +203,13 @@ class Run:
 
     @property
     def trains_on_gpu(self) -> bool:
-        return self.ray_gpus > 0 if self.on_ray else resolve_device(self.hybrid.device).type == "cuda"
+        return self.ray_gpus > 0 if self.on_ray else self.devices.ranks[0] is not None
 
     @property
     def no_gpu(self) -> str:
-        return "hybrid.ray.gpus.train=0" if self.on_ray else "hybrid.device=auto finds no GPU"
+        if self.on_ray:
+            return "hybrid.ray.gpus.train=0"
+        return "hybrid.placement.roles.train" if self.machine.gpus else "hybrid.device=auto finds no GPU"
 
     # ---- domains ----------------------------------------------------------------------------------------------------
 

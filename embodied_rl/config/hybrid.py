@@ -320,8 +320,8 @@ class HybridConfig(Config, place="hybrid"):
     """What of the weights goes to rollout workers elsewhere, after the first time. full: all of them. changed: what differs from
     what was sent before. adapter: of policies with LoRA, what is trained: adapters, which are merged there, and value heads."""
     players: Processes = 1
-    """Who plays side by side, each a part of the slots and of the groups of a batch: processes with placement=disaggregated, or pairs of
-    actors with cluster=ray."""
+    """Who plays side by side, each a part of the slots and of the groups of a batch: processes with placement=disaggregated or roles on
+    devices of their own, or pairs of actors with cluster=ray."""
     max_restarts: Retries = 3
     """How often roles outside this process are begun anew in a run, when they end unexpectedly."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -336,11 +336,6 @@ class HybridConfig(Config, place="hybrid"):
     Only what is trained apart from the policy that generates has parameters to move (sharding)."""
     sharding: ShardingConfig | None = None
     """Train on a mesh of ranks; null: in this process."""
-
-    @property
-    def plays_apart(self) -> bool:
-        """Whether episodes are played outside the process of the training loop."""
-        return self.cluster == "ray" or self.placement.kind in ("disaggregated", "multiplexed")
 
     @property
     def rank_threads(self) -> int | None:

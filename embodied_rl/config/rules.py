@@ -445,9 +445,7 @@ _STALENESS = (
     Rule(
         "stale_in_turns",
         lambda run: (
-            run.max_staleness > 0
-            and (run.groups is None or run.hybrid.plays_apart)
-            and {"simulators", "kv_cache"} & set(run.hybrid.offload)
+            run.max_staleness > 0 and (run.groups is None or run.plays_apart) and {"simulators", "kv_cache"} & set(run.hybrid.offload)
         ),
         "{run.staleness_key}={run.max_staleness} plays on while training, and hybrid.offload={hybrid.offload} puts aside then what plays. "
         "The nearest possible: leave simulators and kv_cache out, or {run.staleness_key}=0.",
@@ -460,13 +458,6 @@ _HERE = (
         lambda run: not run.on_ray and run.hybrid.placement.num_pipeline_stages not in (1, run.sim.num_groups),
         "hybrid.placement.num_pipeline_stages={hybrid.placement.num_pipeline_stages} contradicts sim.pipeline_groups="
         "{sim.pipeline_groups}: leave one of them out.",
-    ),
-    Rule(
-        "roles_without_ray",
-        lambda run: not run.on_ray and run.kind == "explicit" and (run.roles.trains_apart or run.num_gpus > 1),
-        "hybrid.placement by roles is for Ray (hybrid.cluster=ray), which gives out devices by name; without it training has the first "
-        "GPUs and what plays the last, in the order of CUDA_VISIBLE_DEVICES. The nearest possible here: "
-        "hybrid.placement={run.nearest_kind}.",
     ),
     Rule(
         "too_few_gpus",
@@ -514,7 +505,7 @@ _ONE_PLAYER = "The nearest possible: hybrid.players=1"
 _PLAYERS = (
     Rule(
         "players_of_one_process",
-        lambda run: run.hybrid.players > 1 and not run.on_ray and run.kind != "disaggregated",
+        lambda run: not run.on_ray and run.hybrid.players > max(len(run.devices.players), 1),
         "hybrid.players={hybrid.players}: beside training several may play at once (processes of hybrid=disaggregated, actors of "
         "hybrid=ray), and with hybrid.placement={run.kind} what plays is one already, with all slots. "
         f"{_ONE_PLAYER}, or one of these.",
@@ -530,7 +521,7 @@ _PLAYERS = (
 _WEIGHTS_SENT = (
     Rule(
         "nothing_sent",
-        lambda run: run.hybrid.publish != "full" and not run.hybrid.plays_apart,
+        lambda run: run.hybrid.publish != "full" and not run.plays_apart,
         "hybrid.publish={hybrid.publish} is about weights that are sent to another process, and here nothing is sent: set "
         "hybrid.publish=full, or hybrid=disaggregated.",
     ),

@@ -15,6 +15,7 @@ import torch
 
 from embodied_rl.config import HybridConfig
 from embodied_rl.errors import UserError, shown
+from embodied_rl.policies.base import TrainedModule
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -35,15 +36,18 @@ VERY_WIDE_LAYER = 512
 """From this width on, single matrix products are worth more than one thread."""
 
 
-def training_device(hybrid: HybridConfig, work: str, widest: int) -> torch.device:
-    """Where a policy of this kind of work (`TrainedModule.work`), whose widest layer has so many outputs, is trained.
+def training_device(hybrid: HybridConfig, policy: TrainedModule, widest: int, gpu: int | None = None) -> torch.device:
+    """Where a policy is trained whose widest layer has so many outputs; of GPUs it is the one that it is on, or `gpu`.
 
     `hybrid.device=auto` leaves a GPU to others where an update of it would only wait for calls: an MLP of (64, 64) takes 78 ms there and
     38 ms on a processor, one of (1024, 1024) 95 and 451 (benchmarks/gpu_small.py).
     """
-    if hybrid.device == "auto" and hybrid.sharding is None and work == "vectors" and widest < VERY_WIDE_LAYER:
+    if hybrid.device == "auto" and hybrid.sharding is None and policy.work == "vectors" and widest < VERY_WIDE_LAYER:
         return torch.device("cpu")
-    return resolve_device(hybrid.device)
+    device, present = resolve_device(hybrid.device), next(policy.parameters()).device
+    if device.type == present.type:
+        return present
+    return device if device.type == "cpu" or gpu is None else torch.device("cuda", gpu)
 
 
 @contextmanager

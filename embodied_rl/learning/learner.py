@@ -282,7 +282,7 @@ def make_learner(
     Raises UserError where the device is not here, or the policy cannot be cut.
     """
     widest = max((layer.out_features for layer in policy.modules() if isinstance(layer, nn.Linear)), default=0)
-    device = training_device(hybrid, policy.work, widest)
+    device = training_device(hybrid, policy, widest, None if ranks is None else ranks.device_index(0))
     policy.to(device)
     if device.type == "cpu" and any(isinstance(layer, nn.Conv2d) for layer in policy.modules()):
         keep_freed_memory()

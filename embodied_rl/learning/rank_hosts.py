@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,7 +87,9 @@ class LocalRanks:
 
     first: RankLink | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: Sequence[int] = ()) -> None:
+        """`gpus`: of each rank, the first included; none: the first ones."""
+        self._gpus = gpus
         self.links: list[RankLink] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -109,7 +111,7 @@ class LocalRanks:
 
     def device_index(self, rank: int) -> int:
         """See `RankHost.device_index`: all see all GPUs."""
-        return rank
+        return self._gpus[rank] if self._gpus else rank
 
     @contextlib.contextmanager
     def meeting(self, num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Store]]:

@@ -218,7 +218,8 @@ class RankExecutor(Executor):
         self._here: Rank | None = None
         """The first rank, where it is in this process."""
         try:
-            self.rank: Rank | RankElsewhere = self._start(config, torch.device("cuda", 0) if device.type == "cuda" else device)
+            first = torch.device("cuda", self.host.device_index(0)) if device.type == "cuda" else device
+            self.rank: Rank | RankElsewhere = self._start(config, first)
         except BaseException:
             self.close()
             raise

@@ -326,7 +326,14 @@ def served_tokens(player: PlayerConfig, tokenizer: ChatTokenizer, seed: int) -> 
 # ---- what learns --------------------------------------------------------------------------------------------------------
 
 
-def build_here(config: TrainConfig, streams: Sequence[Stream], run_dir: Path, checkpoint: Path | None, base: Path | None) -> RunComponents:
+def build_here(
+    config: TrainConfig,
+    streams: Sequence[Stream],
+    run_dir: Path,
+    checkpoint: Path | None,
+    base: Path | None,
+    ranks: RankHost | None = None,
+) -> RunComponents:
     """All in this process.
 
     Args:
@@ -343,7 +350,7 @@ def build_here(config: TrainConfig, streams: Sequence[Stream], run_dir: Path, ch
     # That of a run's only stream, which knows its backend, as it is.
     generator = _all_generators(streams, languages, playing) if first.domain else first.generator
     assert generator is not None, "all streams play here"
-    return _learning(config, streams, policies, languages, run_dir, generator, queue)
+    return _learning(config, streams, policies, languages, run_dir, generator, queue, ranks)
 
 
 def build_elsewhere(

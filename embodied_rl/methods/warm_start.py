@@ -208,7 +208,8 @@ def clone_experts(
     config = next(iter(configs.values()))
     cloning, options = _cloning_of(config), config.algorithm.warm_start
     assert options is not None, "the run has a warm start"
-    hybrid = HybridConfig(device=config.hybrid.device, num_threads=config.hybrid.num_threads or 1)  # here: the run's own ranks wait
+    # Here, where the policy is: the run's own ranks wait.
+    hybrid = HybridConfig(device="cuda" if next(policy.parameters()).is_cuda else "cpu", num_threads=config.hybrid.num_threads or 1)
     learner = make_learner(CloningObjective(policy, cloning.algorithm), policy, cloning.algorithm, hybrid)
     figures: dict[str, float] = {}
     minibatches = 0

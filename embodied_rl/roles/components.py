@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,14 +13,15 @@ import torch
 
 from embodied_rl.config import HybridConfig, ShardingConfig, TrainConfig
 from embodied_rl.generation import make_generator
-from embodied_rl.learning.devices import compute_threads, resolve_device
+from embodied_rl.learning.devices import compute_threads
+from embodied_rl.learning.rank_hosts import LocalRanks
 from embodied_rl.methods import Method, training_sim
 from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.building import RunComponents, build_elsewhere, build_here
 from embodied_rl.methods.language_player import model_files
 from embodied_rl.methods.streams import Stream, simulators_of, streams_elsewhere, streams_of
 from embodied_rl.policies.build import MADE_OF_SIZES, build_policy
-from embodied_rl.roles.device_lease import this_machine
+from embodied_rl.roles.local_devices import devices_here, on_processor, plays_apart, visible_gpu
 from embodied_rl.roles.remote import RemoteStarts, RemoteWorker, WorkerHandle
 from embodied_rl.roles.worker import make_scorer
 from embodied_rl.roles.worker_process import WorkerProcess
@@ -101,7 +101,8 @@ def rollout_player(config: TrainConfig) -> Player:
         with torch.random.fork_rng():
             policy = build_policy(config.policy, plain_spec(manager.spec))
         generator = make_generator(config.generation, policy)
-        policy.to(resolve_device(config.hybrid.device))  # afterwards, as in a run: where a small one acts is the generator's to say
+        gpu = devices_here(config).ranks[0]
+        policy.to("cpu" if gpu is None else f"cuda:{gpu}")  # afterwards, as in a run: where a small one acts is the generator's to say
         generator.publish(0)
         collector = make_rollout_collector(own, manager, generator, policy.action_layout)
         collector.restart(reconfigure=False)
@@ -120,7 +121,7 @@ def _around_streams(
     config: TrainConfig, streams: list[Stream], spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
 ) -> RunComponents:
     """All in this process."""
-    return _scored(config, build_here(_here(config), streams, run_dir, folder, base))
+    return _scored(config, build_here(_here(config), streams, run_dir, folder, base, _ranks_here(config)))
 
 
 def _scored(config: TrainConfig, components: RunComponents) -> RunComponents:
@@ -141,7 +142,7 @@ def _around_worker(
     streams = streams_elsewhere(own, worker.specs, worker)
     starts = worker.starts = RemoteStarts(worker, streams)
     with ExitStack() as undo:
-        ranks = worker.ranks(own.hybrid)
+        ranks = worker.ranks(own.hybrid) or _ranks_here(config)
         components = build_elsewhere(own, streams, run_dir, folder, base, worker.generator, ranks=ranks, starts=starts)
         undo.callback(end_ranks, components.method)
         worker.take_policy(components.policy, {name: model_files(one) for name, one in components.languages.items()})
@@ -160,7 +161,9 @@ def hybrid_here(config: TrainConfig) -> HybridConfig:
     """What of `hybrid` is about the process of the training loop: with Ray the ranks of training are elsewhere, unless the method keeps its
     steps and sends them to its ranks, be it the only one on a GPU; and a rollout worker puts aside itself what it plays with."""
     hybrid = config.hybrid
-    if not hybrid.plays_apart:
+    if _names_devices(config) and devices_here(config).ranks[0] is None:
+        hybrid = on_processor(hybrid)
+    if not plays_apart(config):
         return hybrid
     offload = tuple(kind for kind in hybrid.offload if kind not in ("kv_cache", "simulators"))
     sharding = hybrid.sharding
@@ -175,6 +178,15 @@ def _here(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, hybrid=hybrid_here(config))
 
 
+def _ranks_here(config: TrainConfig) -> LocalRanks | None:
+    """On the GPUs that the configuration names for training; None: on the first ones."""
+    return LocalRanks([gpu for gpu in devices_here(config).ranks if gpu is not None]) if _names_devices(config) else None
+
+
+def _names_devices(config: TrainConfig) -> bool:
+    return config.hybrid.cluster == "local" and config.hybrid.placement.kind == "explicit"
+
+
 # ---- rollout workers elsewhere ------------------------------------------------------------------------------------------
 
 
@@ -183,7 +195,7 @@ def start_worker(config: TrainConfig) -> RemoteWorker | None:
 
     Raises UserError: the simulators or the cluster cannot be had; see also `config.rules`, which come first.
     """
-    if not config.hybrid.plays_apart:
+    if not plays_apart(config):
         return None
     if config.hybrid.cluster == "ray":
         from embodied_rl.roles.ray_cluster import prepare
@@ -202,14 +214,9 @@ def _start_process(config: TrainConfig) -> WorkerHandle:
 
 
 def _start_one(config: TrainConfig, share: Share) -> WorkerHandle:
-    # Hosts of a multiplexed run see one GPU each, and share the machine with the worker's own process.
-    gpus = 0 if config.hybrid.placement.kind == "multiplexed" else len(this_machine(config).gpus)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return WorkerProcess(config, share, gpu=playing_gpu(visible, gpus, share.index) if gpus else None)
-
-
-def playing_gpu(visible: str | None, count: int, worker: int = 0) -> str:
-    """The last of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them, the last but one of the second worker, and so on:
-    training begins with the first."""
-    number = count - 1 - worker
-    return str(number) if visible is None else visible.split(",")[number].strip()
+    # Each has a part of the configuration, and its device by the whole of it.
+    players = dataclasses.replace(config, hybrid=dataclasses.replace(config.hybrid, players=share.count))
+    gpu = devices_here(players).players[share.index]
+    if gpu is None and _names_devices(config):
+        config = dataclasses.replace(config, hybrid=on_processor(config.hybrid))
+    return WorkerProcess(config, share, gpu=None if gpu is None else visible_gpu(gpu))

@@ -8,11 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from embodied_rl.config import SimConfig, TrainConfig
-from embodied_rl.config.hybrid import ClusterConfig, NodesConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.multiplex import Host, HostState, HostTimes, Multiplexer, Span
-from embodied_rl.hybrid.placement import Cluster
-from embodied_rl.learning.devices import resolve_device
+from embodied_rl.roles.local_devices import this_machine, visible_gpu
 from embodied_rl.sim.affinity import available_cores
 
 _HOSTS_ON_A_PROCESSOR = 2
@@ -43,11 +41,9 @@ class HostPlan:
         """The lent hosts' share of the cores."""
         return max(1, self.num_cores * self.num_lent // self.num_hosts)
 
-    def gpu(self, number: int, visible: str | None) -> str | None:
-        """What host `number` is to see, as CUDA_VISIBLE_DEVICES names it (`visible`: what this process sees); None: there are no GPUs."""
-        if not self.devices:
-            return None
-        return str(number) if visible is None else visible.split(",")[number].strip()
+    def gpu(self, number: int) -> str | None:
+        """What host `number` is to see, as CUDA_VISIBLE_DEVICES names it; None: there are no GPUs."""
+        return visible_gpu(number) if self.devices else None
 
 
 def plan_hosts(config: TrainConfig, *, num_gpus: int, num_cores: int) -> HostPlan:
@@ -79,16 +75,6 @@ def plan_hosts(config: TrainConfig, *, num_gpus: int, num_cores: int) -> HostPla
 def plan_here(config: TrainConfig) -> HostPlan:
     """Of this machine. Raises UserError as `plan_hosts`."""
     return plan_hosts(config, num_gpus=len(this_machine(config).gpus), num_cores=available_cores())
-
-
-def this_machine(config: TrainConfig) -> Cluster:
-    """The devices that a run without Ray has."""
-    gpus = 0
-    if resolve_device(config.hybrid.device).type == "cuda":
-        import torch
-
-        gpus = torch.cuda.device_count()
-    return Cluster(ClusterConfig((NodesConfig(cores=available_cores(), gpus=gpus),), name="this machine"))
 
 
 def hosted_sim(config: TrainConfig, sim: SimConfig) -> SimConfig:

@@ -12,7 +12,6 @@ A *slot* here is what the collector knows: it keeps its number while its episode
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -389,7 +388,6 @@ class MultiplexedTokens(TokenBackend):
 def start_token_hosts(config: TrainConfig, files: ModelFiles, lease: DeviceLease) -> MultiplexedTokens:
     """A process for each host of `lease`. Raises UserError as `blank_backend` does, and RoleLost."""
     plan = lease.plan
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     processes: list[TokenProcess] = []
     publishers: list[SharedWeightsPublisher] = []  # one, from the first publication on
 
@@ -410,7 +408,7 @@ def start_token_hosts(config: TrainConfig, files: ModelFiles, lease: DeviceLease
 
     try:
         for number in range(plan.num_hosts):
-            gpu = plan.gpu(number, visible)
+            gpu = plan.gpu(number)
             processes.append(TokenProcess(config, files, gpu=gpu, num_threads=plan.threads_per_host))
         for process in processes:
             process.started()

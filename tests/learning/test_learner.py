@@ -19,6 +19,7 @@ from embodied_rl.learning.learner import LEAST_IMAGES, Learner, scheduled, shuff
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.methods.rollout import rollout_values
 from embodied_rl.policies.actor_critic import ActorCritic
+from embodied_rl.policies.base import TrainedModule
 from embodied_rl.types import ActionSpec, Rollout, SimSpec, TensorSpec
 from tests.learning.samples import CONFIG, SPEC, make_batch, make_policy, parameters, rollout_learner
 from tests.learning.samples import update as update_on
@@ -323,7 +324,10 @@ def test_a_gpu_is_left_to_others_where_it_would_wait_for_calls(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert training_device(HybridConfig(**options), work, widest).type == wanted
+    policy = TrainedModule()
+    policy.work, policy.layer = work, torch.nn.Linear(1, 1)  # type: ignore[assignment]
+    assert training_device(HybridConfig(**options), policy, widest).type == wanted
+    assert training_device(HybridConfig(**options), policy, widest, gpu=3).index == (3 if wanted == "cuda" else None), "as roles name it"
 
 
 def test_only_steps_on_a_gpu_ask_for_repeatable_sums() -> None:

@@ -12,7 +12,6 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
-from embodied_rl.roles.components import playing_gpu
 from embodied_rl.train import train
 from tests.roles import runs
 from tests.roles.runs import ROLLOUTS
@@ -87,12 +86,8 @@ def test_offloading_to_the_host_where_there_is_no_gpu_is_said(monkeypatch: pytes
         warnings.simplefilter("error")
         resolve(configured(*on_ray, "hybrid.ray.gpus.train=2"))
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
         resolve(configured(*words))
-
-
-def test_the_player_has_the_last_gpu() -> None:
-    assert playing_gpu(None, 4) == "3"
-    assert playing_gpu("2,5, 7", 3) == "7"
 
 
 def test_the_keys_are_checked() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.roles.components import playing_gpu
 from embodied_rl.roles.worker_team import divided, united
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig, Share
@@ -227,8 +226,3 @@ def test_a_team_plays_while_training_and_nothing_is_older_than_allowed(tmp_path:
     assert ages == {(0, 0), (0, 1), (1, 0), (1, 1)}, "1 is missing: nothing was played while training"
     assert len(numbers) == len(set(numbers)) == counts.consumed == 2 * iterations
     assert counts.add_up
-
-
-def test_each_player_has_a_gpu() -> None:
-    assert [playing_gpu(None, 4, player) for player in range(2)] == ["3", "2"]
-    assert [playing_gpu("4,6,7", 3, player) for player in range(2)] == ["7", "6"]

@@ -1,0 +1,123 @@
+"""Which device each process of a run without Ray computes on: this one, the ranks that it starts, and those that play."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+from embodied_rl.config import HybridConfig, TrainConfig
+from embodied_rl.config.hybrid import ClusterConfig, NodesConfig
+from embodied_rl.errors import UserError
+from embodied_rl.hybrid.placement import Cluster, Device, describe, resolve
+from embodied_rl.learning.devices import resolve_device
+from embodied_rl.sim.affinity import available_cores
+
+
+@dataclass(frozen=True)
+class LocalDevices:
+    """GPUs by the numbers that this process knows them by; None: the processor."""
+
+    ranks: tuple[int | None, ...]
+    """Of each rank of training; the first is this process."""
+    players: tuple[int | None, ...] = ()
+    """Of each process that plays; empty: this process plays."""
+
+
+def this_machine(config: TrainConfig) -> Cluster:
+    """The devices that a run without Ray has."""
+    gpus = 0
+    if resolve_device(config.hybrid.device).type == "cuda":
+        import torch
+
+        gpus = torch.cuda.device_count()
+    return Cluster(ClusterConfig((NodesConfig(cores=available_cores(), gpus=gpus),), name="this machine"))
+
+
+def devices_here(config: TrainConfig) -> LocalDevices:
+    """Of this machine. Raises UserError as `plan_devices`."""
+    return plan_devices(config, this_machine(config))
+
+
+def plays_apart(config: TrainConfig) -> bool:
+    """Whether episodes are played outside the process of the training loop. Raises UserError as `plan_devices`."""
+    return config.hybrid.cluster == "ray" or bool(devices_here(config).players)
+
+
+def plan_devices(config: TrainConfig, machine: Cluster) -> LocalDevices:
+    """Training has the first GPUs and what plays the last, unless `hybrid.placement` names those of each role. What trains on none of the
+    devices that actions are generated on has them played in other processes.
+
+    Raises UserError for roles that the machine or these processes cannot have, with the nearest that they can.
+    """
+    hybrid = config.hybrid
+    num_ranks = 1 if hybrid.sharding is None else hybrid.sharding.num_ranks
+    if hybrid.placement.kind == "explicit":
+        return _named(config, machine, num_ranks)
+    ranks = tuple(range(num_ranks)) if machine.gpus else (None,) * num_ranks
+    if hybrid.placement.kind == "multiplexed":
+        return LocalDevices(ranks, (None,))  # its hosts have devices (`HostPlan`)
+    if hybrid.placement.kind != "disaggregated":
+        return LocalDevices(ranks)
+    last = len(machine.gpus) - 1
+    return LocalDevices(ranks, tuple(last - index if machine.gpus else None for index in range(hybrid.players)))
+
+
+def _named(config: TrainConfig, machine: Cluster, num_ranks: int) -> LocalDevices:
+    placement = resolve(config.hybrid.placement, machine)
+    train, generation = placement["train"], placement["generation"]
+    on_gpus = train[0].kind == "gpu"
+    if on_gpus and len(train) != num_ranks:
+        raise UserError(
+            f"hybrid.placement gives role train {len(train)} GPUs, and training has {num_ranks} "
+            f"{'ranks' if num_ranks > 1 else 'rank'} (hybrid.sharding): each has one of its own. The nearest possible: "
+            + (f"train: {describe(train[:num_ranks])}, or " if len(train) > num_ranks else "")
+            + f"hybrid.sharding.num_shards={len(train)}."
+        )
+    lent = [device for device in placement["reward"] if device.kind == "gpu" and device not in generation]
+    if lent and config.hybrid.reward_worker is not None:
+        raise UserError(
+            f"hybrid.placement gives role reward {lent[0].name}, and without Ray reward workers are threads of what plays, which sees the "
+            f"GPUs of role generation. The nearest possible: reward: {describe(generation)}, or hybrid.cluster=ray."
+        )
+    # Who plays beside training does so on the first rank's.
+    train = tuple(sorted(train, key=lambda device: (device not in generation, device)))
+    ranks = tuple(device.index for device in train) if on_gpus else (None,) * num_ranks
+    if placement.trains_apart:
+        return LocalDevices(ranks, _of_players(generation, config.hybrid.players))
+    if len(generation) > 1:
+        raise UserError(
+            f"hybrid.placement gives role generation {len(generation)} GPUs, and the process that trains on one of them acts on that one "
+            f"alone. The nearest possible: generation: ['{train[0].name}'], or GPUs that role train does not name, with hybrid.players."
+        )
+    backends = [config.generation.backend, *(player.backend for player in config.generation.mix.values())]
+    if ranks[0] and "vllm" in backends:
+        raise UserError(
+            f"hybrid.placement has {train[0].name} for generation and training, and vLLM takes the first GPU that its process sees. The "
+            f"nearest possible: 0/gpu:0 for both with CUDA_VISIBLE_DEVICES={ranks[0]}, or another GPU for role generation."
+        )
+    return LocalDevices(ranks)
+
+
+def _of_players(devices: tuple[Device, ...], players: int) -> tuple[int | None, ...]:
+    """As many on each."""
+    if devices[0].kind == "cpu":
+        return (None,) * players
+    if players % len(devices):
+        raise UserError(
+            f"hybrid.placement gives role generation {len(devices)} GPUs, and hybrid.players={players}: as many play on each. The nearest "
+            f"possible: hybrid.players={-(-players // len(devices)) * len(devices)}, or generation: {describe(devices[:1])}."
+        )
+    return tuple(device.index for device in devices for _ in range(players // len(devices)))
+
+
+def visible_gpu(number: int) -> str:
+    """What a process is to see that has this GPU alone, as CUDA_VISIBLE_DEVICES names it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(number) if visible is None else visible.split(",")[number].strip()
+
+
+def on_processor(hybrid: HybridConfig) -> HybridConfig:
+    """Of a process whose role has none of the machine's GPUs."""
+    sharding = None if hybrid.sharding is None else dataclasses.replace(hybrid.sharding, cpu_offload=False)
+    return dataclasses.replace(hybrid, device="cpu", sharding=sharding)
