@@ -15,17 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_rl.algorithms import grouped
 from embodied_rl.algorithms.advantages import returns_to_go
-from embodied_rl.algorithms.grouped import (
-    STD_EPS,
-    SingleGroup,
-    check_finite,
-    counted_rows,
-    group_statistics,
-    of_single,
-    rounding_of,
-    spread,
-)
 from embodied_rl.bounds import Coefficient
 
 Statistics = Literal["trajectory", "row"]
@@ -122,7 +113,7 @@ def gigpo(
     statistics: Statistics = "trajectory",
     normalize: Normalize = "mean_std",
     mask: Tensor | None = None,
-    alone: SingleGroup = "raw",
+    alone: grouped.SingleGroup = "raw",
 ) -> Tensor:
     """GiGPO: A = A_E + step_weight · A_S (arXiv:2505.10978).
 
@@ -154,15 +145,15 @@ def gigpo(
         raise ValueError(f"statistics must be 'trajectory' or 'row', got {statistics!r}.")
     if normalize not in ("mean_std", "mean"):
         raise ValueError(f"normalize must be 'mean_std' or 'mean', got {normalize!r}.")
-    counted = counted_rows(mask)
+    counted = grouped.counted_rows(mask)
     rows = torch.ones_like(group, dtype=torch.bool) if counted is None else counted
-    check_finite(episode_return, rows, "episode_return")
+    grouped.check_finite(episode_return, rows, "episode_return")
     episode = _episode_part(episode_return, group, trajectory, rows, statistics, normalize, alone)
-    of_step = group_statistics(score=step_return, group=_pair(group, anchor_group), rows=rows)
+    of_step = grouped.group_statistics(score=step_return, group=_pair(group, anchor_group), rows=rows)
     step = of_step.centered
     if normalize == "mean_std":
-        step = step / (of_step.std[of_step.index] + STD_EPS)
-    return spread(episode + step_weight * step, like=episode_return, mask=mask)
+        step = step / (of_step.std[of_step.index] + grouped.STD_EPS)
+    return grouped.spread(episode + step_weight * step, like=episode_return, mask=mask)
 
 
 def _episode_part(
@@ -172,14 +163,14 @@ def _episode_part(
     rows: Tensor,
     statistics: Statistics,
     normalize: Normalize,
-    choice: SingleGroup,
+    choice: grouped.SingleGroup,
 ) -> Tensor:
     """[B] float64: A_E of each row, 0 where rows do not count."""
     member = _pair(group, trajectory)
     representative = _first_rows(member, rows)
     stated = torch.where(rows, episode_return.double(), 0.0)
     of_trajectory = stated[representative]
-    differing = rows & ((stated - of_trajectory).abs() > max(SAME_RETURN, rounding_of(episode_return)) * of_trajectory.abs())
+    differing = rows & ((stated - of_trajectory).abs() > max(SAME_RETURN, grouped.rounding_of(episode_return)) * of_trajectory.abs())
     if bool(differing.any()):
         row = int(differing.nonzero()[0])
         raise ValueError(
@@ -189,13 +180,13 @@ def _episode_part(
     entering = rows
     if statistics == "trajectory":
         entering = rows & (representative == torch.arange(len(rows), device=rows.device))
-    found = group_statistics(score=episode_return, group=group, rows=entering)
+    found = grouped.group_statistics(score=episode_return, group=group, rows=entering)
     # By the representative's number: rows of one trajectory get the same advantage, bit by bit.
     advantage = found.centered[representative]
     if normalize == "mean_std":
-        advantage = advantage / (found.std[found.index] + STD_EPS)
+        advantage = advantage / (found.std[found.index] + grouped.STD_EPS)
     single = (found.count == 1)[found.index]
-    advantage = torch.where(single, of_single(of_trajectory, choice), advantage)
+    advantage = torch.where(single, grouped.of_single(of_trajectory, choice), advantage)
     return torch.where(rows, advantage, 0.0)
 
 

@@ -32,18 +32,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl import __version__
+from embodied_rl.checkpoint import tensors as tensor_files
 from embodied_rl.checkpoint.card import CARD_FILE, config_yaml, model_card, show, show_action
-from embodied_rl.checkpoint.tensors import (
-    MODEL_FOLDER,
-    POLICY_FILE,
-    Exported,
-    read_exported,
-    read_policy,
-    read_tensors,
-    weights_sha256,
-    write_policy,
-    write_tensors,
-)
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.run import model_place
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief, require_known
@@ -98,7 +88,7 @@ class Checkpoint:
     """Version of embodied_rl that wrote it."""
     base: dict[str, Any] | None = None
     """Which model `policy` is an adapter of (`base_of`); None: it is whole."""
-    exported: Exported = field(default_factory=dict)
+    exported: tensor_files.Exported = field(default_factory=dict)
     """Tensors of `policy` that lie in the model folder."""
     place: str = ""
     """Of one domain's part: where its model lies below ``model`` (`model_place`)."""
@@ -106,11 +96,11 @@ class Checkpoint:
     @property
     def model_folder(self) -> Path:
         """The Hugging Face folder of a language policy."""
-        return self.path / MODEL_FOLDER / self.place
+        return self.path / tensor_files.MODEL_FOLDER / self.place
 
     def weights_sha256(self) -> str:
         """Says which weights acted, wherever they lie (reads their files)."""
-        return weights_sha256(self.path, self.exported)
+        return tensor_files.weights_sha256(self.path, self.exported)
 
     @property
     def sharded(self) -> Path | None:
@@ -142,7 +132,7 @@ def save_checkpoint(
     describe: Callable[[Path], None] | None = None,
     base: Mapping[str, Any] | None = None,
     parts: Callable[[], Path] | None = None,
-    exported: Exported | None = None,
+    exported: tensor_files.Exported | None = None,
 ) -> Path:
     """Write a checkpoint, point `last` (and `best`) at it, and remove what `config.checkpoint` does not keep.
 
@@ -170,10 +160,10 @@ def save_checkpoint(
         root.mkdir(parents=True, exist_ok=True)
         temporary = _fresh_temporary(root)
         if describe is not None:
-            (temporary / MODEL_FOLDER).mkdir()
-            write_description(describe, temporary / MODEL_FOLDER)
-        write_policy(temporary, policy, in_model)
-        write_tensors(temporary / LEARNER_FILE, learner)
+            (temporary / tensor_files.MODEL_FOLDER).mkdir()
+            write_description(describe, temporary / tensor_files.MODEL_FOLDER)
+        tensor_files.write_policy(temporary, policy, in_model)
+        tensor_files.write_tensors(temporary / LEARNER_FILE, learner)
         (temporary / CONFIG_FILE).write_text(written, encoding="utf-8")
         (temporary / CARD_FILE).write_text(model_card(final, document, config, spec), encoding="utf-8")
         if parts is not None:
@@ -265,10 +255,10 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
     folder = resolve_checkpoint(path)
     document = _read_state(folder)
     _verify(folder, document, with_learner)
-    exported = read_exported(document.get("exported", {}), folder / STATE_FILE)
+    exported = tensor_files.read_exported(document.get("exported", {}), folder / STATE_FILE)
     way_out = _way_out(folder)
-    policy = read_policy(folder, exported, way_out)
-    learner = read_tensors(folder / LEARNER_FILE, way_out) if with_learner else {}
+    policy = tensor_files.read_policy(folder, exported, way_out)
+    learner = tensor_files.read_tensors(folder / LEARNER_FILE, way_out) if with_learner else {}
     try:
         parts: dict[str, Any] = {
             "step": int(document["step"]),
@@ -358,7 +348,7 @@ def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
         read_elsewhere = name.startswith(f"{SHARDED_FOLDER}/rank_") or (name == LEARNER_FILE and not with_learner)
         path = folder / name
         # Their own readers report them when they are missing.
-        if read_elsewhere or (name in (POLICY_FILE, LEARNER_FILE, CONFIG_FILE) and not path.is_file()):
+        if read_elsewhere or (name in (tensor_files.POLICY_FILE, LEARNER_FILE, CONFIG_FILE) and not path.is_file()):
             continue
         if (fault := fault_of(path, expected)) is None:
             continue

@@ -23,21 +23,7 @@ from embodied_rl.config.building import build
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.config.policy import draws_tokens
 from embodied_rl.errors import UserError, did_you_mean
-from embodied_rl.evaluation.output import (
-    Contestant,
-    EvaluationResult,
-    comparison_table,
-    document_of,
-    documents_of,
-    episodes_csv,
-    labels,
-    origin_of,
-    overview,
-    play,
-    result_table,
-    steps_of,
-    task_table,
-)
+from embodied_rl.evaluation import output
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
@@ -113,7 +99,7 @@ def evaluate_checkpoint(
     seed: int = 0,
     sim: SimConfig | None = None,
     policy: str = "checkpoint",
-) -> EvaluationResult:
+) -> output.EvaluationResult:
     """Play `num_episodes` held-out seeds, each once, with the policy's mode (or with random actions).
 
     Args:
@@ -136,7 +122,7 @@ def evaluate_players(
     seed: int = 0,
     sim: SimConfig | None = None,
     temperature: float | None = None,
-) -> list[EvaluationResult]:
+) -> list[output.EvaluationResult]:
     """Play the same held-out seeds with each of `players`, (checkpoint, "checkpoint" or "random"), in the same simulators.
 
     Args:
@@ -153,17 +139,17 @@ def evaluate_players(
     """
     wanted = players[0][0].config.sim if sim is None else sim
 
-    def contestant(checkpoint: Checkpoint, policy: str) -> Contestant:
+    def contestant(checkpoint: Checkpoint, policy: str) -> output.Contestant:
         def make(manager: Simulators) -> Generator:
             return make_generator(checkpoint, manager.spec, policy=policy, same_task=is_own_task(checkpoint, wanted), seed=seed)
 
         trained = checkpoint.config
         own = trained.evaluation.temperature if temperature is None and draws_tokens(trained.policy) else temperature or None
-        return Contestant(policy, make, own if policy == "checkpoint" else None)
+        return output.Contestant(policy, make, own if policy == "checkpoint" else None)
 
     longest = max(checkpoint.config.policy.chunk_size for checkpoint, _ in players)
     with one_thread_acts(checkpoint.config.policy.name for checkpoint, policy in players if policy == "checkpoint"):
-        return play([contestant(*player) for player in players], wanted, num_episodes, seed=seed, chunk_size=longest)
+        return output.play([contestant(*player) for player in players], wanted, num_episodes, seed=seed, chunk_size=longest)
 
 
 def one_thread_acts(policies: Iterable[str]) -> AbstractContextManager[None]:
@@ -329,7 +315,7 @@ def main(argv: Sequence[str]) -> None:
     _tell_players(players, results, values, command_line("evaluate", argv))
 
 
-def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list[tuple[Checkpoint, str]], list[EvaluationResult]]:
+def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list[tuple[Checkpoint, str]], list[output.EvaluationResult]]:
     _check_of_checkpoint(values, overrides)
     trust = trusted_names(values["trust"])
     measured = read_protocol(values["protocol"])
@@ -395,21 +381,21 @@ def _players(checkpoint: str, policy: str, against: str | None, load: Callable[[
 
 
 def _tell_players(
-    players: Sequence[tuple[Checkpoint, str]], results: Sequence[EvaluationResult], values: Mapping[str, Any], command: str
+    players: Sequence[tuple[Checkpoint, str]], results: Sequence[output.EvaluationResult], values: Mapping[str, Any], command: str
 ) -> None:
     first, against = players[0][0], values["against"] is not None
     if len(players) == 1:
-        tables, default = [result_table(results[0])], first.run_dir / EVALUATION_FILE
+        tables, default = [output.result_table(results[0])], first.run_dir / EVALUATION_FILE
     else:
-        tables = [overview(players, results, against=against), *([comparison_table(players, results)] if against else [])]
+        tables = [output.overview(players, results, against=against), *([output.comparison_table(players, results)] if against else [])]
         default = next_free(first.run_dir / COMPARISON_FILE)
 
     def document() -> Mapping[str, Any]:
         if len(players) == 1:
-            return document_of(first.config, results[0], command, origin_of(first))
-        return documents_of(players, results, command, against=against)
+            return output.document_of(first.config, results[0], command, output.origin_of(first))
+        return output.documents_of(players, results, command, against=against)
 
-    _tell(tables, labels(players), steps_of(players), results, _output(values, default), document)
+    _tell(tables, output.labels(players), output.steps_of(players), results, _output(values, default), document)
 
 
 def _output(values: Mapping[str, Any], default: Path) -> Path:
@@ -420,21 +406,21 @@ def _tell(
     tables: Sequence[Table],
     names: Sequence[str],
     steps: Sequence[str],
-    results: Sequence[EvaluationResult],
-    output: Path,
+    results: Sequence[output.EvaluationResult],
+    path: Path,
     document: Callable[[], Mapping[str, Any]],
 ) -> None:
     """Tables on the console; JSON and CSV."""
     # Shown first: a file that cannot be written must not cost the figures.
-    by_task = task_table(names, results)
+    by_task = output.task_table(names, results)
     print_tables(*tables, *([] if by_task is None else [by_task]))
     if len(results) == 1 and (shares := results[0].answers):
         named = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
         print(f"Of the answers: {named}")
-    write_atomic(output, json.dumps(document(), indent=1) + "\n")
-    write_atomic(output.with_suffix(".csv"), episodes_csv(names, steps, results))
+    write_atomic(path, json.dumps(document(), indent=1) + "\n")
+    write_atomic(path.with_suffix(".csv"), output.episodes_csv(names, steps, results))
     seconds = sum(result.wall_clock_s for result in results)
-    print(f"{seconds:.1f} s. Every episode: {output} and {output.with_suffix('.csv').name}")
+    print(f"{seconds:.1f} s. Every episode: {path} and {path.with_suffix('.csv').name}")
 
 
 _OWN = ("num_episodes", "seed", "output", "temperature")
@@ -522,7 +508,7 @@ def _server(overrides: Mapping[str, Any]) -> PlayerConfig:
     return build(PlayerConfig, {"share": 0.5, "backend": "openai", **given}, "openai")
 
 
-def play_untrained(player: Untrained) -> EvaluationResult:
+def play_untrained(player: Untrained) -> output.EvaluationResult:
     """The episodes and their figures.
     Raises UserError: the policy does not fit the simulator, its folder is incomplete, or a server does not answer."""
     import torch
@@ -530,9 +516,9 @@ def play_untrained(player: Untrained) -> EvaluationResult:
     config, wanted = player.config, player.config.evaluation
     torch.manual_seed(config.seed)
     with tempfile.TemporaryDirectory(prefix="embodied_rl_") as folder:
-        contestant = Contestant(player.label, partial(_generator, player, Path(folder)), wanted.temperature)
+        contestant = output.Contestant(player.label, partial(_generator, player, Path(folder)), wanted.temperature)
         with one_thread_acts([] if player.kind == "random" else [config.policy.name]):
-            (result,) = play([contestant], config.sim, wanted.num_episodes, seed=wanted.seed, chunk_size=config.policy.chunk_size)
+            (result,) = output.play([contestant], config.sim, wanted.num_episodes, seed=wanted.seed, chunk_size=config.policy.chunk_size)
     return result
 
 
@@ -575,15 +561,15 @@ def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:
     return AgentGenerator(agent, served_tokens(server, policy.tokenizer, config.seed), temperature=server.temperature, seed=config.seed)
 
 
-def _tell_untrained(player: Untrained, result: EvaluationResult, values: Mapping[str, Any], command: str) -> None:
-    output = _output(values, next_free(Path("runs") / player.config.sim.name / f"evaluation-{player.kind}.json"))
+def _tell_untrained(player: Untrained, result: output.EvaluationResult, values: Mapping[str, Any], command: str) -> None:
+    path = _output(values, next_free(Path("runs") / player.config.sim.name / f"evaluation-{player.kind}.json"))
 
     def document() -> Mapping[str, Any]:
         origin: dict[str, Any] = {}
         if player.folder is not None:
-            origin["model"] = note_base(player.folder, output.parent)
+            origin["model"] = note_base(player.folder, path.parent)
         if player.server is not None:
             origin["server"] = dataclasses.asdict(player.server)
-        return document_of(player.config, result, command, origin)
+        return output.document_of(player.config, result, command, origin)
 
-    _tell([result_table(result)], [player.label], [""], [result], output, document)
+    _tell([output.result_table(result)], [player.label], [""], [result], path, document)

@@ -14,26 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.episodes.estimators import (
-    ESTIMATORS,
-    Estimator,
-    Interval,
-    OffPolicyEpisodes,
-    Terms,
-    bca_interval,
-    behaviour_value,
-    capped_lower_bound,
-    discounted_returns,
-    discounts,
-    effective_sample_size,
-    empirical_bernstein,
-    largest_share,
-    log_weights,
-    percentile_interval,
-    refit_errors,
-    resample_counts,
-    student_interval,
-)
+from embodied_rl.episodes import estimators
 from embodied_rl.errors import UserError
 from embodied_rl.types import ActionSpec
 
@@ -46,7 +27,7 @@ class Summary:
     """A figure's mean over episodes and its bootstrap interval (BCa)."""
 
     mean: float
-    interval: Interval
+    interval: estimators.Interval
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -202,10 +183,10 @@ def _summary(values: np.ndarray, confidence: float, seed: int) -> Summary:
     mean = float(values.mean())
     if len(values) < 2 or not np.isfinite(values).all():
         # −inf is the likelihood of a policy that would never do what was done; it has no spread.
-        return Summary(mean, Interval(mean, mean, confidence, "none"))
-    samples = resample_counts(len(values), 2000, seed) @ values / len(values)
+        return Summary(mean, estimators.Interval(mean, mean, confidence, "none"))
+    samples = estimators.resample_counts(len(values), 2000, seed) @ values / len(values)
     jackknife = (values.sum() - values) / (len(values) - 1)
-    return Summary(mean, bca_interval(mean, samples, jackknife, confidence))
+    return Summary(mean, estimators.bca_interval(mean, samples, jackknife, confidence))
 
 
 def _variance(recorded: Sequence[np.ndarray]) -> np.ndarray:
@@ -259,7 +240,7 @@ class Assumptions:
         """What every discounted return lies in, given `reward_range` and `horizon`; None: nothing finite is known."""
         if self.reward_range is None or (self.horizon is None and self.gamma == 1.0):
             return None
-        total = 1 / (1 - self.gamma) if self.horizon is None else float(discounts(self.horizon, self.gamma).sum())
+        total = 1 / (1 - self.gamma) if self.horizon is None else float(estimators.discounts(self.horizon, self.gamma).sum())
         # After an episode's end nothing is earned: 0 is possible at any step.
         low, high = self.reward_range
         return min(low, 0.0) * total, max(high, 0.0) * total
@@ -289,10 +270,10 @@ class Estimate:
     estimator: str
     value: float | None
     """None where it was refused."""
-    bootstrap: Interval | None = None
+    bootstrap: estimators.Interval | None = None
     """Over episodes, and over fits of the model where there is one; aims at its coverage, and misses it where a few episodes carry all
     the weight, or where the model is biased: what all fits get wrong alike is in no spread."""
-    concentration: Interval | None = None
+    concentration: estimators.Interval | None = None
     """Holds with its confidence for any number of episodes and any weights, given that rewards lie in the stated range, episodes
     are independent and the recorded log-probabilities are true."""
     no_concentration: str = ""
@@ -315,12 +296,12 @@ class Estimate:
 
 
 def assess(
-    data: OffPolicyEpisodes,
+    data: estimators.OffPolicyEpisodes,
     names: Sequence[str],
     given: Assumptions,
     *,
     unsupported: str = "",
-    refits: Sequence[OffPolicyEpisodes] = (),
+    refits: Sequence[estimators.OffPolicyEpisodes] = (),
 ) -> list[Estimate]:
     """Estimate by each of `names` (keys of `ESTIMATORS`), or say why not.
 
@@ -331,19 +312,19 @@ def assess(
             estimates hold what the fit adds to their error; without, they take the model for given.
     """
     reason = unsupported or ratio_mismatch(data)
-    counts = resample_counts(data.num_episodes, given.num_samples, given.seed)
-    return [_assess(data, ESTIMATORS[name], given, counts, reason, refits) for name in names]
+    counts = estimators.resample_counts(data.num_episodes, given.num_samples, given.seed)
+    return [_assess(data, estimators.ESTIMATORS[name], given, counts, reason, refits) for name in names]
 
 
-def assess_behaviour(data: OffPolicyEpisodes, given: Assumptions) -> Estimate:
+def assess_behaviour(data: estimators.OffPolicyEpisodes, given: Assumptions) -> Estimate:
     """The value of the policy that acted: what the target policies are compared with."""
-    terms = behaviour_value(data, given.gamma)
-    samples = terms.values(resample_counts(data.num_episodes, given.num_samples, given.seed))
+    terms = estimators.behaviour_value(data, given.gamma)
+    samples = terms.values(estimators.resample_counts(data.num_episodes, given.num_samples, given.seed))
     value, bounds = terms.value(), given.return_range()
     concentration = None
     missing = "" if bounds else _NO_RANGE
     if bounds and data.num_episodes >= 2:
-        concentration = empirical_bernstein(discounted_returns(data, given.gamma), *bounds, given.confidence)
+        concentration = estimators.empirical_bernstein(estimators.discounted_returns(data, given.gamma), *bounds, given.confidence)
     return Estimate("behaviour", value, _bootstrap(terms, value, samples, given), concentration, missing, samples=samples)
 
 
@@ -357,8 +338,10 @@ def assess_model(values: np.ndarray, given: Assumptions, *, refused: str = "", n
     none = "a fitted model has no bound that holds without assumptions on its class"
     if refused:
         return Estimate("fqe", None, no_concentration=none, refused=refused, notes=notes)
-    samples = float(values.mean()) + refit_errors(values, given.num_samples, given.seed)
-    return Estimate("fqe", float(values.mean()), student_interval(values, given.confidence), None, none, notes=notes, samples=samples)
+    samples = float(values.mean()) + estimators.refit_errors(values, given.num_samples, given.seed)
+    return Estimate(
+        "fqe", float(values.mean()), estimators.student_interval(values, given.confidence), None, none, notes=notes, samples=samples
+    )
 
 
 def note_contradictions(estimates: Sequence[Estimate]) -> list[Estimate]:
@@ -366,7 +349,7 @@ def note_contradictions(estimates: Sequence[Estimate]) -> list[Estimate]:
 
     Both cannot hold the value. Where it is the model's fault, it has a bias that no resampling of the episodes shows.
     """
-    models = {"fqe", *(name for name, estimator in ESTIMATORS.items() if estimator.needs_model)}
+    models = {"fqe", *(name for name, estimator in estimators.ESTIMATORS.items() if estimator.needs_model)}
     plain = [estimate for estimate in estimates if estimate.estimator not in models and estimate.bootstrap is not None]
     noted = []
     for estimate in estimates:
@@ -389,12 +372,12 @@ _NO_RANGE = "rewards have no known bound: state one with reward_range=LOW,HIGH (
 
 
 def _assess(
-    data: OffPolicyEpisodes,
-    estimator: Estimator,
+    data: estimators.OffPolicyEpisodes,
+    estimator: estimators.Estimator,
     given: Assumptions,
     counts: np.ndarray,
     reason: str,
-    refits: Sequence[OffPolicyEpisodes],
+    refits: Sequence[estimators.OffPolicyEpisodes],
 ) -> Estimate:
     if estimator.needs_model and data.model_q is None:
         reason = reason or "it needs the fitted model, which was refused or not asked for"
@@ -416,35 +399,35 @@ def _assess(
     notes = () if given.max_weight is None else (f"weights cut at {given.max_weight:g} ({weights.cut_share:.1%} of the steps): biased",)
     if estimator.needs_model and len(refits) > 1:
         values = [estimator.terms(refit, given.gamma, given.max_weight).value() for refit in refits]
-        samples = samples + refit_errors(values, given.num_samples, given.seed)
+        samples = samples + estimators.refit_errors(values, given.num_samples, given.seed)
     elif estimator.needs_model:
         notes = (*notes, "the interval takes the fitted values for given: their error is not in it")
     interval = _bootstrap(terms, value, samples, given)
     return Estimate(estimator.name, value, interval, concentration, missing, weights, notes=notes, samples=samples)
 
 
-def _bootstrap(terms: Terms, value: float, samples: np.ndarray, given: Assumptions) -> Interval:
+def _bootstrap(terms: estimators.Terms, value: float, samples: np.ndarray, given: Assumptions) -> estimators.Interval:
     if given.bootstrap == "percentile":
-        return percentile_interval(samples, given.confidence)
+        return estimators.percentile_interval(samples, given.confidence)
     jackknife = terms.jackknife()
-    return bca_interval(value, samples, jackknife[np.isfinite(jackknife)], given.confidence)
+    return estimators.bca_interval(value, samples, jackknife[np.isfinite(jackknife)], given.confidence)
 
 
-def describe_weights(data: OffPolicyEpisodes, given: Assumptions, *, per_decision: bool) -> Weights:
+def describe_weights(data: estimators.OffPolicyEpisodes, given: Assumptions, *, per_decision: bool) -> Weights:
     """See `Weights`; effective sample size and share are of the weights as they are used, cut where `max_weight` is given."""
-    raw, used = log_weights(data), log_weights(data, given.max_weight)
+    raw, used = estimators.log_weights(data), estimators.log_weights(data, given.max_weight)
     last = raw[:, -1]
-    ess = effective_sample_size(used[:, -1])
+    ess = estimators.effective_sample_size(used[:, -1])
     if per_decision:
-        importance = data.running.sum(axis=0) * discounts(used.shape[1], given.gamma)
-        ess = np.average(effective_sample_size(used), weights=importance)
+        importance = data.running.sum(axis=0) * estimators.discounts(used.shape[1], given.gamma)
+        ess = np.average(estimators.effective_sample_size(used), weights=importance)
     with np.errstate(over="ignore"):
         largest, mean = float(np.exp(last.max())), float(np.exp(last).mean())
     cut = 0.0 if given.max_weight is None else float(np.mean(raw[data.running] > math.log(given.max_weight)))
-    return Weights(float(ess), largest, float(largest_share(used[:, -1])), mean, cut)
+    return Weights(float(ess), largest, float(estimators.largest_share(used[:, -1])), mean, cut)
 
 
-def ratio_mismatch(data: OffPolicyEpisodes) -> str:
+def ratio_mismatch(data: estimators.OffPolicyEpisodes) -> str:
     """Why the ratios cannot be those of π to the policy that acted; "" where they can.
 
     E_μ[ρ | s] = 1 at every step where μ does everything that π does. The mean over all steps is compared with 1; steps of an episode
@@ -469,7 +452,9 @@ def ratio_mismatch(data: OffPolicyEpisodes) -> str:
     return ""
 
 
-def _concentration(data: OffPolicyEpisodes, estimator: Estimator, given: Assumptions) -> tuple[Interval | None, str]:
+def _concentration(
+    data: estimators.OffPolicyEpisodes, estimator: estimators.Estimator, given: Assumptions
+) -> tuple[estimators.Interval | None, str]:
     """Interval for the value itself, whatever the weights; only the ordinary forms have one."""
     if estimator.self_normalised or estimator.needs_model:
         other = "pdis" if estimator.per_decision else "is"
@@ -486,36 +471,42 @@ def _concentration(data: OffPolicyEpisodes, estimator: Estimator, given: Assumpt
     make = _per_decision_scores if estimator.per_decision else _episode_scores
     delta = (1 - given.confidence) / 2
     above, below = make(data, given, low, 1.0), make(data, given, high, -1.0)
-    lower = low + capped_lower_bound(above, high - low, delta)
-    upper = high - capped_lower_bound(below, high - low, delta)
-    return Interval(lower, upper, given.confidence, "empirical Bernstein with cut weights"), ""
+    lower = low + estimators.capped_lower_bound(above, high - low, delta)
+    upper = high - estimators.capped_lower_bound(below, high - low, delta)
+    return estimators.Interval(lower, upper, given.confidence, "empirical Bernstein with cut weights"), ""
 
 
-def _episode_scores(data: OffPolicyEpisodes, given: Assumptions, origin: float, sign: float) -> Callable[[float], np.ndarray]:
+def _episode_scores(data: estimators.OffPolicyEpisodes, given: Assumptions, origin: float, sign: float) -> Callable[[float], np.ndarray]:
     """cap → min(w, cap) · |G − origin|, whose mean is at most |V − origin| in expectation."""
-    scores = sign * (discounted_returns(data, given.gamma) - origin)
-    return lambda cap: np.exp(log_weights(data, cap)[:, -1]) * scores
+    scores = sign * (estimators.discounted_returns(data, given.gamma) - origin)
+    return lambda cap: np.exp(estimators.log_weights(data, cap)[:, -1]) * scores
 
 
-def _per_decision_scores(data: OffPolicyEpisodes, given: Assumptions, origin: float, sign: float) -> Callable[[float], np.ndarray]:
+def _per_decision_scores(
+    data: estimators.OffPolicyEpisodes, given: Assumptions, origin: float, sign: float
+) -> Callable[[float], np.ndarray]:
     """The same with each reward's distance from the end of its range, weighted by the decisions before it."""
     num_steps = data.reward.shape[1]
-    gammas = discounts(num_steps, given.gamma)
-    beyond = given.gamma**num_steps / (1 - given.gamma) if given.horizon is None else float(discounts(given.horizon, given.gamma).sum())
+    gammas = estimators.discounts(num_steps, given.gamma)
+    beyond = (
+        given.gamma**num_steps / (1 - given.gamma)
+        if given.horizon is None
+        else float(estimators.discounts(given.horizon, given.gamma).sum())
+    )
     beyond = beyond if given.horizon is None else beyond - float(gammas.sum())
     assert given.reward_range is not None
     edge = min(given.reward_range[0], 0.0) if sign > 0 else max(given.reward_range[1], 0.0)
     distance = sign * (data.reward - edge)
 
     def scores(cap: float) -> np.ndarray:
-        weight = np.exp(log_weights(data, cap))
+        weight = np.exp(estimators.log_weights(data, cap))
         # Steps after the longest recorded episode earn 0, which has its distance too.
         return (weight * distance) @ gammas + weight[:, -1] * abs(edge) * beyond
 
     return scores
 
 
-def _check_rewards(data: OffPolicyEpisodes, reward_range: tuple[float, float]) -> None:
+def _check_rewards(data: estimators.OffPolicyEpisodes, reward_range: tuple[float, float]) -> None:
     rewards = data.reward[data.running]
     low, high = float(rewards.min()), float(rewards.max())
     slack = 1e-6 * max(1.0, abs(reward_range[0]), abs(reward_range[1]))

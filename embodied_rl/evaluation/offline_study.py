@@ -19,17 +19,7 @@ from embodied_rl.episodes import assessment
 from embodied_rl.episodes.estimators import ESTIMATORS, OffPolicyEpisodes, effective_sample_size, log_weights, stack
 from embodied_rl.episodes.recording import Recording
 from embodied_rl.errors import UserError, require_known
-from embodied_rl.evaluation.offline_policy import (
-    Mode,
-    PlayedEpisode,
-    ScoredEpisode,
-    TargetPolicy,
-    deterministic_behaviour,
-    load_target,
-    score_recording,
-    selected_by_outcome,
-    weights_unsupported,
-)
+from embodied_rl.evaluation import offline_policy
 
 ALL_ESTIMATORS = (*ESTIMATORS, "fqe")
 PREFERENCE = ("wdr", "wpdis", "fqe", "dr", "pdis", "wis", "is")
@@ -51,7 +41,7 @@ class OfflineSettings:
     """`horizon` is filled in from the recording's step limit where it is None."""
     estimators: tuple[str, ...] = ALL_ESTIMATORS
     """() gives only open-loop figures."""
-    target: Mode = "sample"
+    target: offline_policy.Mode = "sample"
     truncation: Literal["end", "bootstrap"] = "end"
     """end: the value of episodes as they were recorded, cuts included, which `evaluate` would measure. bootstrap: of episodes that go
     on where they were cut, by the fitted values."""
@@ -160,11 +150,11 @@ def study_recording(
         UserError: a checkpoint does not fit the recording, or no episode is left.
         RecordingError: an episode is damaged.
     """
-    targets = [load_target(checkpoint, label, recording.info, settings.target) for label, checkpoint in checkpoints]
+    targets = [offline_policy.load_target(checkpoint, label, recording.info, settings.target) for label, checkpoint in checkpoints]
     limit = step_limit(recording, settings)
     if settings.given.horizon is None and settings.truncation == "end":
         settings = replace(settings, given=replace(settings.given, horizon=limit))
-    scored = score_recording(
+    scored = offline_policy.score_recording(
         recording,
         targets,
         horizon=settings.horizon,
@@ -205,9 +195,9 @@ def step_limit(recording: Recording, settings: OfflineSettings) -> int | None:
 
 def _study_policy(
     recording: Recording,
-    target: TargetPolicy,
-    episodes: Sequence[PlayedEpisode],
-    scores: Sequence[ScoredEpisode],
+    target: offline_policy.TargetPolicy,
+    episodes: Sequence[offline_policy.PlayedEpisode],
+    scores: Sequence[offline_policy.ScoredEpisode],
     settings: OfflineSettings,
     on_fit: Callable[[str, int], object] | None,
 ) -> PolicyResult:
@@ -233,8 +223,8 @@ def _study_policy(
 
 def _estimate(
     recording: Recording,
-    target: TargetPolicy,
-    pairs: Sequence[tuple[PlayedEpisode, ScoredEpisode]],
+    target: offline_policy.TargetPolicy,
+    pairs: Sequence[tuple[offline_policy.PlayedEpisode, offline_policy.ScoredEpisode]],
     settings: OfflineSettings,
     on_fit: Callable[[str, int], object] | None,
 ) -> tuple[tuple[assessment.Estimate, ...], np.ndarray | None]:
@@ -244,7 +234,7 @@ def _estimate(
     if settings.needs_model:
         advance = None if on_fit is None else partial(on_fit, target.label)
         fitted, refused = fit_target(recording, target, episodes, scores, settings, advance)
-    no_weights = weights_unsupported(recording.info, episodes, target) or _cut_short(episodes, settings)
+    no_weights = offline_policy.weights_unsupported(recording.info, episodes, target) or _cut_short(episodes, settings)
     data = _off_policy(episodes, scores, fitted, settings, weighted=not no_weights)
     names = [name for name in settings.estimators if name in ESTIMATORS]
     refits: list[OffPolicyEpisodes] = []
@@ -267,9 +257,9 @@ def _estimate(
 
 def fit_target(
     recording: Recording,
-    target: TargetPolicy,
-    episodes: Sequence[PlayedEpisode],
-    scores: Sequence[ScoredEpisode],
+    target: offline_policy.TargetPolicy,
+    episodes: Sequence[offline_policy.PlayedEpisode],
+    scores: Sequence[offline_policy.ScoredEpisode],
     settings: OfflineSettings,
     on_step: Callable[[int], object] | None = None,
 ) -> tuple[FittedQ | None, str]:
@@ -292,7 +282,7 @@ def fit_target(
 
 
 def recorded_steps(
-    episodes: Sequence[PlayedEpisode], scores: Sequence[ScoredEpisode], *, truncation: str, limit: int | None
+    episodes: Sequence[offline_policy.PlayedEpisode], scores: Sequence[offline_policy.ScoredEpisode], *, truncation: str, limit: int | None
 ) -> RecordedSteps:
     """The episodes as rows for the regression.
 
@@ -332,12 +322,12 @@ def recorded_steps(
 
 def _fit_unsupported(
     recording: Recording,
-    target: TargetPolicy,
-    episodes: Sequence[PlayedEpisode],
-    scores: Sequence[ScoredEpisode],
+    target: offline_policy.TargetPolicy,
+    episodes: Sequence[offline_policy.PlayedEpisode],
+    scores: Sequence[offline_policy.ScoredEpisode],
     settings: OfflineSettings,
 ) -> str:
-    if reason := selected_by_outcome(recording.info):
+    if reason := offline_policy.selected_by_outcome(recording.info):
         return reason
     if target.horizon != 1:
         return f"fitted values are of single decisions, and this policy decides {target.horizon} steps at once"
@@ -345,7 +335,7 @@ def _fit_unsupported(
         return f"{len(episodes)} episodes are too few to fit values to; at least {MIN_FITTED} are needed"
     if settings.given.gamma >= 1 and settings.truncation == "bootstrap":
         return "gamma must be below 1 where cut episodes are continued (truncation=bootstrap)"
-    if reason := deterministic_behaviour(recording.info, episodes):
+    if reason := offline_policy.deterministic_behaviour(recording.info, episodes):
         return f"deterministic behaviour: {reason}, so that no other action's value can be told"
     share = outside_share(episodes, scores)
     if share > MAX_OUTSIDE:
@@ -353,7 +343,7 @@ def _fit_unsupported(
     return ""
 
 
-def outside_share(episodes: Sequence[PlayedEpisode], scores: Sequence[ScoredEpisode]) -> float:
+def outside_share(episodes: Sequence[offline_policy.PlayedEpisode], scores: Sequence[offline_policy.ScoredEpisode]) -> float:
     """Of the target's actions in the recorded states, the share that lies outside of the range of all recorded ones: the probability
     of choices that were never made, or the entries of vectors beyond the smallest and largest of their dimension."""
     done = np.concatenate([episode.scaled_action for episode in episodes])
@@ -371,7 +361,7 @@ def outside_share(episodes: Sequence[PlayedEpisode], scores: Sequence[ScoredEpis
     )
 
 
-def _reachable(episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> tuple[float, float] | None:
+def _reachable(episodes: Sequence[offline_policy.PlayedEpisode], settings: OfflineSettings) -> tuple[float, float] | None:
     """(lowest, highest) value that rewards like the recorded ones can add up to."""
     given = settings.given
     rewards = np.concatenate([episode.reward for episode in episodes])
@@ -379,7 +369,7 @@ def _reachable(episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> 
     return replace(given, reward_range=observed, horizon=given.horizon if settings.truncation == "end" else None).return_range()
 
 
-def _fit_notes(fitted: FittedQ, episodes: Sequence[PlayedEpisode]) -> tuple[str, ...]:
+def _fit_notes(fitted: FittedQ, episodes: Sequence[offline_policy.PlayedEpisode]) -> tuple[str, ...]:
     notes = ["the interval holds the choice of episodes and the chance of the fit; what every fit gets wrong alike is not in it"]
     spread = float(fitted.values.std(ddof=1)) if len(fitted.values) > 1 else 0.0
     if abs(fitted.drift) > max(spread, 1e-9):
@@ -393,8 +383,8 @@ def _fit_notes(fitted: FittedQ, episodes: Sequence[PlayedEpisode]) -> tuple[str,
 
 
 def _off_policy(
-    episodes: Sequence[PlayedEpisode],
-    scores: Sequence[ScoredEpisode],
+    episodes: Sequence[offline_policy.PlayedEpisode],
+    scores: Sequence[offline_policy.ScoredEpisode],
     fitted: FittedQ | None,
     settings: OfflineSettings,
     *,
@@ -410,7 +400,7 @@ def _off_policy(
 
 
 def _with_model(
-    data: OffPolicyEpisodes, episodes: Sequence[PlayedEpisode], q: np.ndarray, v: np.ndarray, settings: OfflineSettings
+    data: OffPolicyEpisodes, episodes: Sequence[offline_policy.PlayedEpisode], q: np.ndarray, v: np.ndarray, settings: OfflineSettings
 ) -> OffPolicyEpisodes:
     """The episodes with a model's Q of their steps [M] and V of their states [S]."""
     # Steps and states of all episodes lie one after another in the model's values; an episode has one state more than steps.
@@ -424,7 +414,7 @@ def _with_model(
     return replace(data, model_q=padded.model_q, model_v=padded.model_v)
 
 
-def _cut_short(episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> str:
+def _cut_short(episodes: Sequence[offline_policy.PlayedEpisode], settings: OfflineSettings) -> str:
     """Why importance weights cannot give the value of episodes that go on after a cut; "" where they can."""
     if settings.truncation == "end":
         return ""
@@ -452,7 +442,7 @@ def _rank(results: Sequence[PolicyResult]) -> tuple[str | None, tuple[str, ...],
     return name, order, dict(zip(labels, shares.tolist(), strict=True))
 
 
-def _notes(recording: Recording, episodes: Sequence[PlayedEpisode], settings: OfflineSettings) -> tuple[str, ...]:
+def _notes(recording: Recording, episodes: Sequence[offline_policy.PlayedEpisode], settings: OfflineSettings) -> tuple[str, ...]:
     notes = []
     tasks = sorted({str(name) for name in recording.tasks})
     if len(tasks) > 1 and settings.task is None:

@@ -23,18 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_rl.config import TinyVLAConfig
 from embodied_rl.errors import UserError
+from embodied_rl.policies import base
 from embodied_rl.policies.action_tokens import ActionTokenizer, TokenDistribution, mean_of_steps
-from embodied_rl.policies.base import (
-    ActionOutput,
-    Evaluation,
-    Policy,
-    Role,
-    TensorObservation,
-    image_of,
-    instructions_of,
-    numpy_of,
-    vector_of,
-)
 from embodied_rl.policies.linear import Linear
 from embodied_rl.types import SimSpec
 
@@ -75,7 +65,7 @@ def random_shift(image: Tensor, pixels: int) -> Tensor:
     return image[torch.arange(rows, device=image.device)[:, None, None], down[:, :, None], right[:, None, :]]
 
 
-class TinyVLAPolicy(Policy):
+class TinyVLAPolicy(base.Policy):
     """Actions are token ids [B, L]; `simulator_action` turns them into chunks."""
 
     translates = True
@@ -97,8 +87,8 @@ class TinyVLAPolicy(Policy):
         if config.instruction is None and not self._has_words and spec.instruction is None:
             raise UserError(f"Task '{spec.task}' gives no instruction. A VLA acts on language: set policy.instruction='reach the …'.")
         self.tokens = ActionTokenizer(config.num_bins, config.num_bins)
-        height, width, _ = image_of(spec, config.image_key, "policy.image_key").shape
-        state_size = 0 if config.state_key is None else vector_of(spec, config.state_key, "policy.state_key").shape[0]
+        height, width, _ = base.image_of(spec, config.image_key, "policy.image_key").shape
+        state_size = 0 if config.state_key is None else base.vector_of(spec, config.state_key, "policy.state_key").shape[0]
         self.encoder = _Encoder(config, (height, width), state_size)
         self.decoder = _Decoder(config, self.num_units, config.num_layers, causal=config.decoding == "autoregressive")
         self.action_head = Linear(config.width, config.num_bins)
@@ -122,19 +112,19 @@ class TinyVLAPolicy(Policy):
         return (self.config.image_key, *state, *((self.config.instruction_key,) if self._has_words else ()))
 
     @staticmethod
-    def role_of(name: str) -> Role:
+    def role_of(name: str) -> base.Role:
         return "value" if name.startswith("value_") else "head" if name.startswith("action_head") else "backbone"
 
     # ---- observations -------------------------------------------------------------------------------------------------
 
-    def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
+    def prepare(self, observation: Mapping[str, Any]) -> base.TensorObservation:
         """image uint8 [B, H, W, 3], words int64 [B, max_words], and state float32 [B, S] where it is read; on the CPU.
 
         Raises UserError: an instruction is empty.
         """
         config = self.config
         image = torch.as_tensor(observation[config.image_key])
-        texts = instructions_of(observation, self.spec, config.instruction, config.instruction_key, len(image))
+        texts = base.instructions_of(observation, self.spec, config.instruction, config.instruction_key, len(image))
         rows = [_padded_ids(text, config.vocabulary, config.max_words) for text in texts]
         words = torch.from_numpy(np.array(rows, np.int64).reshape(len(texts), config.max_words))
         prepared = {"image": image, "words": words}
@@ -143,14 +133,14 @@ class TinyVLAPolicy(Policy):
         return prepared
 
     def _memory(self, observation: Mapping[str, Any]) -> _Memory:
-        ready = cast(TensorObservation, observation) if "words" in observation else self.prepare(observation)
+        ready = cast(base.TensorObservation, observation) if "words" in observation else self.prepare(observation)
         device = self.action_head.weight.device
         return self.encoder({key: part.to(device) for key, part in ready.items()})
 
     # ---- Policy -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
+    def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> base.ActionOutput:
         """Token ids [B, L] and their log-probabilities [B, L].
 
         Args:
@@ -161,7 +151,7 @@ class TinyVLAPolicy(Policy):
         if self.token_embedding is None:
             distribution = self._distribution(self.decoder(memory))
             tokens = distribution.sample(noise)
-            return ActionOutput(tokens, distribution.log_prob(tokens))
+            return base.ActionOutput(tokens, distribution.log_prob(tokens))
         chosen = torch.zeros(len(memory[0]), 0, dtype=torch.int64, device=memory[0].device)
         log_probs = []
         remembered = self.decoder.remember(memory)
@@ -170,14 +160,14 @@ class TinyVLAPolicy(Policy):
             token = distribution.sample(None if noise is None else noise[:, unit : unit + 1])
             log_probs.append(distribution.log_prob(token))
             chosen = torch.cat([chosen, token], dim=1)
-        return ActionOutput(chosen, torch.cat(log_probs, dim=1))
+        return base.ActionOutput(chosen, torch.cat(log_probs, dim=1))
 
-    def evaluate(self, observation: Mapping[str, Any], action: Tensor) -> Evaluation:
+    def evaluate(self, observation: Mapping[str, Any], action: Tensor) -> base.Evaluation:
         """Log-probabilities and entropies [B, L] of token ids [B, L], and values [B] (or [B, K]: `value`); all with gradients."""
         memory = self._memory(observation)
         tokens = action.to(memory[0].device)
         distribution = self._scores(memory, tokens)
-        return Evaluation(distribution.log_prob(tokens), distribution.entropy, self._value(memory))
+        return base.Evaluation(distribution.log_prob(tokens), distribution.entropy, self._value(memory))
 
     def value(self, observation: Mapping[str, Any]) -> Tensor:
         """[B], or [B, K] with policy.value=action."""
@@ -190,7 +180,7 @@ class TinyVLAPolicy(Policy):
             action: [B, K, A] normalised.
             mask: [B, K] bool, steps that exist (a chunk may reach beyond the episode's end); None: all.
         """
-        ready = dict(cast(TensorObservation, observation)) if "words" in observation else self.prepare(observation)
+        ready = dict(cast(base.TensorObservation, observation)) if "words" in observation else self.prepare(observation)
         if self.training and self.config.cloning_shift > 0:
             ready["image"] = random_shift(ready["image"], self.config.cloning_shift)
         memory = self._memory(ready)
@@ -230,7 +220,7 @@ class TinyVLAPolicy(Policy):
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
         """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's units."""
-        return self.spec.action.denormalise(self.normalised_action(numpy_of(action))).astype(np.float32)
+        return self.spec.action.denormalise(self.normalised_action(base.numpy_of(action))).astype(np.float32)
 
     def normalised_action(self, action: np.ndarray) -> np.ndarray:
         """Token ids [B, L] → chunks [B, K, A] float32."""

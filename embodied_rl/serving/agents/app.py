@@ -20,6 +20,7 @@ import numpy as np
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
+from embodied_rl.serving import http_server as web
 from embodied_rl.serving.agents.chat import ChatRequest, StopTexts, bad, number_in, plain_message
 from embodied_rl.serving.agents.interfaces import (
     ChatAnswer,
@@ -31,40 +32,18 @@ from embodied_rl.serving.agents.interfaces import (
 )
 from embodied_rl.serving.agents.pump import BackendPump, SharedBackend
 from embodied_rl.serving.agents.sessions import CapturedSession, Prompt, Session, SessionBook, SessionLimits, SessionSampling
-from embodied_rl.serving.http_server import (
-    COUNT,
-    LIST,
-    NUMBER,
-    OBJECT,
-    TEXT,
-    TEXTS,
-    EventStream,
-    HttpProblem,
-    HttpRequest,
-    HttpServer,
-    Reply,
-    Route,
-    Routes,
-    ServerLimits,
-    is_loopback,
-    only_known,
-    require_token,
-    require_token_off_loopback,
-    route,
-    same_token,
-)
 
 _REWARD = {
-    "reward": NUMBER,
-    "turn": {**TEXT, "description": "The id of the answer that it is for; without it, the session."},
-    "reward_id": {**TEXT, "description": "The same one again adds nothing."},
+    "reward": web.NUMBER,
+    "turn": {**web.TEXT, "description": "The id of the answer that it is for; without it, the session."},
+    "reward_id": {**web.TEXT, "description": "The same one again adds nothing."},
 }
-_SESSION_SCHEMA = {"id": TEXT, "turns": COUNT, "reward": NUMBER}
+_SESSION_SCHEMA = {"id": web.TEXT, "turns": web.COUNT, "reward": web.NUMBER}
 
 
 _ERROR = {
     "type": "object",
-    "properties": {"message": TEXT, "type": TEXT, "code": TEXT, "choices": TEXTS},
+    "properties": {"message": web.TEXT, "type": web.TEXT, "code": web.TEXT, "choices": web.TEXTS},
     "required": ["message", "type"],
 }
 _PROBLEM = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
@@ -114,29 +93,29 @@ class AgentProxy:
         port: int = 0,
         token: str | None = None,
         limits: SessionLimits | None = None,
-        http: ServerLimits | None = None,
+        http: web.ServerLimits | None = None,
     ) -> None:
         """`backend` belongs to the proxy's thread until `close`, and to the caller after it.
 
         Raises:
             UserError: the tokenizer has no chat template, others could reach the proxy and there is no token, or the address is taken.
         """
-        require_token_off_loopback(host, token)
+        web.require_token_off_loopback(host, token)
         tokenizer.chat_text([{"role": "user", "content": "Hello."}])  # a missing template raises now
         self._tokenizer, self._options, self._token = tokenizer, options, token
         self._tokenizer_lock = threading.Lock()
-        self._book = SessionBook(limits or SessionLimits(), open_to_any_key=token is None and is_loopback(host))
+        self._book = SessionBook(limits or SessionLimits(), open_to_any_key=token is None and web.is_loopback(host))
         self._finished: deque[CapturedSession] = deque()
         self._pump, self._can_constrain = BackendPump(backend), backend.can_constrain
         self.shared_backend = SharedBackend(self._pump, backend)
         """The backend for others than the proxy, as long as it is open."""
-        self._routes = Routes("embodied_rl agent proxy", self._table(), _PROBLEM)
+        self._routes = web.Routes("embodied_rl agent proxy", self._table(), _PROBLEM)
         try:
-            self._server = HttpServer(
+            self._server = web.HttpServer(
                 self._routes.answer,
                 host=host,
                 port=port,
-                limits=http or ServerLimits(max_body_mb=4.0),
+                limits=http or web.ServerLimits(max_body_mb=4.0),
                 any_host_header=token is not None,
                 admit=self._admit,
                 format_problem=_refusal,
@@ -159,7 +138,7 @@ class AgentProxy:
         name, key = f"session-{secrets.token_hex(8)}", f"sk-{secrets.token_urlsafe(24)}"
         try:
             self._book.open(name, key, metadata, sampling)
-        except HttpProblem as problem:
+        except web.HttpProblem as problem:
             raise UserError(problem.message) from problem
         return name, key
 
@@ -193,52 +172,54 @@ class AgentProxy:
 
     # ---- routes -----------------------------------------------------------------------------------------------------
 
-    def _table(self) -> dict[str, Route]:
+    def _table(self) -> dict[str, web.Route]:
         chat, responses, messages, kept = ChatCompletions(), Responses(), Messages(), "The answer; what was sampled is kept."
 
-        def asked(interface: Interface, about: str, *needed: str) -> Route:
-            return functools.partial(self._chat, interface), route(about, kept, body=(interface.fields, needed), streams=True)
+        def asked(interface: Interface, about: str, *needed: str) -> web.Route:
+            return functools.partial(self._chat, interface), web.route(about, kept, body=(interface.fields, needed), streams=True)
 
-        def of_session(action: str, about: str, answer: str, *needed: str) -> Route:
-            return functools.partial(self._rewarded, action), route(about, answer, _SESSION_SCHEMA, body=(_REWARD, needed))
+        def of_session(action: str, about: str, answer: str, *needed: str) -> web.Route:
+            return functools.partial(self._rewarded, action), web.route(about, answer, _SESSION_SCHEMA, body=(_REWARD, needed))
 
-        opened = {"id": TEXT, "api_key": TEXT}
+        opened = {"id": web.TEXT, "api_key": web.TEXT}
         return {
             "POST /v1/chat/completions": asked(chat, "OpenAI's chat completions.", "messages"),
             "POST /v1/responses": asked(responses, "OpenAI's responses.", "input"),
             "POST /v1/messages": asked(messages, "Anthropic's messages.", "messages", "max_tokens"),
             "POST /v1/messages/count_tokens": (
                 self._count_tokens,
-                route("How long a prompt is.", "Its tokens.", {"input_tokens": COUNT}, body=(messages.fields, ["messages"])),
+                web.route("How long a prompt is.", "Its tokens.", {"input_tokens": web.COUNT}, body=(messages.fields, ["messages"])),
             ),
-            "GET /v1/models": (self._models, route("Which model is served.", "The one model.", {"data": LIST})),
-            "GET /v1/models/{model:path}": (self._model, route("The model, by its name.", "The model.", {"id": TEXT})),
-            "GET /v1/sessions": (self._list, route("Which sessions are open.", "Each of them.", {"sessions": LIST})),
+            "GET /v1/models": (self._models, web.route("Which model is served.", "The one model.", {"data": web.LIST})),
+            "GET /v1/models/{model:path}": (self._model, web.route("The model, by its name.", "The model.", {"id": web.TEXT})),
+            "GET /v1/sessions": (self._list, web.route("Which sessions are open.", "Each of them.", {"sessions": web.LIST})),
             "POST /v1/sessions": (
                 self._open,
-                route("Open a session.", "Its name and its key.", opened, body=({"id": TEXT, "metadata": OBJECT}, []), status="201"),
+                web.route(
+                    "Open a session.", "Its name and its key.", opened, body=({"id": web.TEXT, "metadata": web.OBJECT}, []), status="201"
+                ),
             ),
-            "GET /v1/sessions/{id}": (self._captured, route("What a session has captured so far.", "Its turns.")),
+            "GET /v1/sessions/{id}": (self._captured, web.route("What a session has captured so far.", "Its turns.")),
             "POST /v1/sessions/{id}/reward": of_session(
                 "reward", "Reward a session, or one of its answers.", "All rewards so far.", "reward"
             ),
             "POST /v1/sessions/{id}/end": of_session("end", "End a session.", "All rewards."),
         }
 
-    def _models(self, request: HttpRequest) -> Reply:
-        return Reply({"object": "list", "data": [self._model_entry()]})
+    def _models(self, request: web.HttpRequest) -> web.Reply:
+        return web.Reply({"object": "list", "data": [self._model_entry()]})
 
-    def _model(self, request: HttpRequest, name: str) -> Reply:
+    def _model(self, request: web.HttpRequest, name: str) -> web.Reply:
         self._require_model(unquote(name))
-        return Reply(self._model_entry())
+        return web.Reply(self._model_entry())
 
-    def _admit(self, request: HttpRequest) -> None:
+    def _admit(self, request: web.HttpRequest) -> None:
         """Raises HttpProblem 401 where there is a token and the request brings neither it nor a session's key."""
         key = request.bearer or request.headers.get("x-api-key")
-        if self._token is None or request.path in ("/openapi.json", "/docs") or same_token(key, self._token):
+        if self._token is None or request.path in ("/openapi.json", "/docs") or web.same_token(key, self._token):
             return
         if request.path.startswith("/v1/sessions") and key not in self._book.keys:
-            require_token(request, self._token)
+            web.require_token(request, self._token)
         self._book.by_key(key)
 
     def _model_entry(self) -> dict[str, Any]:
@@ -246,9 +227,9 @@ class AgentProxy:
 
     def _require_model(self, name: object) -> None:
         if name != self._options.model:
-            raise HttpProblem(404, "model_not_found", f"Model {name!r:.80} is not served here.", choices=[self._options.model])
+            raise web.HttpProblem(404, "model_not_found", f"Model {name!r:.80} is not served here.", choices=[self._options.model])
 
-    def _chat(self, interface: Interface, request: HttpRequest) -> Reply | EventStream:
+    def _chat(self, interface: Interface, request: web.HttpRequest) -> web.Reply | web.EventStream:
         self._end_idle()
         session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
         chat = self._possible(interface.read(request.body, session.recall))
@@ -256,18 +237,18 @@ class AgentProxy:
         session.begin()
         if not chat.stream:
             try:
-                return Reply(interface.whole(chat, self._sample(session, chat, interface.new_id(), request.client_gone)))
+                return web.Reply(interface.whole(chat, self._sample(session, chat, interface.new_id(), request.client_gone)))
             finally:
                 session.release()
         events = self._streamed(interface, session, chat, request.client_gone)
         # Until the first token nothing is sent: a refusal has its own status.
-        return EventStream(_begun(next(events), events))
+        return web.EventStream(_begun(next(events), events))
 
-    def _count_tokens(self, request: HttpRequest) -> Reply:
+    def _count_tokens(self, request: web.HttpRequest) -> web.Reply:
         """Of a prompt, as Anthropic's clients ask for it; nothing is sampled, and nothing is kept."""
         session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
         prompt, _ = self._asked(session, Messages().read_prompt(request.body))
-        return Reply({"input_tokens": len(prompt.token_ids)})
+        return web.Reply({"input_tokens": len(prompt.token_ids)})
 
     def _possible(self, chat: ChatRequest) -> ChatRequest:
         """What the backend can do of a request. Raises HttpProblem 400 where that would not be what was asked."""
@@ -275,7 +256,7 @@ class AgentProxy:
             return chat
         if chat.needs_structure or chat.top_logprobs:
             what = "answers that keep to a format ('response_format')" if chat.needs_structure else "the likeliest tokens ('top_logprobs')"
-            raise HttpProblem(400, "unsupported_parameter", f"The backend behind this server does not give {what}; torch and vllm do.")
+            raise web.HttpProblem(400, "unsupported_parameter", f"The backend behind this server does not give {what}; torch and vllm do.")
         return replace(chat, structure=None)  # a call that must be made is only begun for the model
 
     def _streamed(self, interface: Interface, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:
@@ -305,7 +286,7 @@ class AgentProxy:
                         begun = True
                         yield from stream.begin()
                     yield from stream.piece(piece)
-        except HttpProblem as problem:
+        except web.HttpProblem as problem:
             if not begun:
                 raise
             yield interface.broken(problem)
@@ -328,48 +309,48 @@ class AgentProxy:
     def _session_of_key(self, key: str | None) -> Session:
         if self._book.open_to_any_key and key is not None and not _NAME.fullmatch(key):
             message = "Without a token, an API key names its session: at most 128 letters, digits, '.', '_' or '-'."
-            raise HttpProblem(400, "bad_key", message)
+            raise web.HttpProblem(400, "bad_key", message)
         return self._book.by_key(key)
 
-    def _open(self, request: HttpRequest) -> Reply:
-        require_token(request, self._token)
+    def _open(self, request: web.HttpRequest) -> web.Reply:
+        web.require_token(request, self._token)
         self._end_idle()
-        only_known(request.body, ("id", "metadata"), "unknown_parameter")
+        web.only_known(request.body, ("id", "metadata"), "unknown_parameter")
         name, metadata = request.body.get("id"), request.body.get("metadata")
         if (name is not None and not (isinstance(name, str) and _NAME.fullmatch(name))) or not isinstance(metadata, dict | None):
-            raise HttpProblem(400, "invalid_request", "'id' must be a name of letters, digits, '.', '_' and '-', 'metadata' an object.")
+            raise web.HttpProblem(400, "invalid_request", "'id' must be a name of letters, digits, '.', '_' and '-', 'metadata' an object.")
         name = name or f"session-{secrets.token_hex(8)}"
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._book.open(name, key, metadata)
-        return Reply({"id": name, "api_key": key}, 201)
+        return web.Reply({"id": name, "api_key": key}, 201)
 
-    def _list(self, request: HttpRequest) -> Reply:
-        require_token(request, self._token)
+    def _list(self, request: web.HttpRequest) -> web.Reply:
+        web.require_token(request, self._token)
         sessions = [{"id": s.name, "turns": s.num_turns, "in_flight": s.in_flight} for s in list(self._book.sessions.values())]
-        return Reply({"sessions": sessions})
+        return web.Reply({"sessions": sessions})
 
-    def _session(self, request: HttpRequest, name: str) -> Session:
+    def _session(self, request: web.HttpRequest, name: str) -> Session:
         if request.bearer is None or self._book.keys.get(request.bearer) != name:  # a session's own key does as well
-            require_token(request, self._token)
+            web.require_token(request, self._token)
         return self._book.by_name(name)
 
-    def _captured(self, request: HttpRequest, name: str) -> Reply:
-        return Reply(self._session(request, name).captured().to_dict())
+    def _captured(self, request: web.HttpRequest, name: str) -> web.Reply:
+        return web.Reply(self._session(request, name).captured().to_dict())
 
-    def _rewarded(self, action: str, request: HttpRequest, name: str) -> Reply:
+    def _rewarded(self, action: str, request: web.HttpRequest, name: str) -> web.Reply:
         session = self._session(request, name)
         body = request.body
-        only_known(body, ("reward", "turn", "reward_id"), "unknown_parameter")
+        web.only_known(body, ("reward", "turn", "reward_id"), "unknown_parameter")
         reward = number_in(body, "reward", -1e12, 1e12, whole=False)
         if reward is None and action == "reward":  # a session may end without a word of how it went
             raise bad("'reward' is missing.")
         for key in ("turn", "reward_id"):
             if not isinstance(body.get(key), str | None):
-                raise HttpProblem(400, "invalid_request", f"'{key}' must be a text, got {body[key]!r:.80}.")
+                raise web.HttpProblem(400, "invalid_request", f"'{key}' must be a text, got {body[key]!r:.80}.")
         total = session.total_reward if reward is None else session.give(float(reward), body.get("turn"), body.get("reward_id"))
         if action == "end":
             self._finish(session, "client")
-        return Reply({"id": session.name, "turns": session.num_turns, "reward": total})
+        return web.Reply({"id": session.name, "turns": session.num_turns, "reward": total})
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
@@ -399,7 +380,7 @@ class AgentProxy:
         try:
             return session.prompt(chat.messages, chat.tools, self._tokenizer)
         except UserError as error:
-            raise HttpProblem(400, "invalid_request", str(error)) from error
+            raise web.HttpProblem(400, "invalid_request", str(error)) from error
 
     def _stop_texts(self, chat: ChatRequest) -> StopTexts:
         return StopTexts(chat.stop, self._decoded)
@@ -455,9 +436,9 @@ class AgentProxy:
         """Raises HttpProblem for one that failed or was aborted."""
         if completion.failure is not None:
             status, kind = _FAILED.get(completion.failure.kind, (502, completion.failure.kind))
-            raise HttpProblem(status, kind, completion.failure.message)
+            raise web.HttpProblem(status, kind, completion.failure.message)
         if completion.finish_reason == "aborted":
-            raise HttpProblem(503, "aborted", "The answer was aborted before its end.")
+            raise web.HttpProblem(503, "aborted", "The answer was aborted before its end.")
         return completion
 
     def _text(self, sampled: Sequence[int] | np.ndarray, stop_ids: tuple[int, ...]) -> str:
@@ -527,7 +508,7 @@ class AgentProxy:
             captured.save(self._options.output)
 
 
-def _refusal(problem: HttpProblem, path: str) -> dict[str, Any]:
+def _refusal(problem: web.HttpProblem, path: str) -> dict[str, Any]:
     """In the form of the interface that was asked."""
     return (Messages() if path.startswith("/v1/messages") else ChatCompletions()).refusal(problem)
 
@@ -538,9 +519,9 @@ def _refused() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise HttpProblem(400, "invalid_request", str(error)) from error
+        raise web.HttpProblem(400, "invalid_request", str(error)) from error
     except RuntimeError as error:
-        raise HttpProblem(503, "backend_gone", str(error)) from error
+        raise web.HttpProblem(503, "backend_gone", str(error)) from error
 
 
 def _begun(first: bytes, rest: Generator[bytes]) -> Generator[bytes]:

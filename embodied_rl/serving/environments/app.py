@@ -9,39 +9,20 @@ from typing import Any
 from embodied_rl import __version__
 from embodied_rl.config import SimConfig
 from embodied_rl.errors import did_you_mean
+from embodied_rl.serving import http_server as web
 from embodied_rl.serving.environments.hub import OPERATIONS, EnvRequest, Hub, ServiceLimits
-from embodied_rl.serving.http_server import (
-    COUNT,
-    FLAG,
-    LIST,
-    NUMBER,
-    OBJECT,
-    TEXT,
-    TEXTS,
-    HttpProblem,
-    HttpRequest,
-    HttpServer,
-    Reply,
-    Route,
-    Routes,
-    ServerLimits,
-    only_known,
-    require_token,
-    route,
-    token_to_ask_for,
-)
 from embodied_rl.sim.wire import ENCODINGS
 
-_ASCENDING = {**COUNT, "description": "Ascending over an environment's requests; the same number again is the same request again."}
+_ASCENDING = {**web.COUNT, "description": "Ascending over an environment's requests; the same number again is the same request again."}
 _STATE = {
-    "observation": {**OBJECT, "description": "Every part of the spec's observation: numbers as lists or base64, texts as they are."},
-    "reward": NUMBER,
-    "terminated": FLAG,
-    "truncated": FLAG,
-    "success": FLAG,
+    "observation": {**web.OBJECT, "description": "Every part of the spec's observation: numbers as lists or base64, texts as they are."},
+    "reward": web.NUMBER,
+    "terminated": web.FLAG,
+    "truncated": web.FLAG,
+    "success": web.FLAG,
 }
 CALLS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
-    "reset": ("Begin an episode; the same seed gives the same one.", {"seed": COUNT, "options": OBJECT}, ["seed"]),
+    "reset": ("Begin an episode; the same seed gives the same one.", {"seed": web.COUNT, "options": web.OBJECT}, ["seed"]),
     "step": ("One control step.", {"action": {"description": "A list of numbers in the simulator's units, or a text."}}, ["action"]),
     "snapshot": ("Save the running episode.", {}, []),
     "restore": ("Take up a saved episode.", {"snapshot": {"description": "What snapshot gave."}}, ["snapshot"]),
@@ -50,7 +31,7 @@ CALLS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
 """{operation: (what it does, what its request says beside its number, which of that must be there)}"""
 
 
-_PROBLEM = {"type": "object", "properties": {"error": TEXT, "kind": TEXT, "choices": TEXTS}, "required": ["error", "kind"]}
+_PROBLEM = {"type": "object", "properties": {"error": web.TEXT, "kind": web.TEXT, "choices": web.TEXTS}, "required": ["error", "kind"]}
 
 
 class EnvironmentService:
@@ -64,7 +45,7 @@ class EnvironmentService:
         port: int = 0,
         token: str | None = None,
         limits: ServiceLimits | None = None,
-        http: ServerLimits | None = None,
+        http: web.ServerLimits | None = None,
     ) -> None:
         """Listen and serve until `close`.
 
@@ -74,12 +55,12 @@ class EnvironmentService:
         Raises:
             UserError: others could reach it and there is no token, or the address cannot be listened on.
         """
-        self.token, self.token_is_new = token_to_ask_for(token, host)
+        self.token, self.token_is_new = web.token_to_ask_for(token, host)
         """What clients must send, and whether it was made here and must be shown to the user."""
         self.hub = Hub(simulators, limits or ServiceLimits())
-        self._routes = Routes("embodied_rl environment service", self._table(), _PROBLEM)
+        self._routes = web.Routes("embodied_rl environment service", self._table(), _PROBLEM)
         try:
-            self._server = HttpServer(
+            self._server = web.HttpServer(
                 self._routes.answer, host=host, port=port, admit=self._admit, limits=http, any_host_header=self.token is not None
             )
         except BaseException:
@@ -98,118 +79,128 @@ class EnvironmentService:
 
     # ---- routes -----------------------------------------------------------------------------------------------------
 
-    def _admit(self, request: HttpRequest) -> None:
+    def _admit(self, request: web.HttpRequest) -> None:
         if request.path not in ("/openapi.json", "/docs"):  # they say nothing of what runs here
-            require_token(request, self.token)
+            web.require_token(request, self.token)
 
-    def _table(self) -> dict[str, Route]:
+    def _table(self) -> dict[str, web.Route]:
         most = self.hub.limits.max_batch
-        make = {"sim": TEXT, "task": TEXT, "kwargs": OBJECT, "encoding": {**TEXT, "enum": list(ENCODINGS)}, "request": TEXT}
+        make = {
+            "sim": web.TEXT,
+            "task": web.TEXT,
+            "kwargs": web.OBJECT,
+            "encoding": {**web.TEXT, "enum": list(ENCODINGS)},
+            "request": web.TEXT,
+        }
         make["count"] = {"type": "integer", "minimum": 1, "maximum": most, "default": 1}
-        asked = {"id": TEXT, "operation": {**TEXT, "enum": list(CALLS)}}
+        asked = {"id": web.TEXT, "operation": {**web.TEXT, "enum": list(CALLS)}}
         request = {"type": "object", "properties": asked, "required": list(asked)}
         batch = {"requests": {"type": "array", "minItems": 1, "maxItems": most, "items": request}}
-        close = self._close, route("Close an environment.", "Its id.", {"closed": TEXT})
-        made = {"environments": TEXTS, "spec": OBJECT}
-        table: dict[str, Route] = {
-            "GET /v1/health": (self._health, route("Whether the service runs, and its limits.", "Its state.")),
+        close = self._close, web.route("Close an environment.", "Its id.", {"closed": web.TEXT})
+        made = {"environments": web.TEXTS, "spec": web.OBJECT}
+        table: dict[str, web.Route] = {
+            "GET /v1/health": (self._health, web.route("Whether the service runs, and its limits.", "Its state.")),
             "GET /v1/simulators": (
-                lambda request: Reply({"simulators": self.hub.names}),
-                route("Which simulators are offered.", "Their names.", {"simulators": TEXTS}),
+                lambda request: web.Reply({"simulators": self.hub.names}),
+                web.route("Which simulators are offered.", "Their names.", {"simulators": web.TEXTS}),
             ),
             "GET /v1/environments": (
-                lambda request: Reply({"environments": self.hub.describe()}),
-                route("Which environments there are.", "Each of them.", {"environments": LIST}),
+                lambda request: web.Reply({"environments": self.hub.describe()}),
+                web.route("Which environments there are.", "Each of them.", {"environments": web.LIST}),
             ),
             "POST /v1/environments": (
                 self._make,
-                route("Make environments, each in its own process.", "Their ids and their spec.", made, body=(make, ["sim"]), status="201"),
+                web.route(
+                    "Make environments, each in its own process.", "Their ids and their spec.", made, body=(make, ["sim"]), status="201"
+                ),
             ),
             "POST /v1/batch": (
                 self._batch,
-                route("Requests to many environments at once.", "One result each, in order.", body=(batch, ["requests"])),
+                web.route("Requests to many environments at once.", "One result each, in order.", body=(batch, ["requests"])),
             ),
             "GET /v1/environments/{id}": (
-                lambda request, env_id: Reply(self.hub.get(env_id).describe()),
-                route("Where an environment stands.", "Its state."),
+                lambda request, env_id: web.Reply(self.hub.get(env_id).describe()),
+                web.route("Where an environment stands.", "Its state."),
             ),
             "DELETE /v1/environments/{id}": close,
             "POST /v1/environments/{id}/close": close,
         }
         for name, (about, fields, needed) in CALLS.items():
             answer = _STATE if name in ("reset", "step") else None
-            call = route(about, "What came of it.", answer, body=({"number": _ASCENDING, **fields}, list(needed)))
+            call = web.route(about, "What came of it.", answer, body=({"number": _ASCENDING, **fields}, list(needed)))
             table[f"POST /v1/environments/{{id}}/{name}"] = functools.partial(self._call, name), call
         return table
 
-    def _close(self, request: HttpRequest, env_id: str) -> Reply:
+    def _close(self, request: web.HttpRequest, env_id: str) -> web.Reply:
         self.hub.close_environment(env_id)
-        return Reply({"closed": env_id})
+        return web.Reply({"closed": env_id})
 
-    def _call(self, operation: str, request: HttpRequest, env_id: str) -> Reply:
+    def _call(self, operation: str, request: web.HttpRequest, env_id: str) -> web.Reply:
         (outcome,) = self.hub.run([_env_request(env_id, operation, request.body)])
-        return Reply(outcome.body, outcome.status)
+        return web.Reply(outcome.body, outcome.status)
 
-    def _health(self, request: HttpRequest) -> Reply:
+    def _health(self, request: web.HttpRequest) -> web.Reply:
         limits = self.hub.limits
-        return Reply(
+        return web.Reply(
             {"status": "ok", "version": __version__, "environments": self.hub.num_environments, "limits": dict(vars(limits))},
         )
 
-    def _make(self, request: HttpRequest) -> Reply:
+    def _make(self, request: web.HttpRequest) -> web.Reply:
         body = request.body
-        only_known(body, ("sim", "task", "kwargs", "count", "encoding", "request"), "bad_request")
+        web.only_known(body, ("sim", "task", "kwargs", "count", "encoding", "request"), "bad_request")
         sim, count = _field(body, "sim", str), _field(body, "count", int, 1)
         task, request_id = _field(body, "task", str, None), _field(body, "request", str, None)
         kwargs = _field(body, "kwargs", dict, {})
         encoding = _field(body, "encoding", str, "lists")
         if encoding not in ENCODINGS:
-            raise HttpProblem(
+            raise web.HttpProblem(
                 400, "bad_request", f"encoding '{encoding}' is not a choice.{did_you_mean(encoding, ENCODINGS)}", choices=ENCODINGS
             )
         if not 1 <= count <= self.hub.limits.max_batch:
-            raise HttpProblem(400, "bad_request", f"count must be between 1 and {self.hub.limits.max_batch}, got {count}.")
+            raise web.HttpProblem(400, "bad_request", f"count must be between 1 and {self.hub.limits.max_batch}, got {count}.")
         made = self.hub.make(sim, task, kwargs, count, "base64" if encoding == "base64" else "lists", request_id)
-        return Reply({"environments": [environment.env_id for environment in made], "spec": made[0].spec}, 201)
+        return web.Reply({"environments": [environment.env_id for environment in made], "spec": made[0].spec}, 201)
 
-    def _batch(self, request: HttpRequest) -> Reply:
-        only_known(request.body, ("requests",), "bad_request")
+    def _batch(self, request: web.HttpRequest) -> web.Reply:
+        web.only_known(request.body, ("requests",), "bad_request")
         items = _field(request.body, "requests", list)
         if not 1 <= len(items) <= self.hub.limits.max_batch:
-            raise HttpProblem(400, "bad_request", f"A batch holds between 1 and {self.hub.limits.max_batch} requests, got {len(items)}.")
+            raise web.HttpProblem(
+                400, "bad_request", f"A batch holds between 1 and {self.hub.limits.max_batch} requests, got {len(items)}."
+            )
         requests = []
         for item in items:
             if not isinstance(item, dict):
-                raise HttpProblem(400, "bad_request", f"A request of a batch must be an object, got {type(item).__name__}.")
+                raise web.HttpProblem(400, "bad_request", f"A request of a batch must be an object, got {type(item).__name__}.")
             rest = {key: value for key, value in item.items() if key not in ("id", "operation")}
             requests.append(_env_request(_field(item, "id", str), _field(item, "operation", str), rest))
         outcomes = self.hub.run(requests)
         # Bodies are JSON already: pictures are not taken apart again here.
         results = b",".join(b'{"status":%d,"body":%b}' % (outcome.status, outcome.body) for outcome in outcomes)
         whole = all(outcome.status == 200 for outcome in outcomes)
-        return Reply(b'{"results":[%b]}' % results, 200 if whole else 207)
+        return web.Reply(b'{"results":[%b]}' % results, 200 if whole else 207)
 
 
 def _env_request(env_id: str, operation: str, body: Mapping[str, Any]) -> EnvRequest:
     """From a request's body. Raises HttpProblem 400."""
     if operation not in OPERATIONS:
-        raise HttpProblem(
+        raise web.HttpProblem(
             400, "bad_request", f"operation '{operation}' is not a choice.{did_you_mean(operation, OPERATIONS)}", choices=OPERATIONS
         )
     _, fields, needed = CALLS[operation]
-    only_known(body, ("number", *fields), "bad_request")
+    web.only_known(body, ("number", *fields), "bad_request")
     number = _field(body, "number", int, None)
     if number is not None and number < 0:
-        raise HttpProblem(400, "bad_request", f"number must be >= 0, got {number}.")
+        raise web.HttpProblem(400, "bad_request", f"number must be >= 0, got {number}.")
     for name in needed:
         if name not in body:
-            raise HttpProblem(
+            raise web.HttpProblem(
                 400, "bad_request", f"'{name}' is missing: {operation} takes {', '.join(('number', *fields))}.", choices=fields
             )
     if operation == "reset":
         seed = _field(body, "seed", int)
         if not 0 <= seed < 2**63:
-            raise HttpProblem(400, "bad_request", f"seed must be >= 0 and below 2**63, got {seed}.")
+            raise web.HttpProblem(400, "bad_request", f"seed must be >= 0 and below 2**63, got {seed}.")
         _field(body, "options", dict, None)
     return EnvRequest(env_id, operation, number, {name: body[name] for name in fields if name in body})
 
@@ -222,10 +213,10 @@ def _field(body: Mapping[str, Any], name: str, kind: type, default: Any = _MISSI
     value = body.get(name)
     if value is None:
         if default is _MISSING:
-            raise HttpProblem(400, "bad_request", f"'{name}' is missing; it must be {_NAMES[kind]}.")
+            raise web.HttpProblem(400, "bad_request", f"'{name}' is missing; it must be {_NAMES[kind]}.")
         return default
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise HttpProblem(400, "bad_request", f"'{name}' must be {_NAMES[kind]}, got {value!r:.80}.")
+        raise web.HttpProblem(400, "bad_request", f"'{name}' must be {_NAMES[kind]}, got {value!r:.80}.")
     return value
 
 
