@@ -92,7 +92,7 @@ def anchor_groups(*, anchor: Sequence[Any], group: Tensor, similarity: float | N
     if similarity is not None and not 0.0 < similarity <= 1.0:
         raise ValueError(f"similarity must be in (0, 1] or None, got {similarity}.")
     counted = [True] * len(anchor) if rows is None else rows.tolist()
-    place = _exact_places() if similarity is None else _similar_places(similarity)
+    place = (lambda owner, observation, row: anchor_key(observation)) if similarity is None else _similar_places(similarity)
     clusters: dict[Hashable, int] = {}
     numbers = []
     for row, (observation, owner) in enumerate(zip(anchor, group.tolist(), strict=True)):
@@ -227,10 +227,6 @@ def anchor_key(observation: object) -> Hashable:
     if isinstance(observation, Hashable):
         return observation
     raise ValueError(f"An anchor must be a string, number, array, tensor, or a container of these, got {type(observation).__name__}.")
-
-
-def _exact_places() -> Callable[[int, Any, int], Hashable]:
-    return lambda owner, observation, row: anchor_key(observation)
 
 
 def _similar_places(similarity: float) -> Callable[[int, Any, int], Hashable]:

@@ -589,11 +589,6 @@ def _move_files(source: Path, target: Path) -> None:
 # ---- Whether a checkpoint, or one domain's part of it, fits what it is to be used with: a simulator, a policy ---------
 
 
-def role_prefix(role: str) -> str:
-    """What the names of a role's tensors begin with."""
-    return f"roles.{role}."
-
-
 def domain_part(checkpoint: Checkpoint, domain: str | None) -> Checkpoint:
     """The checkpoint of a run with one domain as it is; of a run with several, the part of one of them.
 
@@ -610,7 +605,7 @@ def domain_part(checkpoint: Checkpoint, domain: str | None) -> Checkpoint:
         raise UserError(f"Checkpoint '{checkpoint.path}' is of a run with several domains: choose domain={' or domain='.join(domains)}.")
     require_known(domain, domains, f"domain={domain} is not known.")
     role = checkpoint.config.policy_of(domain)
-    prefix = role_prefix(role)
+    prefix = f"roles.{role}."
     try:
         spec = SimSpec.from_dict(checkpoint.state["algorithm"]["specs"][domain])
     except (KeyError, TypeError, ValueError) as error:

@@ -78,7 +78,7 @@ def described_keys() -> dict[str, list[Key]]:
     found = {}
     for group, name in GROUPS.items():
         hints = type_hints(vars(config)[name])
-        fields = [(field, text) for field, text in _fields(classes[name]) if not _is_group(field)]
+        fields = [(field, text) for field, text in _fields(classes[name]) if not ast.unparse(field.annotation).endswith("Config")]
         found[group] = [_key(group.partition(" ")[0], field, hints[ast.unparse(field.target)], text) for field, text in fields]
     return found
 
@@ -91,10 +91,6 @@ def _fields(node: ast.ClassDef) -> list[tuple[ast.AnnAssign, str]]:
             constant = following.value if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) else None
             found.append((statement, " ".join(str(constant.value).split()) if constant is not None else ""))
     return found
-
-
-def _is_group(field: ast.AnnAssign) -> bool:
-    return ast.unparse(field.annotation).endswith("Config")
 
 
 def _key(group: str, field: ast.AnnAssign, hint: object, text: str) -> Key:

@@ -98,16 +98,12 @@ class Placement:
     @property
     def trains_apart(self) -> bool:
         """Training has devices on which nothing is generated or simulated."""
-        return not set(self["train"]) & (set(self["generation"]) | self._env_gpus)
+        return not set(self["train"]) & (set(self["generation"]) | {device for device in self["env"] if device.kind == "gpu"})
 
     @property
     def simulates_apart(self) -> bool:
         """No simulator runs where actions are generated."""
         return not set(self["env"]) & set(self["generation"])
-
-    @property
-    def _env_gpus(self) -> set[Device]:
-        return {device for device in self["env"] if device.kind == "gpu"}
 
     @property
     def label(self) -> str:

@@ -405,7 +405,7 @@ def _learning(
     stored: dict[str, StoredLearner[Any]] = {}
     of_rollouts = config.algorithm.groups is None
     learn: Callable[..., PolicyLearner] = RolloutLearner if of_rollouts else EpisodeLearner
-    divided = _divided(policies, languages)
+    divided = max(policies, key=lambda name: (name in languages, sum(part.numel() for part in policies[name].parameters())))
     for name, policy in policies.items():
         own = [stream for stream in streams if stream.is_own and stream.policy == name]
         configs = {stream.domain: stream.config for stream in own}
@@ -439,12 +439,6 @@ def _learning(
     if starts is not None:
         method.starts = starts
     return RunComponents(trained, generator or Generator(), method, languages)
-
-
-def _divided(policies: Mapping[str, Any], languages: Mapping[str, LanguagePolicy]) -> str:
-    """Name of the policy that `hybrid.sharding` divides, since a process has one group of ranks: the largest language policy, or the
-    largest."""
-    return max(policies, key=lambda name: (name in languages, sum(part.numel() for part in policies[name].parameters())))
 
 
 def _whole(config: TrainConfig) -> TrainConfig:

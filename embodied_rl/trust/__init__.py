@@ -25,11 +25,6 @@ from embodied_rl.registry import installed_config_folders, installed_targets
 _NAME = "embodied_rl"
 
 
-def config_folder() -> Path | None:
-    """What the user writes: ``$XDG_CONFIG_HOME/embodied_rl``. None where the user has no home."""
-    return _folder("XDG_CONFIG_HOME", ".config")
-
-
 def state_folder() -> Path | None:
     """What we keep for the user: ``$XDG_STATE_HOME/embodied_rl``. None where the user has no home."""
     return _folder("XDG_STATE_HOME", ".local/state")
@@ -282,7 +277,7 @@ def allowed() -> tuple[str, ...]:
     Raises UserError: it is not a YAML list of texts."""
     import yaml
 
-    folder = config_folder()
+    folder = _folder("XDG_CONFIG_HOME", ".config")
     path = None if folder is None else folder / ALLOW_LIST
     if path is None or not path.is_file():
         return ()

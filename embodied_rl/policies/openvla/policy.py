@@ -77,15 +77,10 @@ def generate(model: OpenVLA, prefix: Embedded, noise: Tensor | None, num_tokens:
         log_probs.append(distribution.log_probs)
         choices.append(distribution.sample(None if noise is None else noise[:, step : step + 1]))
         if step + 1 < num_tokens:
-            mask = _step_mask(prefix, step)
+            mask = F.pad(prefix.mask, (0, step + 1), value=True)[:, None, None, :] if prefix.padded else None
             hidden = layers.read(embedding(choices[-1]), cache, start=length + step, mask=mask, causal=False, last=1)
     chosen = torch.cat(choices, dim=1)
     return Generated(chosen, TokenDistribution(torch.cat(log_probs, dim=1)).log_prob(chosen), at_prompt[:, 0])
-
-
-def _step_mask(prefix: Embedded, step: int) -> Tensor | None:
-    """[B, 1, 1, T + step + 1] bool: the prefix without its padding, and all action tokens so far; None when nothing is padded."""
-    return F.pad(prefix.mask, (0, step + 1), value=True)[:, None, None, :] if prefix.padded else None
 
 
 Output = TypeVar("Output")
