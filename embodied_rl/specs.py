@@ -118,8 +118,7 @@ class ActionSpec:
         Args:
             margin: keeps a squashed policy's targets where tanh can reach them: it is 1 only at infinity.
 
-        Raises:
-            UserError: the simulator's bounds are not finite, so that there is nothing to normalise by.
+        Raises UserError: the simulator's bounds are not finite, so that there is nothing to normalise by.
         """
         if self.kind != "continuous":
             return action.astype(np.int64)

@@ -25,8 +25,7 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
     Returns:
         (low, high), both within [0, 1].
 
-    Raises:
-        ValueError: the counts or the confidence are out of range.
+    Raises ValueError: the counts or the confidence are out of range.
     """
     if not 0 <= successes <= n:
         raise ValueError(f"successes must be between 0 and n={n}, got {successes}")
@@ -57,8 +56,7 @@ def bootstrap_mean_interval(
         num_samples: number of resamples.
         seed: of the resampling.
 
-    Raises:
-        ValueError: no value, or the confidence is out of range.
+    Raises ValueError: no value, or the confidence is out of range.
     """
     data = np.asarray(values, np.float64).ravel()
     if data.size == 0:
@@ -82,8 +80,7 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
         only_first: pairs in which only the first succeeded.
         only_second: pairs in which only the second succeeded.
 
-    Raises:
-        ValueError: a negative count.
+    Raises ValueError: a negative count.
     """
     if min(only_first, only_second) < 0:
         raise ValueError(f"counts must not be negative, got {only_first} and {only_second}")
@@ -101,8 +98,7 @@ def paired_rate_interval(both: int, only_first: int, only_second: int, neither: 
         both, only_first, only_second, neither: numbers of pairs by which side succeeded; at least one pair.
         confidence: coverage aimed at, between 0 and 1.
 
-    Raises:
-        ValueError: a negative count, no pair, or the confidence is out of range.
+    Raises ValueError: a negative count, no pair, or the confidence is out of range.
     """
     if min(both, only_first, only_second, neither) < 0:
         raise ValueError(f"counts must not be negative, got {(both, only_first, only_second, neither)}")
@@ -142,8 +138,7 @@ def sign_flip_p_value(differences: Sequence[float] | np.ndarray, num_samples: in
         num_samples: random signs where there are too many for all.
         seed: of the random signs; the same seed gives the same p-value.
 
-    Raises:
-        ValueError: no pair, or a difference that is not finite.
+    Raises ValueError: no pair, or a difference that is not finite.
     """
     data = np.asarray(differences, np.float64).ravel()
     if data.size == 0 or not np.isfinite(data).all():

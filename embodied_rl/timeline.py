@@ -88,8 +88,7 @@ class Timeline:
             path: of the JSON file. Until `close` it is written beside its place.
             devices: {role: device it computes on}; roles that share one have their spans joined in its utilisation.
 
-        Raises:
-            UserError: the file cannot be written.
+        Raises UserError: the file cannot be written.
         """
         self.path = path
         self._devices = dict(devices or {})

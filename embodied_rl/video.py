@@ -156,8 +156,7 @@ def write_mp4(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
         fps: pictures a second.
         hold_s: how long the last picture stays in addition, to the nearest picture.
 
-    Raises:
-        UserError: the file cannot be written.
+    Raises UserError: the file cannot be written.
     """
     import av
 
@@ -185,8 +184,7 @@ def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
         hold_s: how long the last picture stays in addition.
         max_bytes: size aimed at.
 
-    Raises:
-        UserError: the file cannot be written.
+    Raises UserError: the file cannot be written.
     """
     return write_atomic(path, gif_bytes(frames, fps, hold_s, max_bytes))
 

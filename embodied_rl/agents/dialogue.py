@@ -34,8 +34,7 @@ def write_dialogues(path: Path, episodes: Sequence[AgentEpisode], decode: Decode
         decode: tokens to text, special ones included.
         title: of the page.
 
-    Raises:
-        UserError: the file cannot be written.
+    Raises UserError: the file cannot be written.
     """
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
     ordered = sorted(episodes, key=lambda episode: (episode.success, episode.game_return))

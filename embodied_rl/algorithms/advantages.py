@@ -99,8 +99,7 @@ def gae(
     Returns:
         Advantages and returns (advantage + value, 0 where masked), both [T, N] of the type of `value`.
 
-    Raises:
-        ValueError: shapes or types do not agree, or there is not one final value for each truncated step.
+    Raises ValueError: shapes or types do not agree, or there is not one final value for each truncated step.
     """
     _check_gae(reward, value, last_value, terminated, truncated, mask, discount)
     arrays: dict[str, Any] = {
@@ -185,8 +184,7 @@ def chunk_gae(
     Returns:
         Advantages and returns of the chunks, both [T, N].
 
-    Raises:
-        ValueError: as `gae`.
+    Raises ValueError: as `gae`.
     """
     _check_chunks(reward, executed, terminated)
     counted: Any = executed.any(-1)
@@ -254,8 +252,7 @@ def action_gae(
     Returns:
         Advantages and returns, both [T, N, K], 0 where not executed.
 
-    Raises:
-        ValueError: as `gae`.
+    Raises ValueError: as `gae`.
     """
     _check_chunks(reward, executed, terminated)
     if tuple(value.shape) != tuple(reward.shape):

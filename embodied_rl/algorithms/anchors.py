@@ -44,8 +44,7 @@ def step_returns(
     Returns:
         [B] of the type of `reward`.
 
-    Raises:
-        ValueError: shapes do not agree, or two rows are the same step of the same trajectory.
+    Raises ValueError: shapes do not agree, or two rows are the same step of the same trajectory.
     """
     if any(given is not None and given.shape != reward.shape for given in (trajectory, step, group, rows)) or reward.ndim != 1:
         raise ValueError(f"reward, trajectory, step, group and rows must be [B], got a reward of {tuple(reward.shape)} and others.")
@@ -84,8 +83,7 @@ def anchor_groups(*, anchor: Sequence[Any], group: Tensor, similarity: float | N
     Returns:
         [B] int64 cluster numbers, unique over the batch, on the device of `group`.
 
-    Raises:
-        ValueError: lengths do not agree, similarity is out of range, or anchors to be compared by similarity are not strings.
+    Raises ValueError: lengths do not agree, similarity is out of range, or anchors to be compared by similarity are not strings.
     """
     if len(anchor) != len(group) or group.ndim != 1:
         raise ValueError(f"There must be one anchor for each row of group [B], got {len(anchor)} for shape {tuple(group.shape)}.")

@@ -67,8 +67,7 @@ def path(*, path: str, minimum: Score | None = None, maximum: Score | None = Non
         equals: the value must equal this one; instead of bounds.
         over: how the episodes' values are held against the rule; `mean` goes with bounds only.
 
-    Raises:
-        UserError: neither bounds nor `equals`, or both; or (when applied) the path leads nowhere.
+    Raises UserError: neither bounds nor `equals`, or both; or (when applied) the path leads nowhere.
     """
     if (equals is None) == (minimum is None and maximum is None):
         raise UserError(f"The filter on '{path}' needs either minimum and/or maximum, or equals.")

@@ -66,9 +66,7 @@ def group_statistics(*, score: Tensor, group: Tensor, rows: Tensor | None = None
         group: [B] integer ids.
         rows: [B] bool, rows that count; None: all.
 
-    Raises:
-        ValueError: shapes or types do not agree.
-        NonFiniteError: the score of a row that counts is NaN or infinite.
+    Raises ValueError: shapes or types do not agree; NonFiniteError: the score of a row that counts is NaN or infinite.
     """
     rows = _check_rows(score, group, rows)
     index = torch.unique(group, return_inverse=True)[1]
@@ -322,8 +320,7 @@ def chunk_ranks(*, mask: Tensor, chunk_id: Tensor | None = None) -> tuple[Tensor
     Returns:
         [B, L] int64 the number of each unit's chunk, 0 outside the mask; and [B] int64 how many chunks each row has.
 
-    Raises:
-        ValueError: shapes or types do not agree.
+    Raises ValueError: shapes or types do not agree.
     """
     if mask.dtype != torch.bool or mask.ndim != 2:
         raise ValueError(f"mask must be bool [B, L], got {mask.dtype} {tuple(mask.shape)}.")
@@ -381,9 +378,7 @@ def chunk_returns(*, score: Tensor, gamma: float, mask: Tensor, chunk_id: Tensor
     Returns:
         [B, L] of the type of `score`, 0 outside the mask.
 
-    Raises:
-        ValueError: shapes or types do not agree.
-        NonFiniteError: the score of a row that counts is NaN or infinite.
+    Raises ValueError: shapes or types do not agree; NonFiniteError: the score of a row that counts is NaN or infinite.
     """
     if score.shape != mask.shape[:1] or not score.dtype.is_floating_point:
         raise ValueError(f"score must be floating [B] with B = {mask.shape[0]}, got {score.dtype} {tuple(score.shape)}.")

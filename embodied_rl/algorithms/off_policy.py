@@ -51,8 +51,7 @@ def importance_weights(
         Weights of the shape of `log_prob`, 0 outside the mask, detached; and ``weight_mean``, ``weight_bounded_fraction`` (the share that
         was clamped or rejected) and ``behaviour_kl`` (k3 of KL(behaviour || pi), entry by entry).
 
-    Raises:
-        ValueError: bounds out of order, unknown level or mode, shapes that do not agree.
+    Raises ValueError: bounds out of order, unknown level or mode, shapes that do not agree.
     """
     _check_bounds(low, high)
     if mode not in ("clamp", "mask"):
@@ -197,8 +196,7 @@ def topr_loss(
         The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction`` (among all entries, those that are tapered with a clipped
         ratio).
 
-    Raises:
-        ValueError: bounds or shapes that make no sense, or ``sign="score"`` without `positive`.
+    Raises ValueError: bounds or shapes that make no sense, or ``sign="score"`` without `positive`.
     """
     _check_bounds(ratio_low, ratio_high)
     new, old, advantages = visible_entries(mask, log_prob=log_prob, behaviour_log_prob=behaviour_log_prob, advantage=advantage.detach())

@@ -78,8 +78,7 @@ def log_ratio_at(
     Returns:
         The shape of `log_prob`, within ±MAX_LOG_RATIO, 0 where the mask is False.
 
-    Raises:
-        ValueError: unknown level, or ``chunk`` without `chunk_id`.
+    Raises ValueError: unknown level, or ``chunk`` without `chunk_id`.
     """
     if level not in LEVELS:
         raise ValueError(f"Level {level!r} is not known.{did_you_mean(str(level), LEVELS)}")

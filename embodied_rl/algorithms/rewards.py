@@ -215,8 +215,7 @@ def group_ids(rows: Sequence[Any], keys: str | Sequence[str]) -> Tensor:
     Returns:
         [B] int64, from 0 in order of first appearance. Values are compared as JSON: lists and mappings by content, 1 is not "1" nor True.
 
-    Raises:
-        UserError: a row lacks the key; names the row and what it has.
+    Raises UserError: a row lacks the key; names the row and what it has.
     """
     paths = (keys,) if isinstance(keys, str) else tuple(keys)
     if not paths:

@@ -86,8 +86,7 @@ def ipa_loss(
         The loss, and ``policy_loss``, ``approx_kl`` (k3), ``clip_fraction`` (entries of unsuccessful trajectories with rho_c > 1) and
         ``chunk_rejected_fraction`` (entries of chunks with m = 0).
 
-    Raises:
-        ValueError: shapes that do not agree, or a bound that is not positive.
+    Raises ValueError: shapes that do not agree, or a bound that is not positive.
     """
     if not max_mismatch > 0:
         raise ValueError(f"max_mismatch (H, a ratio of probabilities) must be > 0, got {max_mismatch}.")

@@ -144,9 +144,7 @@ def save_checkpoint(
     Returns:
         The checkpoint's folder.
 
-    Raises:
-        UserError: the folder cannot be written.
-        TypeError: `state` holds something that is not a JSON value.
+    Raises UserError: the folder cannot be written; TypeError: `state` holds something that is not a JSON value.
     """
     root = Path(run_dir) / "checkpoints"
     final = root / checkpoint_name(step)
@@ -486,8 +484,7 @@ def base_of(checkpoint: Checkpoint, given: str | None = None, *, verify: bool = 
         given: the folder that the configuration names; the noted one where there is none.
         verify: read the files, and compare them with those that were trained on.
 
-    Raises:
-        IncompatibleCheckpointError: the model is not there, or is another one than that which was trained on.
+    Raises IncompatibleCheckpointError: the model is not there, or is another one than that which was trained on.
     """
     if checkpoint.base is None:
         return None
@@ -621,8 +618,7 @@ def check_compatible(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool =
     Args:
         same_task: also insist on the task's name; False for a deliberate transfer to a task with equal spaces.
 
-    Raises:
-        IncompatibleCheckpointError: naming every part that differs.
+    Raises IncompatibleCheckpointError: naming every part that differs.
     """
     ours, theirs = checkpoint.spec, spec
     differences = []

@@ -309,8 +309,7 @@ class Command:
         Returns:
             (values of all arguments by name, further values of the prefixes by full name).
 
-        Raises:
-            UserError: an unknown key (with the nearest one), a missing or malformed value.
+        Raises UserError: an unknown key (with the nearest one), a missing or malformed value.
         """
         if any(word in ("--help", "-h") for word in argv):
             print(self.usage())

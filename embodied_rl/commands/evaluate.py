@@ -273,9 +273,7 @@ def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
     """A simulator configuration with values such as ``{"sim.num_slots": 4}`` changed.
 
     Workers and groups shrink with the number of slots unless they are given themselves.
-
-    Raises:
-        UserError: an unknown simulator, key or value.
+    Raises UserError: an unknown simulator, key or value.
     """
     data = dataclasses.asdict(base)
     for key, value in overrides.items():

@@ -39,9 +39,7 @@ def importable(thing: Callable[..., Any], folder: Path) -> str:
 
     Sent along are the imports, plain values, classes and functions of ``__main__`` that its source names. The folder goes to the front of
     ``sys.path``, which simulator processes take over.
-
-    Raises:
-        UserError: it was defined inside a function, its source is not known, or it names something that cannot be sent.
+    Raises UserError: it was defined inside a function, its source is not known, or it names something that cannot be sent.
     """
     name, module = thing.__qualname__, thing.__module__
     if "<" in name:
@@ -154,8 +152,7 @@ class LoadedPolicy:
             [A] float32, or [n, A] for a batch; [K, A] and [n, K, A] of a policy that acts in chunks of K > 1 steps; an int, or [n] int64,
             for discrete actions; a str, or a list, of a language agent.
 
-        Raises:
-            UserError: a key is missing, or a shape or a kind of number differs; with what the policy expects.
+        Raises UserError: a key is missing, or a shape or a kind of number differs; with what the policy expects.
         """
         parts, num_rows = self._batch(observation)
         slots = np.arange(1 if num_rows is None else num_rows)
@@ -217,9 +214,7 @@ def load_policy(path: Path | str, *, domain: str | None = None, trust: Sequence[
         domain: of a run with several domains, whose policy.
         trust: code that the checkpoint may name beside what is registered (docs/trust.md).
 
-    Raises:
-        UserError: there is no checkpoint, or it cannot be read.
-        IncompatibleCheckpointError: its tensors do not fit its configuration.
+    Raises UserError: there is no checkpoint, or it cannot be read; IncompatibleCheckpointError: its tensors do not fit its configuration.
     """
     from embodied_rl.commands.evaluate import acting, load_to_play, make_generator, make_policy
 
@@ -304,9 +299,7 @@ def learn(
         run_dir: where the run goes; None: a new folder below ``runs/``.
         overrides: any other ``key=value`` of the command line.
 
-    Raises:
-        UserError: and its kinds, for everything a user can mend.
-        SimFault, NonFiniteError: see `embodied_rl.trainer.Trainer.run`.
+    Raises UserError: and its kinds, for everything a user can mend; SimFault, NonFiniteError: see `embodied_rl.trainer.Trainer.run`.
     """
     name = sim if isinstance(sim, str) else sim.__name__
     given = [word for word in overrides if not word.startswith("run_dir=")]

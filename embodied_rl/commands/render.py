@@ -265,8 +265,7 @@ def film_recording(
         sim: the simulator for a replay; None: the recording's own.
         trust: code that the recording's own simulator may name, see `embodied_rl.replay.sim_of`.
 
-    Raises:
-        UserError: there is no episode; a replay is needed and is not possible; the files cannot be written.
+    Raises UserError: there is no episode; a replay is needed and is not possible; the files cannot be written.
     """
     if len(recording) == 0:
         raise UserError(f"'{recording.path}' holds no episode.")

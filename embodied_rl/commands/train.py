@@ -178,9 +178,7 @@ def train(
         command: how the run was started, for the model card.
         tells: whether the result is printed at the end.
 
-    Raises:
-        UserError: and its kinds, for everything a user can mend.
-        SimFault, NonFiniteError: see `Trainer.run`.
+    Raises UserError: and its kinds, for everything a user can mend; SimFault, NonFiniteError: see `Trainer.run`.
     """
     folder = find_run_folder(config, overrides)
     run_dir, checkpoint = folder.path, folder.checkpoint

@@ -171,10 +171,7 @@ def _choices(overrides: Sequence[str]) -> list[list[str]]:
 
 def with_sweeper_params(overrides: Sequence[str], sweep: bool) -> list[str]:
     """Words in which ``hydra.sweeper.params={seed: '1,2'}`` and ``hydra.sweeper.params.seed=1,2`` are what Hydra's own sweeper makes of
-    them: ``seed=1,2``, before the others.
-
-    Raises:
-        UserError: there is no sweep, or the value is no mapping of keys to texts.
+    them: ``seed=1,2``, before the others. Raises UserError: there is no sweep, or the value is no mapping of keys to texts.
     """
     first: list[str] = []
     others: list[str] = []

@@ -561,9 +561,7 @@ WARNINGS = (
 
 def resolve(config: TrainConfig) -> TrainConfig:
     """The configuration with everything that follows from it, after every rule was held against it. Starts nothing.
-
-    Raises:
-        UserError: a combination that makes no sense, a name that nothing has, or a placement that this machine cannot have.
+    Raises UserError: a combination that makes no sense, a name that nothing has, or a placement that this machine cannot have.
     """
     config = _with_tokens(_with_one_staleness(_with_stages(_with_domains(config))))
     run = Run(config)

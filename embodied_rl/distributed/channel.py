@@ -218,10 +218,7 @@ class Link(Messages):
 
     def recv(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The next message and its tensors, which lie on the host.
-
-        Raises:
-            ChannelClosed: the other end is gone, or what came is none of its messages.
-            TimeoutError: nothing came in time.
+        Raises ChannelClosed: the other end is gone, or what came is none of its messages; TimeoutError: nothing came in time.
         """
         from safetensors.torch import load
 

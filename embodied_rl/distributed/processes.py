@@ -30,8 +30,7 @@ def start_module(
         environment: variables beside ours, or in place of ours.
         output: gets what it prints; None: printed where we print.
 
-    Raises:
-        OSError: no process can be started.
+    Raises OSError: no process can be started.
     """
     variables = {**os.environ, **(environment or {})}
     path = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [variables.get("PYTHONPATH")])]

@@ -112,8 +112,7 @@ def compare(
         confidence: of the intervals.
         seed: of the resampling.
 
-    Raises:
-        ValueError: no episode, arrays of different lengths, text actions.
+    Raises ValueError: no episode, arrays of different lengths, text actions.
     """
     if action.kind == "text" or not recorded:
         raise ValueError("open-loop figures are for vectors or choices, of at least one episode")

@@ -574,8 +574,7 @@ def check_recording(recording: Recording, spec: SimSpec, keys: Sequence[str], *,
         keys: parts of the observation that the policy reads.
         same_task: also insist on the task's name.
 
-    Raises:
-        RecordingError: naming every part that differs, or the observation that was not recorded.
+    Raises RecordingError: naming every part that differs, or the observation that was not recorded.
     """
     theirs, differences = recording.spec, []
     missing = [key for key in keys if key not in theirs.observation]

@@ -76,8 +76,7 @@ def bca_interval(estimate: float, samples: np.ndarray, jackknife: np.ndarray, co
         jackknife: [N] θ without the i-th episode.
         confidence: coverage aimed at.
 
-    Raises:
-        ValueError: confidence out of range, or no finite sample.
+    Raises ValueError: confidence out of range, or no finite sample.
     """
     check_confidence(confidence)
     finite = np.sort(_finite(samples))
@@ -179,9 +178,7 @@ def empirical_bernstein(values: np.ndarray, low: float, high: float, confidence:
     """Interval of the mean of independent values that lie in [low, high] (Maurer & Pontil 2009, theorem 4, both sides).
 
     |mean − E| <= √(2 V ln(4/δ) / n) + 7 (high − low) ln(4/δ) / (3 (n − 1)), V the sample variance, δ = 1 − confidence.
-
-    Raises:
-        ValueError: fewer than two values, a value outside of [low, high], or confidence out of range.
+    Raises ValueError: fewer than two values, a value outside of [low, high], or confidence out of range.
     """
     check_confidence(confidence)
     _check_range(values, low, high)
@@ -210,8 +207,7 @@ def capped_lower_bound(scores_at: Callable[[float], np.ndarray], span: float, de
         delta: probability with which the bound may fail.
         caps: largest weights to try.
 
-    Raises:
-        ValueError: fewer than two episodes, or a score outside of [0, cap · span].
+    Raises ValueError: fewer than two episodes, or a score outside of [0, cap · span].
     """
     best = 0.0
     for cap in caps:
@@ -304,8 +300,7 @@ def stack(
         model_q: N arrays [Tᵢ].
         model_v: N arrays [Tᵢ + 1], the last entry what counts after the end.
 
-    Raises:
-        ValueError: no episode, lengths that do not agree, NaN, or an infinite number other than a log ratio of −inf.
+    Raises ValueError: no episode, lengths that do not agree, NaN, or an infinite number other than a log ratio of −inf.
     """
     lengths = [len(part) for part in rewards]
     if not lengths or min(lengths) < 1:
@@ -431,10 +426,7 @@ def doubly_robust(data: OffPolicyEpisodes, gamma: float, max_weight: float | Non
 
     Jiang & Li 2016, "Doubly robust off-policy value evaluation for reinforcement learning", equation 10, its recursion
     D(t) = V(sₜ) + ρₜ (rₜ + γ D(t + 1) − Q(sₜ, aₜ)) written out. Unbiased for any model that was made without these episodes, when
-    V(s) = E_π Q(s, ·); PDIS where the model is 0.
-
-    Raises:
-        ValueError: there is no model.
+    V(s) = E_π Q(s, ·); PDIS where the model is 0. Raises ValueError: there is no model.
     """
     model_v, correction = _corrections(data, gamma)
     steps = (_exp(log_weights(data, max_weight)) * correction) @ discounts(correction.shape[1], gamma)
@@ -445,10 +437,7 @@ def weighted_doubly_robust(data: OffPolicyEpisodes, gamma: float, max_weight: fl
     """Weighted doubly robust (WDR): DR with wₜ replaced by N wₜ / Σᵢ wₜ at each step.
 
     Thomas & Brunskill 2016, "Data-efficient off-policy policy evaluation for reinforcement learning", section 4; WPDIS where the
-    model is 0.
-
-    Raises:
-        ValueError: there is no model.
+    model is 0. Raises ValueError: there is no model.
     """
     model_v, correction = _corrections(data, gamma)
     weight = scaled_weights(log_weights(data, max_weight))

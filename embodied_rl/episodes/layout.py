@@ -139,8 +139,7 @@ def layout_for(spec: SimSpec, video: VideoFormat, extras: Mapping[str, Any]) -> 
     Args:
         extras: {name of an optional column: one row of it}, among them ``state.<name>`` and ``images.<camera>``.
 
-    Raises:
-        RecordingError: something cannot be stored.
+    Raises RecordingError: something cannot be stored.
     """
     text_action = spec.action.kind == "text"
     columns = []

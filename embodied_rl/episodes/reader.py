@@ -36,8 +36,7 @@ def open_recording(path: Path | str, *, verify: bool = True) -> recording.Record
         verify: of our own format, hold what is read for the first time against its checksum. False: what was verified before is read
             again a little faster.
 
-    Raises:
-        RecordingError: there is none, or it is damaged; the message names the file, the episode and the field.
+    Raises RecordingError: there is none, or it is damaged; the message names the file, the episode and the field.
     """
     path = Path(path)
     if (path / files.RECORDING_FILE).is_file():
@@ -80,9 +79,7 @@ class NativeRecording(recording.Recording):
         """All rows of a column of plain arrays at once: a view [rows, ...] per part that has it, its episodes one after another.
 
         `RecordedEpisode`'s names, with the key behind a dot: ``observation.state``. The fastest way to read all of a recording.
-
-        Raises:
-            RecordingError: no part has a column of this name that is a plain array.
+        Raises RecordingError: no part has a column of this name that is a plain array.
         """
         found = [
             part.all_rows(column) for part in self._parts for column in part.columns if column.name == name and column.encoding == "array"

@@ -390,9 +390,7 @@ class Recording(ABC):
             numbers: [n >= 1] of episodes, as `episode` takes them.
             columns: names of the columns, such as ``action`` or ``observation.state``.
 
-        Raises:
-            IndexError: there is no episode of such a number.
-            RecordingError: an episode lacks a column, or its data are damaged.
+        Raises IndexError: there is no episode of such a number; RecordingError: an episode lacks a column, or its data are damaged.
         """
         positions = np.array([self._position(int(number)) for number in numbers], np.int64)
         return self._checked(self._read_block(positions, columns))
@@ -404,8 +402,7 @@ class Recording(ABC):
             columns: as `read_many` takes them.
             max_steps: bounds the memory where a block is no view.
 
-        Raises:
-            RecordingError: as `read_many`.
+        Raises RecordingError: as `read_many`.
         """
         first = 0
         for stop in self._block_ends(max_steps):

@@ -59,8 +59,7 @@ class Sink(ABC):
             snapshot: of the moment before the step.
             optional: of `OPTIONAL_COLUMNS`; given at the first step, they are due at every one. None is not given.
 
-        Raises:
-            RecordingError: the episode has ended, a field is missing, or has another shape than before.
+        Raises RecordingError: the episode has ended, a field is missing, or has another shape than before.
         """
         row = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated, "success": success}
         given = {name: value for name, value in optional.items() if value is not None}
@@ -95,8 +94,7 @@ class EpisodeSink(Sink):
         seed, task, instruction, metadata: see `RecordedEpisode`.
         films: the columns whose pictures are encoded elsewhere: only the first is given here, and it is not written.
 
-    Raises:
-        RecordingError: the episode is a duplicate, and the writer refuses these.
+    Raises RecordingError: the episode is a duplicate, and the writer refuses these.
     """
 
     def __init__(
@@ -362,8 +360,7 @@ class SteadyGroup:
             layout: columns of the episodes.
             max_bytes: of the rows, about.
 
-        Raises:
-            ValueError: see `Places`.
+        Raises ValueError: see `Places`.
         """
         columns = {column.name: column for column in layout}
         self.slots, self.layout = list(slots), layout

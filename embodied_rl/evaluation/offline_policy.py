@@ -291,9 +291,7 @@ def score_recording(
         num_draws: K; 0: neither draws nor probabilities of choices are needed.
         on_episode: called with 1 after each episode, for a progress bar.
 
-    Raises:
-        UserError: no episode is left, or one has numbers that are not finite.
-        RecordingError: an episode is damaged.
+    Raises UserError: no episode is left, or one has numbers that are not finite; RecordingError: an episode is damaged.
     """
     tasks = [str(name) for name in recording.tasks]
     numbers = [number for number, name in enumerate(tasks) if task is None or name == task][:max_episodes]

@@ -146,9 +146,7 @@ def study_recording(
         on_episode: called with 1 after each episode that was read.
         on_fit: called with a policy's label and how many more regression steps are done.
 
-    Raises:
-        UserError: a checkpoint does not fit the recording, or no episode is left.
-        RecordingError: an episode is damaged.
+    Raises UserError: a checkpoint does not fit the recording, or no episode is left; RecordingError: an episode is damaged.
     """
     targets = [offline_policy.load_target(checkpoint, label, recording.info, settings.target) for label, checkpoint in checkpoints]
     limit = step_limit(recording, settings)

@@ -76,8 +76,7 @@ class Multiplexer:
             hosts: all of them generate at first.
             train_on: numbers of those that leave while training.
 
-        Raises:
-            UserError: a host that does not exist, none at all, or none that would be left.
+        Raises UserError: a host that does not exist, none at all, or none that would be left.
         """
         leaving = set(train_on)
         if not leaving or not leaving < set(range(len(hosts))):

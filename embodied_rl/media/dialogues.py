@@ -62,8 +62,7 @@ def film_captured(folder: Path, tokenizer: str | None, output: Path, film: Film)
         tokenizer: folder of the model that was served: it turns tokens into text.
         film: how; sessions are selected as episodes are.
 
-    Raises:
-        UserError: no tokenizer, no session with an answer, or the files cannot be written.
+    Raises UserError: no tokenizer, no session with an answer, or the files cannot be written.
     """
     if tokenizer is None:
         raise UserError(

@@ -330,9 +330,7 @@ def film(
     Returns:
         In the order of `seeds`; with a selection, in its order.
 
-    Raises:
-        UserError: an episode was given up because its simulator failed.
-        SimFault: see `EnvManager`.
+    Raises UserError: an episode was given up because its simulator failed; SimFault: see `EnvManager`.
     """
     assert not manager.autoreset, "the last picture of an episode is taken before the next one begins"
     studio = _Studio(manager, seeds, size, num_cameras, selection, estimate, on_episode)

@@ -49,8 +49,7 @@ def measure(config: TrainConfig, *, iterations: int = 4) -> Measurement:
         config: of the run; nothing is logged or kept.
         iterations: how many; the first, in which kernels are compiled and memory is taken, does not count.
 
-    Raises:
-        UserError: the algorithm plays no episodes, or its policy does not act on observations in batches: give the times instead.
+    Raises UserError: the algorithm plays no episodes, or its policy does not act on observations in batches: give the times instead.
     """
     if config.keeps_steps:
         raise UserError(f"algorithm={config.algorithm.name} has no rollouts to be planned: measure one that learns on-policy.")

@@ -46,8 +46,7 @@ def match_features(features: Mapping[str, tuple[int, ...]], parts: Mapping[str, 
         parts: pictures are uint8 [H, W, C].
         chosen: pairs that the user names, which win.
 
-    Raises:
-        UserError: a chosen pair that does not exist, or a vector of another length.
+    Raises UserError: a chosen pair that does not exist, or a vector of another length.
     """
     for feature, key in chosen.items():
         if feature not in features or key not in parts:
@@ -78,8 +77,7 @@ class LeRobotPolicy(Policy):
             keys: {feature of LeRobot: part of our observation}, for those whose names do not say it.
             instruction: None: the observation's, or the simulator's own.
 
-        Raises:
-            UserError: no LeRobot, no such folder, a policy that looks back, parts that do not fit, or a processor that names code.
+        Raises UserError: no LeRobot, no such folder, a policy that looks back, parts that do not fit, or a processor that names code.
         """
         super().__init__()
         self.spec, self._fixed = spec, instruction

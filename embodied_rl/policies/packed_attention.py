@@ -54,8 +54,7 @@ def attention_by_sequence(
         sequence_lengths: of the sequences that stand behind one another in T tokens; None: `attention_mask` counts.
         sliding_window: so many tokens, itself among them, are seen by each; `attention_mask` has it where it counts.
 
-    Raises:
-        ValueError: the layer sees less of its sequence than all before a token, and only a mask would say how much.
+    Raises ValueError: the layer sees less of its sequence than all before a token, and only a mask would say how much.
     """
     if sequence_lengths is None:
         return attention(module, query, key, value, attention_mask, **options)

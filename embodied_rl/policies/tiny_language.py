@@ -100,8 +100,7 @@ def make_tiny_model(
         texts: what the tokenizer is learned from, with at most `vocab_size` tokens.
         tokenizer: take this one instead (`word_tokenizer`, say).
 
-    Raises:
-        UserError: see `train_tokenizer`.
+    Raises UserError: see `train_tokenizer`.
     """
     shape = shape or TinyShape()
     folder = Path(folder)

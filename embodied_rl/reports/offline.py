@@ -135,8 +135,7 @@ def write_offline_report(path: Path, study: OfflineStudy, recording: Recording, 
         recording: read for its pictures.
         document: provenance: task, command, versions, machine.
 
-    Raises:
-        UserError: the file cannot be written.
+    Raises UserError: the file cannot be written.
     """
     title, settings = f"Offline evaluation: {document['task']}", study.settings
     target = {"sample": "policies as they explore", "mode": "policies' most likely actions"}[settings.target]

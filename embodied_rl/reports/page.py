@@ -66,8 +66,7 @@ def write_report(run_dirs: Sequence[Path | str], output: Path | None = None) -> 
     Returns:
         The page.
 
-    Raises:
-        UserError: a folder is not a run's, or the page cannot be written.
+    Raises UserError: a folder is not a run's, or the page cannot be written.
     """
     if not 1 <= len(run_dirs) <= MAX_RUNS:
         raise UserError(f"A report is of 1 to {MAX_RUNS} runs, got {len(run_dirs)}.")
@@ -175,8 +174,7 @@ def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, tells: b
     Returns:
         The content of results.json.
 
-    Raises:
-        UserError: ``video.enabled=yes`` and this machine cannot render (after everything else was written).
+    Raises UserError: ``video.enabled=yes`` and this machine cannot render (after everything else was written).
     """
     began_s = time.monotonic()
     results = write_results(summary)

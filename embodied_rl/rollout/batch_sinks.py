@@ -153,8 +153,7 @@ class BatchSinks:
         Returns:
             The rows whose episode ended; `finish`, `take` or `discard` these slots' episodes before the next step.
 
-        Raises:
-            RecordingError: as of `EpisodeSink.step`.
+        Raises RecordingError: as of `EpisodeSink.step`.
         """
         if snapshots is not None and not any(snapshots):
             snapshots = None  # none was due before this step
@@ -464,8 +463,7 @@ class TrainingRecorder:
         seeds: of the slots of fixed rollouts.
         keeps_running: keep what running episodes have shown so far, for `running`.
 
-    Raises:
-        RecordingError: the folder holds a recording of another simulator, or a damaged one.
+    Raises RecordingError: the folder holds a recording of another simulator, or a damaged one.
     """
 
     def __init__(

@@ -69,8 +69,7 @@ def evaluate(
         One summary per seed, ascending by seed; an episode that its simulator could not finish (see the manager's fault records)
         is missing, with a warning.
 
-    Raises:
-        UserError: a temperature, and what acts draws no action tokens.
+    Raises UserError: a temperature, and what acts draws no action tokens.
     """
     if manager.plays_itself:
         return manager.evaluate(generator, num_episodes, first_seed, on_episode)

@@ -49,10 +49,7 @@ def filmed_columns(spec: SimSpec) -> dict[str, Column]:
 class EncodingSim(SimWrapper):
     """Passes everything on to the simulator named by `target` and films its episodes.
 
-    An episode that is taken up from a snapshot has lost its beginning: it is not filmed.
-
-    Raises:
-        UserError: a video cannot be written.
+    An episode that is taken up from a snapshot has lost its beginning: it is not filmed. Raises UserError: a video cannot be written.
     """
 
     def __init__(self, num_envs: int, inner: Mapping[str, Any], folder: str) -> None:

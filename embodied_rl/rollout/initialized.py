@@ -220,8 +220,7 @@ def success_difference(before: tuple[int, int], after: tuple[int, int], *, confi
         before, after: (successes, episodes), at least one episode each.
         confidence: coverage aimed at, between 0 and 1.
 
-    Raises:
-        ValueError: no episodes, impossible counts, or a confidence out of range.
+    Raises ValueError: no episodes, impossible counts, or a confidence out of range.
     """
     if before[1] < 1 or after[1] < 1:
         raise ValueError(f"a difference of success rates needs episodes on both sides, got {before[1]} before and {after[1]} after")
@@ -246,8 +245,7 @@ def chunk_effects(
         outcomes: {messages before the start: (successes, episodes)}.
         min_episodes: from both starts, for a chunk to be judged at all.
 
-    Raises:
-        ValueError: see `success_difference`.
+    Raises ValueError: see `success_difference`.
     """
     judged = [(step, counts) for step, counts in sorted(outcomes.items()) if counts[1] >= max(1, min_episodes)]
     found = []
@@ -669,9 +667,7 @@ class SnapshotCache:
 
         Steps in flight in other slots finish first (they stay ready to be received): with asynchronous collection this waits for
         the slowest of them, once for all the slots that are restored together.
-
-        Raises:
-            SimFault: see EnvManager; a simulator whose episodes end earlier when they are played again is one.
+        Raises SimFault: see EnvManager; a simulator whose episodes end earlier when they are played again is one.
         """
         first: dict[Start, int] = {}
         for slot, start in sorted(wanted.items()):

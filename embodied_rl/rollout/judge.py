@@ -49,8 +49,7 @@ class OpenAIJudge:
             prompt: may name {domain}, {episode}, {length}, {return_}, {outcome}, {info}.
             api_key_env: the environment variable that holds the key; without one, none is sent.
 
-        Raises:
-            UserError: the address or the prompt cannot be used, or the range is empty.
+        Raises UserError: the address or the prompt cannot be used, or the range is empty.
         """
         names = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
         if wrong := sorted(names - set(_FIELDS)):

@@ -458,8 +458,7 @@ class ProgramGenerator(AgentGenerator):
             token: opens sessions; a secret, so that programs have only the sessions that were opened for them.
             tells_messages: requests hold the chat's messages beside its tokens, for a scripted player.
 
-        Raises:
-            UserError: the model has no chat template.
+        Raises UserError: the model has no chat template.
         """
         self._own = backend
         self._runners: list[ProgramRunner] = []

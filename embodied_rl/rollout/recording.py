@@ -287,8 +287,7 @@ class Recorder:
         num_groups: of slots that are stepped in turns.
         films: where the simulators put their videos, of a `filmed` one; None: pictures are encoded in this process.
 
-    Raises:
-        UserError: snapshots are asked for and the simulator has none itself.
+    Raises UserError: snapshots are asked for and the simulator has none itself.
     """
 
     def __init__(

@@ -149,8 +149,7 @@ class Sandboxed:
             cwd: where it begins; None: in its scratch folder.
             report: a descriptor for the limit that it passed; None: its error stream.
 
-        Raises:
-            OSError: no process can be started.
+        Raises OSError: no process can be started.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True)
         scratch = os.path.realpath(self._folder.name)
@@ -441,8 +440,7 @@ def protection(minimum: str, key: str) -> Level:
         minimum: the weakest that will do.
         key: the name of the setting that says so, for the message.
 
-    Raises:
-        UserError: `minimum` is no level, or the machine has only weaker ones.
+    Raises UserError: `minimum` is no level, or the machine has only weaker ones.
     """
     require_known(minimum, LEVELS, f"{key}='{minimum}' is not a choice.")
     found = strongest()

@@ -58,8 +58,7 @@ def restrict(abi: int, *, readable: list[str] | None, writable: list[str], devic
             but not made; all else on the file system is closed. None: files are not restricted.
         ports: TCP ports that may be connected to, none may be listened on; None: any.
 
-    Raises:
-        OSError: the kernel refuses.
+    Raises OSError: the kernel refuses.
     """
     files = 0 if readable is None else _all_rights(abi)
     net = 3 if ports is not None and abi >= 4 else 0

@@ -278,8 +278,7 @@ class HttpServer:
                 browser on this machine could otherwise reach a server without a token through a name that its site controls.
             format_problem: the body of a refusal, from it and the request's path; "" where that is not known.
 
-        Raises:
-            UserError: the address is not ours, or the port is taken.
+        Raises UserError: the address is not ours, or the port is taken.
         """
         allowed = limits or ServerLimits()
 
@@ -341,8 +340,7 @@ def token_to_ask_for(asked: str | None, host: str) -> tuple[str | None, bool]:
     Returns:
         (the token, whether it is new and must be shown to the user).
 
-    Raises:
-        UserError: others could reach the server without a token, or the one that is set is too short.
+    Raises UserError: others could reach the server without a token, or the one that is set is too short.
     """
     if asked == "none" and not is_loopback(host):
         raise UserError(f"token=none is only for a server on this machine, and host={host} can be reached from other machines.")

@@ -167,9 +167,7 @@ class EnvManager(WorkerSimulators):
                 actions one `str` each.
             watched: of each slot, whether every step of its chunk is observed (`StepBatch.inner`); None: of none. Single steps are anyway.
 
-        Raises:
-            ValueError: actions of the wrong shape, or a slot that is still stepping.
-            UserError: a text that outgrows its room.
+        Raises ValueError: actions of the wrong shape, or a slot that is still stepping; UserError: a text that outgrows its room.
         """
         if self._offloaded or self._pool is None:
             self._live_pool()  # raises
@@ -224,9 +222,7 @@ class EnvManager(WorkerSimulators):
             A batch of views (a contiguous range) or copies, ascending by slot; without `slots` and after the timeout it may hold
             fewer than min_ready, or none.
 
-        Raises:
-            TimeoutError: `slots` were asked for and are not ready in time.
-            ValueError: a slot that was not sent.
+        Raises TimeoutError: `slots` were asked for and are not ready in time; ValueError: a slot that was not sent.
         """
         pool = self._live_pool()
         if slots is None:

@@ -100,9 +100,7 @@ def start_measured(
         tried: numbers of turns that rollouts try, see `Circumstances`.
         player: plays while it is measured; None: a fraction of a millisecond stands for each call of the policy.
 
-    Raises:
-        UserError: the simulator rejects its configuration.
-        SimFault: a worker failed to build.
+    Raises UserError: the simulator rejects its configuration; SimFault: a worker failed to build.
     """
 
     def manager(num_workers: int | None) -> EnvManager:

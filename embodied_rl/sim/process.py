@@ -88,10 +88,7 @@ class WorkerProcess:
 
     def receive(self, timeout_s: float, doing: str, read: Callable[[dict[str, Any], bytes], Answer]) -> Answer:
         """The worker's answer to the last request, as `read` makes it out.
-
-        Raises:
-            SimFault: the worker failed, died or was too slow at `doing`, or what it sent is no answer.
-            UserError: the worker refuses.
+        Raises SimFault: the worker failed, died or was too slow at `doing`, or what it sent is no answer; UserError: the worker refuses.
         """
         try:
             with waiting:

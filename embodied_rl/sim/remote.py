@@ -53,8 +53,7 @@ def make(
         start_timeout_s: the same for building the environments.
         **kwargs: for ROCK, what `embodied_rl.sim.text.gem.make` takes beside the task: history, success_return, room of texts.
 
-    Raises:
-        UserError: no service answers at the URL, or it refuses the request.
+    Raises UserError: no service answers at the URL, or it refuses the request.
     """
     require_known(protocol, PROTOCOLS, f"sim.kwargs.protocol='{protocol}' is not a choice.")
     client = JsonClient(url, token=os.environ.get(token_env), patience=Patience(attempt_s=attempt_s, deadline_s=deadline_s))
@@ -105,10 +104,7 @@ class RemoteSim(SimEnv):
     @staticmethod
     def attached(client: JsonClient, env_ids: Sequence[str]) -> RemoteSim:
         """Environments that another client made, in the middle of their episodes: what a client that was started anew goes on with.
-
-        Raises:
-            UserError: no service answers at the URL, or no environment is named.
-            RemoteFault: one of them is gone.
+        Raises UserError: no service answers at the URL, or no environment is named; RemoteFault: one of them is gone.
         """
         if not env_ids:
             raise UserError("Name at least one environment to go on with.")

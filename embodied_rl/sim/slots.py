@@ -448,8 +448,7 @@ class SlotRunner:
         Returns:
             The largest difference between the observation that the manager last saw and the one now; None where there is none to compare.
 
-        Raises:
-            ReplayEnded: the simulator is not deterministic.
+        Raises ReplayEnded: the simulator is not deterministic.
         """
         env_id, self._free_steps = int(item["slot"]) - self.start, 0
         self.streams[env_id] = SeedStream.from_dict(item["stream"])

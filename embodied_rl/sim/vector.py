@@ -58,8 +58,7 @@ def make_vec_env(
         task: another task of the same simulator.
         kwargs: passed to the simulator, over what its configuration says.
 
-    Raises:
-        UserError: a name, task or argument that is not known, or observations or actions without a fixed space.
+    Raises UserError: a name, task or argument that is not known, or observations or actions without a fixed space.
     """
     config = load_sim_config(sim)
     slots = num_envs or config.num_slots

@@ -119,10 +119,7 @@ class WorkerPool:
 
     def finish(self) -> None:
         """Wait until all workers have built their simulators, and share the memory with them.
-
-        Raises:
-            SimFault: a worker failed to build.
-            UserError: the simulator rejects its configuration, or there is not enough shared memory.
+        Raises SimFault: a worker failed to build; UserError: the simulator rejects its configuration, or there is not enough shared memory.
         """
         specs = [self.receive_spec(index) for index in range(len(self.workers))]
         self.built_s = time.perf_counter() - self._begun

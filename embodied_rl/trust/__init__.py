@@ -179,8 +179,7 @@ def named_code(plain: object) -> list[NamedCode]:
     Args:
         plain: mappings, lists, texts and numbers, as they were read from YAML or JSON.
 
-    Raises:
-        UserError: it holds more than `MOST_VALUES` values, or itself.
+    Raises UserError: it holds more than `MOST_VALUES` values, or itself.
     """
     found: list[NamedCode] = []
     waiting: list[tuple[tuple[str, ...], object, str]] = [((), plain, "")]
@@ -311,9 +310,7 @@ def require_trusted(
         trust: what the user says this file may name.
         replaced: keys (``sim``, ``sim.kwargs.environment``) in whose place the caller puts the user's own values.
 
-    Raises:
-        UntrustedCode: naming the code, the file, and the command to type.
-        UserError: the allow-list cannot be read.
+    Raises UntrustedCode: naming the code, the file, and the command to type; UserError: the allow-list cannot be read.
     """
     found = [code for code in named_code(plain) if not any(code.key == key or code.key.startswith(f"{key}.") for key in replaced)]
     if not found or is_signed(what, content, signature):

@@ -167,8 +167,7 @@ class PythonTool:
             allow_network: programs may use the network; all else is held back as without.
             sandbox: the weakest protection that will do (`embodied_rl.sandbox.box`).
 
-        Raises:
-            UserError: this machine's protection is weaker.
+        Raises UserError: this machine's protection is weaker.
         """
         self._limits, self._network = limits or PythonLimits(), allow_network
         self._level = protection(sandbox, "agent.tool_options.python_sandbox")

@@ -35,8 +35,7 @@ class McpServer:
             env: variables that it gets beside the usual ones.
             timeout_s: of one call.
 
-        Raises:
-            UserError: the program cannot be started, or does not speak the protocol.
+        Raises UserError: the program cannot be started, or does not speak the protocol.
         """
         self._command, self._timeout_s = list(command), timeout_s
         self._lock, self._number = threading.Lock(), 0

@@ -105,9 +105,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: Advance, vi
         target: where the folder will lie.
         video: mp4: pictures as H.264, small and not exact; png: each as a PNG file in its row, exact.
 
-    Raises:
-        RecordingError: the recording holds nothing that the format can, or is damaged.
-        OSError: the files cannot be written.
+    Raises RecordingError: the recording holds nothing that the format can, or is damaged; OSError: the files cannot be written.
     """
     if video not in ("mp4", "png"):
         raise RecordingError(f"LeRobot's data sets hold pictures as mp4 or png, not as '{video}'.")

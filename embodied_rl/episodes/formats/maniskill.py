@@ -210,10 +210,7 @@ def _named_parts(parts: Mapping[str, np.ndarray], notes: base.NoteBook) -> dict[
 
 def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[FieldNote, ...]:
     """Write ``trajectory.h5`` and ``.json``, which ManiSkill's own `replay_trajectory` plays, into an empty folder; `target` is not needed.
-
-    Raises:
-        RecordingError: the recording holds what the format cannot (text actions), or is damaged.
-        OSError: the files cannot be written.
+    Raises RecordingError: the recording holds what the format cannot (text actions), or is damaged; OSError: the files cannot be written.
     """
     spec, notes = recording.spec, base.NoteBook()
     kept = require_numbers(spec, "ManiSkill", notes)

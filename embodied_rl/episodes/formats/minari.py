@@ -342,9 +342,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: base.Advanc
 def dataset_id(target: Path) -> str:
     """Minari's id of the data set in the folder `target`: below its own ($MINARI_DATASETS_PATH, else ``~/.minari/datasets``) the path from
     there, ``namespace/name-v0``, by which it finds it; elsewhere the folder's name, with ``-v0`` where that has no version.
-
-    Raises:
-        RecordingError: a place below Minari's folder that is no id: one such folder makes Minari fail to list any data set.
+    Raises RecordingError: a place below Minari's folder that is no id: one such folder makes Minari fail to list any data set.
     """
     root = Path(os.environ.get("MINARI_DATASETS_PATH") or Path.home() / ".minari" / "datasets").resolve()
     if not target.is_relative_to(root):

@@ -316,8 +316,7 @@ def load_pi0_policy(
         flow: None: `FlowOptions` with the checkpoint's own number of steps.
         state, action: None: as `flow_statistics.json` in the folder has them, else unscaled.
 
-    Raises:
-        UserError: the folder is incomplete, holds another kind of model, or does not fit the simulator.
+    Raises UserError: the folder is incomplete, holds another kind of model, or does not fit the simulator.
     """
     folder = Path(directory)
     data = check_model_folder(folder)

@@ -342,8 +342,7 @@ class FlowPolicy(Policy, Generic[Context]):
             critic: features [B, F] → values [B].
             chunk: (K, A) of what the simulator gets.
 
-        Raises:
-            UserError: the model's chunk is smaller than what the simulator needs.
+        Raises UserError: the model's chunk is smaller than what the simulator needs.
         """
         super().__init__()
         self.spec, self.options = spec, options

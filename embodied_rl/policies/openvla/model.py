@@ -160,8 +160,7 @@ class OpenVLA(VisionLanguageModel):
             dtype: of the weights; None: as stored (bfloat16 in the published ones).
             vision: shapes of vision transformers that `config.VIT_SHAPES` does not name.
 
-        Raises:
-            UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape.
+        Raises UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape.
         """
         with torch.device("meta"):
             model = cls(OpenVLAConfig.read(Path(directory), vision))

@@ -91,8 +91,7 @@ class OpenVLAOFT(VisionLanguageModel):
             oft: what the checkpoint was trained with; None: as `save_pretrained` wrote it into `config.json`.
             dtype, vision: see `OpenVLA.from_pretrained`.
 
-        Raises:
-            UserError: a file is missing, or keys or shapes do not fit.
+        Raises UserError: a file is missing, or keys or shapes do not fit.
         """
         directory = Path(directory)
         config = OpenVLAConfig.read(directory, vision)

@@ -579,8 +579,7 @@ def load_vla_policy(
         dtype: of the model's weights; None: as stored. The value head is float32.
         vision: see `OpenVLA.from_pretrained`.
 
-    Raises:
-        UserError: the checkpoint is incomplete, or does not fit the simulator.
+    Raises UserError: the checkpoint is incomplete, or does not fit the simulator.
     """
     directory = Path(directory)
     config = OpenVLAConfig.read(directory, vision)

@@ -327,8 +327,7 @@ class OpenVLAProcessor:
             length: P; None: the longest prompt's. A fixed length lets batches of different instructions share one CUDA graph and be
                 stored side by side.
 
-        Raises:
-            UserError: a prompt is longer than `length`.
+        Raises UserError: a prompt is longer than `length`.
         """
         encoded = {text: self.token_ids(text) for text in dict.fromkeys(instructions)}
         longest = max(encoded, key=lambda text: len(encoded[text]))

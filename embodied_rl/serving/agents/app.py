@@ -96,9 +96,7 @@ class AgentProxy:
         http: web.ServerLimits | None = None,
     ) -> None:
         """`backend` belongs to the proxy's thread until `close`, and to the caller after it.
-
-        Raises:
-            UserError: the tokenizer has no chat template, others could reach the proxy and there is no token, or the address is taken.
+        Raises UserError: the tokenizer has no chat template, others could reach the proxy and there is no token, or the address is taken.
         """
         web.require_token_off_loopback(host, token)
         tokenizer.chat_text([{"role": "user", "content": "Hello."}])  # a missing template raises now

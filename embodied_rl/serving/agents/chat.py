@@ -249,8 +249,7 @@ def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schem
         schema: of the answer; None: any text.
         several: whether an answer may hold several calls.
 
-    Raises:
-        HttpProblem: 400 for a choice that cannot be made.
+    Raises HttpProblem: 400 for a choice that cannot be made.
     """
     names = [str(tool["function"].get("name")) for tool in tools or ()]
     if choice in (None, "auto", "none"):

@@ -61,9 +61,7 @@ class BackendPump:
         Args:
             gone: looked at now and then; when it says True the request is aborted.
 
-        Raises:
-            UserError: the backend cannot do what is asked.
-            RuntimeError: the pump was closed, or the backend has died.
+        Raises UserError: the backend cannot do what is asked; RuntimeError: the pump was closed, or the backend has died.
         """
         *_, last = self._follow(request, gone)
         assert isinstance(last, Completion), "it comes last"

@@ -300,10 +300,7 @@ class Session:
         """Token ids of a request: of the longest earlier conversation that its messages extend, as they were, and then what is new.
 
         Where the template does not show where an earlier answer stood, or the messages extend none, everything is tokenised anew and a
-        new conversation begins.
-
-        Raises:
-            UserError: the template refuses the messages.
+        new conversation begins. Raises UserError: the template refuses the messages.
         """
         for length in range(len(messages) - 1, 0, -1):
             if messages[length - 1]["role"] != "assistant":

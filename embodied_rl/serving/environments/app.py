@@ -52,8 +52,7 @@ class EnvironmentService:
         Args:
             token: that clients must send; "none": none, only on the loopback. None: what EMBODIED_RL_TOKEN holds, or a new one (`token`).
 
-        Raises:
-            UserError: others could reach it and there is no token, or the address cannot be listened on.
+        Raises UserError: others could reach it and there is no token, or the address cannot be listened on.
         """
         self.token, self.token_is_new = web.token_to_ask_for(token, host)
         """What clients must send, and whether it was made here and must be shown to the user."""

@@ -254,8 +254,7 @@ def offered_simulators(names: tuple[str, ...] | None = None) -> dict[str, SimCon
         names: registered ones, or ``package.module:Attribute`` of the operator's own; None: all that are registered and take no argument
             that names code.
 
-    Raises:
-        UserError: a name that is not known.
+    Raises UserError: a name that is not known.
     """
     known = [name for name in group_names("sim") if name != "custom"]
     if names is None:

@@ -203,8 +203,7 @@ class GymnasiumSim(SimEnv):
         exact_snapshots: the whole state of these environments is known to lie where `EnvState` looks for it. Otherwise the spec
             says "replay": the state of an unknown environment may be anywhere.
 
-    Raises:
-        UserError: an observation or action space that cannot be adapted, or that differs from one environment to the next.
+    Raises UserError: an observation or action space that cannot be adapted, or that differs from one environment to the next.
     """
 
     def __init__(self, envs: Sequence[gymnasium.Env], task: str | None = None, exact_snapshots: bool = False) -> None:

@@ -44,8 +44,7 @@ class KeyDoor(SimEnv):
         num_envs: environments in this process; stepping many costs hardly more than one.
         render_size: width in pixels of `render`'s picture; its height is half of it.
 
-    Raises:
-        UserError: another task.
+    Raises UserError: another task.
     """
 
     def __init__(self, num_envs: int, task: str = "KeyDoor", render_size: int = 256) -> None:

@@ -53,8 +53,7 @@ def batches(task: str, num_envs: int, asked: bool | None, arguments: Mapping[str
         asked: True and False are the user's; None: from `BATCH_FROM` on.
         arguments: of `ManiSkillSim`, from ``kwargs``.
 
-    Raises:
-        UserError: the task cannot be made with these arguments, batch or not.
+    Raises UserError: the task cannot be made with these arguments, batch or not.
     """
     if asked is False or (asked is None and num_envs < BATCH_FROM):
         return False

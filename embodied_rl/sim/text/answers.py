@@ -65,8 +65,7 @@ def equal(given: str, wanted: str, *, kind: str = "auto", tolerance: float = 0.0
         kind: of `KINDS`; auto: a number or a single capital letter, where `wanted` is one.
         tolerance: of numbers, relative to `wanted` (absolute where that is 0).
 
-    Raises:
-        UserError: `kind` is not known.
+    Raises UserError: `kind` is not known.
     """
     kind = kind_of(wanted, kind)
     if kind == "number":

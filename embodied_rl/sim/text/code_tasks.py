@@ -195,8 +195,7 @@ class CodeTask(TextTask):
             sandbox: the weakest protection that will do (`embodied_rl.sandbox.box`).
             show_tests: the first failing test is shown before the next attempt.
 
-        Raises:
-            UserError: a number out of its range, or this machine's protection is weaker than `sandbox`.
+        Raises UserError: a number out of its range, or this machine's protection is weaker than `sandbox`.
         """
         if attempts < 1:
             raise UserError(f"attempts must be >= 1, got {attempts}.")
@@ -257,8 +256,7 @@ def make(
             {"stdin": text, "stdout": text}. None: a few examples of ours.
         attempts, score, timeout_s, memory_mb, allow_network, sandbox, show_tests: of `CodeTask`.
 
-    Raises:
-        UserError: the file cannot be read, a line is not a problem, or this machine's protection is weaker than `sandbox`.
+    Raises UserError: the file cannot be read, a line is not a problem, or this machine's protection is weaker than `sandbox`.
     """
     problems = [_problem(row, where) for where, row in read_rows(path or example("code.jsonl"), ("question", "tests"))]
 

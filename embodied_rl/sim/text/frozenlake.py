@@ -61,8 +61,7 @@ def make(
         hints: a line below the board says what lies on each side of the player, and how far the goal is down and to the right.
         picture_size: observations also hold ``rgb``, the board as a picture of about so many pixels a side; None: they do not.
 
-    Raises:
-        UserError: a value out of its range.
+    Raises UserError: a value out of its range.
     """
     require_known(task, tasks(), f"Task '{task}' is not known.")
     if num_maps is not None and num_maps < 1:

@@ -205,8 +205,7 @@ def make(num_envs: int, path: str, base_url: str, model: str, task: str = "judge
         success_score: an answer succeeds from here on.
         **options: see `JudgeOptions`.
 
-    Raises:
-        UserError: the file cannot be read, a line is not a question, or an option makes no sense.
+    Raises UserError: the file cannot be read, a line is not a question, or an option makes no sense.
     """
     questions = []
     for where, row in read_rows(path, ("question",), optional=("reference",)):

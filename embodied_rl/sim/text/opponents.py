@@ -42,8 +42,7 @@ def make_opponent(kind: str, options: Mapping[str, Any]) -> Opponent:
         options: scripted: ``target``, ``package.module:function`` from the observation's text to an action. openai: ``base_url``,
             ``model``, and ``api_key_env``, ``temperature``, ``max_tokens``, ``timeout_s``.
 
-    Raises:
-        UserError: an unknown kind or option, or one that is missing.
+    Raises UserError: an unknown kind or option, or one that is missing.
     """
     known = {
         "random": (),

@@ -183,8 +183,7 @@ def make_questions(
         kind: how answers are compared.
         attempts, wrong_reward, tolerance, instruction: of `QuestionTask`.
 
-    Raises:
-        UserError: the file cannot be read, or a line is not a question.
+    Raises UserError: the file cannot be read, or a line is not a question.
     """
     questions = read_questions(path or example("questions.jsonl"), kind)
 

@@ -137,9 +137,7 @@ def make(
         num_results: texts that a search shows.
         max_turns: searches and the answer together.
 
-    Raises:
-        MissingAssetsError: a file is missing.
-        UserError: a file is malformed, or a value out of its range.
+    Raises MissingAssetsError: a file is missing; UserError: a file is malformed, or a value out of its range.
     """
     require_known(reward, ("exact", "f1"), f"Search-QA: reward='{reward}' is not a choice.")
     if not 1 <= num_results <= 20:

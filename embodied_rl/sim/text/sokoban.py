@@ -72,8 +72,7 @@ def make(
         hints: a line below the board says what the next two cells on each side of the player hold, where the nearest box that is not
             on a goal stands, and where from there the nearest free goal lies.
 
-    Raises:
-        UserError: a value out of its range.
+    Raises UserError: a value out of its range.
     """
     require_known(task, tasks(), f"Task '{task}' is not known.")
     if not 1 <= num_boxes <= 3:

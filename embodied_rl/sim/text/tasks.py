@@ -63,8 +63,7 @@ def make(
         success_return: see `TextTask.step`.
         observation_bytes, action_bytes: room for one text (UTF-8).
 
-    Raises:
-        UserError: the class cannot be loaded or made, or lacks a method.
+    Raises UserError: the class cannot be loaded or made, or lacks a method.
     """
     if environment == PLACEHOLDER:
         raise UserError(

@@ -44,9 +44,7 @@ def make(
         human_goals: instructions written by people, else made ones.
         show_actions: list what can be clicked.
 
-    Raises:
-        MissingAssetsError: WebShop, its products or its search index are not here.
-        UserError: an unknown task or mode.
+    Raises MissingAssetsError: WebShop, its products or its search index are not here; UserError: an unknown task or mode.
     """
     require_known(task, tasks(), f"Task '{task}' is not known.")
     if observation_mode not in ("text", "text_rich"):
