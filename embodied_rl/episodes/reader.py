@@ -15,9 +15,21 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes import folder as files
-from embodied_rl.episodes import recording
 from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, SNAPSHOTS, Column, decode_row, layout_for
 from embodied_rl.episodes.pictures import Frames, VideoError, VideoReader
+from embodied_rl.episodes.recording import (
+    OPTIONAL_COLUMNS,
+    EpisodeBlock,
+    EpisodeTable,
+    RecordedEpisode,
+    RecordedStep,
+    Recording,
+    RecordingError,
+    RecordingInfo,
+    cut_by_steps,
+    joined,
+    runs_of,
+)
 from embodied_rl.errors import brief, did_you_mean
 from embodied_rl.reading import open_regular
 
@@ -29,7 +41,7 @@ MAPPED_BYTES = 2**25
 """After so many bytes handed out, mapped pages are given back; they stay in the system's page cache."""
 
 
-def open_recording(path: Path | str, *, verify: bool = True) -> recording.Recording:
+def open_recording(path: Path | str, *, verify: bool = True) -> Recording:
     """Open a recording, of whichever format the path holds.
 
     Args:
@@ -43,15 +55,13 @@ def open_recording(path: Path | str, *, verify: bool = True) -> recording.Record
         return NativeRecording(path, verify=verify)
     if not path.exists():
         parent = path.parent if path.parent.is_dir() else Path()
-        raise recording.RecordingError(
-            f"There is no recording '{path}'.{did_you_mean(path.name, (entry.name for entry in parent.iterdir()))}"
-        )
+        raise RecordingError(f"There is no recording '{path}'.{did_you_mean(path.name, (entry.name for entry in parent.iterdir()))}")
     from embodied_rl.episodes.formats import open_foreign
 
     return open_foreign(path)
 
 
-class NativeRecording(recording.Recording):
+class NativeRecording(Recording):
     """A folder that `RecordingWriter` wrote, as it was when it was opened; it may be written meanwhile.
 
     Arrays of an episode are read-only views into the files; they are valid until the recording is closed.
@@ -64,12 +74,12 @@ class NativeRecording(recording.Recording):
         self._ends = np.cumsum([part.index.num_episodes for part in self._parts]).tolist()
         self._handed_out = 0
 
-    def episode(self, number: int) -> recording.RecordedEpisode:
+    def episode(self, number: int) -> RecordedEpisode:
         part, local = self.place(number)
         self._count(part, int(part.index.table.lengths[local]) + 1)
         return part.episode(local)
 
-    def step(self, number: int, time: int) -> recording.RecordedStep:
+    def step(self, number: int, time: int) -> RecordedStep:
         part, local = self.place(number)
         # A fault brings the pages around along.
         self._count(part, 2**16 // max(1, part.bytes_per_step) + 1)
@@ -86,13 +96,13 @@ class NativeRecording(recording.Recording):
         ]
         if not found:
             names = {column.name for part in self._parts for column in part.columns if column.encoding == "array"}
-            raise recording.RecordingError(f"'{self.path}' has no arrays '{name}'.{did_you_mean(name, names)}")
+            raise RecordingError(f"'{self.path}' has no arrays '{name}'.{did_you_mean(name, names)}")
         return found
 
-    def _read_block(self, positions: np.ndarray, columns: Sequence[str]) -> recording.EpisodeBlock:
+    def _read_block(self, positions: np.ndarray, columns: Sequence[str]) -> EpisodeBlock:
         starts = np.concatenate([[0], self._ends])
         found: dict[str, list[np.ndarray]] = {name: [] for name in columns}
-        for first, stop in recording.runs_of(positions):
+        for first, stop in runs_of(positions):
             while first < stop:
                 index = bisect.bisect_right(self._ends, first)
                 last = min(stop, self._ends[index])
@@ -104,17 +114,17 @@ class NativeRecording(recording.Recording):
                         raise self._lacks(name, part.by_name)
                     rows.append(part.run(column, *local))
                 first = last
-        return recording.EpisodeBlock(positions, self.lengths[positions], {name: recording.joined(rows) for name, rows in found.items()})
+        return EpisodeBlock(positions, self.lengths[positions], {name: joined(rows) for name, rows in found.items()})
 
     def _block_ends(self, max_steps: int) -> list[int]:
         ends, first = list[int](), 0
         # Each part's rows lie in separate files.
         for stop in self._ends:
-            ends += [first + end for end in recording.cut_by_steps(self.lengths[first:stop], max_steps)]
+            ends += [first + end for end in cut_by_steps(self.lengths[first:stop], max_steps)]
             first = stop
         return ends
 
-    def _checked(self, block: recording.EpisodeBlock) -> recording.EpisodeBlock:
+    def _checked(self, block: EpisodeBlock) -> EpisodeBlock:
         bad = block.first_not_finite(name for name in ("action", "reward") if name in block.columns)
         if bad is not None:
             number, name = bad
@@ -152,7 +162,7 @@ class NativeRecording(recording.Recording):
 class PartReader:
     """The files of one part, mapped when they are first asked for."""
 
-    def __init__(self, folder: Path, info: recording.RecordingInfo, verify: bool = True) -> None:
+    def __init__(self, folder: Path, info: RecordingInfo, verify: bool = True) -> None:
         self.folder, self.columns = folder, files.read_columns(folder)
         _require_fit(folder, self.columns, info)
         self.index: files.Index = files.read_index(folder / files.INDEX_FILE, len(self.columns))
@@ -170,7 +180,7 @@ class PartReader:
         self._verified = np.full((len(self.columns) + 1, self.index.num_episodes), not verify)
         self._numbers = {column.name: number for number, column in enumerate((*self.columns, SNAPSHOT_COLUMN))}
 
-    def episode(self, number: int) -> recording.RecordedEpisode:
+    def episode(self, number: int) -> RecordedEpisode:
         """Raises RecordingError where its data are damaged."""
         entry, length = self.index.entry(number), int(self.index.table.lengths[number])
         first = int(self._step_rows[number])
@@ -185,7 +195,7 @@ class PartReader:
         self._require_finite(number, read[""])
         snapshots = self.snapshots(number)
         try:
-            return recording.RecordedEpisode(
+            return RecordedEpisode(
                 seed=entry["seed"],
                 observation=read["observation"],
                 **read[""],
@@ -198,9 +208,9 @@ class PartReader:
                 same_lengths=True,
             )
         except ValueError as error:
-            raise recording.RecordingError(f"'{self.folder}', episode {number}: {brief(error)}") from error
+            raise RecordingError(f"'{self.folder}', episode {number}: {brief(error)}") from error
 
-    def step(self, number: int, time: int) -> recording.RecordedStep:
+    def step(self, number: int, time: int) -> RecordedStep:
         """Raises IndexError, or RecordingError where its data are damaged."""
         length = int(self.index.table.lengths[number])
         if not 0 <= time < length:
@@ -212,7 +222,7 @@ class PartReader:
             if room == "observation":
                 after[key] = self.row(column, number, time + 1)
         rooms = {"observation": read["observation"], "state": read["state"] or None, "images": read["images"]}
-        return recording.RecordedStep.of(read[""], **rooms, next_observation=after)
+        return RecordedStep.of(read[""], **rooms, next_observation=after)
 
     # ---- columns ----
 
@@ -242,7 +252,7 @@ class PartReader:
     def run(self, column: Column, first: int, stop: int) -> np.ndarray:
         """All rows of neighbouring episodes, one after another: a view where they are plain arrays."""
         if column.encoding != "array":
-            return recording.joined([self.column(column, number) for number in range(first, stop)])
+            return joined([self.column(column, number) for number in range(first, stop)])
         for number in np.flatnonzero(~self._verified[self._numbers[column.name], first:stop]).tolist():
             self.verify(column, first + number)
         end = self._start(column, stop - 1) + column.rows_of(int(self.index.table.lengths[stop - 1]))
@@ -284,7 +294,7 @@ class PartReader:
         offset, size = int(place[0]), int(place[1])
         if offset < 0 or size < 0 or offset + size > len(blob):
             path = self.folder / f"{stem}.bin"
-            raise recording.RecordingError(
+            raise RecordingError(
                 f"'{path}', episode {number}, field '{name}': bytes {offset} to {offset + size} are wanted, and the file has {len(blob)}."
             )
         return blob[offset : offset + size]
@@ -295,7 +305,7 @@ class PartReader:
         for column in (*self.columns, SNAPSHOT_COLUMN):
             try:
                 self._compare(column, number)
-            except recording.RecordingError as error:
+            except RecordingError as error:
                 problems.append(str(error))
         return problems
 
@@ -388,7 +398,7 @@ class PartReader:
             with open_regular(path) as file:
                 mapped = mmap.mmap(file.fileno(), offset + num_rows * row_bytes, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise recording.RecordingError(f"'{path}', field '{name}': cannot be read: {error}.") from error
+            raise RecordingError(f"'{path}', field '{name}': cannot be read: {error}.") from error
         rows = np.frombuffer(mapped, dtype, num_rows * math.prod(shape), offset).reshape(num_rows, *shape)
         self._maps[name] = (mapped, rows)
         return rows
@@ -400,7 +410,7 @@ class PartReader:
                 # An empty file cannot be mapped.
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
         except (OSError, ValueError) as error:
-            raise recording.RecordingError(f"'{path}', episode {number}, field '{name}': cannot be read: {error}.") from error
+            raise RecordingError(f"'{path}', episode {number}, field '{name}': cannot be read: {error}.") from error
 
     def _video_path(self, column: Column, number: int) -> Path:
         return self.folder / column.stem / files.video_name(number)
@@ -424,13 +434,13 @@ class PartReader:
             if not np.isfinite(read[column.name]).all():
                 raise self.damaged(column, number, "holds NaN or infinity")
 
-    def damaged(self, column: Column, number: int, complaint: str) -> recording.RecordingError:
+    def damaged(self, column: Column, number: int, complaint: str) -> RecordingError:
         """What is wrong with an episode's rows of a column, and where they are."""
         if column.is_video:
             path = self._video_path(column, number)
         else:
             path = self.folder / f"{column.stem}.{'bin' if column.is_blob else 'npy'}"
-        return recording.RecordingError(f"'{path}', episode {number}, field '{column.name}': {complaint}.")
+        return RecordingError(f"'{path}', episode {number}, field '{column.name}': {complaint}.")
 
 
 def _place_of(name: str) -> tuple[str, str]:
@@ -439,32 +449,32 @@ def _place_of(name: str) -> tuple[str, str]:
     return (room, key) if dot else ("", name)
 
 
-def _joined(tables: list[recording.EpisodeTable]) -> recording.EpisodeTable:
+def _joined(tables: list[EpisodeTable]) -> EpisodeTable:
     if not tables:
-        return recording.EpisodeTable.of([])
-    return recording.EpisodeTable(*(np.concatenate(columns) for columns in zip(*(vars(table).values() for table in tables), strict=True)))
+        return EpisodeTable.of([])
+    return EpisodeTable(*(np.concatenate(columns) for columns in zip(*(vars(table).values() for table in tables), strict=True)))
 
 
-def _require_fit(folder: Path, columns: tuple[Column, ...], info: recording.RecordingInfo) -> None:
+def _require_fit(folder: Path, columns: tuple[Column, ...], info: RecordingInfo) -> None:
     """Raise RecordingError where the columns are not those of the recording's simulator."""
     path = folder / files.LAYOUT_FILE
     found = {column.name: column for column in columns}
     try:
         wanted = layout_for(info.spec, "raw", {})
     except (TypeError, ValueError) as error:
-        raise recording.RecordingError(f"'{folder.parent / files.RECORDING_FILE}' describes no simulator: {brief(error)}.") from error
+        raise RecordingError(f"'{folder.parent / files.RECORDING_FILE}' describes no simulator: {brief(error)}.") from error
     for column in wanted:
         other = found.pop(column.name, None)
         if other is None:
-            raise recording.RecordingError(f"'{path}': the column '{brief(column.name, 60)}' is missing.")
+            raise RecordingError(f"'{path}': the column '{brief(column.name, 60)}' is missing.")
         same = (other.dtype, other.shape, other.per) == (column.dtype, column.shape, column.per)
         if not same or (other.encoding != column.encoding and not other.is_picture):
-            raise recording.RecordingError(
+            raise RecordingError(
                 f"'{path}': the column '{column.name}' is {brief(other.to_dict(), 120)}, and the simulator has "
                 f"{brief(column.to_dict(), 120)}."
             )
     for name, column in found.items():
         known = name.startswith(("state.", "images.")) and column.per == "observation"
-        known |= name in recording.OPTIONAL_COLUMNS and column.per == "step"
+        known |= name in OPTIONAL_COLUMNS and column.per == "step"
         if not known:
-            raise recording.RecordingError(f"'{path}': the column '{brief(name, 60)}' is none of a recording.")
+            raise RecordingError(f"'{path}': the column '{brief(name, 60)}' is none of a recording.")
