@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -259,20 +260,9 @@ def make(
     Raises UserError: the file cannot be read, a line is not a problem, or this machine's protection is weaker than `sandbox`.
     """
     problems = [_problem(row, where) for where, row in read_rows(path or example("code.jsonl"), ("question", "tests"))]
-
-    def one() -> CodeTask:
-        return CodeTask(
-            problems,
-            attempts=attempts,
-            score=score,
-            timeout_s=timeout_s,
-            memory_mb=memory_mb,
-            allow_network=allow_network,
-            sandbox=sandbox,
-            show_tests=show_tests,
-        )
-
-    return TaskSim(task, num_envs, one)
+    options: dict[str, Any] = {"memory_mb": memory_mb, "allow_network": allow_network, "sandbox": sandbox, "show_tests": show_tests}
+    rules = partial(CodeTask, problems, attempts=attempts, score=score, timeout_s=timeout_s, **options)
+    return TaskSim(task, num_envs, rules)
 
 
 def _problem(row: Mapping[str, Any], where: str) -> CodeProblem:

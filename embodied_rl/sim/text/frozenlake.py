@@ -12,20 +12,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError, require_known
-from embodied_rl.sim.text.grid_games import (
-    MOVES,
-    Cell,
-    GridGame,
-    GridSim,
-    Outcome,
-    add,
-    board_of,
-    choose_size,
-    largest,
-    look_around,
-    shortest_way,
-    way_to,
-)
+from embodied_rl.sim.text import grid_games as grid
 
 INSTRUCTION = "P is you. Walk over the ice (.) to G and keep out of the holes (H). Answer with one word: up, down, left or right."
 COLOURS = {".": (214, 234, 248), "H": (52, 73, 94), "G": (130, 224, 170), "P": (245, 176, 65)}
@@ -49,7 +36,7 @@ def make(
     hints: bool = False,
     render_size: int = 256,
     picture_size: int | None = None,
-) -> GridSim:
+) -> grid.GridSim:
     """`num_envs` lakes in this process.
 
     Args:
@@ -68,12 +55,12 @@ def make(
         raise UserError(f"FrozenLake: num_maps must be >= 1 or null, got {num_maps}.")
     if not 0.0 <= hole_share <= 0.5:
         raise UserError(f"FrozenLake: hole_share must be between 0 and 0.5, got {hole_share}.")
-    choose_size(size, np.random.default_rng(0), least=4, most=8, name="FrozenLake")
-    return GridSim(
+    grid.choose_size(size, np.random.default_rng(0), least=4, most=8, name="FrozenLake")
+    return grid.GridSim(
         task,
         num_envs,
         lambda: FrozenLake(size, hole_share, slippery, num_maps, hole_reward),
-        max_episode_steps=STEPS_PER_SIDE * largest(size),
+        max_episode_steps=STEPS_PER_SIDE * grid.largest(size),
         instruction=INSTRUCTION,
         colours=COLOURS,
         hints=hints,
@@ -82,7 +69,7 @@ def make(
     )
 
 
-class FrozenLake(GridGame):
+class FrozenLake(grid.GridGame):
     """One lake. Reward 1 at the goal, `hole_reward` in a hole, which ends the game, and 0 elsewhere."""
 
     def __init__(
@@ -97,13 +84,13 @@ class FrozenLake(GridGame):
         self._num_maps, self._hole_reward = num_maps, hole_reward
         self._random = np.random.default_rng(0)
         self._holes = np.zeros((4, 4), bool)
-        self._player: Cell = (0, 0)
-        self._goal: Cell = (3, 3)
+        self._player: grid.Cell = (0, 0)
+        self._goal: grid.Cell = (3, 3)
 
     def reset(self, seed: int) -> None:
         """A map whose goal is at least a side's length away on foot."""
         self._random = np.random.default_rng(seed if self._num_maps is None else seed % self._num_maps)
-        size = choose_size(self._size, self._random, least=4, most=8, name="FrozenLake")
+        size = grid.choose_size(self._size, self._random, least=4, most=8, name="FrozenLake")
         for _ in range(_TRIES):
             holes = self._random.random((size, size)) < self._hole_share
             start, goal = (divmod(int(number), size) for number in self._random.choice(size * size, 2, replace=False))
@@ -114,18 +101,18 @@ class FrozenLake(GridGame):
                 return
         raise UserError(f"FrozenLake: no map with a way was found for hole_share={self._hole_share}. Lower it.")
 
-    def step(self, word: str) -> Outcome:
-        if word not in MOVES:
-            return Outcome(0.0, False, False, valid=False)
-        move = MOVES[word]
+    def step(self, word: str) -> grid.Outcome:
+        if word not in grid.MOVES:
+            return grid.Outcome(0.0, False, False, valid=False)
+        move = grid.MOVES[word]
         if self._slippery:
             turn = int(self._random.integers(3)) - 1
             move = (turn * move[1], turn * move[0]) if turn else move
-        there = add(self._player, move)
+        there = grid.add(self._player, move)
         if all(0 <= place < side for place, side in zip(there, self._holes.shape, strict=True)):
             self._player = there
         arrived, drowned = self._player == self._goal, bool(self._holes[self._player])
-        return Outcome(self._hole_reward if drowned else float(arrived), arrived or drowned, arrived, valid=True)
+        return grid.Outcome(self._hole_reward if drowned else float(arrived), arrived or drowned, arrived, valid=True)
 
     def text(self) -> str:
         letters = np.where(self._holes, "H", ".").astype("<U1")
@@ -135,7 +122,7 @@ class FrozenLake(GridGame):
 
     def hint(self) -> str:
         """See `GridGame.hint`: ``up . down H left # right . goal down 2 right 1``."""
-        return f"{look_around(board_of(self.text()), self._player)} goal {way_to(self._player, self._goal)}"
+        return f"{grid.look_around(grid.board_of(self.text()), self._player)} goal {grid.way_to(self._player, self._goal)}"
 
     def state(self) -> dict[str, Any]:
         return {"holes": self._holes, "player": self._player, "goal": self._goal, "random": self._random.bit_generator.state}
@@ -145,20 +132,20 @@ class FrozenLake(GridGame):
         self._random.bit_generator.state = state["random"]
 
 
-def shortest_path(holes: np.ndarray, start: Cell, goal: Cell) -> list[str] | None:
+def shortest_path(holes: np.ndarray, start: grid.Cell, goal: grid.Cell) -> list[str] | None:
     """Words of a shortest way around the holes [H, W] bool; None: there is none."""
 
-    def after(here: Cell, move: Cell) -> Cell | None:
-        there = add(here, move)
+    def after(here: grid.Cell, move: grid.Cell) -> grid.Cell | None:
+        there = grid.add(here, move)
         inside = all(0 <= place < side for place, side in zip(there, holes.shape, strict=True))
         return there if inside and not holes[there] else None
 
-    return shortest_way(start, lambda here: here == goal, after)
+    return grid.shortest_way(start, lambda here: here == goal, after)
 
 
 def player(observation: str) -> str:
     """The scripted player: the next word of a shortest way on the board that it is shown. Raises ValueError for another text."""
-    letters = board_of(observation)
+    letters = grid.board_of(observation)
     (start,), (goal,) = (list(zip(*np.nonzero(letters == letter), strict=True)) for letter in "PG")
     path = shortest_path(letters == "H", (int(start[0]), int(start[1])), (int(goal[0]), int(goal[1])))
     if not path:

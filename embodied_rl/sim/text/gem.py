@@ -171,7 +171,7 @@ def make(
     """
     require_known(history, HISTORIES, f"GEM: history='{history}' is not a choice.")
     require(task)
-    return GemSim(task, num_envs, history, success_return, observation_bytes, action_bytes, kwargs)
+    return GemSim(task, num_envs, history, success_return, kwargs, observation_bytes=observation_bytes, action_bytes=action_bytes)
 
 
 @dataclass
@@ -192,16 +192,8 @@ class GemSim(TurnSim):
     ``truncated`` is set only where GEM truncates without terminating.
     """
 
-    def __init__(
-        self,
-        task: str,
-        num_envs: int,
-        history: str,
-        success_return: float,
-        observation_bytes: int,
-        action_bytes: int,
-        kwargs: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, task: str, num_envs: int, history: str, success_return: float, kwargs: Mapping[str, Any], **room_bytes: Any) -> None:
+        """`room_bytes`: of texts, see `TurnSim`."""
         self._random = [PrivateRandom() for _ in range(num_envs)]
         self._history, self._success_return = history, success_return
         self._family = task.partition(":")[0]
@@ -213,8 +205,7 @@ class GemSim(TurnSim):
             max_turns=_turn_limit(self._family, self.envs[0]),
             cuts=False,
             snapshots="exact" if self._family == "game" else "replay" if same_in_every_process(task) else "none",
-            observation_bytes=observation_bytes,
-            action_bytes=action_bytes,
+            **room_bytes,
         )
 
     def sample_action(self, env_id: int, seed: int) -> str:
@@ -369,7 +360,7 @@ def make_rock(
     if not task:
         raise UserError("protocol=rock needs the environment's id: sim.task=game:GuessTheNumber-v0-easy, say.")
     require_known(history, HISTORIES, f"ROCK: history='{history}' is not a choice.")
-    return RockSim(client, task, num_envs, history, success_return, observation_bytes, action_bytes)
+    return RockSim(client, task, num_envs, history, success_return, observation_bytes=observation_bytes, action_bytes=action_bytes)
 
 
 class RockSim(GemSim):
@@ -379,13 +370,11 @@ class RockSim(GemSim):
     its episodes up.
     """
 
-    def __init__(
-        self, client: JsonClient, task: str, num_envs: int, history: str, success_return: float, observation_bytes: int, action_bytes: int
-    ) -> None:
+    def __init__(self, client: JsonClient, task: str, num_envs: int, history: str, success_return: float, **room_bytes: Any) -> None:
         self._client = client
         self._sandboxes: list[Sandbox] = []
         try:
-            super().__init__(task, num_envs, history, success_return, observation_bytes, action_bytes, {})
+            super().__init__(task, num_envs, history, success_return, {}, **room_bytes)
         except BaseException:
             self.close()
             raise

@@ -43,15 +43,6 @@ class JudgeError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What a judge says."""
-
-    score: float
-    """In [0, 1]."""
-    text: str
-
-
-@dataclass(frozen=True)
 class JudgeOptions:
     """Where the judge is, and how it is asked. Raises UserError for what makes no sense."""
 
@@ -102,8 +93,8 @@ class Judge:
             options.base_url, token=token, patience=Patience(attempt_s=options.timeout_s, deadline_s=options.deadline_s, first_wait_s=0.2)
         )
 
-    def score(self, question: str, reference: str, answer: str) -> Judgement:
-        """Ask until there is a score. Raises JudgeError."""
+    def score(self, question: str, reference: str, answer: str) -> tuple[float, str]:
+        """Ask until there is a score: (the score in [0, 1], the judge's words). Raises JudgeError."""
         options = self.options
         shown = answer if len(answer) <= options.answer_chars else answer[: options.answer_chars] + "…"
         prompt = options.template.format(question=question, reference=reference, answer=shown, max_score=f"{options.max_score:g}")
@@ -121,7 +112,7 @@ class Judge:
         """Drop the connection."""
         self._client.close()
 
-    def _ask(self, prompt: str, attempt: int) -> Judgement:
+    def _ask(self, prompt: str, attempt: int) -> tuple[float, str]:
         options = self.options
         body = {
             "model": options.model,
@@ -146,7 +137,7 @@ class Judge:
         value = float(found[-1]) / options.max_score if found else math.nan
         if not 0.0 <= value <= 1.0:
             raise JudgeError("no_score", f"no <score> between 0 and {options.max_score:g} in {str(text)[:120]!r}")
-        return Judgement(value, text)
+        return value, text
 
 
 @dataclass(frozen=True)
@@ -174,12 +165,12 @@ class JudgedTask(TextTask):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         try:
-            judgement = self._judge.score(self._question.text, self._question.reference, action)
+            score, words = self._judge.score(self._question.text, self._question.reference, action)
         except JudgeError as error:
             info = {"failure": f"judge {error.kind}: {error}", "failure_kind": error.kind, "success": False}
             return "The judge did not answer.", 0.0, False, True, info
-        info = {"success": judgement.score >= self._success_score, "score": judgement.score, "judgement": judgement.text[:2000]}
-        return f"Score: {judgement.score:g}", judgement.score, True, False, info
+        info = {"success": score >= self._success_score, "score": score, "judgement": words[:2000]}
+        return f"Score: {score:g}", score, True, False, info
 
     def sample_random_action(self) -> str:
         """The reference answer."""

@@ -13,20 +13,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.errors import UserError, require_known
-from embodied_rl.sim.text.grid_games import (
-    MOVES,
-    Cell,
-    GridGame,
-    GridSim,
-    Outcome,
-    add,
-    board_of,
-    choose_size,
-    largest,
-    look_around,
-    shortest_way,
-    way_to,
-)
+from embodied_rl.sim.text import grid_games as grid
 
 INSTRUCTION = (
     "P is you (S on a goal). Push every box (X, V on a goal) onto a goal (O); you cannot pull, and # is a wall. "
@@ -60,7 +47,7 @@ def make(
     box_reward: float = 0.0,
     hints: bool = False,
     render_size: int = 256,
-) -> GridSim:
+) -> grid.GridSim:
     """`num_envs` warehouses in this process.
 
     Args:
@@ -79,12 +66,12 @@ def make(
         raise UserError(f"Sokoban: num_boxes must be between 1 and 3, got {num_boxes}.")
     if not 0.0 <= wall_share <= 0.4 or num_pulls < 1:
         raise UserError(f"Sokoban: wall_share must be between 0 and 0.4 and num_pulls >= 1, got {wall_share} and {num_pulls}.")
-    choose_size(size, np.random.default_rng(0), least=5, most=10, name="Sokoban")
-    return GridSim(
+    grid.choose_size(size, np.random.default_rng(0), least=5, most=10, name="Sokoban")
+    return grid.GridSim(
         task,
         num_envs,
         lambda: Sokoban(size, num_boxes, wall_share, num_pulls, box_reward),
-        max_episode_steps=STEPS_PER_BOX * num_boxes + 2 * largest(size),
+        max_episode_steps=STEPS_PER_BOX * num_boxes + 2 * grid.largest(size),
         instruction=INSTRUCTION,
         colours=COLOURS,
         hints=hints,
@@ -98,30 +85,30 @@ class Level:
 
     walls: np.ndarray
     """[H, W] bool"""
-    goals: frozenset[Cell]
+    goals: frozenset[grid.Cell]
 
-    def free(self, cell: Cell, boxes: frozenset[Cell]) -> bool:
+    def free(self, cell: grid.Cell, boxes: frozenset[grid.Cell]) -> bool:
         """Neither wall nor box."""
         return not self.walls[cell] and cell not in boxes
 
 
-Position = tuple[Cell, frozenset[Cell]]
+Position = tuple[grid.Cell, frozenset[grid.Cell]]
 """(player, boxes)"""
 
 
-def push(level: Level, position: Position, move: Cell) -> Position | None:
+def push(level: Level, position: Position, move: grid.Cell) -> Position | None:
     """The position after a move; None: something is in the way."""
     player_at, boxes = position
-    there = add(player_at, move)
+    there = grid.add(player_at, move)
     if level.walls[there]:
         return None
     if there not in boxes:
         return there, boxes
-    beyond = add(there, move)
+    beyond = grid.add(there, move)
     return (there, (boxes - {there}) | {beyond}) if level.free(beyond, boxes) else None
 
 
-class Sokoban(GridGame):
+class Sokoban(grid.GridGame):
     """One warehouse. Reward 1 when every box is on a goal, where the game ends."""
 
     def __init__(
@@ -135,7 +122,7 @@ class Sokoban(GridGame):
     def reset(self, seed: int) -> None:
         """A level in which no box stands on a goal."""
         random = np.random.default_rng(seed)
-        size = choose_size(self._size, random, least=5, most=10, name="Sokoban")
+        size = grid.choose_size(self._size, random, least=5, most=10, name="Sokoban")
         for _ in range(_TRIES):
             made = _make_level(random, size, self._num_boxes, self._wall_share, self._num_pulls)
             if made is not None:
@@ -143,14 +130,14 @@ class Sokoban(GridGame):
                 return
         raise UserError(f"Sokoban: no level of size {size} with {self._num_boxes} boxes was found. Take a larger one or fewer walls.")
 
-    def step(self, word: str) -> Outcome:
-        if word not in MOVES:
-            return Outcome(0.0, False, False, valid=False)
+    def step(self, word: str) -> grid.Outcome:
+        if word not in grid.MOVES:
+            return grid.Outcome(0.0, False, False, valid=False)
         before = len(self._position[1] & self._level.goals)
-        self._position = push(self._level, self._position, MOVES[word]) or self._position
+        self._position = push(self._level, self._position, grid.MOVES[word]) or self._position
         stored = len(self._position[1] & self._level.goals)
         solved = stored == len(self._level.goals)
-        return Outcome(self._box_reward * (stored - before) + float(solved), solved, solved, valid=True)
+        return grid.Outcome(self._box_reward * (stored - before) + float(solved), solved, solved, valid=True)
 
     def text(self) -> str:
         return write(self._level, self._position)
@@ -158,14 +145,14 @@ class Sokoban(GridGame):
     def hint(self) -> str:
         """See `GridGame.hint`: ``up .. down X. left ## right .# box down 1 right 0 goal down 2 right 0``."""
         player_at, boxes = self._position
-        letters = board_of(self.text())
-        around = look_around(letters, player_at, 2)
+        letters = grid.board_of(self.text())
+        around = grid.look_around(letters, player_at, 2)
         left, free = boxes - self._level.goals, self._level.goals - boxes
         if not left:
             return around
         box = min(left, key=lambda cell: (_distance(player_at, cell), cell))
         goal = min(free, key=lambda cell: (_distance(box, cell), cell))
-        return f"{around} box {way_to(player_at, box)} goal {way_to(box, goal)}"
+        return f"{around} box {grid.way_to(player_at, box)} goal {grid.way_to(box, goal)}"
 
     def state(self) -> dict[str, Any]:
         player_at, boxes = self._position
@@ -176,7 +163,7 @@ class Sokoban(GridGame):
         self._position = tuple(state["player"]), frozenset(tuple(cell) for cell in state["boxes"])
 
 
-def _distance(one: Cell, other: Cell) -> int:
+def _distance(one: grid.Cell, other: grid.Cell) -> int:
     return abs(one[0] - other[0]) + abs(one[1] - other[1])
 
 
@@ -197,9 +184,9 @@ def write(level: Level, position: Position) -> str:
 
 def read(text: str) -> tuple[Level, Position]:
     """The inverse of `write`, a hint left out. Raises ValueError for a text that is no board."""
-    letters = board_of(text)
+    letters = grid.board_of(text)
 
-    def cells(which: str) -> list[Cell]:
+    def cells(which: str) -> list[grid.Cell]:
         return [(int(row), int(column)) for row, column in zip(*np.nonzero(np.isin(letters, list(which))), strict=True)]
 
     (player_at,) = cells("PS")
@@ -235,18 +222,18 @@ def _pulls(level: Level, position: Position) -> Iterator[Position]:
     player_at, boxes = position
     around = _reachable(level, player_at, boxes)
     for box in sorted(boxes):
-        for move in MOVES.values():
-            beside = add(box, move)
-            if beside in around and level.free(further := add(beside, move), boxes):
+        for move in grid.MOVES.values():
+            beside = grid.add(box, move)
+            if beside in around and level.free(further := grid.add(beside, move), boxes):
                 yield further, (boxes - {box}) | {beside}
 
 
-def _reachable(level: Level, start: Cell, boxes: frozenset[Cell]) -> set[Cell]:
+def _reachable(level: Level, start: grid.Cell, boxes: frozenset[grid.Cell]) -> set[grid.Cell]:
     queue, seen = deque([start]), {start}
     while queue:
         here = queue.popleft()
-        for move in MOVES.values():
-            there = add(here, move)
+        for move in grid.MOVES.values():
+            there = grid.add(here, move)
             if there not in seen and level.free(there, boxes):
                 seen.add(there)
                 queue.append(there)
@@ -259,17 +246,17 @@ def _reachable(level: Level, start: Cell, boxes: frozenset[Cell]) -> set[Cell]:
 def solve(level: Level, start: Position) -> list[str] | None:
     """Words of a shortest solution in moves; None: it cannot be solved."""
 
-    def after(here: Position, move: Cell) -> Position | None:
+    def after(here: Position, move: grid.Cell) -> Position | None:
         there = push(level, here, move)
         return None if there is None or (there[1] != here[1] and _is_stuck(level, there[1] - here[1])) else there
 
-    return shortest_way(start, lambda here: here[1] == level.goals, after)
+    return grid.shortest_way(start, lambda here: here[1] == level.goals, after)
 
 
-def _is_stuck(level: Level, moved: frozenset[Cell]) -> bool:
+def _is_stuck(level: Level, moved: frozenset[grid.Cell]) -> bool:
     """Whether a box in a corner that is no goal is among these: it never comes out."""
     for cell in moved - level.goals:
-        blocked = [bool(level.walls[add(cell, move)]) for move in MOVES.values()]
+        blocked = [bool(level.walls[grid.add(cell, move)]) for move in grid.MOVES.values()]
         if (blocked[0] or blocked[1]) and (blocked[2] or blocked[3]):
             return True
     return False
@@ -286,7 +273,7 @@ def player(observation: str) -> str:
         level, position = read(board)
         for word in solve(level, position) or ["up"]:
             _known[write(level, position)] = word
-            position = push(level, position, MOVES[word]) or position
+            position = push(level, position, grid.MOVES[word]) or position
         while len(_known) > _CACHED:
             _known.popitem(last=False)
     return _known[board]

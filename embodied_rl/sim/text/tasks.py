@@ -78,14 +78,7 @@ def make(
         except TypeError as error:
             raise UserError(f"Environment '{environment}' cannot be made with {sorted(kwargs)}: {error}.") from error
 
-    return TaskSim(
-        task or environment.rpartition(":")[2],
-        num_envs,
-        one,
-        success_return,
-        observation_bytes=observation_bytes,
-        action_bytes=action_bytes,
-    )
+    return TaskSim(task or environment.rpartition(":")[2], num_envs, one, success_return, room_bytes=(observation_bytes, action_bytes))
 
 
 class TaskSim(TurnSim):
@@ -98,10 +91,9 @@ class TaskSim(TurnSim):
         make_one: Callable[[], TextTask],
         success_return: float = 1.0,
         *,
-        observation_bytes: int = 2**16,
-        action_bytes: int = 2**16,
+        room_bytes: tuple[int, int] = (2**16, 2**16),
     ) -> None:
-        """See `make`."""
+        """See `make`; `room_bytes`: of an observation's text, and of an action's."""
         self._tasks = [make_one() for _ in range(num_envs)]
         self._returns = np.zeros(num_envs)
         self._success_return = success_return
@@ -119,8 +111,8 @@ class TaskSim(TurnSim):
             cuts=False,
             instruction=getattr(first, "instruction", None),
             snapshots="exact",
-            observation_bytes=observation_bytes,
-            action_bytes=action_bytes,
+            observation_bytes=room_bytes[0],
+            action_bytes=room_bytes[1],
         )
 
     def sample_action(self, env_id: int, seed: int) -> str:

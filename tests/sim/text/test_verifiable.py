@@ -311,7 +311,7 @@ def test_a_judge_is_asked_and_its_score_read(serve: Any, monkeypatch: pytest.Mon
     monkeypatch.setenv("JUDGE_KEY", "secret")
     server = serve(says("Nearly. <score>2</score> no: <score> 7.5 </score>"))
     judge = judge_of(server, max_score=10.0, api_key_env="JUDGE_KEY", answer_chars=5)
-    assert judge.score("Why?", "Because.", "longer than that {x}").score == 0.75
+    assert judge.score("Why?", "Because.", "longer than that {x}")[0] == 0.75
     judge.close()
     (exchange,) = server.exchanges
     assert exchange.path == "/v1/chat/completions"
@@ -325,14 +325,14 @@ def test_a_judge_is_asked_and_its_score_read(serve: Any, monkeypatch: pytest.Mon
 def test_a_judge_without_a_score_is_asked_again_otherwise(serve: Any) -> None:
     server = serve(says("I like it."), says("<score>7</score>"), says("<score>1</score>"))
     with closing(judge_of(server)) as judge:
-        assert judge.score("q", "", "a").score == 1.0
+        assert judge.score("q", "", "a")[0] == 1.0
     assert [exchange.body["temperature"] for exchange in server.exchanges] == [0.0, 0.7, 0.7]
 
 
 def test_a_busy_judge_is_waited_for(serve: Any) -> None:
     server = serve(lambda e: e.json({"error": "later"}, 429, {"Retry-After": "0"}), lambda e: e.drop(), says("<score>0.5</score>"))
     with closing(judge_of(server)) as judge:
-        assert judge.score("q", "", "a").score == 0.5
+        assert judge.score("q", "", "a")[0] == 0.5
     assert len(server.exchanges) == 3
 
 
