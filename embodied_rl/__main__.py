@@ -57,7 +57,6 @@ def _run() -> None:
 
 
 def usage() -> str:
-    """The list of commands."""
     rows = [f"  {name:<14}{text}" for name, text in COMMANDS.items()]
     return "\n".join(["usage: embodied-rl COMMAND key=value …", "", *rows, "", "embodied-rl COMMAND --help tells the rest.", _COMPLETION])
 

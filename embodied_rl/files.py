@@ -129,7 +129,6 @@ def sha256_of(path: Path) -> str:
 
 
 def sums_of(folder: Path, files: Iterable[Path]) -> FileSums:
-    """Sums of files below `folder`."""
     return {path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size} for path in sorted(files)}
 
 

@@ -61,7 +61,6 @@ class VariableSpec:
 
 
 def part_spec_from_dict(data: Mapping[str, Any]) -> TensorSpec | VariableSpec:
-    """The inverse of `TensorSpec.to_dict` and `VariableSpec.to_dict`."""
     return VariableSpec(data["kind"], int(data["max_bytes"])) if "kind" in data else TensorSpec.from_dict(data)
 
 

@@ -152,7 +152,6 @@ class Prompts:
         return _Rendered(self)
 
     def message(self, observation: str, step: int, *, memory: str = "", summary: str = "") -> str:
-        """The text of one message."""
         return self._template.format(observation=observation, instruction=self.instruction, step=step, memory=memory, summary=summary)
 
     def opening(self, message: str) -> np.ndarray:

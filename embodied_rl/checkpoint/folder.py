@@ -386,7 +386,6 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 def _are_sums(found: object) -> bool:
-    """Whether it is `FileSums`."""
     entries = found.values() if isinstance(found, dict) else [None]
     return all(isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str) for entry in entries)
 

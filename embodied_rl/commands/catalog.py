@@ -233,7 +233,6 @@ def _comments(text: str) -> list[str]:
 
 
 def print_entries(kind: str) -> None:
-    """Print one kind as a table."""
     from rich import box
     from rich.table import Table
 

@@ -449,7 +449,6 @@ class Untrained:
 
     @property
     def label(self) -> str:
-        """For people."""
         if self.server is not None:
             return f"openai ({self.server.model})"
         if self.kind == "random":
@@ -521,7 +520,6 @@ def play_untrained(player: Untrained) -> output.EvaluationResult:
 
 
 def _generator(player: Untrained, folder: Path, manager: Simulators) -> Generator:
-    """What acts."""
     config, spec = player.config, manager.spec
     if config.policy.name == "language" and (player.kind != "random" or spec.action.kind == "text"):
         return _speaking(player, manager, folder)

@@ -260,7 +260,6 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """The last one."""
         return self.path / "checkpoints" / "last"
 
     def resume(self, *, total_steps: int | None = None, overrides: Sequence[str] = ()) -> Run:

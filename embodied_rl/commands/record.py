@@ -165,7 +165,6 @@ def record(
 def _play(
     manager: EnvManager, player: Player, writer: RecordingWriter, plan: RecordingPlan, *, num_groups: int, films: Films | None
 ) -> RecordingResult:
-    """Run the recorder, with a progress bar."""
     successes = num_played = counted = 0
     with progress_bar(f"recording {manager.spec.task}", plan.num_episodes) as advance:
 

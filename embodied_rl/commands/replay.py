@@ -187,7 +187,6 @@ def _sinks(writer: RecordingWriter) -> Callable[[RecordedEpisode], EpisodeSink]:
 
 
 def document_of(report: ReplayReport, command: str) -> dict[str, Any]:
-    """What the report holds."""
     return {
         "recording": str(report.recording),
         "task": report.task,

@@ -401,7 +401,6 @@ class PolicyConfig(PolicyOptions):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Parts of an observation that the policy reads."""
         return self.observation_keys if self.encoder == "mixed" else (self.observation_key,)
 
 

@@ -56,7 +56,6 @@ class _Spill:
             raise cannot_write(self._folder, error) from error
 
     def chunks(self, size: int) -> Iterator[bytes]:
-        """All bytes, `size` at a time."""
         if self._file is not None:
             self._file.seek(0)
             while chunk := self._file.read(size):
@@ -120,7 +119,6 @@ class RowBuffer:
         self._spill_much()
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """All rows, in order."""
         if self.column.row_bytes:
             for data in self._spill.chunks(max(1, BLOCK_BYTES // self.column.row_bytes) * self.column.row_bytes):
                 yield np.frombuffer(data, self._dtype).reshape(-1, *self._shape)
@@ -175,7 +173,6 @@ class BlobBuffer:
         return len(self.sizes)
 
     def append(self, value: Value) -> None:
-        """Add a row."""
         if self.column.encoding == "png" and ((picture := np.asarray(value)).shape != self.column.shape or picture.dtype != np.uint8):
             raise _wrong_shape(self.column, picture.shape)
         self.append_bytes(encode_row(self.column, value))
@@ -193,7 +190,6 @@ class BlobBuffer:
             self.append(row)
 
     def chunks(self) -> Iterator[bytes]:
-        """All bytes, in order."""
         yield from self._spill.chunks(BLOCK_BYTES)
         if self._pending:
             yield b"".join(self._pending)

@@ -135,7 +135,6 @@ def read_info(folder: Path) -> RecordingInfo:
 
 
 def part_folders(recording: Path) -> list[Path]:
-    """The parts of a recording, by number."""
     found = [folder for folder in recording.glob("part-*") if folder.name[5:].isdigit() and folder.is_dir()]
     return sorted(found, key=lambda folder: int(folder.name[5:]))
 

@@ -62,7 +62,6 @@ class VideoWriter:
         self._stream = stream
 
     def add(self, picture: np.ndarray) -> None:
-        """Encode a picture."""
         room = PictureRoom(self.shape)
         room.fill(picture)
         self.encode(room)

@@ -259,7 +259,6 @@ class PartReader:
         return self.rows(column)[self._start(column, first) : end]
 
     def row(self, column: Column, number: int, time: int) -> Any:
-        """One row of an episode."""
         self.verify(column, number)
         if column.is_video:
             try:

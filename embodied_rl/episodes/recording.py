@@ -349,7 +349,6 @@ class EpisodeTable:
 
     @staticmethod
     def of(episodes: list[RecordedEpisode]) -> EpisodeTable:
-        """The table of episodes in memory."""
         return EpisodeTable.of_rows(
             [(e.num_steps, e.seed, e.episode_return, e.success_once, e.success_at_end, e.complete, e.task) for e in episodes]
         )
@@ -489,7 +488,6 @@ class Recording(ABC):
             raise self._lacks(str(error.args[0]), episodes[0].columns()) from None
 
     def _block_ends(self, max_steps: int) -> list[int]:
-        """Where `blocks` cuts."""
         return cut_by_steps(self.lengths, max_steps)
 
     def _lacks(self, name: str, there: Mapping[str, Any]) -> RecordingError:

@@ -275,7 +275,6 @@ class EpisodeSink(Sink):
         return self._rows is None or self._rows.are_in_memory
 
     def _put_first(self, rows: EpisodeRows) -> None:
-        """Write the first observation."""
         assert self.columns is not None
         assert self._first is not None
         for column in self.columns:

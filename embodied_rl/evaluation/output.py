@@ -129,7 +129,6 @@ class EvaluationResult:
 
 
 def result_table(result: EvaluationResult) -> Table:
-    """The figures of one evaluation."""
     figures = result.figures
     drawn = "" if result.temperature is None else f", drawn at temperature {result.temperature:g}"
     title = f"{result.spec.task}, {result.policy} policy{drawn}, {figures.num_episodes} held-out seeds {_seed_range(figures)}"

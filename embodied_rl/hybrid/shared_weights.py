@@ -216,7 +216,6 @@ class AnnouncedWeights:
 
     @contextmanager
     def hold(self, version: int, path: str) -> Iterator[HeldWeights]:
-        """See `SharedWeightsReader.hold`."""
         if self._reader is None or self._reader[0] != path:
             if self._reader is not None:
                 self._reader[1].close()

@@ -53,7 +53,6 @@ class RunData:
 
     @property
     def seed(self) -> int | None:
-        """Of the configuration."""
         seed = self.config.get("seed")
         return seed if isinstance(seed, int) else None
 

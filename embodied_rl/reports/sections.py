@@ -384,7 +384,6 @@ _FIGURES = ("success (once)", "95% interval", "at end", "return", "95% interval"
 
 
 def _cells(figures: Mapping[str, Any]) -> list[str]:
-    """What `_FIGURES` names, of an evaluation."""
     success = [percent(figures.get("success")), percent_range(figures.get("success_interval_95")), percent(figures.get("success_at_end"))]
     return [
         *success,

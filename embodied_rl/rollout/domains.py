@@ -38,7 +38,6 @@ class DomainMixture:
 
     @staticmethod
     def single(domain: str) -> DomainMixture:
-        """All groups of one domain."""
         return DomainMixture({domain: 1.0})
 
     @property

@@ -268,7 +268,6 @@ class GroupCounts:
     """Unfinished, or finished and not yet consumed."""
 
     def figures(self, prefix: str = "groups/") -> dict[str, float]:
-        """For metrics."""
         named = {
             "consumed": self.consumed,
             "filtered": self.filtered,
@@ -752,7 +751,6 @@ _Counts = TypeVar("_Counts", GroupCounts, EpisodeCounts)
 
 
 def _plus(counts: _Counts, *changes: Mapping[str, int]) -> _Counts:
-    """The counts with these added."""
     names = {name for change in changes for name in change}
     return replace(counts, **{name: vars(counts)[name] + sum(change.get(name, 0) for change in changes) for name in names})
 

@@ -410,7 +410,6 @@ class StartLibrary:
         return "best" in self.config.sources or ("success" in self.config.sources and success)
 
     def source_of(self, start: Start) -> SourceEpisode:
-        """The episode that a start lies in."""
         key = start.source
         return (self.sources[key] if key in self.sources else self._retired[key]).source
 

@@ -135,7 +135,6 @@ class ProgramRunner:
 
     @property
     def tags(self) -> list[Hashable]:
-        """Of the programs that run."""
         return list(self._running)
 
     @property

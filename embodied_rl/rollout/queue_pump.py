@@ -279,7 +279,6 @@ class DomainCollector(QueuePump):
             collector.restart(queue)
 
     def close(self) -> None:
-        """See `Collector.close`: of all collectors."""
         for collector in self.collectors.values():
             collector.close()
 

@@ -146,12 +146,10 @@ class ThreadScorer:
             thread.start()
 
     def submit(self, number: int, episode: Episode) -> None:
-        """See `Scorer.submit`."""
         self._log.begin(number, episode)
         self._todo.put((number, episode))
 
     def ready(self) -> list[tuple[int, Episode | str]]:
-        """See `Scorer.ready`."""
         self._some.clear()
         found: dict[int, float | str] = {}
         while not self._done.empty():
@@ -160,12 +158,10 @@ class ThreadScorer:
         return self._log.settle(found)
 
     def wait(self, timeout_s: float) -> None:
-        """See `Scorer.wait`."""
         with waiting:
             self._some.wait(timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """See `Scorer.metrics`."""
         return self._log.metrics()
 
     def close(self) -> None:
@@ -197,7 +193,6 @@ class _ScorerShare:
         self._scorer, self._index, self._found = scorer, index, found
 
     def submit(self, number: int, episode: Episode) -> None:
-        """See `Scorer.submit`."""
         self._scorer.submit(number * len(self._found) + self._index, episode)
 
     def ready(self) -> list[tuple[int, Episode | str]]:
@@ -208,7 +203,6 @@ class _ScorerShare:
         return own
 
     def wait(self, timeout_s: float) -> None:
-        """See `Scorer.wait`."""
         if not self._found[self._index]:
             self._scorer.wait(timeout_s)
 

@@ -252,7 +252,6 @@ def run_program(
 
 
 def run_boxed(code: str, box: Box, output_bytes: int = 2**16, *, stdin: str = "", separate: bool = False) -> ProgramEnd:
-    """`run_program` in a given box."""
     source = code.encode("utf-8", "surrogatepass")
     reason, report = os.pipe()
     try:

@@ -589,7 +589,6 @@ COUNT = {"type": "integer", "minimum": 0}
 
 
 def json_content(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON body of a schema."""
     return {"application/json": {"schema": dict(schema)}}
 
 

@@ -170,7 +170,6 @@ class Placement:
     """Why it is not where the policy would have it; empty when it is."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return dataclasses.asdict(self)
 
     @staticmethod
@@ -350,7 +349,6 @@ class AppliedPlacement:
     """What was asked for and does not hold, one sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return dataclasses.asdict(self)
 
 

@@ -93,7 +93,6 @@ class CheckReport:
         return next(result for result in self.results if result.name == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {"task": self.task, "num_envs": self.num_envs, "ok": self.ok, "results": [asdict(result) for result in self.results]}
 
     def __str__(self) -> str:

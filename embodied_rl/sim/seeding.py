@@ -59,7 +59,6 @@ class EpisodeSeeds:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> EpisodeSeeds:
-        """What `to_dict` gave."""
         return EpisodeSeeds(data["kind"], data["base"], tuple(data.get("first", ())), data.get("before", 0))
 
     def seed(self, slot: int, index: int, num_slots: int, seed_round: int = 0) -> int:

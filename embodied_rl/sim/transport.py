@@ -140,7 +140,6 @@ class Slab:
         return {name.removeprefix(f"{prefix}/"): array[start:stop] for name, array in self.arrays.items() if name.startswith(f"{prefix}/")}
 
     def buffers(self, name: str, spec: VariableSpec) -> VariableLengthBuffers:
-        """The buffers of one name, of all slots."""
         return VariableLengthBuffers(name, spec, self.arrays, 0, len(self.arrays[f"buffer_size/{name}"]))
 
     def close(self) -> None:

@@ -194,7 +194,6 @@ def _decode_text(spec: ActionSpec, data: Json) -> np.ndarray:
 
 
 def encode_snapshot(data: bytes) -> str:
-    """Bytes as base64."""
     return base64.b64encode(data).decode("ascii")
 
 

@@ -71,7 +71,6 @@ class Worker:
         return False
 
     def _of(self, slot: int) -> SlotRunner:
-        """The runner of a slot."""
         self.current = next(runner for runner in self.runners if runner.start <= slot < runner.stop)
         return self.current
 

@@ -238,7 +238,6 @@ class WorkerPool:
         return rows | {key: self.slab.buffers(f"observation/{key}", buffer).read(slot) for key, buffer in self.spec.variables.items()}
 
     def action_buffers(self) -> VariableLengthBuffers:
-        """Buffers of text actions."""
         assert self.slab is not None
         return self.slab.buffers("action", VariableSpec("text", self.spec.action.max_bytes))
 

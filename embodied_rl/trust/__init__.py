@@ -165,7 +165,6 @@ class NamedCode:
 
     @property
     def last(self) -> str:
-        """The last part of the key."""
         return self.key.rpartition(".")[2]
 
     def __str__(self) -> str:

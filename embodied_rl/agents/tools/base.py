@@ -122,7 +122,6 @@ class Toolbox:
         return {**counted, "tools/unknown": float(self.num_unknown)}
 
     def close(self) -> None:
-        """Close all tools."""
         for tool in self._tools.values():
             tool.close()
 

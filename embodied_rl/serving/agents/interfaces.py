@@ -76,7 +76,6 @@ class ChatAnswer:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """The message's tool calls."""
         return self.message.get("tool_calls", [])
 
 
@@ -172,7 +171,6 @@ class Interface(ABC):
         """An answer that is not streamed."""
 
     def refusal(self, problem: HttpProblem) -> dict[str, Any]:
-        """The body of a refusal."""
         return openai_error(problem)
 
     def broken(self, problem: HttpProblem) -> bytes:
@@ -300,7 +298,6 @@ class ChatCompletions(Interface):
 
 
 def _usage(answers: Sequence[ChatAnswer]) -> dict[str, int]:
-    """Tokens of one prompt and of all its choices."""
     prompt, sampled = answers[0].num_prompt_tokens, sum(answer.num_sampled_tokens for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

@@ -69,13 +69,11 @@ class CapturedTurn:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
         kept = {} if self.structure is None else {"structure": self.structure, "stop_ids": list(self.stop_ids)}
         return {**{name: _plain(vars(self)[name]) for name in _OF_TURN}, **kept}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> CapturedTurn:
-        """The inverse of `to_dict`."""
         own: dict[str, Any] = {name: data[name] if kind is None else np.array(data[name], kind) for name, kind in _OF_TURN.items()}
         return CapturedTurn(**own, structure=data.get("structure"), stop_ids=tuple(data.get("stop_ids", ())))
 

@@ -137,7 +137,6 @@ class Environment:
         return time.monotonic() - self.last_used
 
     def touch(self) -> None:
-        """It is being used."""
         self.last_used = time.monotonic()
 
     # ---- requests ---------------------------------------------------------------------------------------------------

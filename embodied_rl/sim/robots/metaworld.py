@@ -132,7 +132,6 @@ class MultiTaskSim(SimEnv):
         self._rows = [StepBuffers.allocate(single, 1) for _ in range(num_envs)]
 
     def task_of(self, seed: int) -> str:
-        """The task of an episode."""
         return self.tasks[int(seed) % len(self.tasks)]
 
     def task_at(self, env_id: int) -> str:

@@ -201,7 +201,6 @@ class LocomotionSim(GymnasiumSim):
             state[rows, end - self._nv : end] = np.clip(self._joints[rows, self._nq :], -10, 10)
 
     def _judge(self, rows: Rows, actions: np.ndarray, out: StepBuffers) -> None:
-        """Rewards and ends."""
         terms = self._reward_terms(rows, actions)
         if terms.healthy is None:
             out.reward[rows] = terms.forward - terms.control

@@ -109,7 +109,6 @@ class PixelTasks(MujocoSim):
         )
 
     def task_of(self, seed: int) -> str:
-        """The task of an episode."""
         return self.tasks[int(seed) % len(self.tasks)]
 
     def task_at(self, env_id: int) -> str:

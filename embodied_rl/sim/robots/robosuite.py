@@ -387,7 +387,6 @@ class Physics:
             self.forward()
 
     def step(self, with_udd: bool = True) -> None:
-        """``mj_step``."""
         mujoco, model, data = self._mujoco, self._model, self._data
         mujoco.mj_checkPos(model, data)
         mujoco.mj_checkVel(model, data)

@@ -119,7 +119,6 @@ class HouseGame(TextGame):
         return TextTurn(self._text(), float(won), terminated=bool(done) or won, success=won, info={"valid": valid})
 
     def sample_action(self, random: np.random.Generator) -> str:
-        """One of the possible commands."""
         commands = sorted(self._state["admissible_commands"])
         return commands[int(random.integers(len(commands)))]
 

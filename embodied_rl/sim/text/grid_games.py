@@ -104,7 +104,6 @@ class GridSim(TurnSim):
         )
 
     def sample_action(self, env_id: int, seed: int) -> str:
-        """A random move."""
         return list(MOVES)[int(np.random.default_rng(seed).integers(len(MOVES)))]
 
     def render(self, env_id: int) -> np.ndarray:

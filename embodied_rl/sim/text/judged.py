@@ -173,7 +173,6 @@ class JudgedTask(TextTask):
         return f"Score: {score:g}", score, True, False, info
 
     def sample_random_action(self) -> str:
-        """The reference answer."""
         return self._question.reference
 
     def get_state(self) -> dict[str, Any]:

@@ -116,7 +116,6 @@ class TaskSim(TurnSim):
         )
 
     def sample_action(self, env_id: int, seed: int) -> str:
-        """Some action of the task."""
         return self._tasks[env_id].sample_random_action()
 
     def _begin(self, env_id: int, seed: int) -> str:

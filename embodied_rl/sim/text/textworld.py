@@ -109,7 +109,6 @@ class WorldGame(TextGame):
         )
 
     def sample_action(self, random: np.random.Generator) -> str:
-        """One of the possible commands."""
         commands = sorted(self._state["admissible_commands"])
         return commands[int(random.integers(len(commands)))]
 

@@ -74,7 +74,6 @@ class ToySim(GridSim):
         self._words = words
 
     def sample_action(self, env_id: int, seed: int) -> str:
-        """A random action."""
         return self._words[int(np.random.default_rng(seed).integers(len(self._words)))]
 
     def render(self, env_id: int) -> np.ndarray:
