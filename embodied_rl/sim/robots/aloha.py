@@ -139,8 +139,7 @@ class AlohaSim(MujocoSim):
             positions, velocities = self._task.get_qpos(physics), self._task.get_qvel(physics)
             parts["state"][i] = np.concatenate([positions, velocities, self._task.get_env_state(physics)])
         if "rgb" in parts:
-            frame = parts["rgb"][i]
-            self._drawing.frame(self.data[i], self._render_camera, frame.shape[0], frame.shape[1], out=frame)
+            self._draw(i, self._render_camera, parts["rgb"][i])
         if "agent_pos" in parts:
             parts["agent_pos"][i] = self._task.get_qpos(physics)
 

@@ -15,6 +15,7 @@ import os
 import pickletools
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError,
 from embodied_rl.files import write_atomic
 from embodied_rl.sim.robots.robosuite import FIXED_ARGUMENTS, RobosuiteSim, check_name, quiet_import
 from embodied_rl.sim.seeding import HELD_OUT_START
-from embodied_rl.types import SimSpec, StepBuffers, TensorSpec, VariableSpec
+from embodied_rl.types import StepBuffers, TensorSpec, VariableSpec
 
 # ---- LIBERO's stored initial states: which of them are for training and which for evaluation, and how their files are read ----
 
@@ -167,7 +168,8 @@ class LiberoSim(RobosuiteSim):
         suite = self.tasks[0].partition("/")[0]
         self._present = [self.tasks[0]] * num_envs
         super().__init__(
-            [lambda: _build(self.tasks[0]) for _ in range(num_envs)],
+            lambda: _build(self.tasks[0]),
+            num_envs,
             task=task,
             observe_objects=True,
             cameras=tuple(cameras) if observation == "rgb" else (),
@@ -179,7 +181,8 @@ class LiberoSim(RobosuiteSim):
             multisampling=True,  # as LIBERO's own pictures, pixel by pixel
         )
         if len(self.tasks) > 1:
-            self.spec = _with_instructions(self.spec)
+            parts: dict[str, TensorSpec | VariableSpec] = {**self.spec.observation, "instruction": VariableSpec("text", 1024)}
+            self.spec = replace(self.spec, observation=parts, instruction=None)
 
     def task_of(self, seed: int) -> tuple[str, int]:
         """The task of an episode and the number of its initial state."""
@@ -224,8 +227,8 @@ class LiberoSim(RobosuiteSim):
         angle = axis_angle(observation["robot0_eef_quat"])
         return np.concatenate([observation["robot0_eef_pos"], angle, observation["robot0_gripper_qpos"]])
 
-    def _write(self, i: int, out: StepBuffers) -> None:
-        super()._write(i, out)
+    def _observe(self, i: int, out: StepBuffers) -> None:
+        super()._observe(i, out)
         for key in self._cameras:
             frame = out.observation[key][i]
             frame[:] = frame[:: self._flip[0], :: self._flip[1]].copy()
@@ -279,13 +282,6 @@ def _expand(task: str) -> list[str]:
         choices = f" Or a number below {len(known[suite])}." if name.isdigit() else ""
         raise UserError(f"LIBERO task '{task}' is not known.{choices}{did_you_mean(name, known[suite])}")
     return [f"{suite}/{name}"]
-
-
-def _with_instructions(spec: SimSpec) -> SimSpec:
-    import dataclasses
-
-    parts: dict[str, TensorSpec | VariableSpec] = {**spec.observation, "instruction": VariableSpec("text", 1024)}
-    return dataclasses.replace(spec, observation=parts, instruction=None)
 
 
 def _build(task: str) -> Any:

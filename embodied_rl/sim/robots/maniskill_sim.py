@@ -153,17 +153,12 @@ class ManiSkillSim(ManiSkillBase):
 
     snapshots = "exact"
 
-    def __init__(
-        self, task: str, num_envs: int, render: bool, render_size: int, camera_size: int | None, kwargs: Mapping[str, Any]
-    ) -> None:
-        self._elapsed = [0] * num_envs
-        self._infos: list[dict[str, Any]] = [{} for _ in range(num_envs)]
-        super().__init__(task, num_envs, render, render_size, camera_size, kwargs)
-
     def _build(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> BaseEnv:
         fast_tensors()
         quick_torch()
         quick_rebuild()
+        self._elapsed = [0] * num_envs
+        self._infos: list[dict[str, Any]] = [{} for _ in range(num_envs)]
         made["num_envs"] = 1
         return self._build_each(registered, made, num_envs)
 

@@ -156,8 +156,7 @@ class MjcfSim(MujocoSim):
         if "state" in out.observation:
             np.concatenate(self._parts[i], out=out.observation["state"][i], casting="same_kind")
         if self._camera is not None:
-            frame = out.observation["rgb"][i]
-            self._drawing.frame(self.data[i], self._camera, frame.shape[0], frame.shape[1], out=frame)
+            self._draw(i, self._camera, out.observation["rgb"][i])
 
     def _keyframe_index(self, keyframe: str | int | None, task: str) -> int | None:
         names = [self.model.key(index).name or str(index) for index in range(self.model.nkey)]

@@ -235,29 +235,51 @@ def physics_of(env: gymnasium.Env) -> Physics:
 # ---- simulators of ours that hold a MuJoCo model themselves -----------------------------------------------------------
 
 
-class MujocoSim(SimEnv):
-    """Environments that share one MjModel and one drawing context, each with its own MjData. A subclass sets `spec`, resets, advances
-    (and counts in `_elapsed`), observes one environment (`_observe`) and says what an episode consists of (`_saved`, `_take_up`).
-    """
+class DrawnSim(SimEnv):
+    """Environments whose pictures a `Drawing` draws. A subclass says which one (`_drawn`) and observes one environment (`_observe`)."""
 
-    def __init__(self, model: MjModel, data: Sequence[MjData], drawing: Drawing, camera: str | int, render_size: int) -> None:
-        self.model, self.data, self._drawing = model, list(data), drawing
-        self._render_camera, self._render_size = camera, render_size
-        self._elapsed = [0] * len(self.data)
+    _render_camera: str | int
+    _render_size: int
 
     def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         for i in env_ids:
             self._observe(i, out)
 
     def render(self, env_id: int) -> np.ndarray:
-        return self._drawing.frame(self.data[env_id], self._render_camera, self._render_size, self._render_size)
+        drawing, data = self._drawn(env_id)
+        return drawing.frame(data, self._render_camera, self._render_size, self._render_size)
 
     def film_cameras(self, env_id: int) -> list[str]:
-        return self._drawing.cameras()
+        return self._drawn(env_id)[0].cameras()
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        self._drawing.check_camera(camera)
-        return self._drawing.frame(self.data[env_id], camera, self._render_size, self._render_size)
+        drawing, data = self._drawn(env_id)
+        drawing.check_camera(camera)
+        return drawing.frame(data, camera, self._render_size, self._render_size)
+
+    def _draw(self, i: int, camera: str | int, frame: np.ndarray) -> None:
+        """Fill a row of the observation."""
+        drawing, data = self._drawn(i)
+        drawing.frame(data, camera, frame.shape[0], frame.shape[1], out=frame)
+
+    def _drawn(self, i: int) -> tuple[Drawing, MjData]:
+        """What draws one environment, and its state."""
+        raise NotImplementedError
+
+    def _observe(self, i: int, out: StepBuffers) -> None:
+        """Write the observation of one environment."""
+        raise NotImplementedError
+
+
+class MujocoSim(DrawnSim):
+    """Environments that share one MjModel and one drawing context, each with its own MjData. A subclass sets `spec`, resets, advances
+    (and counts in `_elapsed`), observes and, where that is not the default, says what an episode consists of (`_saved`, `_take_up`).
+    """
+
+    def __init__(self, model: MjModel, data: Sequence[MjData], drawing: Drawing, camera: str | int, render_size: int) -> None:
+        self.model, self.data, self._drawing = model, list(data), drawing
+        self._render_camera, self._render_size = camera, render_size
+        self._elapsed = [0] * len(self.data)
 
     def physics(self, env_id: int) -> dict[str, np.ndarray]:
         return MujocoPhysics(self.model, self.data[env_id]).get()
@@ -268,9 +290,8 @@ class MujocoSim(SimEnv):
     def close(self) -> None:
         self._drawing.close()
 
-    def _observe(self, i: int, out: StepBuffers) -> None:
-        """Write the observation of one environment."""
-        raise NotImplementedError
+    def _drawn(self, i: int) -> tuple[Drawing, MjData]:
+        return self._drawing, self.data[i]
 
     def _saved(self, env_id: int) -> dict[str, Any]:
         """MuJoCo's integration state (positions, velocities, activations, warm start, controls, applied forces, mocap poses) and the

@@ -105,11 +105,9 @@ class PixelReach(MujocoSim):
 
     def _observe(self, i: int, out: StepBuffers) -> None:
         if self._pixels:
-            frame = out.observation["rgb"][i]
-            self._drawing.frame(self.data[i], "top", frame.shape[0], frame.shape[1], out=frame)
-            return
-        data = self.data[i]
-        out.observation["state"][i] = (*data.site_xpos[self._tip, :2], *data.mocap_pos[0, :2])
+            self._draw(i, "top", out.observation["rgb"][i])
+        else:
+            out.observation["state"][i] = np.concatenate(self.positions(i))
 
     def _saved(self, env_id: int) -> dict[str, Any]:
         return {"elapsed": self._elapsed[env_id], "data": self._states[env_id].capture()}

@@ -169,8 +169,7 @@ class PixelTasks(MujocoSim):
 
     def _observe(self, i: int, out: StepBuffers) -> None:
         out.observation["state"][i] = self.tip(i) / RAIL_M
-        frame = out.observation["rgb"][i]
-        self._drawing.frame(self.data[i], "top", frame.shape[0], frame.shape[1], out=frame)
+        self._draw(i, "top", out.observation["rgb"][i])
         if "instruction" in out.observation:
             out.observation["instruction"][i] = INSTRUCTIONS[self._present[i]]
 

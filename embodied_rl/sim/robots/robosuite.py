@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.errors import UserError, from_extra, require_known
-from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.private_random import PrivateRandom, process_state_kept
 from embodied_rl.sim.rendering import has_display, mujoco_backend
 from embodied_rl.sim.robots.garbage import quick_rebuild
-from embodied_rl.sim.robots.mujoco_model import Drawing
+from embodied_rl.sim.robots.mujoco_model import Drawing, DrawnSim
 from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 
 if TYPE_CHECKING:
-    from mujoco import MjModel
+    from mujoco import MjData, MjModel
     from robosuite.controllers.base_controller import Controller
     from robosuite.controllers.osc import OperationalSpaceController
     from robosuite.environments.base import MujocoEnv
@@ -108,13 +107,20 @@ def make(
         "reward_shaping": True,
         **kwargs,
     }
-    build = _builder(suite, task, made)
-    with_cameras = tuple(cameras) if observation != "state" else ()
+
+    def build() -> MujocoEnv:
+        try:
+            return suite.make(**FIXED_ARGUMENTS, **made)
+        except (TypeError, AssertionError, ValueError, KeyError) as error:
+            shown = {key: value for key, value in made.items() if key not in ("env_name", "controller_configs")}
+            raise UserError(f"robosuite task '{task}' cannot be made with {shown}: {type(error).__name__}: {error}") from error
+
     return RobosuiteSim(
-        [build for _ in range(num_envs)],
+        build,
+        num_envs,
         task=task,
         observe_objects=observation != "rgb",
-        cameras=with_cameras,
+        cameras=tuple(cameras) if observation != "state" else (),
         image_size=(image_size, image_size),
         max_episode_steps=max_episode_steps,
         render_camera=render_camera,
@@ -134,17 +140,6 @@ def _checked(suite: ModuleType, task: str, observation: str, robots: str | Seque
     return names * 2 if task.startswith("TwoArm") and len(names) == 1 and names != ["Baxter"] else names
 
 
-def _builder(suite: ModuleType, task: str, arguments: Mapping[str, Any]) -> Callable[[], MujocoEnv]:
-    def build() -> MujocoEnv:
-        try:
-            return suite.make(**FIXED_ARGUMENTS, **arguments)
-        except (TypeError, AssertionError, ValueError, KeyError) as error:
-            shown = {key: value for key, value in arguments.items() if key not in ("env_name", "controller_configs")}
-            raise UserError(f"robosuite task '{task}' cannot be made with {shown}: {type(error).__name__}: {error}") from error
-
-    return build
-
-
 FIXED_ARGUMENTS: dict[str, Any] = {
     "has_renderer": False,
     "has_offscreen_renderer": False,  # `Drawing` draws pictures on request
@@ -156,7 +151,7 @@ FIXED_ARGUMENTS: dict[str, Any] = {
 """What the adapter relies on. A hard reset builds the model anew: some tasks draw the sizes of their objects there."""
 
 
-class RobosuiteSim(SimEnv):
+class RobosuiteSim(DrawnSim):
     """Environments of robosuite's interface (robosuite's own tasks, LIBERO's) as a SimEnv.
 
     robosuite has no way to save what its controllers and sensors hold, and its state set into another environment drifts
@@ -164,7 +159,7 @@ class RobosuiteSim(SimEnv):
     process as well. So ``spec.snapshots`` is "replay".
 
     Args:
-        build: one function for each environment, which makes it.
+        build: makes one environment.
         observe_objects: whether ``state`` holds the objects' state after the robots'.
         image_size: (height, width) of the observed pictures.
         multisampling: draw with the model's multisampling, as robosuite itself does.
@@ -172,7 +167,8 @@ class RobosuiteSim(SimEnv):
 
     def __init__(
         self,
-        build: Sequence[Callable[[], MujocoEnv]],
+        build: Callable[[], MujocoEnv],
+        num_envs: int,
         task: str,
         observe_objects: bool,
         cameras: Sequence[str],
@@ -183,11 +179,11 @@ class RobosuiteSim(SimEnv):
         instruction: str | None,
         multisampling: bool = False,
     ) -> None:
-        self._random = [PrivateRandom() for _ in build]
+        self._random = [PrivateRandom() for _ in range(num_envs)]
         self.envs: list[MujocoEnv] = []
-        for random, function in zip(self._random, build, strict=True):
+        for random in self._random:
             with random.active(0):  # building draws from the process-wide generators
-                self.envs.append(function())
+                self.envs.append(build())
         self._shorten_steps = shorten_steps
         self._elapsed = [0] * len(self.envs)
         self._sensed: list[Mapping[str, np.ndarray]] = [{} for _ in self.envs]
@@ -199,7 +195,7 @@ class RobosuiteSim(SimEnv):
         self._render_camera = render_camera
         first = self.envs[0]
         for camera in (*cameras, render_camera):
-            self._drawing(0).check_camera(camera)
+            self._drawn(0)[0].check_camera(camera)
         low, high = first.action_spec
         self.spec = SimSpec(
             task=task,
@@ -222,7 +218,7 @@ class RobosuiteSim(SimEnv):
                 self._sensed[i] = self._begin(i, int(seed))
             self._shorten_steps(self.envs[i])
             self._elapsed[i] = 0
-            self._write(i, out)
+            self._observe(i, out)
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         with process_state_kept():
@@ -235,20 +231,6 @@ class RobosuiteSim(SimEnv):
                 out.truncated[i] = self._elapsed[i] >= self._limit
                 out.success[i] = bool(env._check_success())
                 out.info[i] = {key: value for key, value in info.items() if isinstance(value, (bool, int, float, str))}
-
-    def observe(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        for i in env_ids:
-            self._write(i, out)
-
-    def render(self, env_id: int) -> np.ndarray:
-        return self._picture(env_id, self._render_camera, self._render_size, self._render_size)
-
-    def film_cameras(self, env_id: int) -> list[str]:
-        return self._drawing(env_id).cameras()
-
-    def film_from(self, env_id: int, camera: str) -> np.ndarray:
-        self._drawing(env_id).check_camera(camera)
-        return self._picture(env_id, camera, self._render_size, self._render_size)
 
     def close(self) -> None:
         for drawing in self._drawings:
@@ -266,23 +248,19 @@ class RobosuiteSim(SimEnv):
         robots = [observation[f"robot{k}_proprio-state"] for k in range(len(self.envs[0].robots))]
         return np.concatenate([*robots, observation["object-state"]] if self._objects else robots)
 
-    def _write(self, i: int, out: StepBuffers) -> None:
+    def _observe(self, i: int, out: StepBuffers) -> None:
         out.observation["state"][i] = self._state(self._sensed[i])
         for key, camera in self._cameras.items():
-            frame = out.observation[key][i]
-            self._picture(i, camera, frame.shape[0], frame.shape[1], out=frame)
+            self._draw(i, camera, out.observation[key][i])
 
-    def _picture(self, i: int, camera: str, height: int, width: int, out: np.ndarray | None = None) -> np.ndarray:
-        return self._drawing(i).frame(self.envs[i].sim.data._data, camera, height, width, out=out)
-
-    def _drawing(self, i: int) -> Drawing:
-        """The drawing of the environment's present model: a reset builds a new one."""
-        model, drawing = self.envs[i].sim.model._model, self._drawings[i]
-        if drawing is None or drawing.model is not model:
+    def _drawn(self, i: int) -> tuple[Drawing, MjData]:
+        """Of the environment's present model: a reset builds a new one."""
+        sim, drawing = self.envs[i].sim, self._drawings[i]
+        if drawing is None or drawing.model is not sim.model._model:
             if drawing is not None:
                 drawing.close()
-            drawing = self._drawings[i] = Drawing(model, hidden_groups=(COLLISION_GROUP,), multisampling=self._multisampling)
-        return drawing
+            drawing = self._drawings[i] = Drawing(sim.model._model, (COLLISION_GROUP,), self._multisampling)
+        return drawing, sim.data._data
 
 
 def check_name(kind: str, name: str, known: Collection[str]) -> None:
