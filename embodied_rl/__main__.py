@@ -30,7 +30,6 @@ _COMPLETION = 'Tab completes after: eval "$(embodied-rl completion bash)"; zsh a
 
 
 def main() -> None:
-    """Run the command that the first argument names."""
     run_command(_run)
 
 

@@ -71,9 +71,7 @@ class PromptTooLong:
 class Conversation(Protocol):
     """One episode as the agent sees it: `prompt` and `answered` in turns."""
 
-    def prompt(self, observation: str) -> Prompt | PromptTooLong:
-        """The next turn's prompt."""
-        ...
+    def prompt(self, observation: str) -> Prompt | PromptTooLong: ...
 
     def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
         """What was sampled called tools, and `response` is what they gave: the prompt to go on with, in the same turn."""
@@ -146,7 +144,6 @@ class Prompts:
         )
 
     def begin(self) -> Conversation:
-        """A new episode's conversation."""
         if self.config.strategy in ("full", "last_k"):
             return _Growing(self, None if self.config.strategy == "full" else self.config.last_turns)
         return _Rendered(self)
@@ -407,7 +404,6 @@ class Agent:
         return self.image_inputs.show(prompt, seen, self.prompts.limit)
 
     def begin(self) -> Conversation:
-        """A new episode."""
         return self.prompts.begin()
 
     def _messages(self, prompt: Prompt, observation: str) -> tuple[dict[str, str], ...]:
@@ -459,5 +455,4 @@ class Agent:
         return [*(int(token) for token in self.tokenizer.encode(text)), *self.stop_ids[:1]]
 
     def penalty(self, parsed: ParsedAction) -> float:
-        """What an answer costs."""
         return self.config.invalid_penalty if isinstance(parsed, InvalidAction) else 0.0

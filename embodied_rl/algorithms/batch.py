@@ -56,11 +56,9 @@ class TensorRows(Rows):
     """Fields that belong to all rows together, without a dimension B."""
 
     def replaced(self, **changes: Tensor | None) -> Self:
-        """The same with other fields."""
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with every tensor of rows changed."""
         return self.of_tensors({name: tensor if name in self.of_all else change(tensor) for name, tensor in self.tensors().items()})
 
     @property
@@ -130,7 +128,6 @@ class Batch(TensorRows):
 
     @classmethod
     def joined(cls, parts: Sequence[Batch]) -> Batch:
-        """One after the other."""
         if len(parts) == 1:
             return parts[0]
         found = [part.tensors() for part in parts]

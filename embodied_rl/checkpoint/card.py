@@ -129,5 +129,4 @@ def show_action(spec: SimSpec) -> str:
 
 
 def config_yaml(config: TrainConfig) -> str:
-    """The whole configuration as YAML."""
     return yaml_text(config.to_dict())

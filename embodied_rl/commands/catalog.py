@@ -48,7 +48,6 @@ _EXAMPLES = ("maniskill_pushcube", "halfcheetah task=Ant-v5 steps=200", "custom 
 
 
 def usage() -> str:
-    """The text of ``--help``."""
     width = terminal_width()
     lines = ["usage: python -m embodied_rl.catalog KIND [--json]", f"       KIND is {'|'.join(KINDS)}"]
     lines += ["       python -m embodied_rl.catalog tasks SIM [--json]"]
@@ -277,7 +276,6 @@ def print_methods(kind: str) -> None:
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     argv = [_ALSO.get(word, word) if place == 0 else word for place, word in enumerate(argv)]
     if "--help" in argv or "-h" in argv:
         print(usage())

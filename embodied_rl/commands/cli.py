@@ -220,7 +220,6 @@ def explain() -> None:
 
 
 def fail(message: str, status: int) -> None:
-    """Print `message` on stderr and exit."""
     sys.stdout.flush()
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(status)
@@ -353,7 +352,6 @@ class Command:
         return values, further
 
     def usage(self) -> str:
-        """The text of ``--help``."""
         rows = [(a.name.upper(), a.help) for a in self.paths]
         rows += [(f"{a.name}={'|'.join(a.choices) or a.plain.__name__.upper()}", a.help + _default_text(a)) for a in self.arguments]
         rows += [(f"{prefix}KEY=VALUE", text) for prefix, text in (self.prefixes or {}).items()]

@@ -94,7 +94,6 @@ def usage() -> str:
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     if not argv or argv[0] in ("--help", "-h"):
         print(usage())
         return

@@ -303,7 +303,6 @@ def expand_checkpoints(text: str) -> list[str]:
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     values, overrides = COMMAND.parse(argv)
     if values["checkpoint"] is None:
         evaluate_untrained(argv, values, overrides)
@@ -408,7 +407,6 @@ def _tell(
     path: Path,
     document: Callable[[], Mapping[str, Any]],
 ) -> None:
-    """Tables on the console; JSON and CSV."""
     # Shown first: a file that cannot be written must not cost the figures.
     by_task = output.task_table(names, results)
     print_tables(*tables, *([] if by_task is None else [by_task]))

@@ -153,7 +153,6 @@ def document_of(study: OfflineStudy, recording: Recording, command: str, wall_cl
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     values, further = COMMAND.parse(argv)
     started = time.perf_counter()
 

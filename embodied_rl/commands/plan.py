@@ -68,7 +68,6 @@ _RUN = ("experiment", "sim", "algorithm", "policy")
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     values, overrides = COMMAND.parse(argv)
 
     _check(values, overrides)
@@ -173,7 +172,6 @@ def _save(path: Path, workload: WorkloadConfig) -> None:
 
 
 def document_of(found: Plan, workload: WorkloadConfig, cluster: Cluster, measured: Measurement | None, command: str) -> dict[str, Any]:
-    """What the JSON holds."""
     return {
         "cluster": dataclasses.asdict(cluster.config),
         "workload": dataclasses.asdict(workload),

@@ -242,7 +242,6 @@ def _info(
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     values, overrides = COMMAND.parse(argv)
 
     policy = _policy_of(values)

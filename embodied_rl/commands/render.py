@@ -358,7 +358,6 @@ def _progress(title: str, total: int | None, film: Film) -> Any:
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     values, overrides = COMMAND.parse(argv)
     film = Film(
         **{name: values[name] for name in ("num_episodes", "select", "among", "seed", "overlay", "size", "fps")},

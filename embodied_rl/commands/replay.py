@@ -266,7 +266,6 @@ def _yes(flag: bool) -> str:
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     values, overrides = COMMAND.parse(argv)
 
     if values["output"] is not None and not values["render"]:

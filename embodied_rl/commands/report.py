@@ -42,7 +42,6 @@ def expand_runs(words: Sequence[str]) -> list[Path]:
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     # A shell expands runs/* into several words; each is a run.
     folders = [word for word in argv if "=" not in word and not word.startswith("-")]
     named = [f"run={','.join(folders)}"] if folders else []

@@ -37,7 +37,6 @@ COMMAND = Command(
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     values, _ = COMMAND.parse(argv)
     with progress_bar(f"loading {values['model']} to serve it on port {values['port']}"):
         proxy, token = start(values)

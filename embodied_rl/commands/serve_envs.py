@@ -36,7 +36,6 @@ COMMAND = Command(
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     values, _ = COMMAND.parse(argv)
     with progress_bar(f"starting the service of sims={values['sims']} on port {values['port']}"):
         service, token = start(values)

@@ -119,7 +119,6 @@ def _range(key: str, sweep: object) -> Range:
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
     own = {argument.name for argument in COMMAND.arguments}
     is_own = [word.partition("=")[0] in own or word.startswith("-") for word in argv]
     values, _ = COMMAND.parse([word for word, mine in zip(argv, is_own, strict=True) if mine])

@@ -84,7 +84,6 @@ def described_keys() -> dict[str, list[Key]]:
 
 
 def _fields(node: ast.ClassDef) -> list[tuple[ast.AnnAssign, str]]:
-    """Fields of a dataclass, each with the string below it."""
     found = []
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign):

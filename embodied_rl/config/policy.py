@@ -144,7 +144,6 @@ class OpenVLAPolicyConfig(VLAOptions):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Parts of an observation that the policy reads."""
         return self.cameras
 
 
@@ -238,7 +237,6 @@ class FlowPolicyConfig(FlowOptions):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Parts of an observation that the policy reads."""
         return tuple(key for key in (self.state_key, self.image_key) if key is not None)
 
 
@@ -288,7 +286,6 @@ class PI0PolicyConfig(PI0Options, FlowOptions):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Parts of an observation that the policy reads."""
         return self.cameras
 
 
@@ -350,7 +347,6 @@ class LanguageConfig(PolicyOptions):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Parts of an observation that the policy reads."""
         return ("text", *self.images)
 
     def __post_init__(self) -> None:

@@ -325,7 +325,6 @@ class Filming:
         self._writers.clear()
 
     def discard(self) -> None:
-        """Give the episode up."""
         self._free_rooms()
         for _, writer in self._writers.values():
             writer.discard()

@@ -92,7 +92,6 @@ class VideoWriter:
             raise cannot_write(self.path, OSError(error.errno, error.strerror)) from error
 
     def discard(self) -> None:
-        """End and delete the file."""
         try:
             self.close()
         finally:

@@ -167,7 +167,6 @@ class RecordingInfo:
         return json.dumps(self.sim, sort_keys=True, separators=(",", ":")).encode()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
         return {"format": "embodied_rl episodes", "format_version": FORMAT_VERSION, **own, "spec": self.spec.to_dict()}
 
@@ -464,7 +463,6 @@ class Recording(ABC):
 
     @property
     def num_steps(self) -> int:
-        """Of all episodes together."""
         return int(self.table.lengths.sum())
 
     def __len__(self) -> int:

@@ -66,7 +66,6 @@ class Comparison:
     length_difference: float
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         return asdict(self)
 
 

@@ -399,7 +399,6 @@ class _Studio(Watcher):
             self._finish(self._running.pop(slot), summary, "" if texts is None else str(texts[slots.index(slot)]))
 
     def shown(self) -> list[FilmedEpisode]:
-        """What is left in the end."""
         positions = sorted(self._kept)
         if self._selection is not None and not self._selection.is_known_before:
             order = self._selection.ranked([self._kept[position].finished for position in positions])

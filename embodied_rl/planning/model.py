@@ -157,7 +157,6 @@ class Outlook:
     """{versions between admission and training: share of what is trained on}"""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         where = {"placement": self.placement.to_dict(), "kind": self.placement.kind, "label": self.placement.label}
         own = {name: value for name, value in vars(self).items() if name not in where}
         ages = {str(age): share for age, share in self.ages.items()}

@@ -156,7 +156,6 @@ class AgentGenerator(QueuedGenerator):
         self.version = version
 
     def close(self) -> None:
-        """End the backend and the agent's tools."""
         self.backend.close()
         self.agent.close()
 

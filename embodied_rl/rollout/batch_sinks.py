@@ -403,14 +403,12 @@ class BatchSinks:
             self._steady.pop(slot).ready = False
 
     def _hand_over(self, slot: int) -> None:
-        """Give a slot's rows in a group to its sink."""
         group, sink = self._steady.get(slot), self._sinks[slot]
         if group is not None and sink is not None and (num_steps := group.fill - group.taken[group.rows[slot]]):
             sink.num_steps += num_steps
             sink.add_rows(dict(group.of_slot(group.rows[slot])), num_steps * group.step_bytes)
 
     def _hand_over_group(self, group: SteadyGroup) -> None:
-        """Give all rows of a group to the sinks."""
         fill = group.fill
         parts = group.ended
         for slot, row in group.rows.items():

@@ -239,7 +239,6 @@ class TokenHost:
         return [*self._parts, *(completion.request_id for completion in self._ready)]
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `TokenBackend.submit`."""
         self.backend.submit(requests)
         self._parts |= {request.request_id: PartialAnswer(request) for request in requests}
 

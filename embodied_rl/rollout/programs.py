@@ -81,7 +81,6 @@ class ProgramFault:
     """The end of what it printed."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
         return {**{name: value for name, value in vars(self).items() if name != "kind"}, "kind": self.kind.value}
 
     def __str__(self) -> str:
@@ -480,7 +479,6 @@ class ProgramGenerator(AgentGenerator):
         return self._runners[-1]
 
     def close(self) -> None:
-        """End the programs that run, proxy and backend."""
         for runner in self._runners:
             runner.close()
         self.proxy.close()

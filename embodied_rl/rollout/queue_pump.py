@@ -259,7 +259,6 @@ class DomainCollector(QueuePump):
         return any(ran)
 
     def take_waited(self) -> float:
-        """See `QueuePump.take_waited`: of all collectors."""
         return sum(collector.take_waited() for collector in self.collectors.values())
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
@@ -322,7 +321,6 @@ class DomainRollouts(Collector):
         return any(collector.keeps_weights for collector in self.collectors.values())
 
     def episodes(self) -> list[bytes]:
-        """See `Collector.episodes`: domain after domain."""
         return [episode for collector in self.collectors.values() for episode in collector.episodes()]
 
     def take_up(self, episodes: Sequence[bytes]) -> None:

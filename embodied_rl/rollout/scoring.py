@@ -123,7 +123,6 @@ class ScoreLog:
         return sorted(settled, key=lambda item: item[0])
 
     def metrics(self) -> dict[str, float]:
-        """See `Scorer.metrics`."""
         figures = {"reward_worker/scored": float(self.num_scored), "reward_worker/failed": float(self.num_failed)}
         if self._scores:
             figures |= {"reward_worker/score": float(np.mean(self._scores)), "roles/score_s": float(np.mean(self._seconds))}

@@ -209,7 +209,6 @@ class PythonLimits:
                 raise UserError(f"{name} must be > 0, got {value}.")
 
     def box(self, level: Level, *, network: bool) -> Box:
-        """Of a program with these limits."""
         return Box(
             level,
             "open" if network else "none",

@@ -154,5 +154,4 @@ class FaultRecord:
         return lines[-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """For a log, as JSON."""
         return {**vars(self), "kind": self.kind.name, "culprits": list(self.culprits), "slots": [vars(slot) for slot in self.slots]}

@@ -83,7 +83,6 @@ class SeedStream:
     num_slots: int
 
     def seed(self, index: int) -> int:
-        """Seed of the `index`-th episode."""
         return self.seeds.seed(self.slot, index, self.num_slots, self.seed_round)
 
     def to_dict(self) -> dict[str, Any]:

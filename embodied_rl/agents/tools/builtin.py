@@ -263,7 +263,6 @@ class ToolRunner:
         return ToolRunner(Toolbox(tools, max_chars=options.max_chars), options)
 
     def budget(self) -> ToolBudget:
-        """Of a new episode."""
         return ToolBudget(self.options.max_calls_per_turn, self.options.max_calls)
 
     def start(self, calls: Sequence[AnyCall], budget: ToolBudget) -> Future[str]:

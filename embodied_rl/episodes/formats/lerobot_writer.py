@@ -420,7 +420,6 @@ class _DataFiles(_Files["pq.ParquetWriter"]):
         return {"data/chunk_index": self._place[0], "data/file_index": self._place[1]}
 
     def numeric(self) -> list[str]:
-        """Columns of numbers."""
         types = self._arrow.types
         return [field.name for field in self.schema if not (types.is_string(field.type) or types.is_struct(field.type))]
 

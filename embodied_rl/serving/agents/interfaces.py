@@ -71,7 +71,6 @@ class ChatAnswer:
 
     @property
     def content(self) -> str:
-        """The message's text."""
         return self.message["content"] or ""
 
     @property

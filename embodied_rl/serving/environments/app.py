@@ -72,7 +72,6 @@ class EnvironmentService:
         return self._server.url
 
     def close(self) -> None:
-        """Take no more requests, and end all environments."""
         self._server.close()
         self.hub.close()
 

@@ -331,7 +331,6 @@ class Hub:
 
     @property
     def names(self) -> list[str]:
-        """Simulators that can be made."""
         return sorted(self._simulators)
 
     @property

@@ -211,7 +211,6 @@ class Player:
         return self.run(num_steps)
 
     def step(self, ids: list[int]) -> None:
-        """One step of these environments."""
         rows = [self._parts[i].actions[self._position[i] % len(self._parts[i].actions)] for i in ids]
         actions = np.fromiter(rows, object) if self.sim.spec.action.kind == "text" else np.stack(rows)
         if self._before is not None:

@@ -215,7 +215,6 @@ class ShortMazeStep:
         self._qpos, self._qvel, self._ctrl = point.data.qpos, point.data.qvel, point.data.ctrl
 
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], SupportsFloat, bool, bool, dict[str, bool]]:
-        """A ball is pushed towards the goal."""
         maze, model, data, qvel, ctrl = self._maze, self._model, self._data, self._qvel, self._ctrl
         vx, vy = qvel.tolist()
         if not (-5.0 <= vx <= 5.0 and -5.0 <= vy <= 5.0):

@@ -185,7 +185,6 @@ class LiberoSim(RobosuiteSim):
             self.spec = replace(self.spec, observation=parts, instruction=None)
 
     def task_of(self, seed: int) -> tuple[str, int]:
-        """The task of an episode and the number of its initial state."""
         return episode_of(self.tasks, self._which, int(seed))
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:

@@ -135,7 +135,6 @@ class MultiTaskSim(SimEnv):
         return self.tasks[int(seed) % len(self.tasks)]
 
     def task_at(self, env_id: int) -> str:
-        """The task of a slot's running episode."""
         return self._current(env_id)[0]
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:

@@ -112,7 +112,6 @@ class PixelTasks(MujocoSim):
         return self.tasks[int(seed) % len(self.tasks)]
 
     def task_at(self, env_id: int) -> str:
-        """The task of a running episode."""
         return self._present[env_id]
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:

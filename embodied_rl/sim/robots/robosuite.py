@@ -442,12 +442,10 @@ class _KnownRobot:
 
     @functools.cached_property
     def action_dim(self) -> int:
-        """Of its controllers and grippers."""
         return int(super().action_dim)  # type: ignore[misc]
 
     @functools.cached_property
     def torque_limits(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lowest and highest of each joint."""
         return super().torque_limits  # type: ignore[misc]
 
     @functools.cached_property

@@ -195,7 +195,6 @@ class EnvState:
             self._regions |= {f"{number} {name}": region for name, region in part.regions.items()}
 
     def capture(self) -> dict[str, Any]:
-        """A tree for `encode_state`."""
         packer = Packer(self._regions)
         return {
             "layers": self._names,

@@ -109,7 +109,6 @@ class Judge:
         raise failure
 
     def close(self) -> None:
-        """Drop the connection."""
         self._client.close()
 
     def _ask(self, prompt: str, attempt: int) -> tuple[float, str]:
@@ -182,7 +181,6 @@ class JudgedTask(TextTask):
         self._question = JudgedQuestion(**state)
 
     def close(self) -> None:
-        """Drop the connection."""
         self._judge.close()
 
 

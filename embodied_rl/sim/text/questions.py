@@ -195,7 +195,6 @@ def make_questions(
 
 
 def read_questions(path: str, kind: str = "auto") -> list[Question]:
-    """See `make_questions`."""
     return [_question(row, where, kind) for where, row in read_rows(path, ("question", "answer"), optional=("choices", "kind"))]
 
 

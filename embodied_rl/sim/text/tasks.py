@@ -137,7 +137,6 @@ class TaskSim(TurnSim):
         self._tasks[env_id].set_state(saved["state"])
 
     def close(self) -> None:
-        """Let go of what the tasks hold."""
         for task in self._tasks:
             close = getattr(task, "close", None)
             if close is not None:

@@ -164,7 +164,6 @@ class ArenaGame(TextGame):
         )
 
     def sample_action(self, random: np.random.Generator) -> str:
-        """One of the moves that the observation offers."""
         return random_move(self._text, random)
 
     def _let_others_play(self) -> bool:
