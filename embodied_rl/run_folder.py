@@ -77,7 +77,6 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
     """The folder of the run that a configuration asks for, made and claimed; with the history where it is not the checkpoint's own.
 
     Args:
-        config: its `run_dir` and `resume`.
         overrides: of the command line, which say whether the user named `run_dir`, and what replaces the checkpoint's own values.
 
     Raises:

@@ -18,9 +18,7 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
     """Two-sided score interval of a success rate (Wilson 1927, without continuity correction).
 
     Args:
-        successes: how many of the trials succeeded.
         n: number of independent trials; 0 gives (0, 1), for nothing is known.
-        confidence: coverage aimed at, between 0 and 1.
 
     Returns:
         (low, high), both within [0, 1].
@@ -52,9 +50,6 @@ def bootstrap_mean_interval(
 
     Args:
         values: [n] independent values, n >= 1.
-        confidence: coverage aimed at, between 0 and 1.
-        num_samples: number of resamples.
-        seed: of the resampling.
 
     Raises ValueError: no value, or the confidence is out of range.
     """
@@ -76,10 +71,6 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
     Pairs in which both or neither succeeded say nothing; of the others each side is as likely under the hypothesis, so the smaller
     count is binomial with probability ½, and the p-value twice its lower tail.
 
-    Args:
-        only_first: pairs in which only the first succeeded.
-        only_second: pairs in which only the second succeeded.
-
     Raises ValueError: a negative count.
     """
     if min(only_first, only_second) < 0:
@@ -96,7 +87,6 @@ def paired_rate_interval(both: int, only_first: int, only_second: int, neither: 
 
     Args:
         both, only_first, only_second, neither: numbers of pairs by which side succeeded; at least one pair.
-        confidence: coverage aimed at, between 0 and 1.
 
     Raises ValueError: a negative count, no pair, or the confidence is out of range.
     """

@@ -32,7 +32,6 @@ def write_dialogues(path: Path, episodes: Sequence[AgentEpisode], decode: Decode
 
     Args:
         decode: tokens to text, special ones included.
-        title: of the page.
 
     Raises UserError: the file cannot be written.
     """

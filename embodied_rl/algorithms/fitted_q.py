@@ -182,9 +182,7 @@ def fit_q(
     regression ends; at `num_steps` at the latest.
 
     Args:
-        steps: recorded steps.
         gamma: discount; below 1, unless no episode is continued by the fitted values.
-        config: size and length of the regression.
         reachable: (lowest, highest) value that is possible; targets are limited to it.
         on_step: called with how many more of `config.num_steps` are done, for a progress bar.
 

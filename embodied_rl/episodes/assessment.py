@@ -109,8 +109,6 @@ def compare(
         action: what the actions mean; vectors or choices.
         horizon: every how many steps the policy was asked, for the record.
         num_bins: for the accuracy of vectors.
-        confidence: of the intervals.
-        seed: of the resampling.
 
     Raises ValueError: no episode, arrays of different lengths, text actions.
     """

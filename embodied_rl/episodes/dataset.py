@@ -570,8 +570,6 @@ def check_recording(recording: Recording, spec: SimSpec, keys: Sequence[str], *,
     """Make sure that a policy of a simulator can learn from a recording.
 
     Args:
-        spec: of the simulator at hand.
-        keys: parts of the observation that the policy reads.
         same_task: also insist on the task's name.
 
     Raises RecordingError: naming every part that differs, or the observation that was not recorded.

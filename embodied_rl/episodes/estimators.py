@@ -74,7 +74,6 @@ def bca_interval(estimate: float, samples: np.ndarray, jackknife: np.ndarray, co
         estimate: θ of all episodes.
         samples: [B] θ of resamples; those that are not finite are left out.
         jackknife: [N] θ without the i-th episode.
-        confidence: coverage aimed at.
 
     Raises ValueError: confidence out of range, or no finite sample.
     """

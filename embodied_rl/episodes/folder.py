@@ -337,7 +337,6 @@ def validate(recording: Recording, pictures: bool = True) -> list[str]:
     format has them; no episode is there twice.
 
     Args:
-        recording: an open one.
         pictures: decode every picture too, which takes most of the time.
 
     Returns:

@@ -53,7 +53,6 @@ class Sink(ABC):
 
         Args:
             action: [A] what the simulator was given.
-            reward, terminated, truncated, success: of the step.
             observation: {key: [...]} after the step; where the environment was reset at once, the episode's last, not the next one's first.
             state, images: after the step.
             snapshot: of the moment before the step.

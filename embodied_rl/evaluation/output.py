@@ -300,7 +300,6 @@ def episodes_csv(names: Sequence[str], steps: Sequence[str], results: Sequence[E
     """One line per episode: policy, step, task, seed, success_once, success_at_end, return, length, terminated.
 
     Args:
-        names: of the policies.
         steps: for how long each was trained.
     """
     buffer = io.StringIO()

@@ -322,7 +322,6 @@ def film(
     Args:
         manager: of a `FilmedSim` made with ``autoreset=False``, whose slots are then left in the middle of episodes.
         seeds: held-out ones, of the episodes; slot s plays seeds[s], seeds[s + num_slots], …
-        size: pixels a side of one camera's picture.
         num_cameras: how many the simulator was made with.
         selection: keep only the best or worst of them, so that memory does not grow with the seeds; None: all.
         estimate: [slots] what the policy expects from here on; None: the pictures do not say.

@@ -49,7 +49,6 @@ def tile(label: str, number: str, more: str = "", interval: tuple[float, float, 
     """A figure that is seen at once.
 
     Args:
-        more: a line below.
         interval: (low, value, high), shares of one: drawn as a bar.
     """
     bar = ""
@@ -173,7 +172,6 @@ def line_chart(
         series: at least one with a point, or the figure is empty.
         y_range: None: just large enough.
         percent: the values are shares of one.
-        note: a line below the title.
         meaning: a sentence under the pointer.
     """
     shown = [reduced(one) for one in series if len(one.x)]
@@ -238,10 +236,8 @@ def stacked_chart(
     """A figure of shares that add up to one between neighbouring edges of the horizontal axis, in minutes.
 
     Args:
-        edges: [n + 1] ascending.
         shares: (colour, label, [n] share of each stretch).
         marks: (x, kind, text): vertical lines, of style ``mark-<kind>``.
-        note: a line below the title.
     """
     frame = Frame((edges[0], edges[-1]), (0.0, 1.0), 1080, 230)
     below = np.zeros(len(edges) - 1)

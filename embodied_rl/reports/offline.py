@@ -132,7 +132,6 @@ def write_offline_report(path: Path, study: OfflineStudy, recording: Recording, 
     """Write the report.
 
     Args:
-        recording: read for its pictures.
         document: provenance: task, command, versions, machine.
 
     Raises UserError: the file cannot be written.

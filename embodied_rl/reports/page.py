@@ -60,7 +60,6 @@ def write_report(run_dirs: Sequence[Path | str], output: Path | None = None) -> 
     """Write one page about one run, or about several together.
 
     Args:
-        run_dirs: the runs' folders.
         output: where to; None: report.html in the run's folder, or of several in the folder that holds them all.
 
     Returns:
@@ -167,7 +166,6 @@ def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, tells: b
     """Everything at a run's end: results, video, model card, report, and the closing text on standard output.
 
     Args:
-        summary: the run.
         film: `embodied_rl.commands.render.render_videos`. Handed over, for commands stand above this module.
         tells: whether there is a closing text.
 

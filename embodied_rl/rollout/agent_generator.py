@@ -65,7 +65,6 @@ class AgentGenerator(QueuedGenerator):
         Args:
             weights: what `publish` loads into the backend; None: it loads no tensors, only the version.
             temperature: of the answers; None: `AgentConfig.evaluation_temperature`.
-            seed: of the requests.
         """
         super().__init__()
         self.agent, self.backend = agent, backend

@@ -594,10 +594,8 @@ class TrainingRecorder:
         """An episode of a group is over.
 
         Args:
-            episode: as it goes into the group.
             given: [T, A] what the simulator was given, or T texts; chunks [T, K, A].
             success: of each step; [T, K] of chunks.
-            group, member: whose it is.
             inner: of each chunk, {key: [K - 1, ...]} what was seen after its steps but the last.
         """
         if not self.chooses(episode.seed, member):

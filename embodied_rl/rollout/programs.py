@@ -450,7 +450,6 @@ class ProgramGenerator(AgentGenerator):
     ) -> None:
         """
         Args:
-            tokenizer: the model's `ChatTokenizer`.
             agent: how answers are sampled and how long they may be; its prompts are not used, for programs write their own.
             weights: what `publish` loads into the backend; None: others load it.
             token: opens sessions; a secret, so that programs have only the sessions that were opened for them.

@@ -244,7 +244,6 @@ def run_program(
     Args:
         level: what holds it (`embodied_rl.sandbox.box.protection`).
         network: it may use ours; all else is held back as without.
-        stdin: what it can read.
         separate: keep its error stream apart from its output.
     """
     return run_boxed(code, limits.box(level, network=network), limits.output_bytes, stdin=stdin, separate=separate)

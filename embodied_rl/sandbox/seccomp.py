@@ -64,7 +64,6 @@ def rules(*, families: tuple[int, ...], streams_only: bool, our_view: bool, sign
     """The filter.
 
     Args:
-        families: of sockets that may be opened.
         streams_only: of the internet's families, TCP only.
         our_view: the program sees our files and processes (there are no namespaces between).
         signals: signals may be sent: something else keeps them inside.

@@ -335,7 +335,6 @@ def token_to_ask_for(asked: str | None, host: str) -> tuple[str | None, bool]:
 
     Args:
         asked: "none": no token, allowed only on the loopback. None: as above. Else the token itself.
-        host: address that the server listens on.
 
     Returns:
         (the token, whether it is new and must be shown to the user).
@@ -604,7 +603,6 @@ def route(
     """One method of a path.
 
     Args:
-        fields: of the answer.
         body: (its fields, those that must be there).
         streams: whether the answer may come as server-sent events.
     """

@@ -127,7 +127,6 @@ def check_sim(
         steps: length of the compared episodes, at most.
         continuation_steps: steps compared after a restored snapshot, at most.
         longest_episode: how long to wait for an episode to end.
-        seed: of the actions and episodes.
         new_processes: also compare with new Python processes; a factory that cannot be imported there (a lambda, a class of
             ``__main__``) skips these.
 

@@ -46,7 +46,6 @@ def make(
         sim: the simulator's name in the service's catalogue; not for ROCK.
         task: another task of it; None: its own. For ROCK, the environment's id.
         protocol: "embodied_rl", or "rock" for ``/apis/v1/envs/gem/…``.
-        sim_kwargs: the simulator's arguments on the service.
         token_env: environment variable that holds the service's token, where it asks for one.
         attempt_s: without an answer for so long, a request is sent again on another connection.
         deadline_s: of one call with all its repeats.

@@ -301,8 +301,6 @@ def require_trusted(
     """Raise UntrustedCode where a configuration from a file names code that may not run.
 
     Args:
-        plain: the configuration.
-        file: that it was read from.
         what: of the signature, see `signing.sign`.
         content: that was signed.
         signature: what the file says it was signed with; None: nothing.

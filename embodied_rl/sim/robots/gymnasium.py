@@ -198,7 +198,6 @@ class GymnasiumSim(SimEnv):
     Environments that have the hook of `ObservesOnDemand` are not observed where nothing reads it; others are at every step.
 
     Args:
-        envs: independent environments of the same task.
         task: name in the spec; by default the registered id.
         exact_snapshots: the whole state of these environments is known to lie where `EnvState` looks for it. Otherwise the spec
             says "replay": the state of an unknown environment may be anywhere.

@@ -245,7 +245,6 @@ class KnownIndices:
     Args:
         utils: that module; it does what is not here.
         model: MjModel, whose joints, actuators and welds stay what they are (their numbers may change).
-        joint_names: of all joints.
     """
 
     def __init__(self, utils: ModuleType, model: MjModel, joint_names: tuple[str, ...]) -> None:

@@ -133,7 +133,6 @@ def make(
 
     Args:
         task: id such as "PushCube-v1".
-        num_envs: environments, each with its own scene.
         render: prepare for `render`; needs Vulkan, and costs seconds of start-up and memory.
         camera_size: pixels a side of the cameras of an image `obs_mode`; None: what the task says. ``sensor_configs`` of one
             camera, by its name, goes before it.

@@ -54,7 +54,6 @@ class MjcfSim(MujocoSim):
             All environments share the model: the function must change only `data`.
         camera: also observe ``rgb`` [image_size, image_size, 3] from this camera; None: no picture.
         render_camera: camera of `render`: a name, or -1, the free camera.
-        instruction: the robot's task as text.
 
     Raises:
         UserError: no such file, an MJCF error, an actuator without ``ctrlrange``, an unknown keyframe, camera or function.

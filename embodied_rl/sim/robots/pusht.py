@@ -39,7 +39,6 @@ def make(task: str, num_envs: int, observation: str = "state", image_size: int =
 
     Args:
         observation: "state" (agent x, y; block x, y, angle), "keypoints", "pixels" (part "rgb") or "pixels_agent_pos".
-        **kwargs: passed to gym-pusht.
 
     Raises MissingExtraError; UserError: unknown task or observation.
     """

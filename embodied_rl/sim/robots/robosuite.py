@@ -159,7 +159,6 @@ class RobosuiteSim(DrawnSim):
     process as well. So ``spec.snapshots`` is "replay".
 
     Args:
-        build: makes one environment.
         observe_objects: whether ``state`` holds the objects' state after the robots'.
         image_size: (height, width) of the observed pictures.
         multisampling: draw with the model's multisampling, as robosuite itself does.
@@ -528,11 +527,7 @@ def _update_observables(env: MujocoEnv, force: bool = False) -> None:
 
 
 def _left_to_wipe(env: Wipe, sim: MjSim, bodies: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-    """How far the marks that are left lie from their middle, the middle, and the way there from the hand.
-
-    Args:
-        bodies: of all marks.
-    """
+    """How far the marks that are left lie from their middle, the middle, and the way there from the hand."""
     if env.sim is not sim:  # in the midst of a reset
         return type(env)._get_wipe_information(env)
     wiped = {id(marker) for marker in env.wiped_markers}

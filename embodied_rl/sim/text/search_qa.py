@@ -134,7 +134,6 @@ def make(
         questions: .jsonl file of {"question", "answers": […]} ("golden_answers" and "answer" are read too).
         held_out_questions: of the held-out seeds; None: the same questions.
         reward: exact: 1 for an answer that is one of the known ones. f1: the best share of words in common.
-        num_results: texts that a search shows.
         max_turns: searches and the answer together.
 
     Raises MissingAssetsError: a file is missing; UserError: a file is malformed, or a value out of its range.

@@ -89,7 +89,6 @@ def make(
         num_players: of a game that takes several numbers; None: the least that it takes.
         max_turns: of the agent, until an episode is cut.
         success_reward: an episode succeeds when the agent's reward at its end reaches this.
-        **kwargs: the game's own.
 
     Raises MissingExtraError, MissingAssetsError; UserError: an unknown id or argument.
     """

@@ -75,7 +75,6 @@ class TurnSim(SimEnv):
             cuts: an episode is truncated there; False: the games keep to it themselves.
             snapshots: "exact" where a subclass has `_saved`, "replay" where an episode is a function of its seed and actions, else "none".
             observation_bytes, action_bytes: room for one text (UTF-8); a longer one is an error, never a cut.
-            parts: of the observation beside ``text``.
         """
         self._turns, self._limit = np.zeros(num_envs, np.int64), max_turns if cuts else None
         self.spec = SimSpec(

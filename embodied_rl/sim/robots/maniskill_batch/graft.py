@@ -145,7 +145,6 @@ class Grafts:
     """The donor of a batch.
 
     Args:
-        env: the batch.
         donor: an environment of the same task and arguments by itself; nothing else may step or reset it.
         renders: they were made with a rendering device.
     """

@@ -118,7 +118,6 @@ def make_batched(registered: EnvSpec, num_envs: int, made: Mapping[str, Any]) ->
     """`num_envs` environments of a registered task, in one object.
 
     Args:
-        registered: ManiSkill's specification of the task.
         made: arguments of the constructor but ``num_envs`` and ``sim_backend``.
 
     Raises UnsupportedTask: its scenes differ, bodies lack their shapes, or its code takes no part of a batch.
