@@ -199,7 +199,6 @@ class SimSpec:
     max_episode_steps: int | None = None
     control_hz: float | None = None
     instruction: str | None = None
-    """Language instruction of the task, where it has one."""
     reports_success: bool = False
     """Whether `success` means anything for this task."""
     can_render: bool = False

@@ -55,7 +55,6 @@ class Prompt:
     shown: tuple[Exchange, ...] = ()
     """What stands before the message that is to be answered."""
     message: str = ""
-    """That message, as text."""
     images: tuple[np.ndarray, ...] = ()
     """uint8 [H, W, 3] each, of the placeholders in `token_ids` (`embodied_rl.agents.agent`)."""
 

@@ -23,7 +23,6 @@ _STYLE = (
     "summary{cursor:pointer}"
 )
 _LEGEND = (0.01, 0.1, 0.5, 0.9, 1.0)
-"""Probabilities."""
 Decode = Callable[[Sequence[int]], str]
 
 

@@ -223,7 +223,6 @@ class Assumptions:
     bootstrap: str = "bca"
     """bca or percentile."""
     seed: int = 0
-    """Of the resampling."""
     min_ess: float = 10.0
     """An estimate that rests on a smaller effective sample size is refused."""
     max_weight: float | None = None

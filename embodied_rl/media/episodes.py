@@ -93,7 +93,6 @@ class Moment:
     """What is known when a picture is taken."""
 
     step: int
-    """Steps taken so far."""
     reward: float
     """Of the last step; 0 before the first."""
     episode_return: float

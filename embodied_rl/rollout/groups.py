@@ -51,7 +51,6 @@ class GroupQueueConfig:
     group_size: int
     """Episodes from the same initial state that make a group."""
     groups_per_step: int
-    """Groups of one training batch."""
     redundancy: int = 0
     """Further episodes that are started for each group; the first `group_size` to finish win, the others are stopped. Short episodes
     are preferred by this: choose it where length says little about success."""
@@ -204,7 +203,6 @@ class OpenGroup:
     seed: int
     created_version: int
     running: dict[int, Attempt] = field(default_factory=dict)
-    """{member: attempt}"""
     accepted: dict[int, Episode] = field(default_factory=dict)
     """{member: episode}, in the order of arrival."""
     num_lost: int = 0

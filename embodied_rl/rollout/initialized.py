@@ -44,7 +44,6 @@ class SourceEpisode:
 
     origin: Literal["expert", "own"]
     seed: int
-    """Of its reset."""
     actions: tuple[Any, ...]
     """[T] messages in the simulator's units: actions [A], chunks [k, A] or texts."""
     episode_return: float

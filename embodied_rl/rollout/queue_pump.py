@@ -54,7 +54,6 @@ class QueuePump(Collector, abc.ABC):
         self.times = CollectorTimes()
         self._waited = 0.0
         self._batch: dict[str, float] = {}
-        """Figures of the last batch."""
         self._awaited: dict[int, tuple[Assignment, Callable[[], object]]] = {}
         """Of episodes that are being scored, by the scorer's numbers: whose they are, and what follows when the queue takes them."""
         self._num_scored = 0

@@ -121,7 +121,6 @@ class _Running:
     sink: Sink | None
     reward: _Track = field(default_factory=_Track)
     step: int = 0
-    """Steps played."""
     success: list[bool] = field(default_factory=list)
     ended: tuple[bool, bool] = (False, False)
     """(terminated, truncated) of the last step."""

@@ -33,7 +33,6 @@ class Snapshot:
     base: Mapping[str, Any] | None
     """The simulator's state, the counts and the observation from where `actions` go on; None: the episode's first reset."""
     options: Mapping[str, Any]
-    """Options of the first reset."""
     actions: tuple[Any, ...]
     """Messages since `base`: actions [A], chunks [k, A] or texts."""
     observation: Mapping[str, Any]

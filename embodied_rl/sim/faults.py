@@ -115,9 +115,7 @@ class SlotFault:
 
     slot: int
     episode: int
-    """Number of the episode in its slot."""
     seed: int
-    """The episode's seed."""
     step: int
     """Messages (actions or chunks) that the episode had been sent since its start or last snapshot."""
     outcome: Literal["restored", "aborted"]

@@ -382,7 +382,6 @@ class WorkerSimulators(Simulators):
         self.core_binding: CoreBinding | None = None
         """May keep the workers on cores of their own, as long as nothing else wants these."""
         self.trials: Trials | None = None
-        """What rollouts try."""
         cores = {core for placement in plan.placements or () for core in placement["cores"]}
         self._core_locks = CoreLocks.take(sorted(cores)) if cores else None
         """Held so that no other run binds its workers to the same cores by its own choice."""

@@ -47,7 +47,6 @@ class Feature:
     field: str
     """As in `RecordedEpisode`: ``observation.state``, ``reward``, ``state.actors/cube``."""
     name: str
-    """The feature's."""
     storage: Storage
     dtype: str = ""
     """numpy's; empty for strings."""

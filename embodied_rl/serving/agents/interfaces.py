@@ -133,7 +133,6 @@ class Interface(ABC):
     """How one interface writes requests, answers and refusals."""
 
     stream: type[AnswerStream]
-    """Writes a choice of a streamed answer."""
     id_prefix: str
     fields: ClassVar[Mapping[str, Any]]
     """{name: schema} of a request's body."""

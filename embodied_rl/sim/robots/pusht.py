@@ -65,7 +65,6 @@ class SuccessGoesOn(gymnasium.Wrapper):
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
         self.observe: Callable[[], Any] = self.task.get_obs
-        """See `ObservesOnDemand`."""
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, SupportsFloat, bool, bool, dict[str, Any]]:
         observation, reward, _, truncated, info = self.env.step(action)

@@ -46,7 +46,6 @@ class ProgramEnding:
     output: str
     """The end of what it printed."""
     reward: float | None = None
-    """What it said in its reply."""
     failed: bool = False
     """It said so itself."""
 

@@ -93,7 +93,6 @@ class Level:
 
 
 Position = tuple[grid.Cell, frozenset[grid.Cell]]
-"""(player, boxes)"""
 
 
 def push(level: Level, position: Position, move: grid.Cell) -> Position | None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mani_skill.utils.structs import Actor, Link, RenderCamera
 
 Contact = tuple[physx.PhysxContact, sapien.Entity, sapien.Entity]
-"""A contact with its two entities."""
 
 
 class _Buffer:
