@@ -76,8 +76,7 @@ def write_failure(run_dir: Path, step: int, context: Mapping[str, Any], arrays: 
 def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
     """The folder of the run that a configuration asks for, made and claimed; with the history where it is not the checkpoint's own.
 
-    Args:
-        overrides: of the command line, which say whether the user named `run_dir`, and what replaces the checkpoint's own values.
+    `overrides`: of the command line, which say whether the user named `run_dir`, and what replaces the checkpoint's own values.
 
     Raises:
         UserError: the folder holds another run, another process writes there, or it cannot be written.

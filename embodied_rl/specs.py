@@ -114,8 +114,7 @@ class ActionSpec:
 
         What lies beyond the bounds is clipped, as simulators do it; a dimension without extent becomes 0.
 
-        Args:
-            margin: keeps a squashed policy's targets where tanh can reach them: it is 1 only at infinity.
+        `margin`: keeps a squashed policy's targets where tanh can reach them: it is 1 only at infinity.
 
         Raises UserError: the simulator's bounds are not finite, so that there is nothing to normalise by.
         """

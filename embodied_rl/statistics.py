@@ -17,11 +17,9 @@ _ROUNDING = 1e-12
 def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """Two-sided score interval of a success rate (Wilson 1927, without continuity correction).
 
-    Args:
-        n: number of independent trials; 0 gives (0, 1), for nothing is known.
+    `n`: number of independent trials; 0 gives (0, 1), for nothing is known.
 
-    Returns:
-        (low, high), both within [0, 1].
+    Returns (low, high), both within [0, 1].
 
     Raises ValueError: the counts or the confidence are out of range.
     """
@@ -48,8 +46,7 @@ def bootstrap_mean_interval(
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of a mean (Efron 1979); the same seed gives the same interval.
 
-    Args:
-        values: [n] independent values, n >= 1.
+    `values`: [n] independent values, n >= 1.
 
     Raises ValueError: no value, or the confidence is out of range.
     """

@@ -29,8 +29,7 @@ Decode = Callable[[Sequence[int]], str]
 def write_dialogues(path: Path, episodes: Sequence[AgentEpisode], decode: Decode, title: str) -> Path:
     """Write one HTML page, complete in itself: those without success first, the lowest returns before higher ones.
 
-    Args:
-        decode: tokens to text, special ones included.
+    `decode`: tokens to text, special ones included.
 
     Raises UserError: the file cannot be written.
     """

@@ -96,8 +96,7 @@ def gae(
             their flags count for nothing either, so an episode's end must be marked at a step that counts.
         discount: [T, N] gamma of each step, instead of the one for all; `chunk_gae` needs it.
 
-    Returns:
-        Advantages and returns (advantage + value, 0 where masked), both [T, N] of the type of `value`.
+    Returns advantages and returns (advantage + value, 0 where masked), both [T, N] of the type of `value`.
 
     Raises ValueError: shapes or types do not agree, or there is not one final value for each truncated step.
     """
@@ -181,8 +180,7 @@ def chunk_gae(
         terminated, truncated: [T, N] bool: the episode ended within the chunk.
         final_value: [C], in the order of ``np.argwhere(truncated & ~terminated)``.
 
-    Returns:
-        Advantages and returns of the chunks, both [T, N].
+    Returns advantages and returns of the chunks, both [T, N].
 
     Raises ValueError: as `gae`.
     """
@@ -210,8 +208,7 @@ def sum_chunks(*, reward: Array, executed: Array, gamma: float) -> tuple[Array, 
         reward: [..., K]
         executed: [..., K] bool; k counts only executed steps.
 
-    Returns:
-        sum_k gamma^k r_k and gamma^(number of executed steps), both [...] of the type of `reward`.
+    Returns sum_k gamma^k r_k and gamma^(number of executed steps), both [...] of the type of `reward`.
     """
     if isinstance(reward, Tensor):
         order = executed.long().cumsum(-1)
@@ -249,8 +246,7 @@ def action_gae(
         terminated, truncated: [T, N] bool, of the chunks.
         final_value: [C], in the order of ``np.argwhere(truncated & ~terminated)`` over the chunks.
 
-    Returns:
-        Advantages and returns, both [T, N, K], 0 where not executed.
+    Returns advantages and returns, both [T, N, K], 0 where not executed.
 
     Raises ValueError: as `gae`.
     """
@@ -320,8 +316,7 @@ def token_returns(*, reward: Array, gamma: float, mask: Array | None = None) -> 
         reward: [B, L] float32 or float64.
         mask: [B, L] bool; None: all.
 
-    Returns:
-        [B, L], 0 where masked.
+    Returns [B, L], 0 where masked.
     """
     if reward.ndim != 2 or (mask is not None and mask.shape != reward.shape):
         raise ValueError(f"reward and mask must be [B, L], got {tuple(reward.shape)} and {None if mask is None else tuple(mask.shape)}.")

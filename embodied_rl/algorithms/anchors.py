@@ -41,8 +41,7 @@ def step_returns(
         group: [B] integer ids.
         rows: [B] bool, rows that count; None: all. The others get 0.
 
-    Returns:
-        [B] of the type of `reward`.
+    Returns [B] of the type of `reward`.
 
     Raises ValueError: shapes do not agree, or two rows are the same step of the same trajectory.
     """
@@ -80,8 +79,7 @@ def anchor_groups(*, anchor: Sequence[Any], group: Tensor, similarity: float | N
             or opens a new one. The clusters then depend on the order of rows.
         rows: [B] bool, rows that count; None: all. Each of the others gets its own cluster.
 
-    Returns:
-        [B] int64 cluster numbers, unique over the batch, on the device of `group`.
+    Returns [B] int64 cluster numbers, unique over the batch, on the device of `group`.
 
     Raises ValueError: lengths do not agree, similarity is out of range, or anchors to be compared by similarity are not strings.
     """
@@ -132,8 +130,7 @@ def gigpo(
         mask: [B, L] bool.
         alone: what A_E is where a group has one trajectory (one row, with ``statistics="row"``): its return, or 0.
 
-    Returns:
-        [B, L] where a mask is given, else [B].
+    Returns [B, L] where a mask is given, else [B].
 
     Raises:
         ValueError: shapes, types or choices are wrong, or rows of one trajectory differ in their episode return.

@@ -215,8 +215,7 @@ def remax(*, score: Tensor, greedy_score: Tensor, mask: Tensor | None = None) ->
         score: [B], or [B, L] returns-to-go of tokens (`token_returns`).
         greedy_score: [B] of the greedy rollout of each row's prompt or initial state.
 
-    Returns:
-        [B, L] where a mask or returns of tokens are given, else [B].
+    Returns [B, L] where a mask or returns of tokens are given, else [B].
     """
     if greedy_score.shape != score.shape[:1] or score.ndim not in (1, 2):
         raise ValueError(f"score must be [B] or [B, L] and greedy_score [B], got {tuple(score.shape)} and {tuple(greedy_score.shape)}.")
@@ -317,8 +316,7 @@ def chunk_ranks(*, mask: Tensor, chunk_id: Tensor | None = None) -> tuple[Tensor
         mask: [B, L] bool.
         chunk_id: [B, L] integers; None: each run of the mask is a chunk.
 
-    Returns:
-        [B, L] int64 the number of each unit's chunk, 0 outside the mask; and [B] int64 how many chunks each row has.
+    Returns [B, L] int64 the number of each unit's chunk, 0 outside the mask; and [B] int64 how many chunks each row has.
 
     Raises ValueError: shapes or types do not agree.
     """
@@ -372,11 +370,9 @@ def chunk_returns(*, score: Tensor, gamma: float, mask: Tensor, chunk_id: Tensor
     The last chunk gets the whole score, the one before it gamma times that, and so on. It is `segment_returns` of a row that is
     rewarded only at its end. Where each chunk is a separate row, `anchors.step_returns` gives the same.
 
-    Args:
-        score: [B] the episode's final reward.
+    `score`: [B] the episode's final reward.
 
-    Returns:
-        [B, L] of the type of `score`, 0 outside the mask.
+    Returns [B, L] of the type of `score`, 0 outside the mask.
 
     Raises ValueError: shapes or types do not agree; NonFiniteError: the score of a row that counts is NaN or infinite.
     """

@@ -93,8 +93,7 @@ def correction_weights(
         log_prob: [B, L] or [B] of the policy as it is when the update begins.
         behaviour_log_prob: the same shape, of the policy that sampled; of all rows of the batch, since a mean is over them.
 
-    Returns:
-        Weights of the shape of `log_prob`, 0 outside the mask; the metrics of `importance_weights`, and ``rejected_fraction``.
+    Returns weights of the shape of `log_prob`, 0 outside the mask; the metrics of `importance_weights`, and ``rejected_fraction``.
     """
     given = {"log_prob": log_prob, "behaviour_log_prob": behaviour_log_prob, "mask": mask, "chunk_id": chunk_id}
     weight = torch.ones_like(log_prob) if mask is None else mask.to(log_prob.dtype)

@@ -51,8 +51,7 @@ def critic_loss(*, values: Tensor, target: Tensor, mask: Tensor | None = None, d
         values: [E, B]; every critic learns the same target.
         target: [B], a constant.
 
-    Returns:
-        The loss, and ``critic_loss``, ``q_mean``, ``q_spread`` (standard deviation between critics, mean over rows; 0 of one critic).
+    Returns the loss, and ``critic_loss``, ``q_mean``, ``q_spread`` (standard deviation between critics, mean over rows; 0 of one critic).
     """
     if values.dim() != 2 or target.shape != values.shape[1:]:
         raise ValueError(f"values must be [E, B] and target [B], got {tuple(values.shape)} and {tuple(target.shape)}.")
@@ -129,8 +128,7 @@ def entropy_coef_loss(
         log_prob: [B], a constant.
         target_entropy: nats.
 
-    Returns:
-        The loss, and ``entropy_coef``: α times the share of the `denominator` rows that are here, so that parts add up to α.
+    Returns the loss, and ``entropy_coef``: α times the share of the `denominator` rows that are here, so that parts add up to α.
     """
     loss = masked_mean(log_coef.exp() * (-log_prob.detach() - target_entropy), mask, denominator)
     rows = len(log_prob) if mask is None else int(mask.sum())

@@ -35,8 +35,7 @@ def segment_mean(x: Tensor, *, mask: Tensor | None = None, chunk_id: Tensor | No
         chunk_id: [B, L] integers, any values; entries of one row with the same number form a chunk, adjacent or not. None: the row
             is one chunk.
 
-    Returns:
-        [B, L] of the type of `x`.
+    Returns [B, L] of the type of `x`.
     """
     if x.dim() != 2:
         raise ValueError(f"segment_mean needs [B, L], got shape {tuple(x.shape)}.")
@@ -75,8 +74,7 @@ def log_ratio_at(
         mask: bool; entries that count.
         chunk_id: [B, L] integers, only for ``chunk``.
 
-    Returns:
-        The shape of `log_prob`, within ±MAX_LOG_RATIO, 0 where the mask is False.
+    Returns ratios of the shape of `log_prob`, within ±MAX_LOG_RATIO, 0 where the mask is False.
 
     Raises ValueError: unknown level, or ``chunk`` without `chunk_id`.
     """

@@ -157,8 +157,7 @@ def normalize_reward(
         mask: [B] bool; rows that count. The others get 0 and may be NaN.
         running: the record for ``running``; merge this batch into it first, so that one number divides the whole batch.
 
-    Returns:
-        [B] of the type of `reward`.
+    Returns [B] of the type of `reward`.
 
     Raises:
         ValueError: an unknown statistic, shapes that do not agree, or a statistic whose source is missing.
@@ -297,8 +296,7 @@ def kl_in_reward(
             log-ratio spreads many times as far, exponentially in their number for k3.
         coefficient: >= 0; `kl.KlCoefficient` may steer it.
 
-    Returns:
-        Rewards, and ``kl`` and ``kl_penalty``, their means as `aggregation` takes them.
+    Returns rewards, and ``kl`` and ``kl_penalty``, their means as `aggregation` takes them.
     """
     _require_not_negative("coefficient", coefficient)
     visible, estimate = visible_entries(mask, reward=reward, kl=kl.detach())

@@ -41,8 +41,7 @@ def gspo_loss(
         log_prob, old_log_prob: [B, L], or [B] (then it is PPO).
         advantage: [B], or the same shape.
 
-    Returns:
-        The loss, and ``policy_loss``, ``approx_kl`` (k3, entry by entry) and ``clip_fraction`` (entries of clipped sequences).
+    Returns the loss, and ``policy_loss``, ``approx_kl`` (k3, entry by entry) and ``clip_fraction`` (entries of clipped sequences).
     """
     new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob.detach(), advantage=advantage.detach())
     log_ratio = new - old

@@ -141,8 +141,7 @@ def save_checkpoint(
     the policy is built from into the folder ``model``, where the configuration does not fully say it. `base` is kept as it is. `parts`
     waits until the ranks have written their folder, which becomes ``sharded``. `exported` says which tensors lie in ``model``.
 
-    Returns:
-        The checkpoint's folder.
+    Returns the checkpoint's folder.
 
     Raises UserError: the folder cannot be written; TypeError: `state` holds something that is not a JSON value.
     """
@@ -614,8 +613,7 @@ def domain_part(checkpoint: Checkpoint, domain: str | None) -> Checkpoint:
 def check_compatible(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True) -> None:
     """Make sure that the checkpoint's policy fits a simulator.
 
-    Args:
-        same_task: also insist on the task's name; False for a deliberate transfer to a task with equal spaces.
+    `same_task`: also insist on the task's name; False for a deliberate transfer to a task with equal spaces.
 
     Raises IncompatibleCheckpointError: naming every part that differs.
     """

@@ -305,8 +305,7 @@ class Command:
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the arguments; ``--help`` prints the usage and exits.
 
-        Returns:
-            (values of all arguments by name, further values of the prefixes by full name).
+        Returns (values of all arguments by name, further values of the prefixes by full name).
 
         Raises UserError: an unknown key (with the nearest one), a missing or malformed value.
         """

@@ -130,8 +130,7 @@ def evaluate_players(
         seed: the seeds are 2**30 + seed + 0 … num_episodes - 1.
         temperature: of action tokens that are drawn, 0 for the likeliest; None: what each checkpoint's run evaluated with.
 
-    Returns:
-        One result each, in their order.
+    Returns one result each, in their order.
 
     Raises:
         IncompatibleCheckpointError: the simulator's spaces are not those that a policy was trained with.

@@ -131,8 +131,7 @@ def film_players(
         sim: another simulator configuration; None: the first checkpoint's.
         with_dialogues: of language agents, also write what they were asked and answered, as pages.
 
-    Returns:
-        The files, in the order of `film.formats`; then the pages.
+    Returns the files, in the order of `film.formats`; then the pages.
 
     Raises:
         UserError: the task or this machine cannot render, or the files cannot be written.

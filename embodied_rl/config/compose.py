@@ -349,8 +349,7 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
 
     Of a sweep, each value is composed once. A folder of the user's own (``--config-dir``) is searched like ours.
 
-    Args:
-        check: looks at the configurations of a sweep before its first run begins.
+    `check`: looks at the configurations of a sweep before its first run begins.
 
     Raises:
         UserError: a flag or an argument that is none, a key or a choice that is not known, a value that does not fit; what `check` raises.

@@ -143,8 +143,7 @@ def rollout_transitions(
     A chunk is one decision: its rewards are summed with their discounts up to where it was cut, and what follows counts γ to the power of
     its steps.
 
-    Args:
-        action: [B, A] as critics read it, or chunks [B, K, A]; steps that were not executed are set to 0.
+    `action`: [B, A] as critics read it, or chunks [B, K, A]; steps that were not executed are set to 0.
     """
     steps, slots = rollout.reward.shape
     units, executed = decisions(rollout, gamma, rewards), None
@@ -569,8 +568,7 @@ def choose_episodes(recordings: Sequence[Recording], *, only_success: bool = Fal
 def check_recording(recording: Recording, spec: SimSpec, keys: Sequence[str], *, same_task: bool) -> None:
     """Make sure that a policy of a simulator can learn from a recording.
 
-    Args:
-        same_task: also insist on the task's name.
+    `same_task`: also insist on the task's name.
 
     Raises RecordingError: naming every part that differs, or the observation that was not recorded.
     """

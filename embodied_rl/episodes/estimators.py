@@ -230,11 +230,9 @@ def _check_range(values: np.ndarray, low: float, high: float) -> None:
 def effective_sample_size(log_weight: np.ndarray) -> np.ndarray:
     """(Σ w)² / Σ w² over the first axis (Kish 1965): as many episodes with equal weights would be as good.
 
-    Args:
-        log_weight: [N, ...]; −inf is a weight of 0. Logarithms, because products of many ratios overflow.
+    `log_weight`: [N, ...]; −inf is a weight of 0. Logarithms, because products of many ratios overflow.
 
-    Returns:
-        [...] between 1 and N; 0 where all weights are 0.
+    Returns [...] between 1 and N; 0 where all weights are 0.
     """
     weight = scaled_weights(log_weight)
     squares = (weight**2).sum(axis=0)

@@ -336,11 +336,9 @@ def validate(recording: Recording, pictures: bool = True) -> list[str]:
     nothing is NaN or infinite but the simulator's state; lengths, returns and success are those of the table; checksums, where the
     format has them; no episode is there twice.
 
-    Args:
-        pictures: decode every picture too, which takes most of the time.
+    `pictures`: decode every picture too, which takes most of the time.
 
-    Returns:
-        One line per problem, with the file, the episode and the field; none for a sound recording.
+    Returns one line per problem, with the file, the episode and the field; none for a sound recording.
     """
     problems: list[str] = []
     seen: dict[Any, int] = {}

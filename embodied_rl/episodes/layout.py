@@ -136,8 +136,7 @@ def is_extra(name: str) -> bool:
 def layout_for(spec: SimSpec, video: VideoFormat, extras: Mapping[str, Any]) -> tuple[Column, ...]:
     """The columns of an episode of this simulator.
 
-    Args:
-        extras: {name of an optional column: one row of it}, among them ``state.<name>`` and ``images.<camera>``.
+    `extras`: {name of an optional column: one row of it}, among them ``state.<name>`` and ``images.<camera>``.
 
     Raises RecordingError: something cannot be stored.
     """

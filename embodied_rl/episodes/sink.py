@@ -155,11 +155,9 @@ class EpisodeSink(Sink):
     def finish(self, metadata: Mapping[str, Any] | None = None) -> int:
         """Write the episode; it is readable from then on.
 
-        Args:
-            metadata: what else is known, added to what was given at the beginning.
+        `metadata`: what else is known, added to what was given at the beginning.
 
-        Returns:
-            Its number in its part, or `SKIPPED`.
+        Returns its number in its part, or `SKIPPED`.
 
         Raises:
             RecordingError: it has no step, or holds NaN or infinity (of one that waits for others, when it is written).

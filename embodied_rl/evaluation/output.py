@@ -299,8 +299,7 @@ def steps_of(players: Sequence[Player]) -> list[str]:
 def episodes_csv(names: Sequence[str], steps: Sequence[str], results: Sequence[EvaluationResult]) -> str:
     """One line per episode: policy, step, task, seed, success_once, success_at_end, return, length, terminated.
 
-    Args:
-        steps: for how long each was trained.
+    `steps`: for how long each was trained.
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -378,8 +377,7 @@ def play(contestants: Sequence[Contestant], sim: SimConfig, num_episodes: int, *
         seed: the seeds are 2**30 + seed + 0 … num_episodes - 1.
         chunk_size: actions in the longest chunk of any of them.
 
-    Returns:
-        One result each, in their order.
+    Returns one result each, in their order.
 
     Raises:
         UserError: no episode could be finished, or the temperature of what draws no action tokens; as what makes the generators.

@@ -325,8 +325,7 @@ def film(
         selection: keep only the best or worst of them, so that memory does not grow with the seeds; None: all.
         estimate: [slots] what the policy expects from here on; None: the pictures do not say.
 
-    Returns:
-        In the order of `seeds`; with a selection, in its order.
+    Returns them in the order of `seeds`; with a selection, in its order.
 
     Raises UserError: an episode was given up because its simulator failed; SimFault: see `EnvManager`.
     """

@@ -48,8 +48,7 @@ def grid(
 def tile(label: str, number: str, more: str = "", interval: tuple[float, float, float] | None = None) -> str:
     """A figure that is seen at once.
 
-    Args:
-        interval: (low, value, high), shares of one: drawn as a bar.
+    `interval`: (low, value, high), shares of one: drawn as a bar.
     """
     bar = ""
     if interval is not None:

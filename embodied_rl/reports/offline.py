@@ -131,8 +131,7 @@ def _bootstrap(study: OfflineStudy) -> str:
 def write_offline_report(path: Path, study: OfflineStudy, recording: Recording, document: Mapping[str, Any]) -> Path:
     """Write the report.
 
-    Args:
-        document: provenance: task, command, versions, machine.
+    `document`: provenance: task, command, versions, machine.
 
     Raises UserError: the file cannot be written.
     """

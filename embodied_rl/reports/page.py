@@ -59,11 +59,9 @@ MAX_RUNS = 64
 def write_report(run_dirs: Sequence[Path | str], output: Path | None = None) -> Path:
     """Write one page about one run, or about several together.
 
-    Args:
-        output: where to; None: report.html in the run's folder, or of several in the folder that holds them all.
+    `output`: where to; None: report.html in the run's folder, or of several in the folder that holds them all.
 
-    Returns:
-        The page.
+    Returns the page.
 
     Raises UserError: a folder is not a run's, or the page cannot be written.
     """
@@ -169,8 +167,7 @@ def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, tells: b
         film: `embodied_rl.commands.render.render_videos`. Handed over, for commands stand above this module.
         tells: whether there is a closing text.
 
-    Returns:
-        The content of results.json.
+    Returns the content of results.json.
 
     Raises UserError: ``video.enabled=yes`` and this machine cannot render (after everything else was written).
     """

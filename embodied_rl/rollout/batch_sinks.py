@@ -150,8 +150,7 @@ class BatchSinks:
             rows: of the batch that are meant; None: all.
             snapshots: of each of these rows, of the moment before the step.
 
-        Returns:
-            The rows whose episode ended; `finish`, `take` or `discard` these slots' episodes before the next step.
+        Returns the rows whose episode ended; `finish`, `take` or `discard` these slots' episodes before the next step.
 
         Raises RecordingError: as of `EpisodeSink.step`.
         """
@@ -528,8 +527,7 @@ class TrainingRecorder:
             acted: what the policy drew.
             given: [n, A] what the simulator is given, or chunks [n, K, A].
 
-        Returns:
-            Of each slot, whether its episode is written down: every step of its chunk is to be observed (`Simulators.send`).
+        Returns, of each slot, whether its episode is written down: every step of its chunk is to be observed (`Simulators.send`).
         """
         seen: Observation | None = None
         for row, slot in enumerate(slots.tolist()):

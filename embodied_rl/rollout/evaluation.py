@@ -120,8 +120,7 @@ def play_seeds(
         draw: noise of the generator's actions; None: it acts by its mode.
         is_over: asked before every step.
 
-    Returns:
-        How many of the seeds, from the first on, were played to their end: all, unless it was over before.
+    Returns how many of the seeds, from the first on, were played to their end: all, unless it was over before.
     """
     spec, num_slots, num_seeds = manager.spec, manager.num_slots, len(seeds)
     slots, place = np.arange(num_slots), np.arange(num_slots)  # of what each slot plays, in `seeds`

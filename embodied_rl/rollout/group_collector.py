@@ -153,8 +153,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """One round: begin what the queue asks for, take in what is ready, answer it. False: nothing runs, and nothing may begin.
 
-        Args:
-            patience_s: how long to wait where nothing is ready; in lockstep, only for scores.
+        `patience_s`: how long to wait where nothing is ready; in lockstep, only for scores.
 
         Raises as `next_groups` does.
         """

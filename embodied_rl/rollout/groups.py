@@ -582,8 +582,7 @@ class GroupQueue:
         """What resuming needs, JSON-able. Episodes are not in it: groups in flight (and a batch not yet published) are asked for
         again, with the same numbers and seeds, so that nothing is lost silently.
 
-        Args:
-            settled: count the batch that was taken last as consumed; the caller has it, so that it is not asked for again.
+        `settled`: count the batch that was taken last as consumed; the caller has it, so that it is not asked for again.
         """
         with self._lock:
             training = [] if settled else self._training

@@ -333,11 +333,9 @@ def require_token_off_loopback(host: str, token: str | None) -> None:
 def token_to_ask_for(asked: str | None, host: str) -> tuple[str | None, bool]:
     """The token of a server: the one that is given, that in `TOKEN_VARIABLE`, or on the loopback a new one.
 
-    Args:
-        asked: "none": no token, allowed only on the loopback. None: as above. Else the token itself.
+    `asked`: "none": no token, allowed only on the loopback. None: as above. Else the token itself.
 
-    Returns:
-        (the token, whether it is new and must be shown to the user).
+    Returns (the token, whether it is new and must be shown to the user).
 
     Raises UserError: others could reach the server without a token, or the one that is set is too short.
     """

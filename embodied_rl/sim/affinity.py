@@ -46,8 +46,7 @@ def set_memory_policy(nodes: Sequence[int], library: str = "libnuma.so.1") -> st
 
     Args:
         nodes: NUMA nodes, all below 1024; empty: report the policy and do not change it.
-    Returns:
-        ``default``, ``preferred:0-1``, …, or ``unavailable: `` and the reason. Never raises for lack of permission.
+    Returns ``default``, ``preferred:0-1``, …, or ``unavailable: `` and the reason. Never raises for lack of permission.
     """
     calls = _system_calls(library)
     if isinstance(calls, str):

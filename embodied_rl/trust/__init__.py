@@ -175,8 +175,7 @@ class NamedCode:
 def named_code(plain: object) -> list[NamedCode]:
     """All that a configuration of plain values names, in its order.
 
-    Args:
-        plain: mappings, lists, texts and numbers, as they were read from YAML or JSON.
+    `plain`: mappings, lists, texts and numbers, as they were read from YAML or JSON.
 
     Raises UserError: it holds more than `MOST_VALUES` values, or itself.
     """

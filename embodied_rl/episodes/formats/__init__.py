@@ -102,8 +102,7 @@ def write_foreign(recording: Recording, output: Path, name: str, advance: Advanc
         output: a folder that is not there yet, or empty.
         **options: the format's own (``video`` of lerobot).
 
-    Returns:
-        What became of each field.
+    Returns what became of each field.
 
     Raises:
         RecordingError: the recording holds what the format cannot, or is damaged; or the folder is not empty.

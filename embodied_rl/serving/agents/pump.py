@@ -58,8 +58,7 @@ class BackendPump:
     def complete(self, request: GenerationRequest, gone: Callable[[], bool] = lambda: False) -> Completion:
         """Wait for the answer to one request (its id is replaced by one of ours).
 
-        Args:
-            gone: looked at now and then; when it says True the request is aborted.
+        `gone`: looked at now and then; when it says True the request is aborted.
 
         Raises UserError: the backend cannot do what is asked; RuntimeError: the pump was closed, or the backend has died.
         """

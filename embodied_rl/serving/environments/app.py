@@ -49,8 +49,7 @@ class EnvironmentService:
     ) -> None:
         """Listen and serve until `close`.
 
-        Args:
-            token: that clients must send; "none": none, only on the loopback. None: what EMBODIED_RL_TOKEN holds, or a new one (`token`).
+        `token`: that clients must send; "none": none, only on the loopback. None: what EMBODIED_RL_TOKEN holds, or a new one (`token`).
 
         Raises UserError: others could reach it and there is no token, or the address cannot be listened on.
         """

@@ -37,8 +37,7 @@ def tasks() -> list[str]:
 def make(task: str, num_envs: int, observation: str = "state", image_size: int = 96, render_size: int = 256, **kwargs: Any) -> GymnasiumSim:
     """`num_envs` PushT environments. The action is a target position in [0, 512]² pixels; the reward is the covered share of the goal.
 
-    Args:
-        observation: "state" (agent x, y; block x, y, angle), "keypoints", "pixels" (part "rgb") or "pixels_agent_pos".
+    `observation`: "state" (agent x, y; block x, y, angle), "keypoints", "pixels" (part "rgb") or "pixels_agent_pos".
 
     Raises MissingExtraError; UserError: unknown task or observation.
     """

@@ -117,8 +117,7 @@ class BatchedTask(BaseEnv):
 def make_batched(registered: EnvSpec, num_envs: int, made: Mapping[str, Any]) -> BatchedTask:
     """`num_envs` environments of a registered task, in one object.
 
-    Args:
-        made: arguments of the constructor but ``num_envs`` and ``sim_backend``.
+    `made`: arguments of the constructor but ``num_envs`` and ``sim_backend``.
 
     Raises UnsupportedTask: its scenes differ, bodies lack their shapes, or its code takes no part of a batch.
     """
