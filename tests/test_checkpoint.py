@@ -503,7 +503,9 @@ def test_a_checkpoint_in_the_background_moves_the_link_when_it_is_whole(tmp_path
     assert find_last(tmp_path) == (tmp_path / "checkpoints" / "step_000002000").resolve()
     assert load_checkpoint(tmp_path).policy["w"].tolist() == [2.0, 2.0, 2.0], "what it was when the checkpoint was begun"
     # What goes wrong in the background is told to whoever asks next, once.
-    monkeypatch.setattr(module.tensor_files, "write_tensors", lambda path, tensors: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        module.tensor_files, "write_tensors", lambda path, tensors: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     writer.save(3000, policy={"w": weights}, learner={}, **arguments)
     with pytest.raises(UserError, match=r"Cannot write .*step_000003000': No space left on device"):
         writer.wait()

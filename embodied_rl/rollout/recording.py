@@ -180,20 +180,15 @@ class SeedQueue:
         self._plan, self._num_slots = plan, num_slots
         self._outcomes = dict(outcomes)
         self._next = list(range(num_slots))
-        self._cursor = self._kept = 0
+        self._cursor, self.num_kept = 0, 0  # the latter: episodes of the plan that are recorded for good
         self._held: set[int] = set()
         """Successes that wait for the numbers before them."""
         self._advance()
 
     @property
-    def num_kept(self) -> int:
-        """Episodes of the plan that are recorded for good."""
-        return self._kept
-
-    @property
     def done(self) -> bool:
         """Whether nothing is left to decide."""
-        return self._kept >= self._plan.num_episodes or self._cursor >= self._plan.seed_limit
+        return self.num_kept >= self._plan.num_episodes or self._cursor >= self._plan.seed_limit
 
     @property
     def missing(self) -> list[int]:
@@ -225,13 +220,13 @@ class SeedQueue:
         if number >= self._cursor + _AHEAD * self._num_slots:
             return False
         may_succeed = sum(self._outcomes.get(other, "recorded") == "recorded" for other in range(self._cursor, number))
-        return self._kept + may_succeed < self._plan.num_episodes
+        return self.num_kept + may_succeed < self._plan.num_episodes
 
     def _advance(self) -> list[int]:
         decided = []
         while not self.done and self._cursor in self._outcomes:
             if self._outcomes[self._cursor] == "recorded":
-                self._kept += 1
+                self.num_kept += 1
                 if self._cursor in self._held:
                     self._held.remove(self._cursor)
                     decided.append(self._cursor)

@@ -268,14 +268,10 @@ def parse_side_episode(path: Path, data: object, number: int) -> dict[str, Any]:
 
 
 def note_side_episode(episode: RecordedEpisode, notes: NoteBook, where: str, own: Sequence[str] = ()) -> None:
-    """Notes for what `side_episode` holds; `own` are those that the format itself has a place for."""
+    """Notes for what `side_episode` holds, and for snapshots, which stay behind; `own`: what the format itself has a place for."""
     present = {"seed": True, "task": episode.task is not None, "instruction": episode.instruction is not None}
     present["metadata"] = bool(episode.metadata)
     for name in (name for name, there in present.items() if there):
         notes.add(name, "kept" if name in own else "extra", "" if name in own else where)
-
-
-def note_snapshots(episode: RecordedEpisode, notes: NoteBook) -> None:
-    """Snapshots stay behind: only the simulator that they were taken from reads them."""
     if episode.snapshots:
         notes.add("snapshots", "lost", "only this package's simulators read them; the native format keeps them")

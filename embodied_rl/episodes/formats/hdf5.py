@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -311,12 +311,15 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def write_extras(group: h5py.Group, episode: RecordedEpisode, notes: base.NoteBook, with_state: bool, flags: tuple[str, ...] = ()) -> None:
-    """Put what the format has no place for into ``embodied_rl`` below an episode's group.
+def write_extras(
+    group: h5py.Group, episode: RecordedEpisode, notes: base.NoteBook, with_state: bool, flags: Sequence[str] = (), own: Sequence[str] = ()
+) -> None:
+    """Put what the format has no place for into ``embodied_rl`` below an episode's group, and note it.
 
     Args:
         with_state: whether the simulator's states are among it.
         flags: which of terminated, truncated and success are among it.
+        own: what of `base.side_episode` the format itself has a place for.
     """
     extras = {name: part for name, part in episode.per_step().items() if name in (*OPTIONAL_COLUMNS, *flags)}
     extras |= {f"images/{camera}": pictures for camera, pictures in episode.images.items()}
@@ -328,6 +331,7 @@ def write_extras(group: h5py.Group, episode: RecordedEpisode, notes: base.NoteBo
         write_array(ours, name, part)
         field = name.split("/")[0]
         notes.add(field if field == "state" else name.replace("/", "."), "extra", f"{base.SIDE_ENTRY}/{name.split('/')[0]}")
+    base.note_side_episode(episode, notes, f"{base.SIDE_ENTRY}@episode", own)
 
 
 def read_extras(file: H5File, group: h5py.Group, number: int, length: int) -> dict[str, Any]:

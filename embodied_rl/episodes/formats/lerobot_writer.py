@@ -16,7 +16,6 @@ from embodied_rl.episodes.formats.base import (
     Advance,
     NoteBook,
     note_side_episode,
-    note_snapshots,
     side_episode,
     side_info,
 )
@@ -165,7 +164,6 @@ class _Writer:
                     episodes.add(self._add(number, episode))
                     lines.write(json.dumps(side_episode(episode)) + "\n")
                     note_side_episode(episode, self._notes, layout.SIDE_EPISODES)
-                    note_snapshots(episode, self._notes)
                     advance(1)
             finally:
                 episodes.close()

@@ -281,9 +281,7 @@ def _write_episode(
         for name, part in episode.state.items():
             write_array(states, name, part)
         notes.add("state", "kept", "env_states")
-    write_extras(group, episode, notes, with_state=False)
-    base.note_side_episode(episode, notes, f"{base.SIDE_ENTRY}@episode", own=("seed",))
-    base.note_snapshots(episode, notes)
+    write_extras(group, episode, notes, with_state=False, own=("seed",))
 
 
 def _place(key: str) -> str:

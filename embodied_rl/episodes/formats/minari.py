@@ -399,9 +399,7 @@ def _write_h5(
             write_array(group, "truncations", episode.truncated)
             # Minari's recorder keeps the reset's info too: T + 1 rows.
             write_array(group, "infos/success", np.concatenate([[False], episode.success]))
-            write_extras(group, episode, notes, with_state=True)
-            base.note_side_episode(episode, notes, f"{base.SIDE_ENTRY}@episode", own=("seed",))
-            base.note_snapshots(episode, notes)
+            write_extras(group, episode, notes, with_state=True, own=("seed",))
             advance(1)
 
 

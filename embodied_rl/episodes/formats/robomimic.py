@@ -279,8 +279,6 @@ def _write_episode(group: h5py.Group, episode: RecordedEpisode, kept: Mapping[st
         write_array(group, STATES, plain[:-1])
         notes.add("state", "kept", f"'{STATES}' (one vector), and exactly in {base.SIDE_ENTRY}/state")
     write_extras(group, episode, notes, with_state=True, flags=_FLAGS)
-    base.note_side_episode(episode, notes, f"{base.SIDE_ENTRY}@episode")
-    base.note_snapshots(episode, notes)
 
 
 def _plain_states(episode: RecordedEpisode) -> np.ndarray | None:

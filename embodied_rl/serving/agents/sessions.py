@@ -252,7 +252,7 @@ class Session:
         self.name, self.metadata, self.sampling = name, dict(metadata or {}), sampling
         self.last_used = time.monotonic()
         self.in_flight = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._turns: list[CapturedTurn] = []
         self._by_history: dict[str, int] = {}
         self._recalled: dict[str, tuple[dict[str, Any], ...]] = {}
@@ -365,7 +365,7 @@ class Session:
                 self._give(reward, completion_id)
                 self._num_rewards += 1
                 self._reward_ids.update([] if reward_id is None else [reward_id])
-            return self._reward + sum(turn.reward for turn in self._turns)
+            return self.total_reward
 
     def _give(self, reward: float, completion_id: str | None) -> None:
         if completion_id is None:
@@ -392,12 +392,10 @@ class Session:
 
     def end(self, ended_by: str) -> tuple[CapturedSession, bool]:
         """Take no more; (what was captured, whether this call ended it)."""
-        captured = self.captured(ended_by)
         with self._lock:
             first = self._captured is None
-            if first:
-                self._captured = captured = replace(captured, turns=tuple(self._turns), reward=self._reward, num_rewards=self._num_rewards)
-            return self._captured or captured, first
+            self._captured = self.captured(ended_by)
+            return self._captured, first
 
 
 def history_key(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
@@ -448,22 +446,19 @@ class SessionBook:
     keys: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     """How many sessions each free key has had."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     def open(self, name: str, key: str, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> Session:
         """A new session behind a key. Raises HttpProblem where there is no room, or the name is taken."""
         with self.lock:
-            return self._open(name, key, metadata, sampling)
-
-    def _open(self, name: str, key: str, metadata: Mapping[str, Any] | None, sampling: SessionSampling | None = None) -> Session:
-        if len(self.sessions) >= self.limits.max_sessions:
-            message = f"{len(self.sessions)} sessions are open, which is as many as this proxy holds; end some."
-            raise HttpProblem(429, "too_many_sessions", message, headers={"Retry-After": "2"})
-        if name in self.sessions:
-            raise HttpProblem(409, "session_exists", f"Session '{name}' is open already.")
-        session = self.sessions[name] = Session(name, metadata, sampling)
-        self.keys[key] = name
-        return session
+            if len(self.sessions) >= self.limits.max_sessions:
+                message = f"{len(self.sessions)} sessions are open, which is as many as this proxy holds; end some."
+                raise HttpProblem(429, "too_many_sessions", message, headers={"Retry-After": "2"})
+            if name in self.sessions:
+                raise HttpProblem(409, "session_exists", f"Session '{name}' is open already.")
+            self.keys[key] = name
+            self.sessions[name] = Session(name, metadata, sampling)
+            return self.sessions[name]
 
     def by_key(self, key: str | None) -> Session:
         """Raises HttpProblem 401 for a key that opens nothing."""
@@ -477,7 +472,7 @@ class SessionBook:
             if not self.open_to_any_key:
                 raise HttpProblem(401, "unauthorized", "This API key belongs to no open session: POST /v1/sessions opens one.")
             self.counts[key] = number = self.counts.get(key, 0) + 1
-            return self._open(key if number == 1 else f"{key}.{number}", key, None)
+            return self.open(key if number == 1 else f"{key}.{number}", key)
 
     def by_name(self, name: str) -> Session:
         """By the session's name, or by a key of it that is a free one. Raises HttpProblem 404."""

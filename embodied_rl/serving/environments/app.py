@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from embodied_rl import __version__
@@ -150,11 +150,9 @@ class EnvironmentService:
         kwargs = _field(body, "kwargs", dict, {})
         encoding = _field(body, "encoding", str, "lists")
         if encoding not in ENCODINGS:
-            raise web.HttpProblem(
-                400, "bad_request", f"encoding '{encoding}' is not a choice.{did_you_mean(encoding, ENCODINGS)}", choices=ENCODINGS
-            )
+            raise _bad(f"encoding '{encoding}' is not a choice.{did_you_mean(encoding, ENCODINGS)}", ENCODINGS)
         if not 1 <= count <= self.hub.limits.max_batch:
-            raise web.HttpProblem(400, "bad_request", f"count must be between 1 and {self.hub.limits.max_batch}, got {count}.")
+            raise _bad(f"count must be between 1 and {self.hub.limits.max_batch}, got {count}.")
         made = self.hub.make(sim, task, kwargs, count, "base64" if encoding == "base64" else "lists", request_id)
         return web.Reply({"environments": [environment.env_id for environment in made], "spec": made[0].spec}, 201)
 
@@ -162,13 +160,11 @@ class EnvironmentService:
         web.only_known(request.body, ("requests",), "bad_request")
         items = _field(request.body, "requests", list)
         if not 1 <= len(items) <= self.hub.limits.max_batch:
-            raise web.HttpProblem(
-                400, "bad_request", f"A batch holds between 1 and {self.hub.limits.max_batch} requests, got {len(items)}."
-            )
+            raise _bad(f"A batch holds between 1 and {self.hub.limits.max_batch} requests, got {len(items)}.")
         requests = []
         for item in items:
             if not isinstance(item, dict):
-                raise web.HttpProblem(400, "bad_request", f"A request of a batch must be an object, got {type(item).__name__}.")
+                raise _bad(f"A request of a batch must be an object, got {type(item).__name__}.")
             rest = {key: value for key, value in item.items() if key not in ("id", "operation")}
             requests.append(_env_request(_field(item, "id", str), _field(item, "operation", str), rest))
         outcomes = self.hub.run(requests)
@@ -181,25 +177,25 @@ class EnvironmentService:
 def _env_request(env_id: str, operation: str, body: Mapping[str, Any]) -> EnvRequest:
     """From a request's body. Raises HttpProblem 400."""
     if operation not in OPERATIONS:
-        raise web.HttpProblem(
-            400, "bad_request", f"operation '{operation}' is not a choice.{did_you_mean(operation, OPERATIONS)}", choices=OPERATIONS
-        )
+        raise _bad(f"operation '{operation}' is not a choice.{did_you_mean(operation, OPERATIONS)}", OPERATIONS)
     _, fields, needed = CALLS[operation]
     web.only_known(body, ("number", *fields), "bad_request")
     number = _field(body, "number", int, None)
     if number is not None and number < 0:
-        raise web.HttpProblem(400, "bad_request", f"number must be >= 0, got {number}.")
+        raise _bad(f"number must be >= 0, got {number}.")
     for name in needed:
         if name not in body:
-            raise web.HttpProblem(
-                400, "bad_request", f"'{name}' is missing: {operation} takes {', '.join(('number', *fields))}.", choices=fields
-            )
+            raise _bad(f"'{name}' is missing: {operation} takes {', '.join(('number', *fields))}.", fields)
     if operation == "reset":
         seed = _field(body, "seed", int)
         if not 0 <= seed < 2**63:
-            raise web.HttpProblem(400, "bad_request", f"seed must be >= 0 and below 2**63, got {seed}.")
+            raise _bad(f"seed must be >= 0 and below 2**63, got {seed}.")
         _field(body, "options", dict, None)
     return EnvRequest(env_id, operation, number, {name: body[name] for name in fields if name in body})
+
+
+def _bad(message: str, choices: Iterable[str] = ()) -> web.HttpProblem:
+    return web.HttpProblem(400, "bad_request", message, choices=choices)
 
 
 _MISSING = object()
@@ -210,10 +206,10 @@ def _field(body: Mapping[str, Any], name: str, kind: type, default: Any = _MISSI
     value = body.get(name)
     if value is None:
         if default is _MISSING:
-            raise web.HttpProblem(400, "bad_request", f"'{name}' is missing; it must be {_NAMES[kind]}.")
+            raise _bad(f"'{name}' is missing; it must be {_NAMES[kind]}.")
         return default
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise web.HttpProblem(400, "bad_request", f"'{name}' must be {_NAMES[kind]}, got {value!r:.80}.")
+        raise _bad(f"'{name}' must be {_NAMES[kind]}, got {value!r:.80}.")
     return value
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from embodied_rl.distributed.channel import Channel
 from embodied_rl.errors import UserError
 from embodied_rl.files import finite
+from embodied_rl.serving.http_server import HttpProblem
 from embodied_rl.sim.child import fault, live
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory
@@ -26,14 +27,6 @@ from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.sim.variable_length import plain_info
 from embodied_rl.sim.wire import Encoding, decode_action, decode_snapshot, encode_array, encode_observation, encode_snapshot, encode_spec
 from embodied_rl.types import StepBuffers
-
-
-class Refused(Exception):
-    """A request that cannot be done now; the environment is as it was."""
-
-    def __init__(self, status: int, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.status, self.kind = status, kind
 
 
 class Host:
@@ -55,12 +48,11 @@ class Host:
         """(status, body). Raises what the simulator raises, other than UserError."""
         try:
             return 200, self.operations[message["operation"]](message["arguments"])
-        except Refused as error:
-            return error.status, {"error": str(error), "kind": error.kind, "choices": []}
-        except SnapshotError as error:
-            return 422, {"error": str(error), "kind": "snapshot_error", "choices": []}
+        except HttpProblem as problem:
+            return problem.status, problem.to_dict()
         except UserError as error:
-            return 422, {"error": str(error), "kind": "user_error", "choices": []}
+            kind = "snapshot_error" if isinstance(error, SnapshotError) else "user_error"
+            return 422, {"error": str(error), "kind": kind, "choices": []}
 
     def _reset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         options = arguments.get("options") or None
@@ -71,7 +63,7 @@ class Host:
 
     def _step(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         if not self._running:
-            raise Refused(409, "not_reset", "The environment has no episode yet: reset it, or restore a snapshot, first.")
+            raise HttpProblem(409, "not_reset", "The environment has no episode yet: reset it, or restore a snapshot, first.")
         action = decode_action(self._sim.spec.action, arguments["action"])
         out = self._out
         out.info[0] = None

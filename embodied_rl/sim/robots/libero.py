@@ -112,11 +112,6 @@ def instruction(task: str) -> str:
     return name.replace("_", " ")
 
 
-def make(task: str, num_envs: int, **kwargs: Any) -> LiberoSim:
-    """`num_envs` LIBERO environments: see `LiberoSim` for the arguments."""
-    return LiberoSim(num_envs, task, **kwargs)
-
-
 class LiberoSim(RobosuiteSim):
     """One task, or a whole suite, whose tasks take turns from episode to episode.
 
@@ -233,6 +228,10 @@ class LiberoSim(RobosuiteSim):
             frame[:] = frame[:: self._flip[0], :: self._flip[1]].copy()
         if "instruction" in out.observation:
             out.observation["instruction"][i] = instruction(self._present[i])
+
+
+make = LiberoSim
+"""`num_envs` LIBERO environments."""
 
 
 def episode_of(tasks: Sequence[str], which: str, seed: int) -> tuple[str, int]:

@@ -47,20 +47,15 @@ def tasks() -> list[str]:
     return list(WORDS)
 
 
-def make(num_envs: int, task: str = "Taxi-v4", render_size: int = 256, **kwargs: Any) -> ToySim:
-    """`num_envs` games in this process.
+class ToySim(GridSim):
+    """A word that is no action costs a step, and nothing else happens.
 
     `**kwargs`: gymnasium's own, such as ``is_slippery`` and ``map_name`` of FrozenLake.
     Raises UserError: an unknown task, or an argument that it does not take.
     """
-    require_known(task, WORDS, f"Task '{task}' is not a toy game.")
-    return ToySim(num_envs, task, render_size, kwargs)
 
-
-class ToySim(GridSim):
-    """A word that is no action costs a step, and nothing else happens."""
-
-    def __init__(self, num_envs: int, task: str, render_size: int, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, num_envs: int, task: str = "Taxi-v4", render_size: int = 256, **kwargs: Any) -> None:
+        require_known(task, WORDS, f"Task '{task}' is not a toy game.")
         words = WORDS[task]
         super().__init__(
             task,
@@ -81,6 +76,10 @@ class ToySim(GridSim):
         lines = self._games[env_id].text().splitlines()
         board = [line for line in lines if " " not in line]
         return draw_board("\n".join(board), self._colours, self._render_size) if board else _draw_lines(lines, self._render_size)
+
+
+make = ToySim
+"""`num_envs` games in this process."""
 
 
 class ToyGame(GridGame):
