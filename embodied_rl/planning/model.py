@@ -11,7 +11,7 @@ import numpy as np
 
 from embodied_rl.config.hybrid import BatchTimeConfig, PlacementConfig, PlacementKind, SpreadConfig, WorkloadConfig
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.placement import Cluster, Device, Placement, resolve
+from embodied_rl.hybrid.placement import Cluster, Device, Placement, Role, resolve
 from embodied_rl.planning.stations import EpisodeRun, EpisodeSimulation, iterations, pipelined_rollout, slowest_of, stage_steps
 
 _GB = 1.073741824
@@ -164,7 +164,11 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class _Speeds:
+class _Case:
+    workload: WorkloadConfig
+    placement: Placement
+    cluster: Cluster
+    spent: Costs
     copies: int
     act: BatchTimeConfig
     step: SpreadConfig
@@ -181,24 +185,19 @@ def simulate(workload: WorkloadConfig, placement: Placement, cluster: Cluster, *
             "hybrid.placement=multiplexed consolidates the episodes that take longest, and this workload collects a fixed number of steps "
             "from every slot. The nearest possible: collocated, or episodes_per_iteration in place of rollout_steps."
         )
-    spent = costs(workload, placement, cluster)
-    speeds = _speeds(workload, placement, cluster)
-    rng = np.random.default_rng(seed)
-    if workload.rollout_steps:
-        return _steps(workload, placement, cluster, spent, speeds, rng)
-    return _episodes(workload, placement, cluster, spent, speeds, rng)
+    case = _case(workload, placement, cluster)
+    return (_steps if workload.rollout_steps else _episodes)(case, np.random.default_rng(seed))
 
 
-def train_seconds(workload: WorkloadConfig, placement: Placement, cluster: Cluster, decisions: float) -> float:
+def _train_seconds(case: _Case, decisions: float) -> float:
     """Of one update on so many decisions, gradients' way excluded."""
-    devices = placement["train"]
-    specs = [cluster.nodes[device.node] for device in devices]
-    on_gpus = devices[0].kind == "gpu"
-    speed = min(spec.gpu_speed if on_gpus else spec.core_speed for spec in specs)
-    return workload.train_base_s + workload.train_per_decision_s * decisions / (len(devices) * speed)
+    devices, nodes = case.placement["train"], case.cluster.nodes
+    speed = min(nodes[one.node].gpu_speed if devices[0].kind == "gpu" else nodes[one.node].core_speed for one in devices)
+    return case.workload.train_base_s + case.workload.train_per_decision_s * decisions / (len(devices) * speed)
 
 
-def _speeds(workload: WorkloadConfig, placement: Placement, cluster: Cluster) -> _Speeds:
+def _case(workload: WorkloadConfig, placement: Placement, cluster: Cluster) -> _Case:
+    spent = costs(workload, placement, cluster)
     generation = placement["generation"]
     copies = len(generation) // workload.devices_per_copy
     on_gpus = generation[0].kind == "gpu"
@@ -227,34 +226,33 @@ def _speeds(workload: WorkloadConfig, placement: Placement, cluster: Cluster) ->
     cores = sum(max(spec.cores - (device.node in taken), 1) for spec, device in zip(hosts, placement["env"], strict=True))
     single = all(cluster.nodes[node].cores == 1 for node in acting_nodes) and bool(acting_nodes)
     shared = not placement.simulates_apart if workload.simulator == "gpu" else single
-    return _Speeds(copies, act, step, cores / copies, shared)
+    return _Case(workload, placement, cluster, spent, copies, act, step, cores / copies, shared)
 
 
-def _steps(
-    workload: WorkloadConfig, placement: Placement, cluster: Cluster, spent: Costs, speeds: _Speeds, rng: np.random.Generator
-) -> Outlook:
+def _steps(case: _Case, rng: np.random.Generator) -> Outlook:
     """A fixed number of decisions of every slot."""
+    workload, placement, spent = case.workload, case.placement, case.spent
     stages = placement.num_pipeline_stages
-    rows = -(-workload.num_slots // speeds.copies)
+    rows = -(-workload.num_slots // case.copies)
     stage_rows = -(-rows // stages)
     rounds = max(1, min(workload.rollout_steps, _MOST_DRAWS // max(_REPETITIONS * rows, 1)))
     shape = (_REPETITIONS, rounds, stages)
     if workload.simulator == "gpu":
         assert workload.step_batch is not None
         gpus = placement["env"]
-        speed = min(cluster.nodes[device.node].gpu_speed for device in gpus)
+        speed = min(case.cluster.nodes[device.node].gpu_speed for device in gpus)
         step_s = np.full(shape, workload.step_batch.of(workload.num_slots / stages / len(gpus)) / speed)
     else:
-        step_s = stage_steps(rng, shape, stage_rows, speeds.cores_per_copy, speeds.step.median, speeds.step.sigma)
-    act_s = np.full(shape, speeds.act.of(stage_rows))
-    times = pipelined_rollout(step_s, act_s, shared=speeds.shared)
+        step_s = stage_steps(rng, shape, stage_rows, case.cores_per_copy, case.step.median, case.step.sigma)
+    act_s = np.full(shape, case.act.of(stage_rows))
+    times = pipelined_rollout(step_s, act_s, shared=case.shared)
     scale = workload.rollout_steps / rounds
     mean = float(times.seconds.mean())
     # A sum of more rounds has a mean that grows with their number and a spread that grows with its root.
-    rollout_s = mean * scale + (slowest_of(times.seconds, speeds.copies) - mean) * math.sqrt(scale)
+    rollout_s = mean * scale + (slowest_of(times.seconds, case.copies) - mean) * math.sqrt(scale)
     decisions = workload.num_slots * workload.rollout_steps
     reward_s = workload.reward_per_decision_s * decisions / len(placement["reward"])
-    train_s = train_seconds(workload, placement, cluster, decisions) + spent.train_gather_s
+    train_s = _train_seconds(case, decisions) + spent.train_gather_s
     overlap = placement.trains_apart and workload.max_staleness > 0
     published = iterations(
         np.full(16, rollout_s + reward_s), train_s + spent.switch_s, spent.publish_s, workload.max_staleness, overlap=overlap
@@ -263,13 +261,12 @@ def _steps(
     env, act = (float(part.mean()) * scale / iteration_s for part in (times.env_busy_s, times.act_busy_s))
     busy = {"env": env, "generation": act, "train": train_s / iteration_s}
     ages = {workload.max_staleness if overlap else 0: 1.0}
-    return _outlook(workload, placement, cluster, spent, decisions, iteration_s, rollout_s, train_s, busy, ages)
+    return _outlook(case, decisions, iteration_s, rollout_s, train_s, busy, ages)
 
 
-def _episodes(
-    workload: WorkloadConfig, placement: Placement, cluster: Cluster, spent: Costs, speeds: _Speeds, rng: np.random.Generator
-) -> Outlook:
+def _episodes(case: _Case, rng: np.random.Generator) -> Outlook:
     """Whole episodes in groups, by a cell that stands for all others like it."""
+    workload, placement, spent = case.workload, case.placement, case.spent
     if workload.simulator == "gpu":
         raise UserError(
             "Whole episodes on simulators that run on GPUs cannot be planned: their slots step together. Give rollout_steps in place of "
@@ -278,26 +275,26 @@ def _episodes(
     groups = workload.episodes_per_iteration // workload.group_size
     takeover = placement.num_takeover // workload.devices_per_copy
     events = 3 * workload.episodes_per_iteration * _mean(workload.episode_decisions) * _VERSIONS
-    copies = _cell(speeds.copies, takeover, groups, workload.num_slots, events)
-    cells = speeds.copies / copies
+    copies = _cell(case.copies, takeover, groups, workload.num_slots, events)
+    cells = case.copies / copies
     apart = placement.trains_apart
     fixed_s = spent.train_gather_s + (0.0 if takeover or apart else spent.switch_s)
 
     def train_s(decisions: int) -> float:
         whole = decisions * cells
         reward_s = workload.reward_per_decision_s * whole / len(placement["reward"])
-        return train_seconds(workload, placement, cluster, whole) + fixed_s + reward_s
+        return _train_seconds(case, whole) + fixed_s + reward_s
 
     run = EpisodeRun(
         num_slots=max(round(workload.num_slots / cells), 1),
-        num_cores=speeds.cores_per_copy * copies,
+        num_cores=case.cores_per_copy * copies,
         num_devices=copies,
         devices_while_training=copies - round(takeover / cells) if takeover else copies if apart else 0,
         groups_per_batch=max(round(groups / cells), 1),
         group_size=workload.group_size,
         length=workload.episode_decisions,
-        step=speeds.step,
-        act=speeds.act,
+        step=case.step,
+        act=case.act,
         train_s=train_s,
         publish_s=spent.publish_s,
         switch_s=spent.switch_s if takeover else 0.0,
@@ -318,33 +315,21 @@ def _episodes(
     rollout_s = max(iteration_s - mean_train_s - spent.publish_s, 0.0) if run.max_staleness == 0 else iteration_s
     total = sum(outcome.ages.values())
     ages = {age: count / total for age, count in sorted(outcome.ages.items())}
-    return _outlook(workload, placement, cluster, spent, decisions, iteration_s, rollout_s, mean_train_s, busy, ages)
+    return _outlook(case, decisions, iteration_s, rollout_s, mean_train_s, busy, ages)
 
 
 def _outlook(
-    workload: WorkloadConfig,
-    placement: Placement,
-    cluster: Cluster,
-    spent: Costs,
-    decisions: float,
-    iteration_s: float,
-    rollout_s: float,
-    train_s: float,
-    busy: Mapping[str, float],
-    ages: Mapping[int, float],
+    case: _Case, decisions: float, iteration_s: float, rollout_s: float, train_s: float, busy: dict[Any, float], ages: Mapping[int, float]
 ) -> Outlook:
+    cluster, workload, busy = case.cluster, case.workload, {role: min(share, 1.0) for role, share in busy.items()}
     compute = set(cluster.compute)
-    shares = _per_device(busy, workload.simulator == "gpu" or not cluster.gpus)
-    worked = sum(len(compute & set(placement[role])) * share for role, share in shares.items())
+    # Simulators on processors do not count for compute devices, where the policy runs on GPUs.
+    with_env = workload.simulator == "gpu" or not cluster.gpus
+    counted: tuple[Role, ...] = ("generation", "train", "env") if with_env else ("generation", "train")
+    worked = sum(len(compute & set(case.placement[role])) * busy[role] for role in counted)
     bubble = min(max(1.0 - worked / len(compute), 0.0), 1.0)
     speed = decisions * workload.steps_per_decision / iteration_s
-    return Outlook(placement, iteration_s, speed, rollout_s, train_s, {k: min(v, 1.0) for k, v in busy.items()}, bubble, spent, ages)
-
-
-def _per_device(busy: Mapping[str, float], with_env: bool) -> dict[Any, float]:
-    """Shares that count for compute devices: simulators on processors do not, where the policy runs on GPUs."""
-    roles: dict[Any, float] = {"generation": min(busy["generation"], 1.0), "train": min(busy["train"], 1.0)}
-    return roles | ({"env": min(busy["env"], 1.0)} if with_env else {})
+    return Outlook(case.placement, iteration_s, speed, rollout_s, train_s, busy, bubble, case.spent, ages)
 
 
 def _cell(copies: int, takeover: int, groups: int, slots: int, events: float) -> int:
