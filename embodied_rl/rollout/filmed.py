@@ -60,17 +60,10 @@ class EncodingSim(SimWrapper):
         self._filming: list[Filming | None] = [None] * num_envs
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        self._sim.reset(env_ids, seeds, out, options)
-        if self._columns:
-            for i, seed in zip(env_ids, seeds, strict=True):
-                self._give_up(i)
-                self._filming[i] = Filming(self._folder, self._columns, self._fps, int(seed), self._tools)
-            self._film(env_ids, out)
-
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        self._sim.step(env_ids, actions, out)
-        if self._columns:
-            self._film(env_ids, out)
+        for i, seed in zip(env_ids, seeds, strict=True):
+            self._give_up(i)
+            self._filming[i] = Filming(self._folder, self._columns, self._fps, int(seed), self._tools) if self._columns else None
+        super().reset(env_ids, seeds, out, options)
 
     def episodes_ended(self, env_ids: Sequence[int]) -> None:
         super().episodes_ended(env_ids)
@@ -88,7 +81,7 @@ class EncodingSim(SimWrapper):
             self._give_up(i)
         self._sim.close()
 
-    def _film(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+    def _seen(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         for i in env_ids:
             if (filming := self._filming[i]) is not None:
                 filming.add({part: out.observation[part][i] for part in self._columns})

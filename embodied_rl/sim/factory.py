@@ -33,9 +33,14 @@ class SimWrapper(SimEnv):
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         self._sim.reset(env_ids, seeds, out, options)
+        self._seen(env_ids, out)
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         self._sim.step(env_ids, actions, out)
+        self._seen(env_ids, out)
+
+    def _seen(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+        """The simulator has written new observations of these environments."""
 
     def task_at(self, env_id: int) -> str:
         return self._sim.task_at(env_id)

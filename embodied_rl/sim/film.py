@@ -75,14 +75,6 @@ class FilmedSim(SimWrapper):
         self._cameras, self._size = tuple(cameras), size
         self._texts = [""] * num_envs
 
-    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        self._sim.reset(env_ids, seeds, out, options)
-        self._keep_texts(env_ids, out)
-
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        self._sim.step(env_ids, actions, out)
-        self._keep_texts(env_ids, out)
-
     def render(self, env_id: int) -> np.ndarray:
         """Pictures [cameras · H, W, 3] uint8, one below the other; of several sizes, the smaller ones in the middle of black.
 
@@ -93,7 +85,7 @@ class FilmedSim(SimWrapper):
             views = [np.array(self._view(env_id, camera), np.uint8) for camera in self._cameras]
         return _stacked(views)
 
-    def _keep_texts(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+    def _seen(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         if self._shows_text:
             for env_id in env_ids:
                 self._texts[env_id] = str(out.observation["text"][env_id])

@@ -173,11 +173,7 @@ class InstrumentedSim(SimWrapper):
         if self._make_expert is not None:
             for i in env_ids:
                 self._experts[i] = self._make_expert(self._sim, i)
-        self._show(env_ids, out)
-
-    def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        self._sim.step(env_ids, actions, out)
-        self._show(env_ids, out)
+        self._seen(env_ids, out)
 
     def restore(self, env_id: int, data: bytes) -> None:
         """See `SimEnv.restore`; what `encode_physics` gave is set in the running episode instead.
@@ -222,7 +218,7 @@ class InstrumentedSim(SimWrapper):
         part = IMAGE + (CAMERA if camera == DEFAULT_CAMERA else camera)
         self._pictures[part], self._parts[part] = (camera, fitted), TensorSpec((*fitted, 3), "uint8")
 
-    def _show(self, env_ids: Sequence[int], out: StepBuffers) -> None:
+    def _seen(self, env_ids: Sequence[int], out: StepBuffers) -> None:
         observation = out.observation
         for i in env_ids:
             if self.many_tasks:
