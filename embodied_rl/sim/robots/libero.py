@@ -137,8 +137,8 @@ class LiberoSim(RobosuiteSim):
 
     def __init__(
         self,
-        num_envs: int,
         task: str,
+        num_envs: int,
         observation: str = "rgb",
         init_states: str = "split",
         image_size: int = 224,
