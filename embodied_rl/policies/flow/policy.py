@@ -314,13 +314,8 @@ class NoiseNet(nn.Module):
         return torch.exp(self.low + share * (self.high - self.low)).view(-1, *self.latent)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One stochastic denoising step, as it was taken."""
-
-    transition: Transition
-    after: Tensor
-    """[B, H, D]"""
+_Step = tuple[Transition, Tensor]
+"""One stochastic denoising step, and x [B, H, D] after it."""
 
 
 class FlowPolicy(Policy, Generic[Context]):
@@ -458,12 +453,12 @@ class FlowPolicy(Policy, Generic[Context]):
         noise: Tensor | None = None,
         t: Tensor | None = None,
     ) -> Tensor:
-        """Flow-matching loss [B] of recorded chunks; see `schedule.flow_matching_loss`.
+        """Flow-matching loss [B] of recorded chunks; see `flow_matching_loss`.
 
         Args:
             action: [B, H, D'] normalised; dimensions that are missing are filled up with zeros, as pi0 has it.
             noise: [B, H, D] standard normal; None: from torch's global generator.
-            t: [B] times, of `schedule.sample_times`; None: uniform ones, from the same.
+            t: [B] times, of `sample_times`; None: uniform ones, from the same.
             mask: [B, H] steps that exist.
         """
         context = self.model.context(observation)
@@ -473,7 +468,7 @@ class FlowPolicy(Policy, Generic[Context]):
         return flow_matching_loss(lambda x, at: self.model.velocity(context, x, at), padded, noise, t, mask)
 
     def log_density(self, observation: Mapping[str, Any], action: Tensor, *, num_steps: int = 32) -> Tensor:
-        """[B] log-density of whole chunks [B, H, D] under the deterministic flow from random noise (`density.log_density`)."""
+        """[B] log-density of whole chunks [B, H, D] under the deterministic flow from random noise (`log_density`)."""
         with torch.no_grad():
             context = self.model.context(observation)
         return log_density(lambda x, t: self.model.velocity(context, x, t), action, num_steps=num_steps)
@@ -517,7 +512,7 @@ class FlowPolicy(Policy, Generic[Context]):
             mean, std = torch.where(chosen, transition.mean, mean), torch.where(chosen, transition.std, std)
             x = moved
         used = self.layout.used
-        return Record(used(x), before[:, None], used(after), index), [_Step(Transition(mean, std), after)]
+        return Record(used(x), before[:, None], used(after), index), [(Transition(mean, std), after)]
 
     def _denoise_all(self, context: Context, features: Tensor, noise: Tensor | None) -> tuple[Record, list[_Step]]:
         """Every step stochastic."""
@@ -534,24 +529,19 @@ class FlowPolicy(Policy, Generic[Context]):
                 latent = self.layout.num_latent
                 moved = transition.sample(rest[:, step * latent : (step + 1) * latent].reshape(x.shape))
             chain.append(x)
-            steps.append(_Step(transition, moved))
+            steps.append((transition, moved))
             x = moved
         return Record(self.layout.used(x), torch.stack(chain, dim=1)), steps
 
     def _replay(self, context: Context, features: Tensor, record: Record) -> list[_Step]:
         """The stochastic steps of a record under the present weights."""
-        num_steps = self.options.num_steps
-        if record.index is not None:
-            assert record.after is not None
-            t = step_time(record.index, num_steps)
-            x = record.before[:, 0]
-            return [_Step(self._transition(features, x, self.model.velocity(context, x, t), t), record.after)]
+        before = record.before.unbind(1)
+        afters = [*before[1:], record.chunk if record.after is None else record.after]
         steps = []
-        for step in range(num_steps):
-            x = record.before[:, step]
-            t = step_time(torch.full((len(x),), step, device=x.device), num_steps)
-            after = record.before[:, step + 1] if step + 1 < num_steps else record.chunk
-            steps.append(_Step(self._transition(features, x, self.model.velocity(context, x, t), t), after))
+        for step, (x, after) in enumerate(zip(before, afters, strict=True)):
+            index = torch.full((len(x),), step, device=x.device) if record.index is None else record.index
+            t = step_time(index, self.options.num_steps)
+            steps.append((self._transition(features, x, self.model.velocity(context, x, t), t), after))
         return steps
 
     def _score(self, record: Record, steps: list[_Step]) -> tuple[Tensor, Tensor]:
@@ -562,10 +552,9 @@ class FlowPolicy(Policy, Generic[Context]):
         """
         used = self.layout.used
         log_probs, entropies = [], []
-        for step in steps:
-            mean = step.transition.mean
-            part = Transition(used(mean), used(step.transition.std.expand_as(mean)))
-            log_probs.append(part.log_prob(used(step.after)).flatten(1))
+        for transition, after in steps:
+            part = Transition(used(transition.mean), used(transition.std.expand_as(transition.mean)))
+            log_probs.append(part.log_prob(used(after)).flatten(1))
             entropies.append(part.entropy().flatten(1))
         if self.options.method == "dppo":
             return torch.cat(log_probs, dim=1), torch.cat(entropies, dim=1)

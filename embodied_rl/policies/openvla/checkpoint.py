@@ -71,17 +71,19 @@ def save_weights(state: Mapping[str, Tensor], config: Mapping[str, object], dire
     Files are written beside their place and renamed, the index last. Weights of an earlier save that are no part of this one are
     removed.
     """
-    shards = _split(state, max_shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [f"model-{index + 1:05}-of-{len(shards):05}.safetensors" for index in range(len(shards))]
-    for name, keys in zip(names, shards, strict=True):
+    from huggingface_hub import split_torch_state_dict_into_shards  # transformers brings it
+
+    split = split_torch_state_dict_into_shards(dict(state), max_shard_size=max_shard_bytes)
+    for name, keys in split.filename_to_tensors.items():
         save_state({key: state[key] for key in keys}, directory / name)
-    if len(shards) > 1:
-        places = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-        index = {"metadata": {"total_size": sum(_bytes(tensor) for tensor in state.values())}, "weight_map": dict(sorted(places.items()))}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         write_atomic(directory / INDEX, json.dumps(index, indent=2))
     else:
         (directory / INDEX).unlink(missing_ok=True)
-    for stale in {*directory.glob("model-?????-of-?????.safetensors"), directory / SINGLE} - {directory / name for name in names}:
+    for stale in {*directory.glob("model-?????-of-?????.safetensors"), directory / SINGLE} - {
+        directory / name for name in split.filename_to_tensors
+    }:
         stale.unlink(missing_ok=True)
     write_atomic(directory / "config.json", json.dumps(config, indent=2, sort_keys=True))
 
@@ -130,23 +132,6 @@ def _check(place: object, wanted: Mapping[str, Tensor], state: Mapping[str, Tens
     if wrong:
         name = wrong[0]
         raise UserError(f"'{place}': '{name}' is {list(state[name].shape)}, but this model has {list(wanted[name].shape)}.")
-
-
-def _split(state: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
-    """Names in order, a new shard where the next tensor would not fit."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in state.items():
-        if shards[-1] and size + _bytes(tensor) > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += _bytes(tensor)
-    return shards
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _list(names: list[str]) -> str:

@@ -21,7 +21,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.policies.openvla.checkpoint import load_state, read_safetensors, save_state
 from embodied_rl.policies.openvla.config import OpenVLAConfig, ViTShape
 from embodied_rl.policies.openvla.model import MAX_SHARD_BYTES, STOP_TOKEN, Embedded, VisionLanguageModel, attention_mask, join
-from embodied_rl.policies.openvla.vision import L1ActionHead, Layers, ProprioProjector
+from embodied_rl.policies.openvla.vision import MLP, L1ActionHead, Layers
 
 Head = Literal["discrete", "l1"]
 """discrete: K·A independent categorical distributions over the action tokens, what RL uses. l1: regression, without probabilities."""
@@ -73,7 +73,8 @@ class OpenVLAOFT(VisionLanguageModel):
         self.oft = oft
         width = config.hidden_size
         self.action_head = L1ActionHead(width, oft.action_dim) if oft.head == "l1" else None
-        self.proprio_projector = None if oft.proprio_dim is None else ProprioProjector(oft.proprio_dim, width)
+        # The robot's own state as one token.
+        self.proprio_projector = None if oft.proprio_dim is None else MLP(oft.proprio_dim, width, width)
 
     @classmethod
     def from_pretrained(

@@ -49,10 +49,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two layers with the exact (erf) GELU between: the tanh approximation moves OpenVLA's logits by 5e-3."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, num_inputs: int, hidden: int, num_outputs: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
+        self.fc1 = nn.Linear(num_inputs, hidden)
+        self.fc2 = nn.Linear(hidden, num_outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x)))
@@ -78,7 +78,7 @@ class Block(nn.Module):
         self.attn = Attention(shape.width, shape.num_heads)
         self.ls1 = LayerScale(shape.width) if shape.layer_scale else nn.Identity()
         self.norm2 = nn.LayerNorm(shape.width, eps=_EPS)
-        self.mlp = MLP(shape.width, shape.mlp_width)
+        self.mlp = MLP(shape.width, shape.mlp_width, shape.width)
         self.ls2 = LayerScale(shape.width) if shape.layer_scale else nn.Identity()
         self.scale: nn.Linear | None = None if film_width is None else nn.Linear(film_width, shape.width)
         self.shift: nn.Linear | None = None if film_width is None else nn.Linear(film_width, shape.width)
@@ -102,7 +102,7 @@ class AttentionPool(nn.Module):
         self.kv = nn.Linear(shape.width, 2 * shape.width)
         self.proj = nn.Linear(shape.width, shape.width)
         self.norm = nn.LayerNorm(shape.width, eps=_EPS)
-        self.mlp = MLP(shape.width, shape.mlp_width)
+        self.mlp = MLP(shape.width, shape.mlp_width, shape.width)
 
 
 class PatchEmbedding(nn.Module):
@@ -185,19 +185,6 @@ class Projector(nn.Module):
     def forward(self, patches: Tensor) -> Tensor:
         """[B, P, d0 + d1] → [B, P, D]"""
         return self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(patches)))))
-
-
-class ProprioProjector(nn.Module):
-    """The robot's own state as one token (OpenVLA-OFT)."""
-
-    def __init__(self, proprio_dim: int, hidden_size: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(proprio_dim, hidden_size)
-        self.fc2 = nn.Linear(hidden_size, hidden_size)
-
-    def forward(self, proprio: Tensor) -> Tensor:
-        """Normalised state [B, dim] → [B, D]"""
-        return self.fc2(F.gelu(self.fc1(proprio)))
 
 
 class ResidualBlock(nn.Module):
