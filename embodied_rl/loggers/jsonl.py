@@ -141,7 +141,6 @@ class PlotLogger(Logger):
 
 def draw_curves(curves: Mapping[str, Curve], path: Path) -> Path:
     """Draw {metric: (steps, values)} as panels into a PNG. Raises UserError where it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -151,7 +150,6 @@ def draw_curves(curves: Mapping[str, Curve], path: Path) -> Path:
     figure = Figure(figsize=(width, height))
     # In inches. matplotlib would find them by drawing all letters twice, which takes half a second.
     figure.subplots_adjust(0.7 / width, 0.45 / height, 1 - 0.15 / width, 1 - 0.3 / height, 0.8 / (4.2 - 0.8), 0.6 / (2.8 - 0.6))
-    FigureCanvasAgg(figure)
     for index, (title, names) in enumerate(panels):
         axes = figure.add_subplot(num_rows, _NUM_COLUMNS, index + 1)
         for name in names:

@@ -321,12 +321,9 @@ def draw_open_loop(policy: PolicyResult) -> Figure:
 
 
 def _figure(width: float, height: float) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _picture(plot: Figure, title: str, meaning: str) -> str:
