@@ -74,11 +74,9 @@ class Conversation(Protocol):
 
     def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
         """What was sampled called tools, and `response` is what they gave: the prompt to go on with, in the same turn."""
-        ...
 
     def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
         """What was sampled after it, as ids and as text, and what the simulator got."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

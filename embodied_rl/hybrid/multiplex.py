@@ -35,19 +35,15 @@ class Host(Protocol):
     @property
     def running(self) -> Collection[Key]:
         """Episodes that are being played here."""
-        ...
 
     def movable(self) -> Collection[Key]:
         """Those of `running` that can be taken at this moment, without waiting."""
-        ...
 
     def take(self, keys: Sequence[Key]) -> Mapping[Key, Any]:
         """End these here and return what is needed to go on elsewhere; one that just finished is left out (and comes out as finished)."""
-        ...
 
     def give(self, states: Mapping[Key, Any]) -> None:
         """Go on with episodes of another host."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -39,15 +39,12 @@ class Resident(Protocol):
 
     def num_bytes(self) -> dict[str, int]:
         """{place: bytes} now."""
-        ...
 
     def offload(self) -> int:
         """Put it aside; bytes that the device got back. Nothing happens the second time."""
-        ...
 
     def onload(self) -> int:
         """Bring it back; bytes that the device gave."""
-        ...
 
 
 class Residency:

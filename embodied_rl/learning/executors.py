@@ -152,11 +152,9 @@ class TrainedCopy(Protocol):
 
     def write_back(self) -> None:
         """Bring the trained weights into the policy."""
-        ...
 
     def take_weights(self) -> None:
         """Train on from the policy's present weights."""
-        ...
 
     def close(self) -> None: ...
 

@@ -45,41 +45,32 @@ class RankHost(Protocol):
     @property
     def first(self) -> RankLink | None:
         """Of rank 0; None: it is in the process of the `RankExecutor`."""
-        ...
 
     @property
     def links(self) -> list[RankLink]:
         """Of rank 1, 2, …"""
-        ...
 
     def start(self, num_ranks: int, device: torch.device) -> None:
         """Begin them. Raises UserError where there are too few devices."""
-        ...
 
     def device_type(self, own: torch.device) -> str:
         """Where ranks compute, cpu or cuda; `own`: what the `RankExecutor` was given."""
-        ...
 
     def device_index(self, rank: int) -> int:
         """Which of the GPUs that a rank's process sees is its own."""
-        ...
 
     def meeting(self, num_ranks: int, timeout_s: float) -> contextlib.AbstractContextManager[tuple[str, Store]]:
         """(address that the others `open_store`, rank 0's own store), until all have joined; the store is there until `close`: NCCL's
         ranks meet in it once more, before their first exchange."""
-        ...
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Send the same to every rank."""
-        ...
 
     def ended(self, patience_s: float) -> Exception | None:
         """What is to be raised for a rank that has ended, or ends within the time; None: all go on."""
-        ...
 
     def close(self) -> None:
         """Let them go; those of them that do not end are ended. May be called twice."""
-        ...
 
 
 class LocalRanks:

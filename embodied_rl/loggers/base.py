@@ -63,7 +63,6 @@ class Logger(ABC):
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one iteration, after `step` environment steps. Values may be NaN or infinite."""
-        ...
 
     def log_video(self, step: int, path: Path) -> None:
         """Record a video file; loggers without a place for it leave it where it is."""
@@ -88,7 +87,6 @@ class Logger(ABC):
     @abstractmethod
     def close(self) -> None:
         """Write what is pending. Nothing is logged afterwards."""
-        ...
 
 
 class LoggerGroup(Logger):

@@ -39,11 +39,9 @@ class WarmStarts(Protocol):
     @property
     def wanted(self) -> bool:
         """Whether a warm start is still to be made."""
-        ...
 
     def run(self, version: int) -> None:
         """Make it, and publish the weights it leaves as `version`."""
-        ...
 
 
 @dataclass(frozen=True)

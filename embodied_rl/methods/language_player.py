@@ -90,7 +90,6 @@ class Speaking(Protocol):
     @property
     def hf_config(self) -> Any:
         """transformers' configuration of the whole model."""
-        ...
 
     @property
     def vision(self) -> VisionInputs | None: ...

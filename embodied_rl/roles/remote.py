@@ -36,11 +36,9 @@ class WorkerHandle(Protocol):
 
     def call(self, what: str, **arguments: object) -> Any:
         """What the worker's method `what` returns. Raises RoleLost, and what the method raised."""
-        ...
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
         """Have it play with these weights; how many bytes were sent. Raises RoleLost."""
-        ...
 
     def close(self) -> None: ...
 

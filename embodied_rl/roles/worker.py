@@ -517,7 +517,6 @@ class Inbox(Protocol):
 
     def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
         """(what, arguments, how to answer), in order; None: there is none and `wait` is false. Raises EOFError when no client is left."""
-        ...
 
 
 def serve(worker: RolloutWorker, inbox: Inbox) -> None:

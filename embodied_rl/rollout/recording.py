@@ -57,7 +57,6 @@ class Player(Protocol):
 
     def act(self, seen: Split, noise: np.ndarray | None) -> Played:
         """Actions for all rows; `noise` [n, noise_width] as `Generator.send` takes it, None where `draws` is False."""
-        ...
 
 
 class ExpertPlayer:

@@ -27,20 +27,16 @@ class Scorer(Protocol):
 
     def submit(self, number: int, episode: Episode) -> None:
         """Begin to score an episode; returns at once."""
-        ...
 
     def ready(self) -> list[tuple[int, Episode | str]]:
         """(number, the episode with its new rewards, or why it has none) of what was scored since the last call, by number."""
-        ...
 
     def wait(self, timeout_s: float) -> None:
         """Until something is ready, or for so long."""
-        ...
 
     def metrics(self) -> dict[str, float]:
         """``reward_worker/…``: episodes scored and failed in the whole run, their mean score since the last call;
         ``roles/score_s``, the seconds that one took."""
-        ...
 
     def close(self) -> None: ...
 

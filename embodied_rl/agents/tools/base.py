@@ -25,20 +25,16 @@ class Tool(Protocol):
     @property
     def description(self) -> str:
         """For the agent."""
-        ...
 
     @property
     def parameters(self) -> Mapping[str, Any]:
         """JSON schema of the arguments."""
-        ...
 
     def run(self, arguments: Mapping[str, Any]) -> str:
         """Raises ToolError with a text for the agent."""
-        ...
 
     def close(self) -> None:
         """Let go of processes. May be called twice."""
-        ...
 
 
 @dataclass(frozen=True)

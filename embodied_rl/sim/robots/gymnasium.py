@@ -51,11 +51,9 @@ class ObservesOnDemand(Protocol):
     def set_observing(self, observing: bool) -> None:
         """False: the observations of the steps that follow are not read, and `step` may return anything in their place, such as None.
         True: `step` observes again. Every `reset` happens while it observes, which is also how it begins."""
-        ...
 
     def observe(self) -> Any:
         """The observation of the present state, as `step` would have returned it. It changes nothing and draws no random number."""
-        ...
 
 
 def on_demand(env: gymnasium.Env) -> ObservesOnDemand | None:

@@ -19,7 +19,6 @@ class TextTask(Protocol):
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Begin the episode that this seed means: (what the agent reads, further information)."""
-        ...
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """(what the agent reads, reward, terminated, truncated, information).
@@ -27,19 +26,15 @@ class TextTask(Protocol):
         ``info["success"]`` says whether the episode succeeded; without it one does whose rewards add up to `success_return`.
         ``info["failure"]``: a sentence that says why the answer could not be judged; the episode ends here and is excluded from learning.
         """
-        ...
 
     def sample_random_action(self) -> str:
         """Some action."""
-        ...
 
     def get_state(self) -> dict[str, Any]:
         """Everything that the rest of the episode depends on: plain values and arrays."""
-        ...
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `get_state` gave."""
-        ...
 
 
 PLACEHOLDER = "package.module:Class"
