@@ -24,6 +24,7 @@ DOMAINS = f"{TEXTS} {LAKE} {POLE}"
 ROLLOUTS = " ".join([CARTPOLE, *(f"domains.d{number}={{sim:{{name:pole,target:a:b,num_slots:{number}}}}}" for number in (4, 6))])
 MIX = "generation.mix={guest:{share:0.5,backend:random}}"
 APART = "hybrid=disaggregated"
+LENT = "hybrid=multiplexed hybrid.cluster=ray"
 SCORED = "hybrid.reward_worker={target:a.b:c}"
 STARTS = "{share:0.5,sources:[best]}"
 COLLOCATED = "The nearest possible: hybrid=collocated."
@@ -148,7 +149,8 @@ EXAMPLES = (
         f"{CARTPOLE} hybrid.placement={{kind:hybrid,num_pipeline_stages:4}} sim.pipeline_groups=2",
         "num_pipeline_stages=4 contradicts sim.pipeline_groups=2",
     ),
-    ("multiplexed_ray", f"{GROUPS} hybrid=multiplexed hybrid.cluster=ray", "The nearest possible: hybrid.cluster=local"),
+    ("multiplexed_ray", f"{GROUPS} {LENT} hybrid.ray.gpus={{generation:0.5,train:0.5}}", "nearest possible: hybrid.ray.gpus.generation=0"),
+    ("shared_gpus", f"{TEXTS} {LENT} hybrid.ray.gpus={{generation:1,train:1}}", "The nearest possible: generation=0.5 and train=0.5."),
     (
         "divided_gpus",
         f"{CARTPOLE} hybrid=ray hybrid.sharding={{num_shards:2}} hybrid.ray.gpus.train=1",
@@ -168,6 +170,7 @@ EXAMPLES = (
         f"{CARTPOLE} {APART} sim.num_slots=2 algorithm.minibatch_size=64 hybrid.players=3",
         "divide sim.num_slots=2 slots: each needs one.",
     ),
+    ("players_of_one_process", f"{GROUPS} {LENT} hybrid.players=2", "and with hybrid.placement=multiplexed what plays is one already"),
     ("idle_players", f"{DOMAINS} {APART} {MIX[:-2]},num_slots:2}}}} hybrid.players=4", "mix.guest.num_slots=2 slots: each needs"),
     (
         "idle_players",
@@ -229,6 +232,7 @@ def test_names_that_nothing_has_are_refused() -> None:
         (f"{CARTPOLE} algorithm=bc", "expert"),
         (f"{CARTPOLE} hybrid.placement={{env:[1/cpu],generation:[0/cpu],train:[0/cpu]}}", "Device '1/cpu' does not exist"),
         (f"{GROUPS} hybrid.placement={{kind:multiplexed,num_train_gpus:2}}", "lends 2 of 2 hosts"),
+        (f"{GROUPS} {LENT} hybrid.placement={{kind:multiplexed,num_train_gpus:2}}", "The nearest possible: num_hosts=3"),
         (f"{DOMAINS} domains.pole.algorithm.advantage=gpro", "Did you mean 'grpo'"),
     ):
         with pytest.raises(UserError, match=message.replace("(", r"\(")):

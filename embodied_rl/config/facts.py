@@ -179,6 +179,13 @@ class Run:
         return "the player" if self.hybrid.players == 1 else "each player"
 
     @property
+    def most_players(self) -> int:
+        """That may play at once, as many as are asked for where they may: none of a multiplexed run's hosts play by themselves."""
+        if self.on_ray:
+            return 1 if self.kind == "multiplexed" else self.hybrid.players
+        return max(len(self.devices.players), 1)
+
+    @property
     def most_ranks(self) -> int:
         return max(self.num_gpus - self.hybrid.players, 1)
 
@@ -196,6 +203,14 @@ class Run:
     @property
     def ray_gpus(self) -> float:
         return self.hybrid.ray.gpus.train
+
+    @property
+    def ray_gpus_of_hosts(self) -> float:
+        return self.hybrid.ray.gpus.generation
+
+    @property
+    def half_gpus(self) -> float:
+        return 0.5 * self.ranks
 
     @property
     def nearest_gpus(self) -> float:

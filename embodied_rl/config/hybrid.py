@@ -77,9 +77,10 @@ class PlacementConfig(Config, place="hybrid.placement"):
     """Of simulators that run on GPUs (disaggregated, hybrid); null: what the planner finds best, or a third."""
     num_train_gpus: Devices | None = None
     """GPUs that training has for itself (disaggregated) or takes over (multiplexed; without GPUs, generating hosts); null: a third, or
-    half. A run without Ray takes over as many as it has training ranks."""
+    half. On GPUs a run takes over as many as it has training ranks."""
     num_hosts: Annotated[int, Bounds(2, 65_536)] | None = None
-    """Of kind multiplexed without GPUs: parts of the processor that generate, each by itself; null: two. With GPUs each is a host."""
+    """Of kind multiplexed without GPUs: parts of the processor that generate, each by itself; null: two. With GPUs each is a host. With Ray
+    the actors that generate, on GPUs too; null: one more than are lent."""
     roles: dict[str, Any] = field(default_factory=dict)
     """Of kind explicit: {env, generation, reward, train: devices such as ["0/gpu:0-3", "1/cpu", "*/gpu:*"]}; reward may be left out."""
 

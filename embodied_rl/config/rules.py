@@ -416,9 +416,7 @@ _CHECKPOINTS = (
     Rule(
         "within_ahead",
         lambda run: (
-            run.config.checkpoint.within_episodes
-            and run.max_staleness > 0
-            and (run.groups is not None or (run.kind == "multiplexed" and not run.on_ray))
+            run.config.checkpoint.within_episodes and run.max_staleness > 0 and (run.groups is not None or run.kind == "multiplexed")
         ),
         "checkpoint.within_episodes repeats a run to the bit, and with {run.staleness_key}={run.max_staleness} here no run is: how far an "
         "episode has come when new weights arrive, and with hosts which slots share a forward pass, is the clock's. Set it false: what "
@@ -477,13 +475,25 @@ _COLLOCATED = "The nearest possible: hybrid=collocated."
 _APART = (
     Rule(
         "multiplexed_ray",
-        lambda run: run.on_ray and run.kind == "multiplexed",
-        "hybrid.placement=multiplexed lends the devices of generating hosts to training and takes them back, and hybrid.cluster=ray gives "
-        "an actor its devices for life. The nearest possible: hybrid.cluster=local, or hybrid.placement=disaggregated.",
+        lambda run: run.on_ray and run.kind == "multiplexed" and run.ray_gpus_of_hosts > 0 and any(not task.speaks for task in run.tasks),
+        "hybrid.placement=multiplexed has a copy of a robot's policy on each host's GPU, all of them in one process, and with "
+        "hybrid.cluster=ray each host is an actor. The nearest possible: hybrid.ray.gpus.generation=0, or hybrid.cluster=local.",
+    ),
+    Rule(
+        "shared_gpus",
+        lambda run: (
+            run.on_ray
+            and run.kind == "multiplexed"
+            and max(run.ray_gpus_of_hosts, run.ray_gpus) > 0
+            and not (min(run.ray_gpus_of_hosts, run.ray_gpus) > 0 and run.ray_gpus_of_hosts + run.ray_gpus / run.ranks <= 1)
+        ),
+        "hybrid.placement=multiplexed lends a host's GPU to a rank of training, and Ray gives both their part of it for life: "
+        "hybrid.ray.gpus.generation={run.ray_gpus_of_hosts:g} and hybrid.ray.gpus.train={run.ray_gpus:g} of {run.ranks} ranks are no parts "
+        "of one. The nearest possible: generation=0.5 and train={run.half_gpus:g}.",
     ),
     Rule(
         "divided_gpus",
-        lambda run: run.on_ray and run.hybrid.sharding is not None and run.ray_gpus % run.ranks,
+        lambda run: run.on_ray and run.hybrid.sharding is not None and run.kind != "multiplexed" and run.ray_gpus % run.ranks,
         "hybrid.sharding: {run.ranks} ranks need a GPU each, or as many whole ones, and hybrid.ray.gpus.train={run.ray_gpus:g} are "
         "divided among them. The nearest possible: hybrid.ray.gpus.train={run.nearest_gpus:g}, or another number of ranks.",
     ),
@@ -505,7 +515,7 @@ _ONE_PLAYER = "The nearest possible: hybrid.players=1"
 _PLAYERS = (
     Rule(
         "players_of_one_process",
-        lambda run: not run.on_ray and run.hybrid.players > max(len(run.devices.players), 1),
+        lambda run: run.hybrid.players > run.most_players,
         "hybrid.players={hybrid.players}: beside training several may play at once (processes of hybrid=disaggregated, actors of "
         "hybrid=ray), and with hybrid.placement={run.kind} what plays is one already, with all slots. "
         f"{_ONE_PLAYER}, or one of these.",
@@ -544,7 +554,7 @@ RULES = (*OF_RUNS, *OF_TASKS, *OF_PLACEMENT)
 WARNINGS = (
     Rule(
         "multiplexed_in_turns",
-        lambda run: not run.on_ray and run.kind == "multiplexed" and run.max_staleness == 0,
+        lambda run: run.kind == "multiplexed" and run.max_staleness == 0,
         "hybrid.placement=multiplexed with {run.staleness_key}=0: nothing may be played while training, so that hosts and "
         "training take turns. Set {run.staleness_key}=1 to have them work at the same time.",
     ),
@@ -641,7 +651,8 @@ def _with_tokens(config: TrainConfig) -> TrainConfig:
 
 
 def _with_host_threads(config: TrainConfig) -> TrainConfig:
-    """A processor that is shared by hosts gives training its part of the threads."""
-    if config.hybrid.placement.kind != "multiplexed" or config.hybrid.cluster != "local":
+    """A processor that is shared by hosts gives training its part of the threads; with Ray that of the machine where it trains."""
+    if config.hybrid.placement.kind != "multiplexed":
         return config
-    return with_host_threads(config, plan_here(config))
+    plan = plan_here(config)
+    return with_host_threads(config, plan) if config.hybrid.cluster == "local" else config

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from embodied_rl.config import SimConfig, TrainConfig
+from embodied_rl.config import HybridConfig, SimConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.multiplex import Host, HostState, HostTimes, Multiplexer, Span
 from embodied_rl.roles.local_devices import this_machine, visible_gpu
@@ -46,10 +46,15 @@ class HostPlan:
         return visible_gpu(number) if self.devices else None
 
 
-def plan_hosts(config: TrainConfig, *, num_gpus: int, num_cores: int) -> HostPlan:
-    """Raises UserError for what this machine cannot have, with the nearest that it can."""
-    placement, sharding = config.hybrid.placement, config.hybrid.sharding
+def plan_hosts(hybrid: HybridConfig, *, num_gpus: int, num_cores: int) -> HostPlan:
+    """`num_gpus`: of this machine; with Ray none, since each host is an actor, which has what `hybrid.ray` says.
+
+    Raises UserError for what this machine cannot have, with the nearest that it can.
+    """
+    placement, sharding = hybrid.placement, hybrid.sharding
     ranks = 1 if sharding is None else sharding.num_ranks
+    on_ray = hybrid.cluster == "ray"
+    on_gpus = num_gpus > 0 or (on_ray and hybrid.ray.gpus.generation > 0)
     if num_gpus == 1:
         raise UserError("hybrid.placement=multiplexed needs at least 2 GPUs, and this machine has 1. The nearest possible: collocated.")
     if num_gpus and placement.num_hosts not in (None, num_gpus):
@@ -57,14 +62,15 @@ def plan_hosts(config: TrainConfig, *, num_gpus: int, num_cores: int) -> HostPla
             f"hybrid.placement.num_hosts={placement.num_hosts}: each GPU is a host, and there are {num_gpus}. Leave it out, or "
             "set CUDA_VISIBLE_DEVICES."
         )
-    hosts = num_gpus or placement.num_hosts or _HOSTS_ON_A_PROCESSOR
-    lent = placement.num_train_gpus or (ranks if num_gpus else max(1, hosts // 2))
+    hosts = num_gpus or placement.num_hosts or max(_HOSTS_ON_A_PROCESSOR, ranks + 1 if on_gpus else 0)
+    lent = placement.num_train_gpus or (ranks if on_gpus else max(1, hosts // 2))
     if lent >= hosts:
+        nearest = f"num_hosts={lent + 1}" if on_ray else f"num_train_gpus={hosts - 1}, or hybrid.placement=collocated"
         raise UserError(
             f"hybrid.placement=multiplexed lends {lent} of {hosts} hosts to training, and one must go on generating. The nearest possible: "
-            f"num_train_gpus={hosts - 1}, or hybrid.placement=collocated."
+            f"{nearest}."
         )
-    if num_gpus and ranks != lent:
+    if on_gpus and ranks != lent:
         raise UserError(
             f"hybrid.placement.num_train_gpus={lent}, and {ranks} ranks train (hybrid.sharding): set "
             f"num_train_gpus={ranks}, or have as many ranks."
@@ -73,8 +79,9 @@ def plan_hosts(config: TrainConfig, *, num_gpus: int, num_cores: int) -> HostPla
 
 
 def plan_here(config: TrainConfig) -> HostPlan:
-    """Of this machine. Raises UserError as `plan_hosts`."""
-    return plan_hosts(config, num_gpus=len(this_machine(config).gpus), num_cores=available_cores())
+    """Of this machine, or of a Ray cluster with this machine's cores. Raises UserError as `plan_hosts`."""
+    gpus = 0 if config.hybrid.cluster == "ray" else len(this_machine(config).gpus)
+    return plan_hosts(config.hybrid, num_gpus=gpus, num_cores=available_cores())
 
 
 def hosted_sim(config: TrainConfig, sim: SimConfig) -> SimConfig:

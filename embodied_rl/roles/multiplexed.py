@@ -25,7 +25,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, check_new_ids, refuse_structures
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher
 from embodied_rl.methods.language_player import ModelFiles
-from embodied_rl.roles.device_lease import DeviceLease
+from embodied_rl.roles.device_lease import DeviceLease, HostPlan
 from embodied_rl.roles.token_process import TokenProcess
 from embodied_rl.rollout.migration import PartialAnswer, SimHost, TokenHost
 from embodied_rl.sim.batches import Slots
@@ -412,13 +412,16 @@ def start_token_hosts(config: TrainConfig, files: ModelFiles, lease: DeviceLease
             processes.append(TokenProcess(config, files, gpu=gpu, num_threads=plan.threads_per_host))
         for process in processes:
             process.started()
-        # Those that stay have room for all that play.
-        capacity = -(-config.sim.num_slots // (plan.num_hosts - plan.num_lent))
-        return MultiplexedTokens(processes, lease, capacity, load_all, at_close=at_close)
+        return MultiplexedTokens(processes, lease, capacity_of(config, plan), load_all, at_close=at_close)
     except BaseException:
         for process in processes:
             process.close()
         raise
+
+
+def capacity_of(config: TrainConfig, plan: HostPlan) -> int:
+    """Requests of one host at a time: those that stay have room for all that play."""
+    return -(-config.sim.num_slots // (plan.num_hosts - plan.num_lent))
 
 
 def _aborted(part: PartialAnswer) -> Completion:

@@ -20,7 +20,8 @@ import embodied_rl
 from embodied_rl.config import HybridConfig, RayConfig
 from embodied_rl.config.hybrid import ClusterConfig, NodesConfig
 from embodied_rl.errors import UserError, from_extra
-from embodied_rl.hybrid.placement import Cluster, Device, Role, resolve
+from embodied_rl.hybrid.placement import ROLES, Cluster, Device, Role, resolve
+from embodied_rl.roles.device_lease import HostPlan, plan_hosts
 from embodied_rl.roles.ray_watch import ClusterWatch
 
 _HEAD = "node:__internal_head__"
@@ -58,15 +59,16 @@ class Need:
 
 
 def needs_of(config: HybridConfig) -> list[Need]:
-    """What every actor of a run takes: env and generation of each rollout worker, each rank of train, and each reward worker.
+    """What every actor of a run takes: env and generation of each rollout worker (of a multiplexed run one for each host), each rank of
+    train, and each reward worker.
 
     Raises UserError: an actor has nothing.
     """
     num_ranks = 1 if config.sharding is None else config.sharding.num_ranks
-    players = config.players
+    players, hosts = config.players, 1 if (plan := _hosts_of(config)) is None else plan.num_hosts
     num_rewards = 0 if config.reward_worker is None else config.reward_worker.num_workers * players
     needs: list[Need] = []
-    actors: list[tuple[Role, int]] = [("env", players), ("generation", players), ("train", num_ranks), ("reward", num_rewards)]
+    actors: list[tuple[Role, int]] = [("env", players), ("generation", players * hosts), ("train", num_ranks), ("reward", num_rewards)]
     all_cpus, all_gpus = dataclasses.asdict(config.ray.cpus), dataclasses.asdict(config.ray.gpus)
     for role, num in actors:
         cpus, gpus = all_cpus[role], all_gpus[role]
@@ -78,6 +80,39 @@ def needs_of(config: HybridConfig) -> list[Need]:
         if not need.bundle:
             raise UserError(f"hybrid.ray gives role {need.role} neither CPUs nor GPUs: it needs some of one of them.")
     return needs
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Actors that are always on the same node, and on the same GPU."""
+
+    whole: Need
+    """What it reserves."""
+    actors: tuple[int, ...]
+    """Places among the needs."""
+
+
+def bundles_of(config: HybridConfig, needs: Sequence[Need]) -> list[Bundle]:
+    """One for each actor; a host that is lent to training has the rank that it is lent to in its own: Ray gives an actor its part of a GPU
+    for life, and both have a part of the same one. Whose turn it is says the `DeviceLease`, as it does without Ray."""
+    plan = _hosts_of(config)
+    if plan is None:
+        return [Bundle(need, (place,)) for place, need in enumerate(needs)]
+    of = {role: [place for place, need in enumerate(needs) if need.role == role] for role in ROLES}
+    guests = {host: of["train"][number :: plan.num_lent] for number, host in enumerate(of["generation"][: plan.num_lent])}
+    bundles: list[Bundle] = []
+    for place, need in enumerate(needs):
+        if need.role == "train":
+            continue
+        own = [place, *guests.get(place, [])]
+        # A GPU of a host that stays is its alone.
+        gpus = need.gpus + (needs[of["train"][0]].gpus if need.role == "generation" else 0.0)
+        bundles.append(Bundle(Need(need.role, sum(needs[one].cpus for one in own), gpus), tuple(own)))
+    return bundles
+
+
+def _hosts_of(config: HybridConfig) -> HostPlan | None:
+    return plan_hosts(config, num_gpus=0, num_cores=1) if config.placement.kind == "multiplexed" else None
 
 
 def why_never(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]], strategy: str) -> str | None:
@@ -147,6 +182,7 @@ class RayCluster:
             if self._owned:
                 self._connect()
             self._needs = needs_of(config)
+            self._bundles = bundles_of(config, self._needs)
             self._nodes = self._chosen_nodes()
             self.check()
             if self._nodes is None:
@@ -164,7 +200,7 @@ class RayCluster:
         alive = self._alive()
         nodes = [node["Resources"] for node in alive]
         if self._nodes is None:
-            reason = why_never(self._needs, nodes, self._strategy)
+            reason = why_never([bundle.whole for bundle in self._bundles], nodes, self._strategy)
         else:
             there = {node["NodeID"]: node["Resources"] for node in alive}
             gone = [need.role for need, node in zip(self._needs, self._nodes, strict=True) if node not in there]
@@ -186,7 +222,8 @@ class RayCluster:
         resources = {"num_cpus": self._needs[index].cpus, "num_gpus": self._needs[index].gpus}
         if self._nodes is not None:
             return {**resources, "scheduling_strategy": NodeAffinitySchedulingStrategy(self._nodes[index], soft=False)}
-        strategy = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=index)
+        own = next(number for number, bundle in enumerate(self._bundles) if index in bundle.actors)
+        strategy = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=own)
         return {**resources, "scheduling_strategy": strategy}
 
     def close(self) -> None:
@@ -258,7 +295,7 @@ class RayCluster:
     def _reserve(self) -> None:
         from ray.util import placement_group
 
-        self._group = placement_group([need.bundle for need in self._needs], strategy=self._strategy)
+        self._group = placement_group([bundle.whole.bundle for bundle in self._bundles], strategy=self._strategy)
         timeout_s = self.config.ray.start_timeout_s
         deadline = time.monotonic() + timeout_s
         while not self._group.wait(min(1.0, timeout_s)):

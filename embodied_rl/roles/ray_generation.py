@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import ray
 
 from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import ActedBatch, Generator
@@ -16,11 +18,15 @@ from embodied_rl.learning.devices import set_compute_threads
 from embodied_rl.methods.building import with_backend
 from embodied_rl.methods.language_player import ModelFiles
 from embodied_rl.methods.streams import Stream
+from embodied_rl.roles.multiplexed import MultiplexedTokens, capacity_of
 from embodied_rl.roles.ray_calls import Actor, Outcome, Reference, outcome_of, value_of
-from embodied_rl.roles.worker import LoadedActing, WorkerActing
+from embodied_rl.roles.worker import HostsOf, LoadedActing, WorkerActing
 from embodied_rl.types import ActionLayout, Observation, SimSpec
 
 _ROLE = "GenerationWorker"
+_MOMENT_S = 0.05
+"""For which a host samples before it looks whether it is asked for something else."""
+_NAP_S = 0.002
 _OF_TOKENS: dict[str, Callable[..., Any]] = {
     "submit": lambda backend, requests: backend.submit(requests),
     "poll": lambda backend, min_ready, timeout_s: backend.poll(min_ready, timeout_s),
@@ -87,28 +93,40 @@ class GenerationWorker:
 
 
 class RayActing(WorkerActing):
-    """A `GenerationWorker` as the rollout worker in an `EnvWorker` sees it."""
+    """`GenerationWorker`s as the rollout worker in an `EnvWorker` sees them."""
 
-    def __init__(self, config: TrainConfig, worker: Actor) -> None:
+    def __init__(self, config: TrainConfig, workers: Sequence[Actor]) -> None:
+        """`workers`: of each host; the last is never lent, and robots' policies act there."""
         super().__init__(config)
-        self._worker = worker
-        self._handles: list[RayGenerator | RayTokens] = []
+        self._workers = list(workers)
+        self._handles: list[RayGenerator | RayTokens | MultiplexedTokens] = []
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
-        layout: ActionLayout = value_of(self._worker.begin.remote(stream.policy, stream.domain, stream.spec.to_dict()), _ROLE)
-        generator = RayGenerator(self._worker, stream.policy)
+        layout: ActionLayout = value_of(self._workers[-1].begin.remote(stream.policy, stream.domain, stream.spec.to_dict()), _ROLE)
+        generator = RayGenerator(self._workers[-1], stream.policy)
         self._handles.append(generator)
         return generator, layout
 
+    def on_hosts(self, stream: Stream, hosts_of: HostsOf) -> Generator:
+        assert stream.generator is not None, "it was asked for before"
+        return stream.generator
+
     def tokens(self, policy: str, name: str, config: TrainConfig) -> TokenBackend:
-        begun = self._worker.begin_tokens.remote(dict(self.models[policy]), policy, name, config.generation.backend)
-        backend = RayTokens(self._worker, (policy, name), *value_of(begun, _ROLE))
-        self._handles.append(backend)
-        return backend
+        kind, files = config.generation.backend, dict(self.models[policy])
+        begun = [worker.begin_tokens.remote(files, policy, name, kind) for worker in self._workers]
+        made = RayTokens if self.lease is None else RayHostTokens
+        backends = [made(worker, (policy, name), *value_of(own, _ROLE)) for worker, own in zip(self._workers, begun, strict=True)]
+        self._handles += backends
+        if self.lease is None:
+            return backends[0]
+        hosts = MultiplexedTokens(backends, self.lease, capacity_of(config, self.lease.plan), _from_the_trainer)
+        self._handles.append(hosts)
+        return hosts
 
     def load(self, version: int, tensors: list[Reference]) -> None:
         """See `WorkerActing.load`; `tensors` are references of a `RayPublisher`."""
-        value_of(self._worker.load.remote(version, tensors), _ROLE)
+        for loaded in [worker.load.remote(version, tensors) for worker in self._workers]:
+            value_of(loaded, _ROLE)
         for handle in self._handles:
             handle.version = version
 
@@ -130,7 +148,7 @@ class RayGenerator(Generator):
         return acted
 
     def publish(self, version: int) -> None:
-        raise RuntimeError("Weights come from the trainer: see RayActing.load.")
+        _from_the_trainer(version, ())
 
 
 class RayTokens(TokenBackend):
@@ -178,13 +196,49 @@ class RayTokens(TokenBackend):
         self._ask("restore_memory")
 
     def load_weights(self, version: int, tensors: Iterable[Any]) -> None:
-        raise RuntimeError("Weights come from the trainer: see RayActing.load.")
+        _from_the_trainer(version, tensors)
 
     def close(self) -> None:
         """The driver ends the worker."""
 
     def _ask(self, what: str, *arguments: object) -> Any:
         return value_of(self._worker.tokens.remote(self._name, what, *arguments), _ROLE)
+
+
+class RayHostTokens(RayTokens):
+    """One of several hosts, which sample at the same time: it is asked for what is ready, and meanwhile the caller goes on."""
+
+    def __init__(self, worker: Actor, name: tuple[str, str], can_constrain: bool, can_free_memory: bool, device: str) -> None:
+        super().__init__(worker, name, can_constrain, can_free_memory, device)
+        self._asked: Reference | None = None
+        self._in_flight = 0
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        super().submit(requests)
+        self._in_flight += len(requests)
+        self._ask_on()
+
+    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
+        """See `TokenBackend.poll`; with 0 it waits for a moment, in which the caller has nothing to do but to ask again."""
+        deadline = None if timeout_s is None else time.monotonic() + max(timeout_s, _NAP_S)
+        ready: list[Completion] = []
+        while len(ready) < max(min_ready, 1) and self._asked is not None:
+            if not ray.wait([self._asked], timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0))[0]:
+                break
+            found: list[Completion] = value_of(self._asked, _ROLE)
+            ready += found
+            self._in_flight -= len(found)
+            self._asked = None
+            self._ask_on()
+        return ready
+
+    def _ask_on(self) -> None:
+        if self._in_flight and self._asked is None:
+            self._asked = self._worker.tokens.remote(self._name, "poll", 1, _MOMENT_S)
+
+
+def _from_the_trainer(version: int, tensors: Iterable[Any]) -> None:
+    raise RuntimeError("Weights come from the trainer: see RayActing.load.")
 
 
 def _one_thread() -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 from embodied_rl.config import RewardWorkerConfig, TrainConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.weight_sync import DeltaSource, NamedTensors, RayPublisher
+from embodied_rl.roles.device_lease import plan_here
 from embodied_rl.roles.ray_calls import GONE, Actor, Outcome, Reference, first_line, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_generation import GenerationWorker, RayActing
@@ -93,8 +94,8 @@ class RayScorer(Scorer):
 class EnvWorker:
     """Simulators and the collector, which plays on between requests; a separate thread answers the requests."""
 
-    def __init__(self, config: TrainConfig, generation: Actor, rewards: list[Actor], share: Share = WHOLE) -> None:
-        """`share`: of the groups, where others play the rest."""
+    def __init__(self, config: TrainConfig, generation: list[Actor], rewards: list[Actor], share: Share = WHOLE) -> None:
+        """`generation`: of each host; `share`: of the groups, where others play the rest."""
         self._requests: queue.SimpleQueue[tuple[str, dict[str, Any], Future[Outcome]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, args=(config, generation, rewards, share), daemon=True).start()
 
@@ -104,7 +105,7 @@ class EnvWorker:
         self._requests.put((what, arguments, answer))
         return answer.result()
 
-    def _run(self, config: TrainConfig, generation: Actor, rewards: list[Actor], share: Share) -> None:
+    def _run(self, config: TrainConfig, generation: list[Actor], rewards: list[Actor], share: Share) -> None:
         options = config.hybrid.reward_worker
 
         def make_scoring(_: TrainConfig) -> RayScorer | None:
@@ -148,8 +149,10 @@ class RayWorker:
         self._differences = DeltaSource() if config.hybrid.publish == "changed" else None
         self._timeout_s: float | None = cluster.config.ray.start_timeout_s + config.sim.start_timeout_s
         rewards = config.hybrid.reward_worker
-        generation: Actor = ray.remote(GenerationWorker).options(**cluster.options("generation", share.index))
-        self.generation: Actor = generation.remote(config)
+        generation: Actor = ray.remote(GenerationWorker)
+        hosts = plan_here(config).num_hosts if config.hybrid.placement.kind == "multiplexed" else 1
+        where_hosts = [cluster.options("generation", share.index * hosts + number) for number in range(hosts)]
+        self.hosts: list[Actor] = [generation.options(**where).remote(config) for where in where_hosts]
         again = {"max_restarts": config.hybrid.max_restarts, "max_task_retries": -1}
         self.rewards: list[Any] = []
         for number in range(0 if rewards is None else rewards.num_workers):
@@ -157,7 +160,12 @@ class RayWorker:
             where = cluster.options("reward", share.index * rewards.num_workers + number)
             self.rewards.append(ray.remote(RewardWorker).options(**where, **again).remote(rewards.target, rewards.kwargs))
         env: Actor = ray.remote(EnvWorker).options(**cluster.options("env", share.index))
-        self.env: Actor = env.remote(config, self.generation, self.rewards, share)
+        self.env: Actor = env.remote(config, self.hosts, self.rewards, share)
+
+    @property
+    def generation(self) -> Actor:
+        """The last of them, which is never lent."""
+        return self.hosts[-1]
 
     def call(self, what: str, **arguments: object) -> Any:
         """See `WorkerHandle.call`. Raises UserError when the actors do not begin in time."""
@@ -184,7 +192,7 @@ class RayWorker:
         """End the actors: the simulators in order, as long as their actor lives."""
         with contextlib.suppress(*GONE, ray.exceptions.GetTimeoutError):
             ray.get(self.env.do.remote("end", {}), timeout=_END_S)
-        for actor in (self.env, self.generation, *self.rewards):
+        for actor in (self.env, *self.hosts, *self.rewards):
             ray.kill(actor)
 
 

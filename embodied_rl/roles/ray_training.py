@@ -24,6 +24,7 @@ from embodied_rl.methods.building import build_elsewhere
 from embodied_rl.methods.language_player import ModelFiles, blank_policy, write_model_files
 from embodied_rl.methods.streams import streams_elsewhere
 from embodied_rl.policies.base import TrainedModule
+from embodied_rl.roles.device_lease import plan_here, with_host_threads
 from embodied_rl.roles.ray_calls import Actor, Outcome, Reference, outcome_of, value_of
 from embodied_rl.roles.ray_cluster import RayCluster
 from embodied_rl.roles.ray_ranks import RankWorker, RayRanks
@@ -56,10 +57,13 @@ class TrainWorker:
         self._publisher = RayPublisher()
 
         def build() -> None:
+            threads = config
+            if config.hybrid.placement.kind == "multiplexed":
+                threads = with_host_threads(config, plan_here(config))
             # What plays, and with it the rest of `hybrid`, is elsewhere.
             hybrid = HybridConfig(
                 device=config.hybrid.device,
-                num_threads=config.hybrid.num_threads,
+                num_threads=threads.hybrid.num_threads,
                 precision=config.hybrid.precision,
                 sharding=config.hybrid.sharding,
             )

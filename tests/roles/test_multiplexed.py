@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,18 @@ def test_episodes_that_move_are_those_that_stay(tmp_path: Path, task: list[str])
 
 
 def test_a_robots_run_trains_while_the_other_half_plays(tmp_path: Path) -> None:
-    config = configured(tmp_path, *GROUPS, SHARED, ONE_BEHIND, "total_steps=700", "profile=true", "algorithm.groups.redundancy=1")
+    check_a_robots_run(tmp_path)
+
+
+def queue_of(trainer: Trainer) -> Any:
+    """With Ray of the method whose learning half is elsewhere."""
+    method: Any = trainer.method
+    return getattr(method, "inner", method).queue
+
+
+def check_a_robots_run(tmp_path: Path, *words: str) -> None:
+    """Also of what hosts that are actors play (tests/roles/test_multiplexed_ray.py)."""
+    config = configured(tmp_path, *GROUPS, SHARED, ONE_BEHIND, "total_steps=700", "profile=true", "algorithm.groups.redundancy=1", *words)
     ages: list[int] = []
     numbers: list[int] = []
     naps = Naps(0.2)
@@ -159,7 +171,7 @@ def test_a_robots_run_trains_while_the_other_half_plays(tmp_path: Path) -> None:
 
         method.prepare = note
         trainer.run()
-        counts, iterations = method.queue.counts(), trainer.iteration
+        counts, iterations = queue_of(trainer).counts(), trainer.iteration
     assert set(ages) == {0, 1}, "1 is missing: nothing was played while training"
     assert len(numbers) == len(set(numbers)) == counts.consumed == 2 * iterations
     assert counts.add_up
@@ -346,8 +358,8 @@ def test_rollouts_in_turns_are_those_of_one_player_elsewhere(tmp_path: Path) -> 
 # ---- language agents: answers move ----------------------------------------------------------------------------------
 
 
-def run_texts(run_dir: Path, *overrides: str, kill_host: bool = False) -> tuple[list[AgentEpisode], Any]:
-    """What was trained on, and the trainer, which has ended."""
+def run_texts(run_dir: Path, *overrides: str, kill: Callable[[Any], None] | None = None) -> tuple[list[AgentEpisode], Any]:
+    """What was trained on, and the trainer, which has ended. `kill` ends a host of the manager's while the second update is prepared."""
     task = [*TEXTS, SHARED, ONE_BEHIND, "algorithm.warm_start=null", "agent.max_new_tokens=12", "total_steps=400", *overrides]
     config = configured(run_dir, *task)
     run_dir.mkdir(exist_ok=True)
@@ -367,14 +379,14 @@ def run_texts(run_dir: Path, *overrides: str, kill_host: bool = False) -> tuple[
                     assert set(behind.tolist()) <= {0, 1}
                     found.append(episode)
                     late.extend(behind.tolist())
-            if kill_host and trainer.iteration == 1:
-                os.kill(children_of(trainer.manager._handle.process.pid, "token_process")[0], signal.SIGKILL)
+            if kill is not None and trainer.iteration == 1:
+                kill(trainer.manager)
             naps.take(1 in late)
             return prepare(experience)
 
         method.prepare = note
         trainer.run()
-        counts = method.queue.counts()
+        counts = queue_of(trainer).counts()
         assert len(numbers) == len(set(numbers)) == counts.consumed == 4 * trainer.iteration
         assert counts.add_up
     return found, trainer
@@ -450,7 +462,10 @@ def test_an_agents_run_trains_while_the_other_host_answers(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_generating_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
-    _, trainer = run_texts(tmp_path, "total_steps=400", kill_host=True)
+    def kill(manager: Any) -> None:
+        os.kill(children_of(manager._handle.process.pid, "token_process")[0], signal.SIGKILL)
+
+    _, trainer = run_texts(tmp_path, "total_steps=400", kill=kill)
     assert trainer.manager.num_restarts == 1
 
 
@@ -523,12 +538,12 @@ def test_simulators_that_episodes_cannot_leave_are_refused(tmp_path: Path) -> No
 
 def test_hosts_and_threads_of_this_machine() -> None:
     config = load_train_config(["sim=cartpole", "algorithm=grpo", SHARED])
-    assert plan_hosts(config, num_gpus=0, num_cores=8) == HostPlan(2, 1, 8)
-    assert plan_hosts(config, num_gpus=0, num_cores=8).train_threads == 4
+    assert plan_hosts(config.hybrid, num_gpus=0, num_cores=8) == HostPlan(2, 1, 8)
+    assert plan_hosts(config.hybrid, num_gpus=0, num_cores=8).train_threads == 4
     four = load_train_config(["sim=cartpole", "algorithm=grpo", "hybrid.placement={kind: multiplexed, num_hosts: 4, num_train_gpus: 3}"])
-    plan = plan_hosts(four, num_gpus=0, num_cores=8)
+    plan = plan_hosts(four.hybrid, num_gpus=0, num_cores=8)
     assert (plan.train_on, plan.threads_per_host, plan.train_threads) == ([0, 1, 2], 2, 6)
-    gpus = plan_hosts(config, num_gpus=4, num_cores=8)
+    gpus = plan_hosts(config.hybrid, num_gpus=4, num_cores=8)
     assert (gpus.num_hosts, gpus.train_on) == (4, [0])
     assert [gpus.gpu(number) for number in range(4)] == ["0", "1", "2", "3"]
     assert plan.gpu(0) is None
@@ -538,11 +553,11 @@ def test_hosts_and_threads_of_this_machine() -> None:
     with pytest.warns(UserWarning, match=r"hosts and training take turns\. Set algorithm\.groups\.max_staleness=1"):
         assert resolve(config).hybrid.num_threads is not None
     with pytest.raises(UserError, match=r"at least 2 GPUs.*collocated"):
-        plan_hosts(config, num_gpus=1, num_cores=8)
+        plan_hosts(config.hybrid, num_gpus=1, num_cores=8)
     with pytest.raises(UserError, match="each GPU is a host"):
-        plan_hosts(four, num_gpus=2, num_cores=8)
+        plan_hosts(four.hybrid, num_gpus=2, num_cores=8)
     sharded = load_train_config(
         ["sim=cartpole", "algorithm=grpo", "hybrid=fsdp2", "hybrid.placement={kind: multiplexed, num_train_gpus: 1}"]
     )
     with pytest.raises(UserError, match="num_train_gpus=2"):
-        plan_hosts(sharded, num_gpus=4, num_cores=8)
+        plan_hosts(sharded.hybrid, num_gpus=4, num_cores=8)

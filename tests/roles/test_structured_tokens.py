@@ -94,7 +94,7 @@ def an_actor(config: TrainConfig, files: ModelFiles, weights: dict[str, torch.Te
     ray = prepare(RayConfig())
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     worker = ray.remote(GenerationWorker).remote(config)
-    acting = RayActing(config, worker)
+    acting = RayActing(config, [worker])
     acting.models = {"": files}
     backend = acting.tokens("", "", config)
     publisher = RayPublisher()

@@ -1,0 +1,108 @@
+"""Hosts that are actors of a real Ray cluster, lent to training and taken back: what they reserve, and the runs of hosts without Ray."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.config import HybridConfig, RayConfig, RayCpusConfig, RayGpusConfig, ShardingConfig
+from embodied_rl.config.hybrid import PlacementConfig
+from embodied_rl.roles.ray_cluster import RayCluster, bundles_of, needs_of, prepare
+from tests.roles.runs import ROLLOUTS, assert_same_run, trained
+from tests.roles.test_multiplexed import SHARED, check_a_robots_run, run_texts
+
+ON_RAY = ["hybrid.cluster=ray", "hybrid.num_threads=1"]
+
+
+def reserved(hybrid: HybridConfig) -> list[tuple[list[str], float, float]]:
+    """(roles of its actors, CPUs, GPUs) of each bundle."""
+    needs = needs_of(hybrid)
+    return [([needs[place].role for place in bundle.actors], bundle.whole.cpus, bundle.whole.gpus) for bundle in bundles_of(hybrid, needs)]
+
+
+def test_a_host_that_is_lent_shares_its_place_with_a_rank() -> None:
+    """By hand arithmetic: each host has a whole GPU, of which a rank's half is kept free where it is not lent."""
+    ray = RayConfig(cpus=RayCpusConfig(env=2.0, generation=0.5, train=1.0), gpus=RayGpusConfig(generation=0.5, train=1.0))
+    shared = PlacementConfig(kind="multiplexed", num_hosts=4)
+    found = reserved(HybridConfig(placement=shared, cluster="ray", ray=ray, sharding=ShardingConfig(num_shards=2)))
+    assert found == [
+        (["env"], 2.0, 0.0),
+        (["generation", "train"], 1.0, 1.0),
+        (["generation", "train"], 1.0, 1.0),
+        (["generation"], 0.5, 1.0),
+        (["generation"], 0.5, 1.0),
+    ]
+    # On processors: two hosts, the first of which is lent, to all three ranks; all fit two cores.
+    three = HybridConfig(placement=PlacementConfig(kind="multiplexed"), cluster="ray", sharding=ShardingConfig(num_shards=3))
+    (_, env, _), (roles, cpus, _), (_, stays, _) = reserved(three)
+    assert roles == ["generation", "train", "train", "train"]
+    assert (env, round(cpus, 3), stays) == (1.0, 0.75, 0.25)
+    assert [roles for roles, *_ in reserved(HybridConfig(cluster="ray"))] == [["env"], ["generation"], ["train"]]
+
+
+@pytest.mark.slow
+def test_who_shares_a_gpu() -> None:
+    """As Ray gives them out: of a cluster that says it has three, which no actor looks for."""
+    pytest.importorskip("ray")
+    prepare(RayConfig(address="given"))
+    import ray
+    from ray.cluster_utils import Cluster
+
+    nodes: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 3, "include_dashboard": False})
+    config = RayConfig(address=nodes.address, gpus=RayGpusConfig(generation=0.5, train=1.0))
+    hybrid = HybridConfig(placement=PlacementConfig(kind="multiplexed"), cluster="ray", ray=config, sharding=ShardingConfig(num_shards=2))
+
+    class Looks:
+        def gpus(self) -> list[str]:
+            return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    cluster = RayCluster(hybrid)
+    try:
+        asked = [("generation", 0), ("generation", 1), ("generation", 2), ("train", 0), ("train", 1)]
+        actors = [ray.remote(Looks).options(**cluster.options(*one)).remote() for one in asked]
+        found = ray.get([actor.gpus.remote() for actor in actors])
+        assert sorted(found[:3]) == [["0"], ["1"], ["2"]]
+        assert found[3:] == found[:2], "each rank has the GPU of a host that is lent"
+    finally:
+        cluster.close()
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def test_a_robots_run_trains_while_the_other_half_plays(tmp_path: Path, session: Any) -> None:
+    check_a_robots_run(tmp_path, *ON_RAY, "total_steps=350")
+
+
+@pytest.mark.slow
+def test_an_agents_run_trains_while_the_other_host_answers(tmp_path: Path, session: Any) -> None:
+    """Answers move between the actors, and no token is lost; nor is a group with an actor that is killed."""
+    episodes, trainer = run_texts(tmp_path, *ON_RAY, kill=lambda manager: session.kill(manager._handle.hosts[0]))
+    assert trainer.manager.num_restarts == 1
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["multiplex/shrinks"] > 0
+    assert sum(row["multiplex/overlap_s"] for row in rows) > 0, "nobody answered while training"
+    turns = [turn for episode in episodes for turn in episode.turns]
+    assert all(len(turn.version) == len(turn.token_ids) == len(turn.log_prob) for turn in turns)
+    assert all(abs(row["train/log_prob_difference"]) < 0.2 for row in rows if "train/log_prob_difference" in row)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*take turns")
+def test_rollouts_in_turns_are_those_of_hosts_without_ray(tmp_path: Path, session: Any) -> None:
+    """Bit for bit, and so they go on from a checkpoint within episodes."""
+    within = ["checkpoint.within_episodes=true", "checkpoint.every_steps=128", "checkpoint.keep_last=9", "total_steps=384", SHARED]
+    trained(tmp_path / "here", *ROLLOUTS, *within)
+    trained(tmp_path / "ray", *ROLLOUTS, *within, *ON_RAY)
+    middle = tmp_path / "resumed" / "checkpoints" / "step_000000128"
+    shutil.copytree(tmp_path / "ray" / "checkpoints" / middle.name, middle)
+    trained(tmp_path / "resumed", *ROLLOUTS, *within, *ON_RAY, "resume=auto")
+    assert_same_run(tmp_path / "here", tmp_path / "ray")
+    first, second = (load_checkpoint(tmp_path / name).policy for name in ("here", "resumed"))
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, second[name])
