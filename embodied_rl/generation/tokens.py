@@ -228,6 +228,9 @@ class TokenCache(ABC):  # noqa: B024  # every method has a default
     def restore_memory(self) -> None:  # noqa: B027  # a default
         """Go on where `release_memory` stopped."""
 
+    def forget(self) -> None:  # noqa: B027  # a default
+        """Use nothing of requests that ended, so that what follows does not depend on them, not even in its last bits."""
+
 
 class TokenBackend(TokenCache):
     """Continues prompts request by request; finished requests do not wait for slower ones.
@@ -524,6 +527,10 @@ class TokenView(TokenBackend):
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         """Load into the whole backend, for all views."""
         self._shared.backend.load_weights(version, tensors)
+
+    def forget(self) -> None:
+        """Of the whole backend."""
+        self._shared.backend.forget()
 
     def close(self) -> None:
         """Does nothing: the backend's creator closes it."""

@@ -2,13 +2,17 @@
 
 Each `poll` runs decode steps of all active rows at once. Between two steps rows that ended are replaced by waiting requests, weights may
 change, and requests may be aborted; calls from other threads get their turn there.
+
+Keys and values of a prompt's beginning that the cache holds already are not computed again: those of the turns before it, of the other
+members of its group, and of what all prompts begin with.
 """
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -111,7 +115,8 @@ def _cut(scaled: Tensor, settings: SamplingSettings) -> Tensor:
 
 # ---- A key-value cache whose rows have lengths of their own and change hands between two decode steps -----------------
 
-# Shapes: R rows, C columns of room, n active rows (always the first n), w columns that the longest active row fills, D size of a head.
+# Shapes: R rows, C columns of room, n rows of a step (all active ones, which are always the first, or some of them) with q new tokens
+# each, w columns that the longest of them fills then, D size of a head.
 
 
 class SlabLayer(CacheLayerMixin):
@@ -138,13 +143,13 @@ class SlabLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Put one new token [n, heads, 1, D] behind each active row; returns views of [n, heads, w, D]."""
+        """Put the new tokens [n, heads, q, D] behind each row of the step; returns [n, heads, w, D], views of a span."""
         own_keys, own_values = self._held()
-        rows, places = self._slab.active_rows, self._slab.places
-        own_keys[rows, :, places] = key_states[:, :, 0]
-        own_values[rows, :, places] = value_states[:, :, 0]
-        count, width = len(rows), self._slab.width
-        return own_keys[:count, :, :width], own_values[:count, :, :width]
+        rows, places, width = self._slab.rows, self._slab.places, self._slab.width
+        own_keys[rows[:, None], :, places] = key_states.transpose(1, 2)
+        own_values[rows[:, None], :, places] = value_states.transpose(1, 2)
+        chosen = self._slab.span or rows
+        return own_keys[chosen, :, :width], own_values[chosen, :, :width]
 
     def write(self, row: int, keys: Tensor, values: Tensor) -> None:
         """Fill a row's first columns from [heads, length, D]."""
@@ -158,6 +163,11 @@ class SlabLayer(CacheLayerMixin):
         """Copy the first `length` columns of one row to another."""
         for tensor in self._held():
             tensor[target, :, :length] = tensor[source, :, :length]
+
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Let the first `length` columns of two rows change places."""
+        for tensor in self._held():
+            tensor[[one, other], :, :length] = tensor[[other, one], :, :length]
 
     def grow(self, num_columns: int) -> None:
         """Make room for more columns; what is held stays."""
@@ -179,14 +189,17 @@ class SlabLayer(CacheLayerMixin):
 
 
 class SlabCache(Cache):
-    """Handed to a transformers model for decode steps of one token; prompts are run with an ordinary cache and copied in."""
+    """Handed to a transformers model for decode steps, and for prompts whose beginning it holds; other prompts are run with an ordinary
+    cache and copied in."""
 
     def __init__(self, num_layers: int, num_rows: int, num_columns: int, max_columns: int) -> None:
         self.num_rows, self.num_columns, self.max_columns = num_rows, num_columns, max_columns
-        self.active_rows = torch.zeros(0, dtype=torch.int64)
-        """[n] int64: 0, 1, …, n − 1."""
-        self.places = torch.zeros(0, dtype=torch.int64)
-        """[n] int64: the column that each row's next token goes to."""
+        self.rows = torch.zeros(0, dtype=torch.int64)
+        """[n] int64: of the step."""
+        self.span: slice | None = None
+        """The same where they stand behind one another."""
+        self.places = torch.zeros(0, 0, dtype=torch.int64)
+        """[n, q] int64: the columns that each row's next tokens go to."""
         self.width = 0
         self._slabs = [SlabLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slabs))
@@ -196,12 +209,13 @@ class SlabCache(Cache):
         """What keys and values take; 0 before the first prompt."""
         return sum(tensor.nbytes for layer in self._slabs if layer.is_initialized for tensor in layer._held())
 
-    def begin_step(self, lengths: list[int], device: torch.device) -> None:
-        """Say how many tokens each active row holds; the next forward adds one to each."""
-        self.width = max(lengths) + 1
+    def begin_step(self, rows: Sequence[int], lengths: Sequence[int], device: torch.device, num_new: int = 1) -> None:
+        """Say how many tokens each of these rows holds; the next forward puts `num_new` behind each."""
+        self.width = max(lengths) + num_new
         self._make_room(self.width)
-        self.active_rows = torch.arange(len(lengths), device=device)
-        self.places = torch.tensor(lengths, device=device)
+        self.rows = torch.tensor(rows, device=device)
+        self.span = slice(rows[0], rows[-1] + 1) if list(rows) == list(range(rows[0], rows[-1] + 1)) else None
+        self.places = torch.tensor(lengths, device=device)[:, None] + torch.arange(num_new, device=device)
 
     def fill(self, row: int, source: DynamicCache, source_row: int, length: int) -> None:
         """Take a prompt's keys and values over; the source is padded on the right."""
@@ -217,6 +231,11 @@ class SlabCache(Cache):
         for layer in self._slabs:
             layer.move(source, target, length)
 
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Let two rows that hold at most `length` tokens change places."""
+        for layer in self._slabs:
+            layer.swap(one, other, length)
+
     def _make_room(self, columns: int) -> None:
         if columns <= self.num_columns:
             return
@@ -226,12 +245,12 @@ class SlabCache(Cache):
 
 
 def decode_mask(places: Tensor, width: int, window: int | None, dtype: torch.dtype, additive: bool) -> Tensor:
-    """[n, 1, 1, w]: which columns each row's new token attends to, itself included; only the last `window` where given."""
+    """[n, 1, q, w]: which columns each row's new tokens [n, q] attend to, themselves included; only the last `window` where given."""
     columns = torch.arange(width, device=places.device)
-    allowed = columns <= places[:, None]
+    allowed = columns <= places[..., None]
     if window is not None:
-        allowed &= columns > places[:, None] - window
-    allowed = allowed[:, None, None, :]
+        allowed &= columns > places[..., None] - window
+    allowed = allowed[:, None]
     if not additive:
         return allowed
     return torch.zeros(allowed.shape, dtype=dtype, device=places.device).masked_fill(~allowed, torch.finfo(dtype).min)
@@ -239,6 +258,8 @@ def decode_mask(places: Tensor, width: int, window: int | None, dtype: torch.dty
 
 _FIRST_COLUMNS = 128
 """Room of a new cache; it doubles as it fills."""
+_LEAST_SHARED, _WORTH_SHARING = 64, 2**25
+"""How many tokens of a prompt's beginning are worth a forward of their own: at least so many, and tokens x parameters."""
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -251,11 +272,18 @@ class _Row(Growing):
     """Where it stands in its structure; None: it has none."""
     position_offset: int = 0
     """What positions are ahead of the number of tokens: image tokens share positions in models with rotary positions in three."""
+    shares: bool = True
+    """Whether what the cache holds of it is that of the present weights, and of nothing but its tokens."""
 
     @property
     def cached(self) -> int:
         """Tokens that the cache holds: all but the last sampled one, which is the next input."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
+
+    @property
+    def known(self) -> np.ndarray:
+        """[n] int64: the tokens that the cache holds, or will hold when its prompt was run."""
+        return np.concatenate([self.request.prompt_ids, np.asarray(self.token_ids[:-1], np.int64)]).astype(np.int64)
 
     def add(self, token: int, log_prob: float, sampling_log_prob: float, version: int) -> None:
         self.token_ids.append(token)
@@ -270,6 +298,40 @@ class _Row(Growing):
         if self.token_ids[-1] in self.request.stop_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.room.max_new_tokens else None
+
+
+@dataclass(order=True, frozen=True)
+class _Beginning:
+    """Tokens that a row of the cache holds, in an order in which those with the longest common beginning are neighbours."""
+
+    key: bytes
+    place: int = field(compare=False)
+    """The row that holds them."""
+
+    @staticmethod
+    def of(token_ids: np.ndarray, place: int = 0) -> _Beginning:
+        return _Beginning(token_ids.astype(">u4").tobytes(), place)
+
+    def shared(self, ordered: list[_Beginning], least: int) -> tuple[int, int]:
+        """The most first tokens that one of `ordered` has in common with this prompt, all but its last at most, and that one's place; 0
+        where they are fewer than `least`."""
+        at, own, best = bisect(ordered, self), np.frombuffer(self.key, ">u4")[:-1], (0, 0)
+        for other in ordered[max(at - 1, 0) : at + 1]:
+            theirs = np.frombuffer(other.key, ">u4")[: len(own)]
+            differs = own[: len(theirs)] != theirs
+            best = max(best, (int(differs.argmax()) if differs.any() else len(theirs), other.place))
+        return best if best[0] >= least else (0, 0)
+
+
+@dataclass
+class _Admitted:
+    """A row that is about to get its place."""
+
+    row: _Row
+    shared: int
+    """How many first tokens of its prompt the cache holds."""
+    source: int
+    """In which row."""
 
 
 class TorchTokens(Stepwise):
@@ -293,6 +355,7 @@ class TorchTokens(Stepwise):
         on_update: Literal["recompute", "keep"] = "recompute",
         vision: VisionInputs | None = None,
         tokenizer: ChatTokenizer | None = None,
+        least_shared: int | None = None,
     ) -> None:
         """Start with a model's present weights.
 
@@ -307,6 +370,7 @@ class TorchTokens(Stepwise):
                 values of older versions (cheaper; their log-probabilities are then no version's own).
             vision: of a vision-language model.
             tokenizer: what the structures of answers are matched with; None: requests with one are refused.
+            least_shared: so many first tokens that a prompt has in common with others are run once; None: by the model's size.
 
         Raises:
             UserError: the model has layers other than attention, whose state cannot change rows.
@@ -329,6 +393,10 @@ class TorchTokens(Stepwise):
         layers = text_config(self._config).num_hidden_layers
         self._cache = SlabCache(layers, max_batch, min(_FIRST_COLUMNS, self._context), self._context)
         self._rows: list[_Row] = []
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._least_shared = max(_LEAST_SHARED, _WORTH_SHARING // max(parameters, 1)) if least_shared is None else least_shared
+        self._kept: dict[int, np.ndarray] = {}
+        """{row of the cache behind the active ones: the tokens that it still holds}"""
         self._waiting: deque[_Row] = deque()
         self._paused_before: bool | None = None
         """Whether sampling was paused when the cache was let go; None: the cache is there."""
@@ -351,7 +419,7 @@ class TorchTokens(Stepwise):
                     self._ready.append(Completion.failed(request.request_id, room))
                     continue
                 seed = derive_seed(self._seed, request.request_id) if request.seed is None else request.seed
-                self._waiting.append(_Row(request, room, uniform_stream(seed), matcher))
+                self._waiting.append(_Row(request, room, uniform_stream(seed), matcher, shares=not request.images))
 
     @torch.inference_mode()
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -374,6 +442,9 @@ class TorchTokens(Stepwise):
         with self._turn():
             load_named_weights(self._model, tensors)
             self.version = version
+            self._kept.clear()
+            for row in self._rows:
+                row.shares &= self._on_update == "recompute"
             if self._on_update == "recompute" and self._paused_before is None:
                 self._fill_cache()
 
@@ -396,6 +467,7 @@ class TorchTokens(Stepwise):
                 return 0
             freed = self._cache.num_bytes
             self._paused_before, self._paused = self._paused, True
+            self._kept.clear()
             self._cache = SlabCache(len(self._cache.layers), self._max_batch, min(_FIRST_COLUMNS, self._context), self._context)
             return freed
 
@@ -406,10 +478,14 @@ class TorchTokens(Stepwise):
                 self._paused, self._paused_before = self._paused_before, None
                 self._fill_cache()
 
+    def forget(self) -> None:
+        with self._turn():
+            self._kept.clear()
+
     def close(self) -> None:
         """Let requests and cache go."""
         with self._turn():
-            self._rows, self._ready = [], []
+            self._rows, self._ready, self._kept = [], [], {}
             self._waiting.clear()
             self._cache = SlabCache(len(self._cache.layers), self._max_batch, 1, 1)
 
@@ -423,7 +499,7 @@ class TorchTokens(Stepwise):
             return
         lengths = [row.cached for row in self._rows]
         device = self.device
-        self._cache.begin_step(lengths, device)
+        self._cache.begin_step(range(len(lengths)), lengths, device)
         position = torch.tensor([[row.cached + row.position_offset] for row in self._rows], device=device)
         output = self._model(
             input_ids=torch.tensor([[row.token_ids[-1]] for row in self._rows], device=device),
@@ -446,20 +522,83 @@ class TorchTokens(Stepwise):
     def _admit(self) -> None:
         while self._waiting and len(self._rows) < self._max_batch:
             free = self._max_batch - len(self._rows)
-            taken = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+            left = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
             start = len(self._rows)
-            self._rows += taken
-            for group in self._groups(list(range(start, len(self._rows)))):
-                rows = [self._rows[index] for index in group]
-                self._take(rows, self._run_prompts(rows, group))
+            while left:
+                first = len(self._rows)
+                admitted, left = self._next_admitted(left)
+                shared = self._place(admitted)
+                for group in self._groups([index for index in range(first, len(self._rows)) if index not in shared]):
+                    rows = [self._rows[index] for index in group]
+                    self._take(rows, self._run_prompts(rows, group))
+                for group in map(sorted, self._groups(list(shared), shared)):
+                    self._take([self._rows[index] for index in group], self._run_rests(group, [shared[index] for index in group]))
             self._give_out(range(start, len(self._rows)))
 
-    def _groups(self, indices: list[int]) -> list[list[int]]:
-        """Rows whose prompts go through one forward: neighbours in length; a row with images gets its own forward."""
+    def _next_admitted(self, left: list[_Row]) -> tuple[list[_Admitted], list[_Row]]:
+        """Which rows are run now, and which after them, because they share a beginning with one of these."""
+        least = self._least_shared
+        if max(len(row.request.prompt_ids) for row in left) <= least:
+            return [_Admitted(row, 0, 0) for row in left], []
+        held = {index: row.known for index, row in enumerate(self._rows) if row.shares} | self._kept
+        sources = sorted(_Beginning.of(token_ids, place) for place, token_ids in held.items())
+        now: list[_Admitted] = []
+        later: list[_Row] = []
+        chosen: list[_Beginning] = []
+        for row in left:
+            own = _Beginning.of(row.request.prompt_ids)
+            shared, source = own.shared(sources, least) if row.shares else (0, 0)
+            if row.shares and own.shared(chosen, least)[0] - shared >= least:
+                later.append(row)
+                continue
+            now.append(_Admitted(row, shared, source))
+            if row.shares:
+                insort(chosen, own)
+        return now, later
+
+    def _place(self, admitted: list[_Admitted]) -> dict[int, int]:
+        """Put rows behind the active ones, with what they share of others; {row: how many tokens}.
+
+        A row behind the active ones is taken over by the one that shares most of it. After that all that others share is in active rows,
+        and what is behind them may be lost.
+        """
+        num_active, taken_over, others = len(self._rows), dict[int, _Admitted](), list[_Admitted]()
+        for one in sorted(admitted, key=lambda one: -one.shared):
+            if one.shared and one.source >= num_active and one.source not in taken_over:
+                taken_over[one.source] = one
+            else:
+                others.append(one)
+        at = {source: source for source in taken_over}  # {row that is taken over: where it is now}
+        found: dict[int, int] = {}
+        for source, one in taken_over.items():
+            place, now = len(self._rows), at[source]
+            own, displaced = self._kept.pop(now), self._kept.pop(place, None)
+            if displaced is not None:
+                self._cache.swap(now, place, max(len(own), len(displaced)))
+                self._kept[now] = displaced
+                at |= {other: now for other, where in at.items() if where == place}
+            elif now != place:
+                self._cache.move(now, place, one.shared)
+            at[source] = place
+            self._rows.append(one.row)
+            found[place] = one.shared
+        for one in others:
+            place = len(self._rows)
+            self._kept.pop(place, None)
+            self._rows.append(one.row)
+            if one.shared:
+                self._cache.move(at.get(one.source, one.source), place, one.shared)
+                found[place] = one.shared
+        return found
+
+    def _groups(self, indices: list[int], shared: Mapping[int, int] | None = None) -> list[list[int]]:
+        """Rows whose prompts go through one forward: neighbours in length; a row with images gets its own forward.
+        `shared`: how many tokens of each are not run."""
         groups: list[list[int]] = []
         longest = 0
-        for index in sorted(indices, key=lambda index: -self._length(index)):
-            length, single = self._length(index), bool(self._rows[index].request.images)
+        lengths = {index: self._length(index) - (shared[index] if shared else 0) for index in indices}
+        for index in sorted(indices, key=lambda index: -lengths[index]):
+            length, single = lengths[index], bool(self._rows[index].request.images)
             fits = groups and (len(groups[-1]) + 1) * longest <= self._max_prefill_tokens
             if fits and not single and not self._rows[groups[-1][0]].request.images:
                 groups[-1].append(index)
@@ -479,7 +618,7 @@ class TorchTokens(Stepwise):
 
     def _run_prompts(self, rows: list[_Row], indices: list[int]) -> Tensor:
         """Fill the cache with what each row knows before its next input; returns the last logits [n, V]."""
-        known = [np.concatenate([row.request.prompt_ids, np.asarray(row.token_ids[:-1], np.int64)]).astype(np.int64) for row in rows]
+        known = [row.known for row in rows]
         lengths = [len(token_ids) for token_ids in known]
         shape = (len(rows), max(lengths))
         token_ids, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
@@ -504,6 +643,27 @@ class TorchTokens(Stepwise):
         for number, (index, length) in enumerate(zip(indices, lengths, strict=True)):
             self._cache.fill(index, prompts, number, length)
         return output.logits[torch.arange(len(rows), device=device), kept]
+
+    def _run_rests(self, indices: list[int], shared: list[int]) -> Tensor:
+        """Fill the cache with what it does not hold yet of rows' prompts, all but the first tokens; returns the last logits [n, V]."""
+        rests = [self._rows[index].request.prompt_ids[count:] for index, count in zip(indices, shared, strict=True)]
+        lengths, device = [len(rest) for rest in rests], self.device
+        token_ids = np.zeros((len(rests), max(lengths)), np.int64)
+        for number, rest in enumerate(rests):
+            token_ids[number, : len(rest)] = rest
+        last = torch.tensor(lengths, device=device) - 1
+        keep, kept = torch.unique(last, return_inverse=True)
+        self._cache.begin_step(indices, shared, device, token_ids.shape[1])
+        position = torch.minimum(self._cache.places, (torch.tensor(shared, device=device) + last)[:, None])
+        output = self._model(
+            input_ids=torch.from_numpy(token_ids).to(device),
+            position_ids=position.expand(3, -1, -1) if self._three_positions else position,
+            attention_mask=self._mask(),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        return output.logits[torch.arange(len(rests), device=device), kept]
 
     def _positions(self, rows: list[_Row], known: list[np.ndarray], width: int) -> np.ndarray:
         """[n, width] or [3, n, width] int64; sets each row's offset."""
@@ -553,11 +713,17 @@ class TorchTokens(Stepwise):
 
     def _remove(self, index: int) -> None:
         """Let the last active row take the place of one that ended, so that active rows are always the first."""
-        last = self._rows.pop()
-        if index < len(self._rows):
-            if self._paused_before is None:
-                self._cache.move(len(self._rows), index, last.cached)
+        ended, last = self._rows[index], self._rows.pop()
+        place, holds = len(self._rows), self._paused_before is None
+        if index < place:
             self._rows[index] = last
+        if not holds or not ended.shares or ended.cached < self._least_shared:
+            if holds and index < place:
+                self._cache.move(place, index, last.cached)
+            return
+        if index < place:
+            self._cache.swap(index, place, max(ended.cached, last.cached))
+        self._kept[place] = ended.known
 
     def _mask(self) -> Tensor | dict[str, Tensor]:
         """Of a decode step; one for each kind of layer where a model has several."""

@@ -344,6 +344,10 @@ class MultiplexedTokens(TokenBackend):
         self._load_all(version, tensors)
         self.version = version
 
+    def forget(self) -> None:
+        for backend in self.backends:
+            backend.forget()
+
     def close(self) -> None:
         """End all hosts. May be called twice."""
         for backend in self.backends:

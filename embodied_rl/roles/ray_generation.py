@@ -35,6 +35,7 @@ _OF_TOKENS: dict[str, Callable[..., Any]] = {
     "resume": lambda backend: backend.resume(),
     "release_memory": lambda backend: backend.release_memory(),
     "restore_memory": lambda backend: backend.restore_memory(),
+    "forget": lambda backend: backend.forget(),
     "cache_bytes": lambda backend: backend.cache_bytes,
 }
 """What is asked of a token backend there."""
@@ -194,6 +195,9 @@ class RayTokens(TokenBackend):
 
     def restore_memory(self) -> None:
         self._ask("restore_memory")
+
+    def forget(self) -> None:
+        self._ask("forget")
 
     def load_weights(self, version: int, tensors: Iterable[Any]) -> None:
         _from_the_trainer(version, tensors)

@@ -135,6 +135,9 @@ class TokenProcess(TokenBackend):
         """Take it back."""
         self._ask("restore_memory")
 
+    def forget(self) -> None:
+        self._ask("forget")
+
     def close(self) -> None:
         """End the process. May be called twice."""
         self._role.close()
@@ -183,6 +186,7 @@ class _Host:
             "resume": backend.resume,
             "release_memory": backend.release_memory,
             "restore_memory": backend.restore_memory,
+            "forget": backend.forget,
         }
         self._asked: dict[str, Callable[..., None]] = {
             "submit": self._submit,

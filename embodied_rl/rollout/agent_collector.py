@@ -167,6 +167,7 @@ class AgentCollector(SlotPump[_Playing]):
         """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
         self._forget_all(queue)
         self.backend.abort(list(self._requests))
+        self.backend.forget()
         self._requests.clear()
         for future in self._tools.values():
             future.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from pathlib import Path
@@ -105,6 +106,61 @@ def test_eager_attention(policies: dict[str, LanguagePolicy], kind: str) -> None
     got = finish(backend, 6)
     for one, wanted in zip(asked, log_probs(policy, asked, got), strict=True):
         np.testing.assert_allclose(got[one.request_id].log_prob, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2_sliding", "gpt2"])
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+def test_what_prompts_share_is_run_once(policies: dict[str, LanguagePolicy], kind: str, on_update: Any) -> None:
+    # Groups of conversations that begin alike and grow; fewer rows than conversations, so that what is kept changes rows and gets lost.
+    policy, rng, whole, run = copy.deepcopy(policies[kind]), np.random.default_rng(5), 0, 0
+
+    def count(_: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        nonlocal run
+        run += arguments[0].numel()
+
+    model = policy.generation_model()
+    model.get_input_embeddings().register_forward_pre_hook(count)
+    backend = TorchTokens(model, max_batch=7, on_update=on_update, least_shared=64)
+    beginnings = [rng.integers(3, 259, 70)] * 8 + [rng.integers(3, 259, 66)] * 2 + [rng.integers(3, 259, 5)]
+    talks = [np.concatenate([beginning, rng.integers(3, 259, 4)]) for beginning in beginnings]
+    talks[1] = talks[0]
+    for turn in range(3):
+        order = rng.permutation(len(talks))
+        asked = [
+            GenerationRequest(
+                request_id=100 * turn + number, prompt_ids=talks[number], max_new_tokens=int(rng.integers(1, 6)), seed=20 * turn + number
+            )
+            for number in order.tolist()
+        ]
+        backend.submit(asked)
+        got = finish(backend, len(asked))
+        for one, wanted in zip(asked, log_probs(policy, asked, got), strict=True):
+            np.testing.assert_allclose(got[one.request_id].log_prob, wanted, atol=1e-4)
+        whole += sum(len(one.prompt_ids) for one in asked)
+        for number in range(len(talks)):
+            new = rng.integers(3, 259, int(rng.integers(1, 9)))
+            talks[number] = np.concatenate([talks[number], got[100 * turn + number].token_ids, new])[:110]
+        if turn == 1:
+            # Other weights: nothing that was kept may be used.
+            move(policy, 7)
+            backend.load_weights(1, policy.named_weights())
+            backend.submit([GenerationRequest(request_id=999, prompt_ids=talks[0], max_new_tokens=1)])
+            before = run
+            finish(backend, 1)
+            assert run - before >= len(talks[0])
+    assert run < 0.6 * whole
+
+
+def test_what_was_forgotten_is_run_again(policy: LanguagePolicy) -> None:
+    model, seen = policy.generation_model(), list[int]()
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].numel()))
+    backend = TorchTokens(model, max_batch=2, least_shared=64)
+    for number, forgotten in enumerate((False, False, True)):
+        if forgotten:
+            backend.forget()
+        backend.submit([GenerationRequest(request_id=number, prompt_ids=np.arange(3, 103), max_new_tokens=1)])
+        finish(backend, 1)
+    assert seen == [100, 1, 100]
 
 
 def test_likeliest_tokens_are_those_of_transformers(policy: LanguagePolicy) -> None:

@@ -109,6 +109,29 @@ def test_lockstep_with_a_model_is_repeatable_to_the_bit(tmp_path: Path, lake: En
     assert once() == once()
 
 
+def test_a_restart_leaves_nothing_that_prompts_could_share(tmp_path: Path, lake: EnvManager) -> None:
+    # As after an evaluation: a resumed run, whose backend is new, must run the same forwards.
+    policy = tiny_policy(tmp_path / "model", spread=0.3)
+    speaking = Agent(dataclasses.replace(PLAIN, strategy="full"), policy.tokenizer, instruction=None, max_context=2048)
+
+    def sizes(*, disturbed: bool) -> list[torch.Size]:
+        model, seen = policy.generation_model(), list[torch.Size]()
+        backend = TorchTokens(model, max_batch=4, least_shared=8)
+        collector = make_collector(lake, speaking, backend, groups_per_step=2)
+        if disturbed:
+            collector.next_groups(0)
+            collector.restart(make_collector(lake, speaking, backend, groups_per_step=2).queue)
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape))
+        collect(collector)
+        return seen
+
+    untouched = sizes(disturbed=False)
+    assert sizes(disturbed=True) == untouched
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchTokens, "forget", lambda self: None)
+        assert sizes(disturbed=True) != untouched
+
+
 def test_members_that_are_not_needed_are_stopped_and_their_answers_aborted(agent: Agent, lake: EnvManager) -> None:
     collector = make_collector(lake, agent, random_backend(agent), redundancy=2, groups_per_step=2, min_ready=1)
     groups = collect(collector, 2)
