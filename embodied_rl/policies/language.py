@@ -198,16 +198,16 @@ class LanguagePolicy(TrainedModule):
     def _forward(self, model: PreTrainedModel, rows: Rows, sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor | None]:
         """log_prob, entropy, value, each [E]."""
         keep, kept = np.unique(rows.place, return_inverse=True)
-        with _inputs_of(model.get_output_embeddings()) as hidden:
+        row, column = torch.from_numpy(rows.row).to(self.device), torch.from_numpy(kept).to(self.device)
+        target = torch.from_numpy(rows.target).to(self.device)
+        with _only(model.get_output_embeddings(), row, column) as hidden:
             output = model(
                 **self._inputs(rows, sequences), use_cache=False, logits_to_keep=torch.from_numpy(keep).to(self.device), return_dict=True
             )
-        row, column = torch.from_numpy(rows.row).to(self.device), torch.from_numpy(kept).to(self.device)
-        target = torch.from_numpy(rows.target).to(self.device)
-        logits = output.logits[row, column]
+        logits = output.logits
         logits = self._keeping(logits if self.vision is None else self.vision.exclude(logits), rows, sequences)
         log_prob, entropy = token_statistics(logits, target)
-        value = None if self.value_head is None else self.value_head(hidden[0][row, column].float()).squeeze(-1)
+        value = None if self.value_head is None else self.value_head(hidden[0].float()).squeeze(-1)
         return log_prob, entropy, value
 
     def _keeping(self, logits: Tensor, rows: Rows, sequences: Sequence[TokenSequence]) -> Tensor:
@@ -402,15 +402,22 @@ def token_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     log_probs = torch.log_softmax(logits.float(), dim=-1)
     # A logit of -inf (a token that the model excludes) has p log p = 0; put before the product, or its gradient would be 0 times infinity.
-    terms = log_probs.exp() * log_probs.masked_fill(~torch.isfinite(log_probs), 0.0)
+    # What is changed has probability 0 in float32.
+    terms = log_probs.exp() * log_probs.clamp(min=-1e4)
     return log_probs.gather(-1, target[:, None]).squeeze(-1), -terms.sum(-1)
 
 
 @contextmanager
-def _inputs_of(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects the first argument of each call: the hidden states that the model's own head turns into logits."""
+def _only(head: nn.Module, row: Tensor, column: Tensor) -> Iterator[list[Tensor]]:
+    """The model's own head makes logits [E, V] of these hidden states alone, which are collected, [E, H] of each call: of rows with padding
+    the columns that some row needs are far more."""
     seen: list[Tensor] = []
-    handle = module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+
+    def narrowed(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
+        seen.append(arguments[0][row, column])
+        return (seen[-1],)
+
+    handle = head.register_forward_pre_hook(narrowed)
     try:
         yield seen
     finally:
