@@ -15,6 +15,7 @@ pictures, whatever the strategy keeps and drops.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,6 +31,8 @@ from embodied_rl.generation.tokens import Completion, GenerationRequest
 
 _SENTINEL = "answer-of-the-assistant-0451"
 """Stands for an answer while a chat template is asked what it writes behind one."""
+_OPENINGS, _MESSAGES = 512, 8192
+"""Whose tokens are remembered: prompts that grow are put together anew in every turn."""
 
 
 class PromptTokenizer(Protocol):
@@ -120,6 +123,8 @@ class Prompts:
         """Most tokens of a prompt."""
         self._template = _template(config)
         self._system = tools + _about_summary(config) + config.system.format(instruction=self.instruction)
+        self.opening = functools.lru_cache(_OPENINGS)(self._opening)
+        self._following = functools.lru_cache(_MESSAGES)(self._behind)
         self._check_room(max_context)
         self.begin()  # raises UserError now for a template that cannot be used
 
@@ -148,8 +153,8 @@ class Prompts:
     def message(self, observation: str, step: int, *, memory: str = "", summary: str = "") -> str:
         return self._template.format(observation=observation, instruction=self.instruction, step=step, memory=memory, summary=summary)
 
-    def opening(self, message: str) -> np.ndarray:
-        """[n] int64: a conversation's first tokens, up to where the answer begins."""
+    def _opening(self, message: str) -> np.ndarray:
+        """[n] int64: a conversation's first tokens, up to where the answer begins. `opening` remembers them."""
         if not self.config.chat:
             return self._encoded(self._system + message)
         system = [{"role": "system", "content": self._system}] if self._system else []
@@ -158,6 +163,13 @@ class Prompts:
     def continuation(self, message: str, answer_ids: np.ndarray) -> np.ndarray:
         """[n] int64: what stands between an answer's sampled tokens and the next answer.
         Raises UserError: the chat template does not show an answer's text as it is."""
+        token_ids = self._following(message)
+        # The token that ends a turn was sampled, unless the answer was cut.
+        ended = self.config.chat and len(answer_ids) > 0 and len(token_ids) > 0 and int(answer_ids[-1]) == int(token_ids[0])
+        return token_ids[1:] if ended else token_ids
+
+    def _behind(self, message: str) -> np.ndarray:
+        """[n] int64: what a template writes behind an answer, up to the next one."""
         if not self.config.chat:
             return self.tokenizer.encode(message)
         shown = self.tokenizer.chat_text(
@@ -169,10 +181,7 @@ class Prompts:
                 "The model's chat template leaves earlier answers out, so a conversation cannot be continued token by token. "
                 "Set agent.strategy=memory, or agent.chat=false."
             )
-        token_ids = self.tokenizer.encode(behind)
-        # The token that ends a turn was sampled, unless the answer was cut.
-        ended = len(answer_ids) > 0 and len(token_ids) > 0 and int(answer_ids[-1]) == int(token_ids[0])
-        return token_ids[1:] if ended else token_ids
+        return self.tokenizer.encode(behind)
 
     def joined(self, shown: Sequence[Exchange], message: str) -> Prompt:
         """Exchanges behind one another and a message to be answered; each sampled token stands there as it was sampled."""
