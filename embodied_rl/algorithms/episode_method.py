@@ -3,6 +3,7 @@ is configured. A row is an episode, an entry one of its steps."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,9 @@ from embodied_rl.algorithms.step_rewards import StepRewards
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.errors import UserError
 from embodied_rl.types import Episode, EpisodeGroup
+
+_EVEN_UPDATES = 3
+"""Without any advantage, in a row, that are no accident."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,7 @@ class EpisodeMethod(StepRewards):
         super().__init__(config)
         self.composition: Composition = compose(config)
         self.moments = Moments()
+        self._num_even = 0
 
     def corrected(
         self, advantage: Tensor, log_prob: Tensor | None, *, behaviour_log_prob: Tensor, mask: Tensor, chunk_id: Tensor
@@ -258,8 +263,20 @@ class EpisodeMethod(StepRewards):
         if self.config.advantage_clip is not None:
             advantage = advantage.clamp(-self.config.advantage_clip, self.config.advantage_clip)
         advantage = torch.where(of_values, advantage, torch.zeros_like(advantage))
+        self._warn_of_even(advantage)
         value = values.value.flatten(1)
         return Credit(advantage, counted, value, returns, batch.success, metrics, of_values if of_steps else None)
+
+    def _warn_of_even(self, advantage: Tensor) -> None:
+        """Say where all that is played teaches nothing: a run could go on so to its end."""
+        self._num_even = 0 if bool(advantage.any()) else self._num_even + 1
+        if self._num_even == _EVEN_UPDATES:
+            warnings.warn(
+                f"In {_EVEN_UPDATES} updates in a row every advantage was 0: the episodes of each group had equal returns, and their "
+                "rewards taught nothing. algorithm.groups.filters=[{name: zero_variance}] plays on until groups differ. More of them do "
+                "with an easier task, rewards on the way, algorithm.warm_start, or a larger algorithm.groups.group_size.",
+                stacklevel=2,
+            )
 
     @property
     def looks_into_chunks(self) -> bool:

@@ -97,7 +97,7 @@ class ChatTokenizer:
         if not self.has_chat_template:
             raise UserError(
                 f"The tokenizer in '{self._source}' has no chat template, so messages cannot be put into a prompt. "
-                "Use a model that was made for chat, or add chat_template.jinja to the folder."
+                "Use a model that was made for chat, add chat_template.jinja to the folder, or set agent.chat=false (plain texts)."
             )
         try:
             text = self._tokenizer.apply_chat_template(

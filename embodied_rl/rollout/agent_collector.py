@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from embodied_rl.agents.agent import Agent, Answer, Conversation, Prompt, PromptTooLong
-from embodied_rl.agents.parsing import InvalidAction, ToolRequest
+from embodied_rl.agents.parsing import InvalidAction, Reason, ToolRequest
 from embodied_rl.agents.tools.builtin import ToolBudget
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.errors import UserError
@@ -71,6 +71,8 @@ class ServerHealth:
         )
 
 
+_FEW_TURNS, _ALMOST_ALL = 32, 0.9
+"""Share of the answers that name no action, of at least so many, that is no accident."""
 _GLANCE_S = 0.002
 """How long one side is waited for while another may be ready first."""
 _SEEDS = 23
@@ -144,6 +146,7 @@ class AgentCollector(SlotPump[_Playing]):
         self._next_id = 0
         self._counts: Counter[str] = Counter()
         self._server_health = ServerHealth()
+        self._warned_of_invalid = False
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """Move on what is ready, or everything in lockstep; False: no episode is running.
@@ -178,9 +181,22 @@ class AgentCollector(SlotPump[_Playing]):
         tools; and how each tool was used (`ToolRunner.figures`)."""
         counts, self._counts = self._counts, Counter()
         turns = max(counts["turns"], 1)
+        if not self._warned_of_invalid and turns >= _FEW_TURNS and counts["invalid"] >= _ALMOST_ALL * turns:
+            self._warned_of_invalid = True
+            warnings.warn(self._about_invalid(counts), stacklevel=2)
         shares = {name: value / turns for name, value in counts.items() if name != "turns"}
         used = {} if self.agent.tools is None else {"tool_turns": 0.0, **self.agent.tools.figures()}
         return {"turns": float(counts["turns"]), "invalid": 0.0, "dropped": 0.0, **used, **shares}
+
+    def _about_invalid(self, counts: Counter[str]) -> str:
+        config, share = self.agent.config, counts["invalid"] / counts["turns"]
+        why = {
+            "no_tag": f"there is no <{config.tag}>…</{config.tag}> in them: agent.system must ask for it, or set agent.answer=word",
+            "unknown_action": "they are none of agent.actions: agent.system must name these, or agent.answer=tag let the model think",
+            "cut": f"agent.max_new_tokens={config.max_new_tokens} cut them off",
+        }
+        most = max(get_args(Reason), key=lambda reason: counts[f"invalid_{reason}"])
+        return f"{share:.0%} of the answers name no action, most of them because {why.get(most, f'of this: {most}')} (docs/agents.md)."
 
     def close(self) -> None:
         self.agent.close()
@@ -236,7 +252,8 @@ class AgentCollector(SlotPump[_Playing]):
         playing = self._playing[slot]
         self._stop(slot)
         if not playing.turns:
-            self.queue.failed(playing.assignment, "its first prompt was too long")
+            limit = f"more than {self.agent.prompts.limit} tokens (agent.max_prompt_tokens, or the context less agent.max_new_tokens)"
+            self.queue.failed(playing.assignment, f"its first prompt was too long: {limit}")
             return
         episode: AgentEpisode = episode_of(
             playing.turns,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -65,6 +66,25 @@ def test_group_advantages_are_shared_by_an_episodes_steps() -> None:
     # Returns 6 and 4 (mean 5), 5 and 7 (mean 6).
     assert found.advantage.tolist() == [[1, 1, 1], [-1, 0, 0], [-1, -1, 0], [1, 1, 1]]
     assert found.returns is None
+
+
+def test_a_run_that_learns_nothing_from_its_rewards_says_so() -> None:
+    def even(number: int) -> EpisodeBatch:
+        return EpisodeBatch.of([group(number, episode([1, 2], 0), episode([3], 0))])
+
+    method, zeros = EpisodeMethod(CONFIG), EpisodeValues(torch.zeros(2, 2), torch.zeros(2))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(2):
+            method.prepare(even(number), zeros)
+        method.prepare(EpisodeBatch.of([group(2, episode([1, 2], 0), episode([1], 0))]), zeros)  # 3 and 1
+        for number in range(2):
+            method.prepare(even(number), zeros)
+        assert not said
+        for number in range(4):
+            method.prepare(even(number), zeros)
+    assert len(said) == 1
+    assert "algorithm.groups.filters=[{name: zero_variance}]" in str(said[0].message)
 
 
 def test_returns_to_go_stop_at_each_episodes_own_end() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -145,6 +146,24 @@ def test_a_first_prompt_that_is_too_long_fails_the_episode_and_is_told(agent: Ag
     short = Agent(dataclasses.replace(PLAIN, max_prompt_tokens=5), agent.tokenizer, instruction=None, max_context=512)
     with pytest.raises(BatchNeverFullError, match="episode failed: its first prompt was too long"):
         collect(make_collector(lake, short, random_backend(short), max_retries=0, max_rejected_per_step=3))
+
+
+def test_answers_that_are_almost_never_an_action_are_told_once(agent: Agent, lake: EnvManager) -> None:
+    speaking = Agent(dataclasses.replace(PLAIN, answer="tag", actions=()), agent.tokenizer, instruction=None, max_context=512)
+    collector = make_collector(lake, speaking, ScriptedTokens(lambda _: agent.tokenizer.encode("up")), groups_per_step=2)
+    said: list[warnings.WarningMessage] = []
+    for version in range(2):
+        collector.next_groups(version)
+        with warnings.catch_warnings(record=True) as said_now:
+            warnings.simplefilter("always")
+            figures = collector.figures()
+        assert figures["turns"] >= 32
+        assert figures["invalid"] == 1.0
+        said += said_now
+        collector.backend.load_weights(version + 1, ())
+        collector.queue.published(version + 1)
+    assert len(said) == 1
+    assert "100% of the answers name no action, most of them because there is no <action>…</action> in them" in str(said[0].message)
 
 
 def test_a_conversation_that_grows_too_long_ends_its_episode_as_cut(agent: Agent, lake: EnvManager) -> None:
