@@ -1,10 +1,11 @@
-"""PPO's update of a small Gaussian MLP actor-critic on a CPU, with gradients derived by hand.
+"""PPO's and soft actor-critic's updates of small MLPs on a CPU, with gradients derived by hand.
 
 For networks of this size autograd spends more time on bookkeeping than on arithmetic. Here every operation writes into a
-buffer that was allocated once, all parameters of both networks lie in one flat vector (torch's parameters become views of it),
-and Adam is one pass over that vector. The mathematics is that of `objectives.RolloutObjective`; a test holds the two together.
+buffer that was allocated once, all parameters that are stepped together lie in one flat vector (torch's parameters become views of it),
+and Adam is one pass over that vector. The mathematics is that of `objectives.RolloutObjective`, and of `recorded.CriticsObjective` and
+`recorded.SoftPolicyObjective`; tests hold them together.
 
-Shapes: n rows of a minibatch, A action dimensions, D inputs; weights [out, in] as torch keeps them.
+Shapes: n rows of a minibatch, A action dimensions, D inputs, E critics; weights [out, in] as torch keeps them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -24,37 +26,40 @@ from embodied_rl.algorithms.batch import Batch, Rows
 from embodied_rl.algorithms.kl import K3_SLOPE
 from embodied_rl.algorithms.ratios import MAX_LOG_RATIO
 from embodied_rl.config import AlgorithmConfig
-from embodied_rl.learning.executors import Executor, Figures, is_finite
-from embodied_rl.learning.kernels import adam_kernel, gaussian_ppo_kernel, value_kernel
+from embodied_rl.learning.executors import Executor, Figures, is_finite, norm_name
+from embodied_rl.learning.kernels import adam_kernel, gaussian_ppo_kernel, relu_kernel, relu_slope_kernel, value_kernel
 from embodied_rl.learning.objectives import Objective
 from embodied_rl.learning.optimizer import BETAS
+from embodied_rl.learning.rows import TransitionRows
 from embodied_rl.policies.actor_critic import ActorCritic
-from embodied_rl.policies.heads import LOG_SQRT_2PI, DiagonalGaussian
+from embodied_rl.policies.base import TrainedModule
+from embodied_rl.policies.heads import LOG_SQRT_2PI, MAX_SQUASHED, DiagonalGaussian, SquashedGaussian
+from embodied_rl.policies.q_ensemble import ActorWithCritics, QEnsemble
+
+Result = TypeVar("Result")
 
 
 class FlatParameters:
-    """All parameters of a policy in one vector, with their gradients and Adam's moments beside them.
+    """Parameters in one vector, with their gradients and Adam's moments beside them.
 
     The torch parameters are made views of the vector, so that both sides always see the same numbers.
     """
 
-    def __init__(self, policy: nn.Module) -> None:
-        self.parameters = dict(policy.named_parameters())
-        size = sum(p.numel() for p in self.parameters.values())
-        self.value, self.gradient, self.exp_avg, self.exp_avg_sq = (np.zeros(size, np.float32) for _ in range(4))
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.parameters = dict(parameters)
+        sizes, dtypes = zip(*((p.numel(), p.detach().numpy().dtype) for p in self.parameters.values()), strict=True)
+        self.value, self.gradient, self.exp_avg, self.exp_avg_sq = (np.zeros(sum(sizes), dtypes[0]) for _ in range(4))
         self.step = 0
-        self._places: dict[str, slice] = {}
-        start = 0
-        for name, parameter in self.parameters.items():
-            self._places[name] = slice(start, start + parameter.numel())
-            start += parameter.numel()
+        ends = np.cumsum(sizes).tolist()
+        self._places = {name: slice(end - size, end) for name, size, end in zip(self.parameters, sizes, ends, strict=True)}
+        self._views = [(parameter, self.view(self.value, name)) for name, parameter in self.parameters.items()]
+        self._addresses = [here.ctypes.data for _, here in self._views]
         self.tie()
 
     def tie(self) -> None:
         """Make the torch parameters views of the vector, where something (a `.to()`, an assignment) has untied them."""
-        for name, parameter in self.parameters.items():
-            here = self.view(self.value, name)
-            if parameter.data_ptr() != here.ctypes.data:
+        for (parameter, here), address in zip(self._views, self._addresses, strict=True):
+            if parameter.data_ptr() != address:
                 here[...] = parameter.detach().cpu().numpy()
                 parameter.data = torch.from_numpy(here)
 
@@ -75,21 +80,47 @@ class FlatParameters:
             1.0 / math.sqrt(1.0 - beta2**self.step),
             eps,
         )
-        adam_kernel(self.value, self.gradient, self.exp_avg, self.exp_avg_sq, *map(np.float32, scalars))
+        adam_kernel(self.value, self.gradient, self.exp_avg, self.exp_avg_sq, *map(self.value.dtype.type, scalars))
 
 
 class FusedMlp:
-    """Forward and backward of one `nn.Sequential` of linear layers and activations; rows are at most `max_rows`."""
+    """Forward and backward of linear layers with activations between; rows are at most `max_rows`."""
 
-    def __init__(self, flat: FlatParameters, network: nn.Sequential, prefix: str, activation: str) -> None:
+    def __init__(self, activation: str, parameters: Sequence[Sequence[np.ndarray]], gradients: Sequence[Sequence[np.ndarray]]) -> None:
+        """
+        Args:
+            parameters: weights and biases of the layers; where hidden layers are normalised before a ReLU, their scales and shifts.
+            gradients: written; likewise.
+        """
         self.activation = activation
-        names = [f"{prefix}.{index}" for index, layer in enumerate(network) if isinstance(layer, nn.Linear)]
-        self.weights = [flat.view(flat.value, f"{name}.weight") for name in names]
-        self.biases = [flat.view(flat.value, f"{name}.bias") for name in names]
-        self.weight_gradients = [flat.view(flat.gradient, f"{name}.weight") for name in names]
-        self.bias_gradients = [flat.view(flat.gradient, f"{name}.bias") for name in names]
+        self.weights, self.biases, *norms = parameters
+        self.weight_gradients, self.bias_gradients, *self._norm_gradients = gradients
+        self._norms = [[torch.from_numpy(part) for part in own] for own in norms]
+        self._normalised: list[tuple[Tensor, ...]] = []
         self._max_rows = 0
         self._inputs: list[np.ndarray] = []
+
+    @classmethod
+    def of(cls, flat: FlatParameters, network: nn.Sequential, prefix: str, activation: str) -> FusedMlp:
+        names = [f"{prefix}.{index}" for index, layer in enumerate(network) if isinstance(layer, nn.Linear)]
+
+        def of(vector: np.ndarray) -> list[list[np.ndarray]]:
+            return [[flat.view(vector, f"{name}.{kind}") for name in names] for kind in ("weight", "bias")]
+
+        return cls(activation, of(flat.value), of(flat.gradient))
+
+    @classmethod
+    def of_ensemble(cls, flat: FlatParameters, ensemble: QEnsemble) -> list[FusedMlp]:
+        """Each of the critics; their weights lie [in, out]."""
+        layers: dict[str, list[str]] = {}
+        for name, _ in ensemble.named_parameters():
+            layers.setdefault(name.partition(".")[0], []).append(f"critics.{name}")
+
+        def of(member: int, vector: np.ndarray) -> list[list[np.ndarray]]:
+            weights, *others = ([flat.view(vector, name)[member] for name in names] for names in layers.values())
+            return [[weight.T for weight in weights], *([part[0] for part in own] for own in others)]
+
+        return [cls("relu", of(member, flat.value), of(member, flat.gradient)) for member in range(len(ensemble.weights[0]))]
 
     def reserve(self, max_rows: int) -> None:
         """Allocate the buffers of minibatches of up to `max_rows` rows."""
@@ -97,56 +128,75 @@ class FusedMlp:
             return
         self._max_rows = max_rows
         widths = [weight.shape[0] for weight in self.weights]
-        self._outputs = [np.empty((max_rows, width), np.float32) for width in widths]
-        self._deltas = [np.empty((max_rows, width), np.float32) for width in widths]
-        self._slopes = [np.empty((max_rows, width), np.float32) for width in widths[:-1]]
-        self._ones = np.ones(max_rows, np.float32)
+        dtype = self.weights[0].dtype
+        self._outputs, self._deltas, self._slopes = ([np.empty((max_rows, width), dtype) for width in widths] for _ in range(3))
+        self._ones = np.ones(max_rows, dtype)
 
     def output_gradient(self, num_rows: int) -> np.ndarray:
         """The buffer [n, outputs] for what `backward` takes."""
         return self._deltas[-1][:num_rows]
 
-    def predict(self, x: np.ndarray) -> np.ndarray:
-        """[B, D] → [B, outputs] in fresh memory; keeps nothing for `backward`."""
-        last = len(self.weights) - 1
-        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x = np.dot(x, weight.T)
-            x += bias
-            if layer < last:
-                _activate(self.activation, x, np.empty_like(x) if self.activation == "elu" else x)
-        return x
-
     def forward(self, x: np.ndarray) -> np.ndarray:
         """[n, D] → [n, outputs], a buffer that the next forward overwrites."""
         n = x.shape[0]
-        self._inputs = [x]
+        self._inputs, self._normalised = [x], []
         last = len(self.weights) - 1
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             out = self._outputs[layer][:n]
             np.dot(x, weight.T, out=out)
-            out += bias
-            if layer < last:
-                _activate(self.activation, out, self._slopes[layer][:n])
-                self._inputs.append(out)
+            if layer < last and self._norms:
+                out += bias
+                before, (scale, shift) = torch.from_numpy(out), (part[layer] for part in self._norms)
+                normalised, mean, inverse_std = torch.native_layer_norm(before, before.shape[-1:], scale, shift, 1e-5)
+                self._normalised.append((before, mean, inverse_std, scale, shift))
+                out = normalised.relu_().numpy()
+            elif layer < last and self.activation == "relu":
+                relu_kernel(out, bias)
+            else:
+                out += bias
+                if layer < last:
+                    _activate(self.activation, out, self._slopes[layer][:n])
+            self._inputs.append(out)
             x = out
         return x
 
-    def backward(self, delta: np.ndarray) -> None:
-        """Write the parameters' gradients, given that of the outputs [n, outputs] of the last `forward`."""
+    def backward(
+        self, delta: np.ndarray, *, trains: bool = True, inputs: slice | None = None, rows: np.ndarray | None = None
+    ) -> np.ndarray | None:
+        """Write the parameters' gradients, given that of the outputs [n, outputs] of the last `forward`.
+
+        Args:
+            trains: False leaves those of weights and biases out.
+            inputs: the columns whose gradient [n, …] is returned; None: none.
+            rows: which of the last `forward` these are, without `trains` and where nothing is normalised; None: all.
+        """
         n = delta.shape[0]
-        ones = self._ones[:n]
         for layer in range(len(self.weights) - 1, -1, -1):
             x = self._inputs[layer]
-            np.dot(delta.T, x, out=self.weight_gradients[layer])
-            np.dot(ones, delta, out=self.bias_gradients[layer])
+            if trains and (gradient := self.weight_gradients[layer]).flags.c_contiguous:
+                np.dot(delta.T, x, out=gradient)
+            elif trains:
+                np.dot(x.T, delta, out=gradient.T)
+            if trains:
+                np.dot(self._ones[:n], delta, out=self.bias_gradients[layer])
             if layer == 0:
-                return
-            behind = self._deltas[layer - 1][:n]
+                break
+            behind, slope = self._deltas[layer - 1][:n], self._slopes[layer - 1][:n]
             np.dot(delta, self.weights[layer], out=behind)
-            slope = self._slopes[layer - 1][:n]
-            _slope(self.activation, x, slope)
-            behind *= slope
+            if self.activation == "relu":
+                relu_slope_kernel(behind, x if rows is None else x[rows])
+            else:
+                _slope(self.activation, x, slope)
+                behind *= slope
+            if self._norms:
+                before, *moments = self._normalised[layer - 1]
+                given = torch.from_numpy(behind), before, before.shape[-1:], *moments, [True, True, True]
+                through, *found = torch.ops.aten.native_layer_norm_backward(*given)
+                for gradients, gradient in zip(self._norm_gradients, found, strict=True):
+                    gradients[layer - 1][...] = gradient.numpy()
+                behind = through.numpy()
             delta = behind
+        return None if inputs is None else np.dot(delta, self.weights[0][:, inputs])
 
 
 class Faster:
@@ -180,29 +230,74 @@ class Faster:
             second.clear()
 
 
-class FusedExecutor(Executor):
+class Fused(Executor):
+    """Parameters in flat vectors, each with its Adam, and a helper thread."""
+
+    def __init__(self, policy: TrainedModule, config: AlgorithmConfig, *, side_by_side: bool) -> None:
+        """
+        Args:
+            side_by_side: compute one of two networks in a second thread while this one computes the other, where measuring says that it
+                pays. Every number is the same.
+        """
+        super().__init__(policy, config, torch.device("cpu"))
+        self.flats = {group: FlatParameters(own.items()) for group, own in policy.parameter_groups().items()}
+        # Sleeping hand-overs rather than the matrix library's spinning threads: these do no harm where cores are busy.
+        # numpy's warnings are off in each thread by itself; see `step`.
+        self._helper = ThreadPoolExecutor(1, "fused", initializer=np.seterr, initargs=("ignore",)) if side_by_side else None
+        self._threads = Faster()
+
+    def _take(self, figures: Figures, groups: Sequence[str], learning_rate: float) -> Figures:
+        """Step these groups, if the figures are finite; returns all."""
+        norms = {group: math.sqrt(float(np.dot(self.flats[group].gradient, self.flats[group].gradient))) for group in groups}
+        figures |= {norm_name(group): norm for group, norm in norms.items()}
+        if is_finite(figures):
+            for group, norm in norms.items():
+                self.flats[group].adam(learning_rate, min(1.0, self.config.max_grad_norm / (norm + 1e-6)), self.config.adam_eps)
+        return figures
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        steps = {f"{begin}step": torch.tensor(flat.step, dtype=torch.int64) for begin, flat in self._named()}
+        return {**steps, **{name: torch.from_numpy(part.copy()) for name, part in self._moments().items()}}
+
+    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
+        for begin, flat in self._named():
+            flat.step = int(state[f"{begin}step"])
+        for name, part in self._moments().items():
+            part[...] = state[name].numpy()
+
+    def forget(self) -> None:
+        for flat in self.flats.values():
+            flat.step = 0
+            flat.exp_avg[:] = flat.exp_avg_sq[:] = 0.0
+
+    def _named(self) -> list[tuple[str, FlatParameters]]:
+        """With what names of `Optimizers` begin with."""
+        return [(f"adam.{group}." if group else "", flat) for group, flat in self.flats.items()]
+
+    def _moments(self) -> dict[str, np.ndarray]:
+        kinds = [
+            (f"{begin}{kind}.", flat, vector)
+            for begin, flat in self._named()
+            for kind, vector in (("exp_avg", flat.exp_avg), ("exp_avg_sq", flat.exp_avg_sq))
+        ]
+        return {f"{begin}{name}": flat.view(vector, name) for begin, flat, vector in kinds for name in flat.parameters}
+
+
+class FusedExecutor(Fused):
     """Takes PPO's steps on rollouts for what `supports` accepts."""
 
     policy: ActorCritic
 
     def __init__(self, policy: ActorCritic, config: AlgorithmConfig, *, side_by_side: bool = False) -> None:
-        """
-        Args:
-            side_by_side: compute the critic's gradients in a second thread while this one computes the actor's, where measuring says
-                that it pays. Every number is the same.
-        """
+        """`side_by_side`: the critic beside the actor, see `Fused`."""
         assert isinstance(policy.head, DiagonalGaussian)
-        super().__init__(policy, config, torch.device("cpu"))
-        self.flat = FlatParameters(policy)
+        super().__init__(policy, config, side_by_side=side_by_side)
+        self.flat = self.flats[""]
         activation = policy.config.activation
-        self.actor = FusedMlp(self.flat, policy.actor, "actor", activation)
-        self.critic = FusedMlp(self.flat, policy.critic, "critic", activation)
+        self.actor = FusedMlp.of(self.flat, policy.actor, "actor", activation)
+        self.critic = FusedMlp.of(self.flat, policy.critic, "critic", activation)
         self.log_std = self.flat.view(self.flat.value, "head.log_std")
         self.log_std_gradient = self.flat.view(self.flat.gradient, "head.log_std")
-        # Sleeping hand-overs rather than the matrix library's spinning threads: these do no harm where cores are busy.
-        # numpy's warnings are off in each thread by itself; see `step`.
-        self._helper = ThreadPoolExecutor(1, "critic", initializer=np.seterr, initargs=("ignore",)) if side_by_side else None
-        self._threads = Faster()
         self._rows: list[np.ndarray] = []
         self._minibatch: list[np.ndarray] = []
 
@@ -249,13 +344,9 @@ class FusedExecutor(Executor):
             critic_loss = pending.result() if pending else self._critic_gradients(features, returns, value)
             if self._helper:
                 self._threads.took(time.perf_counter() - started)
-            norm = math.sqrt(float(np.dot(self.flat.gradient, self.flat.gradient)))
             loss = policy_loss + config.value_coef * critic_loss - config.entropy_coef * entropy
             figures = {"loss": loss, "policy_loss": policy_loss, "value_loss": critic_loss, "entropy": entropy}
-            figures |= {"approx_kl": kl, "clip_fraction": clipped, "grad_norm": norm}
-            if is_finite(figures):
-                self.flat.adam(learning_rate, min(1.0, config.max_grad_norm / (norm + 1e-6)), config.adam_eps)
-        return figures
+            return self._take({**figures, "approx_kl": kl, "clip_fraction": clipped}, ("",), learning_rate)
 
     def _actor_gradients(
         self, features: np.ndarray, action: np.ndarray, old_log_prob: np.ndarray, advantage: np.ndarray
@@ -299,24 +390,133 @@ class FusedExecutor(Executor):
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
         self.flat.tie()
         features = self.policy.features(ready).numpy()
-        return self.critic.predict(np.ascontiguousarray(features))[:, 0]
+        self.critic.reserve(len(features))
+        return self.critic.forward(np.ascontiguousarray(features))[:, 0].copy()
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        state = {"step": torch.tensor(self.flat.step, dtype=torch.int64)}
-        for name in self.flat.parameters:
-            state[f"exp_avg.{name}"] = torch.from_numpy(self.flat.view(self.flat.exp_avg, name).copy())
-            state[f"exp_avg_sq.{name}"] = torch.from_numpy(self.flat.view(self.flat.exp_avg_sq, name).copy())
-        return state
 
-    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        self.flat.step = int(state["step"])
-        for name in self.flat.parameters:
-            self.flat.view(self.flat.exp_avg, name)[...] = state[f"exp_avg.{name}"].numpy()
-            self.flat.view(self.flat.exp_avg_sq, name)[...] = state[f"exp_avg_sq.{name}"].numpy()
+class FusedCritics(Fused):
+    """Takes the steps of soft actor-critic for what `supports` accepts."""
 
-    def forget(self) -> None:
-        self.flat.step = 0
-        self.flat.exp_avg[:] = self.flat.exp_avg_sq[:] = 0.0
+    policy: ActorWithCritics
+
+    def __init__(self, networks: ActorWithCritics, config: AlgorithmConfig, *, side_by_side: bool = False) -> None:
+        """`side_by_side`: every second critic beside the others, see `Fused`."""
+        super().__init__(networks, config, side_by_side=side_by_side)
+        assert isinstance(networks.policy, ActorCritic)
+        own, activation = self.flats["policy"], networks.policy.config.activation
+        self._targets = FlatParameters((f"critics.{name}", parameter) for name, parameter in networks.targets.named_parameters())
+        self.actor = FusedMlp.of(own, networks.policy.actor, "actor", activation)
+        self.log_std, self.log_std_gradient = (own.view(vector, "head.gaussian.log_std") for vector in (own.value, own.gradient))
+        self.critics, self.targets = (FusedMlp.of_ensemble(flat, networks.critics) for flat in (self.flats["critics"], self._targets))
+        self._rows: TransitionRows | None = None
+
+    @staticmethod
+    def supports(networks: nn.Module, device: torch.device) -> TypeGuard[ActorWithCritics]:
+        """Critics of a plain squashed MLP in float32 on the CPU."""
+        if not isinstance(networks, ActorWithCritics) or type(networks.policy) is not ActorCritic or device.type != "cpu":
+            return False
+        plain = networks.policy.trunk is None and type(networks.policy.head) is SquashedGaussian
+        return plain and all(p.dtype == torch.float32 for p in networks.parameters())
+
+    @torch.no_grad()
+    def begin(self, objective: Objective[Any, Any], rows: Rows) -> None:
+        assert isinstance(rows, TransitionRows), "stored steps"
+        for flat in (*self.flats.values(), self._targets):
+            flat.tie()
+        self._objective = objective
+        if rows is not self._rows:
+            self._rows = rows
+            seen = (rows.observation, rows.next_observation)
+            self._features, self._following = (self.policy.policy.features(part).numpy() for part in seen)
+            for network in (self.actor, *self.critics, *self.targets):
+                network.reserve(rows.num_rows)
+
+    def step(self, chosen: np.ndarray | None, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
+        """See `Executor.step`; a minibatch of stored steps is taken whole."""
+        assert chosen is None, "a stream of minibatches"
+        assert self._rows is not None, "begin comes first"
+        with np.errstate(all="ignore"):
+            started, of_critics = time.perf_counter(), "critics" in self._objective.groups
+            figures = self._critics_gradients(self._rows) if of_critics else self._policy_gradients(self._rows)
+            if self._helper and of_critics:
+                self._threads.took(time.perf_counter() - started)
+            figures = self._take(figures, self._objective.groups, learning_rate)
+        if is_finite(figures):
+            self._objective.stepped(self.policy)
+        return figures
+
+    def _critics_gradients(self, rows: TransitionRows) -> Figures:
+        """Of the critics; only the targets that this minibatch asks for are computed."""
+        acted, log_prob, _ = self._drawn(self._following, rows.next_noise)
+        seen = np.concatenate([self._features, rows.action.flatten(1).numpy()], axis=1)
+        then, num = np.concatenate([self._following, acted], axis=1), len(self.critics)
+        networks = [*((own, seen) for own in self.critics), *((self.targets[member], then) for member in rows.members.tolist())]
+        found = self._each(lambda k: networks[k][0].forward(networks[k][1])[:, 0], len(networks))
+        values, next_value = np.stack(found[:num]), np.min(found[num:], axis=0)
+        if self.policy.options.entropy_in_target:
+            next_value = next_value - math.exp(self.flats["entropy"].value[0]) * log_prob
+        discount = rows.discount.numpy()
+        error = values - (rows.reward.numpy() + np.where(discount > 0, discount * next_value, 0))
+        gradient = error * (2.0 / error.size)
+        self._each(lambda k: self.critics[k].backward(gradient[k][:, None]), num)
+        loss = float(np.mean(error * error))
+        return {"critic_loss": loss, "loss": loss, "q_mean": float(values.mean()), "q_spread": float(values.std(axis=0).mean())}
+
+    def _policy_gradients(self, rows: TransitionRows) -> Figures:
+        """Of the policy, which follows the smaller of two critics or the mean of a larger ensemble, and of the entropy's coefficient."""
+        acted, log_prob, backward = self._drawn(self._features, rows.noise)
+        x, num, size = np.concatenate([self._features, acted], axis=1), len(self.critics), len(acted)
+        values = np.stack(self._each(lambda k: self.critics[k].forward(x)[:, 0], num))
+        share = (values.argmin(axis=0) == np.arange(2)[:, None]) if num == 2 else np.full(values.shape, 1.0 / num)
+        slopes = (share / -size).astype(values.dtype)
+        # Of two critics, each is followed back in its own rows; normalised layers keep what they need of all rows.
+        own = [np.flatnonzero(part) for part in share] if num == 2 and not self.policy.options.layer_norm else [None] * num
+        of_action = slice(self._features.shape[1], None)
+
+        def follow(k: int) -> np.ndarray | None:
+            given = slopes[k] if own[k] is None else slopes[k][own[k]]
+            return self.critics[k].backward(given[:, None], trains=False, inputs=of_action, rows=own[k])
+
+        gradient = np.zeros_like(acted)
+        for chosen, part in zip(own, self._each(follow, num), strict=True):
+            gradient[slice(None) if chosen is None else chosen] += part
+        coefficient, mean_log_prob = math.exp(self.flats["entropy"].value[0]), float(log_prob.mean())
+        backward(gradient, coefficient / size)
+        loss = coefficient * mean_log_prob - float((values * share).sum()) / size
+        self.flats["entropy"].gradient[0] = of_entropy = coefficient * (-mean_log_prob - self.policy.target_entropy)
+        return {"policy_loss": loss, "entropy": -mean_log_prob, "entropy_coef": coefficient, "loss": loss + of_entropy}
+
+    def _drawn(self, features: np.ndarray, noise: Tensor | None) -> tuple[np.ndarray, np.ndarray, Callable[[np.ndarray, float], None]]:
+        """Actions [n, A] and the logarithms of their densities [n], as `heads.SquashedGaussian` has them; and what takes their gradients,
+        that of each log-density the same number, back through the policy."""
+        assert noise is not None, "transition_rows draws it"
+        mean, std, bound = self.actor.forward(features), np.exp(self.log_std), self.log_std.dtype.type(MAX_SQUASHED)
+        u = mean + noise.numpy() * std
+        action = np.tanh(u)
+        # At the bound the action, and with it what it was before the tanh, stays as it is.
+        free = np.abs(action) <= bound
+        action, u = np.clip(action, -bound, bound), np.where(free, u, np.copysign(np.arctanh(np.float64(bound)), u))
+        z = np.where(free, noise.numpy(), (u - mean) / std)
+        log_prob = -0.5 * z * z - self.log_std - LOG_SQRT_2PI - 2.0 * (math.log(2.0) - u - np.logaddexp(0.0, -2.0 * u))
+
+        def backward(gradient: np.ndarray, slope: float) -> None:
+            # d log p / du = 2 tanh(u): the noise, and with it the Gaussian's density, stays as it is.
+            delta = np.where(free, gradient * (1.0 - action * action) + 2.0 * slope * action, slope * z / std).astype(mean.dtype)
+            self.log_std_gradient[:] = np.where(free, delta * z * std - slope, slope * (z * z - 1.0)).sum(axis=0)
+            self.actor.backward(delta)
+
+        return action, log_prob.sum(axis=-1).astype(mean.dtype), backward
+
+    def _each(self, compute: Callable[[int], Result], number: int) -> list[Result]:
+        """What `compute` gives for 0, 1, …, every second one in the helper where that is faster."""
+        if self._helper is None or not self._threads.second:
+            return [compute(k) for k in range(number)]
+        others = self._helper.submit(lambda: [compute(k) for k in range(1, number, 2)])
+        found = [compute(k) for k in range(0, number, 2)], others.result()
+        return [found[k % 2][k // 2] for k in range(number)]
+
+    def values(self, ready: dict[str, Tensor]) -> np.ndarray:
+        return self.policy.value(ready).numpy()
 
 
 def _activate(activation: str, x: np.ndarray, scratch: np.ndarray) -> None:

@@ -137,3 +137,20 @@ def value_kernel(
         loss += row_loss
         gradient[i] = slope * coefficient / num_rows
     return loss / num_rows
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def relu_kernel(x: np.ndarray, bias: np.ndarray) -> None:
+    """x [n, W] + bias [W], and 0 where that is below 0; in place."""
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            v = x[i, j] + bias[j]
+            x[i, j] = x.dtype.type(0.0) if v < 0 else v  # NaN stays
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def relu_slope_kernel(gradient: np.ndarray, activated: np.ndarray) -> None:
+    """The gradient [n, W] before a ReLU that gave `activated`, in place."""
+    for i in range(gradient.shape[0]):
+        for j in range(gradient.shape[1]):
+            gradient[i, j] *= gradient.dtype.type(1.0) if activated[i, j] > 0 else gradient.dtype.type(0.0)

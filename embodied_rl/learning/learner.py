@@ -291,12 +291,7 @@ def make_learner(
         divided = RankExecutor(policy, config, hybrid, device, ranks)
         return Learner(policy, config, objective, divided, num_threads, divided)
     executor: Executor
-    if (
-        allow_fused
-        and config.value_loss == "mse"
-        and objective.of_rollouts
-        and (fused := _fused(objective, policy, config, device, num_threads)) is not None
-    ):
+    if allow_fused and (fused := _fused(objective, policy, config, device, num_threads)) is not None:
         executor = fused
         num_threads = max(1, num_threads // 2) if widest >= VERY_WIDE_LAYER else 1
     else:
@@ -315,13 +310,15 @@ def _fused(
     objective: Objective[Any, Any], policy: TrainedModule, config: AlgorithmConfig, device: torch.device, num_threads: int
 ) -> Executor | None:
     """The executor with hand-derived gradients, for what it has; None: something is asked for that it has not."""
-    if config.loss != "ppo_clip" or (config.kl.coef > 0 and config.kl.place == "loss"):
-        return None
     rates = config.value_learning_rate is not None or config.head_learning_rate is not None
-    if rates or config.micro_batch_size is not None or config.ratio != "chunk" or objective.precision != "float32":
+    if rates or config.micro_batch_size is not None or objective.precision != "float32":
         return None
-    from embodied_rl.learning.fused import FusedExecutor
+    ppo = objective.of_rollouts and (config.loss, config.value_loss, config.ratio) == ("ppo_clip", "mse", "chunk")
+    sac = objective.name == "critics" and config.off_policy is not None and config.off_policy.update == "sac"
+    if not sac and (not ppo or (config.kl.coef > 0 and config.kl.place == "loss")):
+        return None
+    from embodied_rl.learning.fused import FusedCritics, FusedExecutor
 
-    if not FusedExecutor.supports(policy, device):
-        return None
-    return FusedExecutor(policy, config, side_by_side=num_threads >= 2)
+    if sac:
+        return FusedCritics(policy, config, side_by_side=num_threads >= 2) if FusedCritics.supports(policy, device) else None
+    return FusedExecutor(policy, config, side_by_side=num_threads >= 2) if FusedExecutor.supports(policy, device) else None
