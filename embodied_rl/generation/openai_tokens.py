@@ -23,18 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from embodied_rl.errors import UserError
-from embodied_rl.generation.tokens import (
-    Completion,
-    Failure,
-    FailureKind,
-    FinishReason,
-    GenerationRequest,
-    LengthLimit,
-    TokenBackend,
-    check_new_ids,
-    derive_seed,
-    refuse_structures,
-)
+from embodied_rl.generation import tokens
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.stopping import waiting
 
@@ -44,7 +33,7 @@ from embodied_rl.stopping import waiting
 _LINE = 200
 """Characters of a server's message that are shown."""
 _TOO_LONG = ("maximum context length", "context_length_exceeded", "max_model_len", "longer than the maximum model length")
-_FINISHED: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+_FINISHED: dict[str, tokens.FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 @dataclass
@@ -54,7 +43,7 @@ class Reply:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     log_prob: list[float] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    finish_reason: tokens.FinishReason | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,7 @@ class RetryPolicy:
 class FailedAttemptError(Exception):
     """One attempt that brought no answer."""
 
-    def __init__(self, kind: FailureKind, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(self, kind: tokens.FailureKind, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.kind, self.status, self.retry_after_s = kind, status, retry_after_s
 
@@ -115,7 +104,7 @@ class Gate:
 
 async def ask(
     client: httpx.AsyncClient, path: str, body: Mapping[str, Any], reply: Reply, *, policy: RetryPolicy, gate: Gate, timeout_s: float
-) -> Failure | None:
+) -> tokens.Failure | None:
     """Fill `reply`, which holds what came so far when this is cancelled; a new attempt begins from nothing.
 
     `timeout_s`: of one attempt as a whole. Returns None, or why there is no whole answer.
@@ -140,7 +129,7 @@ async def ask(
             failed = error
         patience = failed.retry_after_s
         if not failed.may_retry or attempt >= policy.max_attempts or (patience is not None and patience > policy.max_retry_after_s):
-            return Failure(failed.kind, str(failed), attempts=attempt, status=failed.status)
+            return tokens.Failure(failed.kind, str(failed), attempts=attempt, status=failed.status)
         wait = max(policy.wait_s(attempt, generator), patience or 0.0)
         if failed.kind == "rate_limited":
             gate.hold(wait)
@@ -343,7 +332,7 @@ class OpenAIOptions:
             raise UserError(f"max_concurrent must be >= 1 and timeout_s > 0, got {self.max_concurrent} and {self.timeout_s}.")
 
 
-class OpenAITokens(TokenBackend):
+class OpenAITokens(tokens.TokenBackend):
     """Implements `TokenBackend`. Requests run side by side in a thread of their own; each ends in a completion, whatever the server does.
 
     While paused nothing new is sent; what a server is answering goes on there and is taken.
@@ -360,7 +349,7 @@ class OpenAITokens(TokenBackend):
         self._options, self._tokenizer = options, tokenizer
         self._condition = threading.Condition()
         self._in_flight: set[int] = set()
-        self._ready: list[Completion] = []
+        self._ready: list[tokens.Completion] = []
         self._paused = False
         self._broken: BaseException | None = None
         """Of what the loop's thread has died."""
@@ -391,9 +380,9 @@ class OpenAITokens(TokenBackend):
         """Requests that are waited for."""
         return len(self._in_flight)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, requests: Sequence[tokens.GenerationRequest]) -> None:
         """See `TokenBackend.submit`. Raises UserError for images, and for a chat without messages."""
-        refuse_structures(requests)
+        tokens.refuse_structures(requests)
         for request in requests:
             if request.images:
                 raise UserError(f"Request {request.request_id} has images, which the openai backend does not send.")
@@ -404,15 +393,15 @@ class OpenAITokens(TokenBackend):
             if self._options.api != "token_ids" and request.top_k:
                 raise UserError(f"Request {request.request_id}: top_k is no part of OpenAI's interface; set it to 0.")
         with self._condition:
-            check_new_ids(requests, self._in_flight)
+            tokens.check_new_ids(requests, self._in_flight)
             self._in_flight.update(request.request_id for request in requests)
         self._loop.call(self._begin(requests))
 
-    async def _begin(self, requests: Sequence[GenerationRequest]) -> None:
+    async def _begin(self, requests: Sequence[tokens.GenerationRequest]) -> None:
         for request in requests:
             self._tasks[request.request_id] = asyncio.create_task(self._answer(request))
 
-    async def _answer(self, request: GenerationRequest) -> None:
+    async def _answer(self, request: tokens.GenerationRequest) -> None:
         reply = Reply()
         path = "chat/completions" if self._options.api == "chat" else "completions"
         try:
@@ -429,7 +418,7 @@ class OpenAITokens(TokenBackend):
             if failure is None:
                 completion = self._completion(request, reply, reply.finish_reason or "stop")
             else:
-                completion = Completion.failed(request.request_id, failure)
+                completion = tokens.Completion.failed(request.request_id, failure)
             self._put(completion)
         except asyncio.CancelledError:
             self._put(self._completion(request, reply, "aborted"))
@@ -441,7 +430,7 @@ class OpenAITokens(TokenBackend):
         finally:
             self._tasks.pop(request.request_id, None)
 
-    def _put(self, completion: Completion) -> None:
+    def _put(self, completion: tokens.Completion) -> None:
         """An answer. A request that has had one already (it was aborted while it ended) gets no second."""
         with self._condition:
             if completion.request_id in self._in_flight:
@@ -449,7 +438,7 @@ class OpenAITokens(TokenBackend):
                 self._ready.append(completion)
                 self._condition.notify_all()
 
-    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
+    def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[tokens.Completion]:
         """See `TokenBackend.poll`. Raises RuntimeError, from its cause, when the thread that answers has died."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._condition:
@@ -476,7 +465,7 @@ class OpenAITokens(TokenBackend):
         for request_id in [one for one in request_ids if one in self._in_flight]:
             # Cancelled before its first line ran.
             self._tasks.pop(request_id, None)
-            self._put(Completion.of(request_id, [], [], [], [], "aborted"))
+            self._put(tokens.Completion.of(request_id, [], [], [], [], "aborted"))
 
     def pause(self) -> None:
         """Send nothing new."""
@@ -507,7 +496,7 @@ class OpenAITokens(TokenBackend):
 
     # ---- requests and answers -----------------------------------------------------------------------------------------
 
-    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+    def _body(self, request: tokens.GenerationRequest) -> dict[str, Any]:
         options = self._options
         body: dict[str, Any] = {
             "model": options.model,
@@ -517,7 +506,7 @@ class OpenAITokens(TokenBackend):
             "stream": options.stream,
         }
         if options.api == "token_ids":
-            seed = derive_seed(options.seed, request.request_id) if request.seed is None else request.seed
+            seed = tokens.derive_seed(options.seed, request.request_id) if request.seed is None else request.seed
             body |= {
                 "prompt": request.prompt_ids.tolist(),
                 "top_k": request.top_k,
@@ -537,15 +526,15 @@ class OpenAITokens(TokenBackend):
             body["seed"] = request.seed
         return body
 
-    def _completion(self, request: GenerationRequest, reply: Reply, reason: FinishReason) -> Completion:
+    def _completion(self, request: tokens.GenerationRequest, reply: Reply, reason: tokens.FinishReason) -> tokens.Completion:
         if self._options.api == "token_ids":
             token_ids, log_prob = reply.token_ids, reply.log_prob
             if len(log_prob) != len(token_ids) or (reply.text and not token_ids):
-                return Completion.failed(request.request_id, self._without_ids(reply))
+                return tokens.Completion.failed(request.request_id, self._without_ids(reply))
         else:
             token_ids = [] if self._tokenizer is None else self._tokenizer.encode(reply.text).tolist()
             log_prob = [float("nan")] * len(token_ids)
-        limit: LengthLimit | None = None
+        limit: tokens.LengthLimit | None = None
         if reason == "length":
             limit = "max_new_tokens" if self._options.api != "token_ids" or len(token_ids) >= request.max_new_tokens else "context"
         sampling = [float("nan")] * len(log_prob)
@@ -554,10 +543,10 @@ class OpenAITokens(TokenBackend):
         elif request.temperature == 0 and self._options.api == "token_ids":
             sampling = [0.0] * len(log_prob)
         versions = [self._options.version] * len(token_ids)
-        return Completion.of(request.request_id, token_ids, log_prob, sampling, versions, reason, limit=limit, text=reply.text)
+        return tokens.Completion.of(request.request_id, token_ids, log_prob, sampling, versions, reason, limit=limit, text=reply.text)
 
-    def _without_ids(self, reply: Reply) -> Failure:
-        return Failure(
+    def _without_ids(self, reply: Reply) -> tokens.Failure:
+        return tokens.Failure(
             "bad_response",
             f"The server at {self._options.base_url} gave {len(reply.token_ids)} token ids and {len(reply.log_prob)} log-probabilities for "
             f"{len(reply.text)} characters. It must know return_token_ids and logprobs; api 'completions' or 'chat' evaluates in text.",

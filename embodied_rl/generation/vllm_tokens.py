@@ -20,18 +20,7 @@ import numpy as np
 import torch
 
 from embodied_rl.errors import UserError, from_extra
-from embodied_rl.generation.tokens import (
-    Completion,
-    ContextRoom,
-    Failure,
-    FinishReason,
-    GenerationRequest,
-    Growing,
-    Stepwise,
-    check_new_ids,
-    context_room,
-    derive_seed,
-)
+from embodied_rl.generation import tokens
 from embodied_rl.policies.model_folder import check_model_folder, check_tokenizer, first_line, import_transformers, is_vision_language
 from embodied_rl.policies.structures import not_compiled
 from embodied_rl.policies.vision_inputs import VisionInputs
@@ -171,11 +160,11 @@ class VLLMVision:
             "image_token": tokenizer.convert_ids_to_tokens(self.inputs.image_token_id),
         }
 
-    def check(self, request: GenerationRequest) -> None:
+    def check(self, request: tokens.GenerationRequest) -> None:
         """Raises UserError when the image tokens of the prompt are not those of its images."""
         self.inputs.check(request.prompt_ids, request.images)
 
-    def prompt(self, request: GenerationRequest) -> dict[str, Any]:
+    def prompt(self, request: tokens.GenerationRequest) -> dict[str, Any]:
         """vLLM's prompt: one placeholder for each picture, which its processor makes as many as `check_read` wants to see."""
         from PIL import Image
 
@@ -184,7 +173,7 @@ class VLLMVision:
             "multi_modal_data": {"image": [Image.fromarray(image) for image in request.images]},
         }
 
-    def _collapsed(self, request: GenerationRequest) -> list[int]:
+    def _collapsed(self, request: tokens.GenerationRequest) -> list[int]:
         lengths = iter(self.inputs.num_tokens(request.images))
         ids, found, place = request.prompt_ids, [], 0
         while place < len(ids):
@@ -192,7 +181,7 @@ class VLLMVision:
             place += next(lengths) if ids[place] == self.inputs.image_token_id else 1
         return found
 
-    def check_read(self, request: GenerationRequest, read: list[int] | None) -> None:
+    def check_read(self, request: tokens.GenerationRequest, read: list[int] | None) -> None:
         """Raises UserError where vLLM has read another prompt than the trainer will: its processor counts otherwise."""
         if read is not None and not np.array_equal(np.asarray(read), request.prompt_ids):
             raise UserError(
@@ -218,7 +207,7 @@ MAX_TOP_LOGPROBS = 20
 _MAX_TEMPERATURE = 2.0
 _CPU_CACHE_GIB = "1"
 """Of the key-value cache on a CPU."""
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+_REASONS: dict[str, tokens.FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 @dataclass(frozen=True)
@@ -300,14 +289,14 @@ def _started(options: VLLMOptions, arguments: dict[str, Any]) -> Any:
         raise UserError(f"vLLM cannot serve '{options.model}': {first_line(error)}") from error
 
 
-def _sampling(request: GenerationRequest, room: ContextRoom, options: VLLMOptions) -> Any:
+def _sampling(request: tokens.GenerationRequest, room: tokens.ContextRoom, options: VLLMOptions) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     return SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
-        seed=derive_seed(options.seed, request.request_id) if request.seed is None else request.seed,
+        seed=tokens.derive_seed(options.seed, request.request_id) if request.seed is None else request.seed,
         max_tokens=room.max_new_tokens,
         stop_token_ids=list(request.stop_ids),
         # The model's own end of sequence counts only where the request names it.
@@ -320,7 +309,7 @@ def _sampling(request: GenerationRequest, room: ContextRoom, options: VLLMOption
     )
 
 
-def _prompt(request: GenerationRequest, version: int, vision: VLLMVision | None) -> dict[str, Any]:
+def _prompt(request: tokens.GenerationRequest, version: int, vision: VLLMVision | None) -> dict[str, Any]:
     # The salt keeps prompts apart from cached prefixes of other versions.
     salt = {"cache_salt": f"version {version}"}
     if vision is not None and request.images:
@@ -328,7 +317,7 @@ def _prompt(request: GenerationRequest, version: int, vision: VLLMVision | None)
     return {"prompt_token_ids": request.prompt_ids.tolist(), **salt}
 
 
-def _check(request: GenerationRequest, vision: VLLMVision | None) -> None:
+def _check(request: tokens.GenerationRequest, vision: VLLMVision | None) -> None:
     """Raises UserError for images that the model does not take, or that do not fit the prompt, and for what vLLM does not sample."""
     if request.temperature > _MAX_TEMPERATURE:
         raise UserError(f"Request {request.request_id} has temperature {request.temperature}; vLLM takes at most {_MAX_TEMPERATURE}.")
@@ -338,7 +327,7 @@ def _check(request: GenerationRequest, vision: VLLMVision | None) -> None:
         raise UserError(f"Request {request.request_id} has images, but the model that generates takes none.")
 
 
-class _Answer(Growing):
+class _Answer(tokens.Growing):
     def add(self, output: CompletionOutput) -> None:
         """Take over one vLLM CompletionOutput's new tokens; versions are the caller's."""
         unknown = 0.0 if self.request.samples_from_policy else float("nan")
@@ -354,7 +343,7 @@ class _Answer(Growing):
                 self.top.append(sorted(likely, key=lambda one: -one[1])[:count])
 
 
-class VLLMTokens(Stepwise):
+class VLLMTokens(tokens.Stepwise):
     """vLLM's engine in this process; `poll` runs its steps. Implements `TokenBackend`.
 
     The simplest to debug, and weights are handed over without a copy between processes.
@@ -391,22 +380,22 @@ class VLLMTokens(Stepwise):
         """Requests that are waited for."""
         return len(self._answers)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, requests: Sequence[tokens.GenerationRequest]) -> None:
         with self._turn():
-            check_new_ids(requests, (answer.request.request_id for answer in self._answers.values()))
+            tokens.check_new_ids(requests, (answer.request.request_id for answer in self._answers.values()))
             for request in requests:
                 _check(request, self._vision)
             for request in requests:
-                room = context_room(request, self._context)
-                if isinstance(room, Failure):
-                    self._ready.append(Completion.failed(request.request_id, room))
+                room = tokens.context_room(request, self._context)
+                if isinstance(room, tokens.Failure):
+                    self._ready.append(tokens.Completion.failed(request.request_id, room))
                     continue
                 parameters = _sampling(request, room, self._options)
                 name = str(request.request_id)
                 self._add(name, request, parameters)
                 self._answers[name] = _Answer(request, room)
 
-    def _add(self, name: str, request: GenerationRequest, parameters: object) -> None:
+    def _add(self, name: str, request: tokens.GenerationRequest, parameters: object) -> None:
         """Raises UserError for what vLLM refuses, such as a structure that cannot be compiled."""
         from vllm.exceptions import VLLMClientError
 
@@ -430,7 +419,9 @@ class VLLMTokens(Stepwise):
             if output.finished:
                 del self._answers[output.request_id]
                 reason = _REASONS.get(part.finish_reason)
-                failure = None if reason else Failure("rejected", f"vLLM gave the request up ({part.finish_reason}); its log says more.")
+                failure = (
+                    None if reason else tokens.Failure("rejected", f"vLLM gave the request up ({part.finish_reason}); its log says more.")
+                )
                 self._ready.append(answer.completion(reason or "failed", failure))
 
     def abort(self, request_ids: Iterable[int]) -> None:

@@ -15,18 +15,7 @@ from embodied_rl.algorithms.episode_method import Credit, EpisodeBatch
 from embodied_rl.algorithms.losses import behaviour_cloning_loss, explained_variance
 from embodied_rl.algorithms.units import Level, at_level, mask_at_level, spread
 from embodied_rl.config import AlgorithmConfig
-from embodied_rl.learning.objectives import (
-    ActingObjective,
-    Metrics,
-    Numbers,
-    Objective,
-    Part,
-    PolicyLoss,
-    Precision,
-    Terms,
-    divide,
-    filled_up,
-)
+from embodied_rl.learning import objectives
 from embodied_rl.learning.rows import VALUED, EpisodeRows, TokenBatch
 from embodied_rl.policies.base import Policy
 
@@ -36,7 +25,7 @@ if TYPE_CHECKING:
 _HOST = torch.device("cpu")
 
 
-class EpisodeObjective(ActingObjective[EpisodeRows]):
+class EpisodeObjective(objectives.ActingObjective[EpisodeRows]):
     """Any loss of the table on whole episodes; steps that were not executed are masked."""
 
     name, unit, rows = "episodes", "episodes", EpisodeRows
@@ -81,13 +70,13 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
             inputs["mask"] = inputs["mask"] & entries(there)
         return EpisodeRows(inputs, batch.observation, batch.action, batch.row, batch.column, batch.unit_mask)
 
-    def begin(self, rows: EpisodeRows, *, kl_coef: float) -> tuple[EpisodeRows, Numbers]:
+    def begin(self, rows: EpisodeRows, *, kl_coef: float) -> tuple[EpisodeRows, objectives.Numbers]:
         mask, decisions = rows.inputs["mask"], float(rows.inputs["decisions"].sum().clamp(min=1))
         entries, ratios = float(self.loss.aggregation.count(mask).clamp(min=1)), float(mask.sum().clamp(min=1))
         values = float(_valued(rows).sum().clamp(min=1))
         return rows, {"entries": entries, "decisions": decisions, "values": values, "ratios": ratios, "kl_coef": kl_coef}
 
-    def __call__(self, policy: Policy, rows: EpisodeRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
+    def __call__(self, policy: Policy, rows: EpisodeRows, numbers: objectives.Numbers) -> tuple[Tensor, objectives.Metrics]:
         inputs, units, at = rows.inputs, rows.unit_mask, (rows.row, rows.column)
         decisions, steps = inputs["decisions"], self.steps(rows.action.device)
         found = self.evaluate(policy, rows.observation, rows.action)
@@ -97,7 +86,7 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
             shape = (*decisions.shape, *flat.shape[1:])
             return torch.zeros(shape, dtype=flat.dtype, device=flat.device).index_put(at, flat).flatten(1)
 
-        terms = Terms(
+        terms = objectives.Terms(
             log_prob=scatter(at_level(found.log_prob, self.config.ratio, units, steps)),
             mask=inputs["mask"],
             entropy=scatter(at_level(found.entropy, "chunk", units, steps)),
@@ -107,9 +96,9 @@ class EpisodeObjective(ActingObjective[EpisodeRows]):
         )
         return self.loss(inputs, terms, numbers)
 
-    def divide(self, policy: Policy, rows: EpisodeRows, num_parts: int, size: int | None) -> list[Part]:
+    def divide(self, policy: Policy, rows: EpisodeRows, num_parts: int, size: int | None) -> list[objectives.Part]:
         """See `Objective.divide`: `size` is of decisions."""
-        return divide(rows.inputs["decisions"].sum(1).numpy(), num_parts, size)
+        return objectives.divide(rows.inputs["decisions"].sum(1).numpy(), num_parts, size)
 
     def summary(self, rows: EpisodeRows, num_epochs: int, num_minibatches: int) -> dict[str, float]:
         inputs, found = rows.inputs, super().summary(rows, num_epochs, num_minibatches)
@@ -124,24 +113,24 @@ def _valued(rows: EpisodeRows) -> Tensor:
     return rows.inputs.get(VALUED, rows.inputs["decisions"])
 
 
-class TokenObjective(Objective["LanguagePolicy", TokenBatch]):
+class TokenObjective(objectives.Objective["LanguagePolicy", TokenBatch]):
     """Any loss of the table on texts of tokens; an entry is a token."""
 
     name, unit, rows, shows_loss, frees_gradients = "tokens", "rows of tokens", TokenBatch, True, True
 
-    def __init__(self, policy: LanguagePolicy, config: AlgorithmConfig, precision: Precision = "float32") -> None:
+    def __init__(self, policy: LanguagePolicy, config: AlgorithmConfig, precision: objectives.Precision = "float32") -> None:
         super().__init__(policy, config, precision)
-        self.loss = PolicyLoss(config)
+        self.loss = objectives.PolicyLoss(config)
 
     @property
     def needs_present(self) -> bool:
         return self.loss.needs_present
 
-    def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, Numbers]:
+    def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, objectives.Numbers]:
         numbers = {"entries": float(self.loss.aggregation.count(rows.mask).clamp(min=1)), "kl_coef": kl_coef}
         return rows, numbers if rows.valued is None else {**numbers, "values": float(rows.valued.sum().clamp(min=1))}
 
-    def __call__(self, policy: LanguagePolicy, rows: TokenBatch, numbers: Numbers) -> tuple[Tensor, Metrics]:
+    def __call__(self, policy: LanguagePolicy, rows: TokenBatch, numbers: objectives.Numbers) -> tuple[Tensor, objectives.Metrics]:
         found = policy.evaluate(list(rows.sequences))
         width, device = found.log_prob.shape[1], found.log_prob.device
         entries = {
@@ -156,10 +145,10 @@ class TokenObjective(Objective["LanguagePolicy", TokenBatch]):
         inputs = {name: value[:, :width].to(device) for name, value in entries.items() if value is not None}
         mask = rows.mask[:, :width].to(device)
         critic = (None, None) if rows.valued is None else (found.value, rows.valued[:, :width].to(device))
-        terms = Terms(found.log_prob, mask, found.entropy, mask, *critic)
+        terms = objectives.Terms(found.log_prob, mask, found.entropy, mask, *critic)
         return self.loss({**inputs, "positive": rows.positive.to(device)}, terms, numbers)
 
-    def divide(self, policy: LanguagePolicy, rows: TokenBatch, num_parts: int, size: int | None) -> list[Part]:
+    def divide(self, policy: LanguagePolicy, rows: TokenBatch, num_parts: int, size: int | None) -> list[objectives.Part]:
         """See `Objective.divide`; micro-batches also fit a forward of the model (`LanguagePolicy.micro_batches`).
 
         Each part gets about as many tokens: the longest row first, to the part that has fewest.
@@ -175,8 +164,8 @@ class TokenObjective(Objective["LanguagePolicy", TokenBatch]):
             micro = policy.micro_batches([rows.sequences[row] for row in own]) if own else []
             most = size or max(len(own), 1)
             cut = [part[start : start + most] for part in micro for start in range(0, len(part), most)]
-            parts.append(Part(np.array(own, np.int64), cut))
-        return filled_up(parts)
+            parts.append(objectives.Part(np.array(own, np.int64), cut))
+        return objectives.filled_up(parts)
 
     def summary(self, rows: TokenBatch, num_epochs: int, num_minibatches: int) -> dict[str, float]:
         """See `Objective.summary`; ``log_prob_difference``: how far the generator's log-probabilities are from the trainer's."""
@@ -198,10 +187,10 @@ class TokenCloning(TokenObjective):
     def what(self) -> str:
         return "cross-entropy"
 
-    def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, Numbers]:
+    def begin(self, rows: TokenBatch, *, kl_coef: float) -> tuple[TokenBatch, objectives.Numbers]:
         return rows, {"entries": float(rows.mask.sum())}
 
-    def __call__(self, policy: LanguagePolicy, rows: TokenBatch, numbers: Numbers) -> tuple[Tensor, Metrics]:
+    def __call__(self, policy: LanguagePolicy, rows: TokenBatch, numbers: objectives.Numbers) -> tuple[Tensor, objectives.Metrics]:
         found = policy.evaluate(list(rows.sequences))
         mask = rows.mask[:, : found.log_prob.shape[1]].to(found.log_prob.device)
         return behaviour_cloning_loss(log_prob=found.log_prob, mask=mask, denominator=numbers["entries"])

@@ -428,8 +428,7 @@ def join(store: Path | str | Store, rank: int, num_ranks: int, device: torch.dev
         store: where they meet (`rank_hosts.open_store`, or its address).
         timeout_s: for all to be there, and later for each exchange between them.
 
-    Raises:
-        RuntimeError: the others did not come in time.
+    Raises RuntimeError: the others did not come in time.
     """
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -326,8 +326,7 @@ def adjust_rows(num_rows: int, *, divisors: Sequence[int], mode: Adjustment, see
         divisors: what the learner needs the number of rows to be divisible by.
         seed: with the arguments, all that the result depends on; give (run seed, iteration).
 
-    Raises:
-        UserError: ``delete`` would leave none.
+    Raises UserError: ``delete`` would leave none.
     """
     multiple = math.lcm(*divisors)
     rng = np.random.default_rng(np.random.SeedSequence(seed))

@@ -62,10 +62,7 @@ class SavingCheckpoint:
 
     def wait(self, timeout_s: float | None = None) -> Path:
         """The folder, when it is whole.
-
-        Raises:
-            UserError: it cannot be written, or a rank did not write its part in time.
-            TimeoutError: it is not done yet.
+        Raises UserError: it cannot be written, or a rank did not write its part in time; TimeoutError: it is not done yet.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -91,8 +88,7 @@ def save_sharded(
         asynchronous: return when the parts are copied to the host; `SavingCheckpoint.wait` raises what went wrong. False: wait here.
         timeout_s: until the slowest rank's part must be there.
 
-    Raises:
-        UserError: the folder cannot be written.
+    Raises UserError: the folder cannot be written.
     """
     final, rank, num_ranks = Path(folder), _rank(), _num_ranks()
     partial = final.with_name(f"{final.name}.partial-{_common_number():016x}")

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
 def parallelize(module: nn.Module, mesh: DeviceMesh) -> list[str]:
     """Cut the linear layers of the transformers models inside `module`, in place; returns their names.
-
-    Raises:
-        UserError: no model has a plan, the plan has a style that is not known here, a size is not a multiple of the ranks, or the layers
-            carry LoRA.
+    Raises UserError: no model has a plan, the plan has a style that is not known here, a size is not a multiple of the ranks, or the layers
+    carry LoRA.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 

@@ -178,8 +178,7 @@ def play_expert(manager: Simulators, seeds: Sequence[int], randomness: Sequence[
         seeds: at most as many as the manager has slots.
         randomness: of each episode, the share of steps that are drawn uniformly from the simulator's range.
 
-    Returns:
-        In the order of `seeds`; None where the simulator gave the episode up.
+    Returns them in the order of `seeds`; None where the simulator gave the episode up.
     """
     players = {slot: _Player(seed, share, manager.spec) for slot, (seed, share) in enumerate(zip(seeds, randomness, strict=True))}
     if not players:

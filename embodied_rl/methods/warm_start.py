@@ -72,10 +72,7 @@ class WarmStart:
 
     def sequences(self) -> list[TokenSequence]:
         """Successful episodes of the player, as rows of tokens.
-
-        Raises:
-            UserError: there is no such player, or it does not succeed.
-            SimFault: see EnvManager.
+        Raises UserError: there is no such player, or it does not succeed; SimFault: see EnvManager.
         """
         # Where another process plays, the agent is there.
         self._episodes = self._stream.manager.demonstrate() if self._stream.agent is None else play_script(self._stream)
@@ -111,10 +108,7 @@ class WarmStart:
 
 def play_script(stream: Stream) -> list[AgentEpisode]:
     """Successful episodes of a stream's scripted player, through a collector as training has it; those of its simulators are lost.
-
-    Raises:
-        UserError: there is no such player, or it does not succeed.
-        SimFault: see EnvManager.
+    Raises UserError: there is no such player, or it does not succeed; SimFault: see EnvManager.
     """
     config, manager, options = stream.config, stream.manager, stream.config.algorithm.warm_start
     assert options is not None, "there is a warm start"
@@ -189,8 +183,7 @@ def clone_experts(
         configs: {domain: its own} of those that the policy plays, cloned together so that none is forgotten; a run's only one has no name.
         is_over: asked between the expert's rounds, which then is an error, and between epochs, of which the first is always made.
 
-    Returns:
-        Of each domain ``loss`` of the last epoch, ``episodes``, ``steps`` that were learned from, and ``minibatches``.
+    Returns, of each domain, ``loss`` of the last epoch, ``episodes``, ``steps`` that were learned from, and ``minibatches``.
 
     Raises:
         UserError: the task has no expert, none of its episodes succeeded, a recording does not fit, or the time was over.

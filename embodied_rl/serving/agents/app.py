@@ -21,15 +21,8 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.serving import http_server as web
+from embodied_rl.serving.agents import interfaces
 from embodied_rl.serving.agents.chat import ChatRequest, StopTexts, bad, number_in, plain_message
-from embodied_rl.serving.agents.interfaces import (
-    ChatAnswer,
-    ChatCompletions,
-    Interface,
-    Messages,
-    Responses,
-    answer_message,
-)
 from embodied_rl.serving.agents.pump import BackendPump, SharedBackend
 from embodied_rl.serving.agents.sessions import CapturedSession, Prompt, Session, SessionBook, SessionLimits, SessionSampling
 
@@ -171,9 +164,10 @@ class AgentProxy:
     # ---- routes -----------------------------------------------------------------------------------------------------
 
     def _table(self) -> dict[str, web.Route]:
-        chat, responses, messages, kept = ChatCompletions(), Responses(), Messages(), "The answer; what was sampled is kept."
+        chat, responses, messages = interfaces.ChatCompletions(), interfaces.Responses(), interfaces.Messages()
+        kept = "The answer; what was sampled is kept."
 
-        def asked(interface: Interface, about: str, *needed: str) -> web.Route:
+        def asked(interface: interfaces.Interface, about: str, *needed: str) -> web.Route:
             return functools.partial(self._chat, interface), web.route(about, kept, body=(interface.fields, needed), streams=True)
 
         def of_session(action: str, about: str, answer: str, *needed: str) -> web.Route:
@@ -227,7 +221,7 @@ class AgentProxy:
         if name != self._options.model:
             raise web.HttpProblem(404, "model_not_found", f"Model {name!r:.80} is not served here.", choices=[self._options.model])
 
-    def _chat(self, interface: Interface, request: web.HttpRequest) -> web.Reply | web.EventStream:
+    def _chat(self, interface: interfaces.Interface, request: web.HttpRequest) -> web.Reply | web.EventStream:
         self._end_idle()
         session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
         chat = self._possible(interface.read(request.body, session.recall))
@@ -245,7 +239,7 @@ class AgentProxy:
     def _count_tokens(self, request: web.HttpRequest) -> web.Reply:
         """Of a prompt, as Anthropic's clients ask for it; nothing is sampled, and nothing is kept."""
         session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
-        prompt, _ = self._asked(session, Messages().read_prompt(request.body))
+        prompt, _ = self._asked(session, interfaces.Messages().read_prompt(request.body))
         return web.Reply({"input_tokens": len(prompt.token_ids)})
 
     def _possible(self, chat: ChatRequest) -> ChatRequest:
@@ -257,7 +251,7 @@ class AgentProxy:
             raise web.HttpProblem(400, "unsupported_parameter", f"The backend behind this server does not give {what}; torch and vllm do.")
         return replace(chat, structure=None)  # a call that must be made is only begun for the model
 
-    def _streamed(self, interface: Interface, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:
+    def _streamed(self, interface: interfaces.Interface, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:
         """Events of an answer while it is sampled. Several choices come whole, and so does the content of one with logprobs."""
         stop, name, model = self._stop_texts(chat), interface.new_id(), self._options.model
         begun = False
@@ -352,7 +346,7 @@ class AgentProxy:
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
-    def _sample(self, session: Session, chat: ChatRequest, name: str, gone: Callable[[], bool]) -> list[ChatAnswer]:
+    def _sample(self, session: Session, chat: ChatRequest, name: str, gone: Callable[[], bool]) -> list[interfaces.ChatAnswer]:
         """All choices, sampled side by side and captured in their order, as `name`, `name`:1, …"""
         prompt, requests = self._asked(session, chat)
         stop = self._stop_texts(chat)
@@ -453,16 +447,16 @@ class AgentProxy:
         stop_ids: tuple[int, ...],
         completion_id: str,
         index: int = 0,
-    ) -> ChatAnswer:
+    ) -> interfaces.ChatAnswer:
         sampled, stop = completion.token_ids, self._stop_texts(chat)
         text = chat.forced + self._text(sampled, stop_ids)
-        message = answer_message(stop.before(text), chat.tools)
+        message = interfaces.answer_message(stop.before(text), chat.tools)
         plain = plain_message(message, 0)
         session.add(completion_id, prompt, completion, chat.messages, plain, chat.tools, chat.structure, stop_ids)
         if chat.recalled_from is not None:
             session.remember(completion_id, (*chat.messages[chat.recalled_from :], plain))
         reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
-        return ChatAnswer(
+        return interfaces.ChatAnswer(
             completion_id,
             self._options.model,
             message,
@@ -508,7 +502,7 @@ class AgentProxy:
 
 def _refusal(problem: web.HttpProblem, path: str) -> dict[str, Any]:
     """In the form of the interface that was asked."""
-    return (Messages() if path.startswith("/v1/messages") else ChatCompletions()).refusal(problem)
+    return (interfaces.Messages() if path.startswith("/v1/messages") else interfaces.ChatCompletions()).refusal(problem)
 
 
 @contextmanager
