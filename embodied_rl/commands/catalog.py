@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,35 +85,9 @@ def entries(kind: str) -> list[Entry]:
     return [_entry(group, name, config_file(group, name)) for name in group_names(group)]
 
 
-@dataclass(frozen=True)
-class Method:
-    """One advantage, loss or loss term, as its table has it."""
-
-    name: str
-    formula: str
-    unit: str
-    """What gets its own advantage, or what a ratio belongs to."""
-    needs: tuple[str, ...]
-    """What a run has to bring for it: critic, groups, behaviour_log_prob, … Empty: only rewards or log-probabilities."""
-    options: tuple[str, ...]
-    """What advantage_options or loss_options may set."""
-    required_options: tuple[str, ...]
-    """Those of them that have no default."""
-    source: str
-    target: str
-    """``package.module:function``"""
-
-
-def methods(kind: str) -> list[Method]:
+def methods(kind: str) -> list[AdvantageInfo | LossInfo]:
     """The advantages, losses or loss terms (`METHODS`) that a configuration can name, in the tables' order. Loads no tensor library."""
-    tables: dict[str, Iterable[AdvantageInfo | LossInfo]] = {
-        "advantages": ADVANTAGES.values(),
-        "losses": LOSSES.values(),
-        "loss_terms": LOSS_TERMS.values(),
-    }
-    return [
-        Method(i.name, i.summary, i.unit, tuple(sorted(i.needs)), i.options, i.required_options, i.source, i.target) for i in tables[kind]
-    ]
+    return list(ADVANTAGES.values()) if kind == "advantages" else list((LOSSES if kind == "losses" else LOSS_TERMS).values())
 
 
 def extra_installed(extra: str) -> bool:
@@ -268,30 +242,27 @@ def print_methods(kind: str) -> None:
     for column in ("name", "formula", "unit", "needs", "source"):
         table.add_column(column, overflow="fold", no_wrap=column in ("name", "unit"))
     for method in found:
-        needs = ", ".join(need.replace("_log_prob", " log-probs").replace("_", " ") for need in method.needs)
-        table.add_row(*(escape(text) for text in (method.name, method.formula, method.unit, needs, method.source)))
+        needs = ", ".join(need.replace("_log_prob", " log-probs").replace("_", " ") for need in sorted(method.needs))
+        table.add_row(*(escape(text) for text in (method.name, method.summary, method.unit, needs, method.source)))
     print()
     print_tables(table)
 
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    argv = [_ALSO.get(word, word) if place == 0 else word for place, word in enumerate(argv)]
+    words, as_json = [word for word in argv if word != "--json"] or list(KINDS), "--json" in argv
+    kinds = [_ALSO.get(word, word) for word in words]
     if "--help" in argv or "-h" in argv:
         print(usage())
-        return
-    if argv and argv[0] == "tasks":
-        _tasks([word for word in argv[1:] if word != "--json"], as_json="--json" in argv)
-        return
-    if argv and argv[0] == "check":
-        _check([word for word in argv[1:] if word != "--json"], as_json="--json" in argv)
-        return
-    kinds = [word for word in argv if word != "--json"] or list(KINDS)
-    if "--json" in argv:
+    elif words[0] == "tasks":
+        _tasks(words[1:], as_json)
+    elif words[0] == "check":
+        _check(words[1:], as_json)
+    elif as_json:
         print(json.dumps(_document(kinds), indent=1))
-        return
-    for kind in kinds:
-        print_entries(kind)
+    else:
+        for kind in kinds:
+            print_entries(kind)
 
 
 def _document(kinds: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
@@ -299,8 +270,14 @@ def _document(kinds: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     for kind in kinds:
         document[kind] = [asdict(entry) for entry in entries(kind)]
         if kind == "algorithms":
-            document |= {name: [asdict(method) for method in methods(name)] for name in METHODS}
+            document |= {name: [_plain(method) for method in methods(name)] for name in METHODS}
     return document
+
+
+def _plain(method: AdvantageInfo | LossInfo) -> dict[str, Any]:
+    """What a user asks of it."""
+    rest = {name: vars(method)[name] for name in ("options", "required_options", "source", "target")}
+    return {"name": method.name, "formula": method.summary, "unit": method.unit, "needs": sorted(method.needs), **rest}
 
 
 def _tasks(arguments: Sequence[str], as_json: bool) -> None:

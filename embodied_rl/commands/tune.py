@@ -120,16 +120,16 @@ def _range(key: str, sweep: object) -> Range:
 @as_command
 def main(argv: Sequence[str]) -> None:
     own = {argument.name for argument in COMMAND.arguments}
-    is_own = [word.partition("=")[0] in own or word.startswith("-") for word in argv]
-    values, _ = COMMAND.parse([word for word, mine in zip(argv, is_own, strict=True) if mine])
-    fixed, ranges = split_words([word for word, mine in zip(argv, is_own, strict=True) if not mine])
+    ours = [word for word in argv if word.partition("=")[0] in own or word.startswith("-")]
+    values, _ = COMMAND.parse(ours)
+    fixed, ranges = split_words([word for word in argv if word not in ours])
     for key in ("run_dir", "resume"):
         if any(word.startswith(f"{key}=") for word in fixed):
             raise UserError(f"{key}= is the study's to set: runs lie in study={values['study']}.")
     if importlib.util.find_spec("optuna") is None:
         raise MissingExtraError("Command 'tune'", "tune")
     folder, trials = Path(values["study"]), values["trials"]
-    searched = [word for word, mine in zip(argv, is_own, strict=True) if not mine and word not in fixed]
+    searched = [word for word in argv if word not in (*ours, *fixed)]
     _say(f"Optuna searches {', '.join(searched)}: {trials} trials of {shlex.join(fixed) or 'the main job'}.")
     print(f"Study: {folder}", flush=True)
     spoke()

@@ -13,7 +13,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from embodied_rl.algorithms.losses import entropy_bonus, explained_variance, val
 from embodied_rl.algorithms.units import at_level, mask_at_level, spread, unit_steps
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.policies.base import Evaluation, Policy, TrainedModule
-
-if TYPE_CHECKING:
-    pass
 
 Metrics = dict[str, Tensor]
 Numbers = dict[str, float]
