@@ -179,16 +179,8 @@ def _check_texts(spec: SimSpec) -> None:
 def _make_tiny(config: TrainConfig, language: LanguageConfig, texts: Iterable[str], folder: Path) -> Path:
     from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, word_tokenizer
 
-    tiny = language.tiny
-    shape = TinyShape(
-        hidden_size=tiny.hidden_size,
-        num_layers=tiny.num_layers,
-        num_heads=tiny.num_heads,
-        num_key_value_heads=tiny.num_key_value_heads,
-        intermediate_size=tiny.intermediate_size,
-        max_context=tiny.max_context,
-    )
-    return make_tiny_model(folder, (), shape=shape, seed=config.seed, tokenizer=word_tokenizer(texts))
+    tokenizer = word_tokenizer(texts)
+    return make_tiny_model(folder, (), shape=TinyShape(**vars(language.tiny)), seed=config.seed, tokenizer=tokenizer)
 
 
 def _about_tools(agent: AgentConfig) -> list[str]:
