@@ -30,8 +30,6 @@ class Costs:
     """Out and in again where generation and training do not fit side by side, and `WorkloadConfig.switch_s` twice."""
     gpu_gib: float
     """Of the fullest compute device; the larger of both phases where something moves out."""
-    host_gib: float
-    """Of the fullest machine's memory."""
     offloads: bool
     """Whether something has to move out for the other phase."""
 
@@ -48,7 +46,7 @@ def costs(workload: WorkloadConfig, placement: Placement, cluster: Cluster) -> C
         if need + simulating > room:
             raise UserError(_does_not_fit(workload, placement, cluster, what, need + simulating, room))
     fullest = max(acting, training) + simulating if offloads or not both else acting + training + simulating
-    host = _host_gib(workload, placement, cluster, len(both) if offloads else 0)
+    _require_host_memory(workload, placement, cluster, len(both) if offloads else 0)
     switch = 2 * workload.switch_s if both else 0.0
     if offloads:
         link = min(cluster.nodes[device.node].host_link_gb_s for device in both)
@@ -57,7 +55,7 @@ def costs(workload: WorkloadConfig, placement: Placement, cluster: Cluster) -> C
     share = (len(train) - 1) / len(train)
     link = slowest_link(cluster, train)
     gather = workload.updates_per_iteration * 2 * share * workload.weights_gib * _GB / link if len(train) > 1 else 0.0
-    return Costs(gather, _publish_s(workload, placement, cluster), switch, fullest, host, offloads)
+    return Costs(gather, _publish_s(workload, placement, cluster), switch, fullest, offloads)
 
 
 def slowest_link(cluster: Cluster, devices: Sequence[Device]) -> float:
@@ -91,18 +89,16 @@ def _simulating_gib(workload: WorkloadConfig, placement: Placement) -> float:
     return workload.gib_per_slot * workload.num_slots / len(placement["env"])
 
 
-def _host_gib(workload: WorkloadConfig, placement: Placement, cluster: Cluster, num_offloading: int) -> float:
-    """Of the fullest machine. Raises UserError where a machine's memory is too small."""
+def _require_host_memory(workload: WorkloadConfig, placement: Placement, cluster: Cluster, num_offloading: int) -> None:
+    """Raises UserError where a machine's memory is too small."""
     slots_gib = workload.gib_per_slot * workload.num_slots / len(placement["env"]) if workload.simulator == "cpu" else 0.0
     simulating = {device.node for device in placement["env"]}
     both = sorted(set(placement["generation"]) & set(placement["train"]))[:num_offloading]
     # Caches and activations are dropped; one side's states lie here while the other works.
     state = max(workload.train_state_gib / len(placement["train"]), workload.weights_gib / workload.devices_per_copy)
-    fullest = 0.0
     for node in sorted(simulating | {device.node for device in both}):
         offloaded = state * sum(device.node == node for device in both)
         need, has = slots_gib * (node in simulating) + offloaded, cluster.nodes[node].memory_gib
-        fullest = max(fullest, need)
         if need <= has:
             continue
         if offloaded > has:
@@ -115,7 +111,6 @@ def _host_gib(workload: WorkloadConfig, placement: Placement, cluster: Cluster, 
             f"{placement.label}: simulators ({need - offloaded:.1f} GiB) and what is moved out of GPUs ({offloaded:.1f} GiB) do not fit "
             f"into machine {node}'s memory ({has:.1f} GiB). The nearest possible: workload.num_slots={most}."
         )
-    return fullest
 
 
 def _does_not_fit(workload: WorkloadConfig, placement: Placement, cluster: Cluster, what: str, need: float, room: float) -> str:

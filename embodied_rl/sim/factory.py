@@ -193,8 +193,6 @@ def task_list(target: str) -> TaskList:
         MissingExtraError: the simulator is not installed.
         UserError: the module cannot be imported, or has no list of tasks (a simulator of the user's own need not have one).
     """
-    from embodied_rl.sim.rendering import configure_rendering
-
     module_name = target.partition(":")[0]
     configure_rendering()  # before the adapter imports mujoco, sapien or pygame
     try:
