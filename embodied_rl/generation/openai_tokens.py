@@ -468,11 +468,9 @@ class OpenAITokens(tokens.TokenBackend):
             self._put(tokens.Completion.of(request_id, [], [], [], [], "aborted"))
 
     def pause(self) -> None:
-        """Send nothing new."""
         self._set_paused(True)
 
     def resume(self) -> None:
-        """Send again."""
         self._set_paused(False)
 
     def _set_paused(self, paused: bool) -> None:
@@ -488,7 +486,6 @@ class OpenAITokens(tokens.TokenBackend):
         )
 
     def close(self) -> None:
-        """Drop all connections."""
         if not self._loop.loop.is_closed():
             self._loop.call(self._abort(list(self._tasks)))
             self._loop.call(self._client.aclose())

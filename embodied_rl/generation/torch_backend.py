@@ -81,7 +81,6 @@ class TorchGenerator(QueuedGenerator):
                 module.temperature = own
 
     def publish(self, version: int) -> None:
-        """Copy the policy's present weights and statistics."""
         self._actor.refresh(self._policy)  # type: ignore[arg-type]
         self.version = version
 

@@ -377,7 +377,6 @@ class VLLMTokens(tokens.Stepwise):
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are waited for."""
         return len(self._answers)
 
     def submit(self, requests: Sequence[tokens.GenerationRequest]) -> None:
@@ -467,7 +466,6 @@ class VLLMTokens(tokens.Stepwise):
                 self._paused = self._paused_before
 
     def close(self) -> None:
-        """End the engine."""
         with self._turn():
             if self._engine is not None:
                 self._engine.abort_request(list(self._answers))

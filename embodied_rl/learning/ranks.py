@@ -413,7 +413,6 @@ class RankExecutor(Executor):
             raise ended from error
 
     def close(self) -> None:
-        """End the other ranks. May be called twice."""
         if self._finalizer.alive and dist.is_initialized():
             with contextlib.suppress(TrainWorkerError, ConnectionError):
                 self._tell({"do": "leave"})

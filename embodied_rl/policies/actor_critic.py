@@ -77,7 +77,6 @@ class ActorCritic(Policy):
         return (action if bounded else action.clamp(-1.0, 1.0)), log_prob
 
     def likelihood(self, observation: TensorObservation, features: Tensor, action: Tensor, executed: Tensor | None) -> Tensor:
-        """See `Policy.likelihood`: the log-probability of the action."""
         return self.head.log_prob(self.actor(features), action).sum(-1)
 
     def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:

@@ -170,7 +170,6 @@ class TinyVLAPolicy(base.Policy):
         return base.Evaluation(distribution.log_prob(tokens), distribution.entropy, self._value(memory))
 
     def value(self, observation: Mapping[str, Any]) -> Tensor:
-        """[B], or [B, K] with policy.value=action."""
         return self._value(self._memory(observation))
 
     def cloning_loss(self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None) -> Tensor:

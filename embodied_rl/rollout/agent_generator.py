@@ -83,7 +83,6 @@ class AgentGenerator(QueuedGenerator):
         return (self.backend,)
 
     def begin(self, slots: Iterable[int]) -> None:
-        """New episodes begin in these slots."""
         for slot in slots:
             self._conversations[int(slot)] = _Playing(self.agent.begin(), self.agent.budget())
 
@@ -150,7 +149,6 @@ class AgentGenerator(QueuedGenerator):
         return following, responses
 
     def publish(self, version: int) -> None:
-        """Load the policy's present weights into the backend as `version`."""
         self.backend.load_weights(version, self._weights() if self._weights is not None else ())
         self.version = version
 

@@ -302,7 +302,6 @@ class ProgramCollector(QueuePump):
         return True
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
-        """End every running program and go on with another queue."""
         self.runner.stop_all()
         self._turns.clear()
         self._go_on_with(queue)

@@ -362,7 +362,6 @@ class FlowPolicy(Policy, Generic[Context]):
 
     @property
     def chunk_size(self) -> int:
-        """K"""
         return self.layout.chunk[0]
 
     @property

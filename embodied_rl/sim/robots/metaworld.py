@@ -167,7 +167,6 @@ class MultiTaskSim(SimEnv):
         self._take(env_id, saved["of"]).restore(0, saved["episode"])
 
     def render(self, env_id: int) -> np.ndarray:
-        """One frame [H, W, 3] uint8 of the slot's present task."""
         return self._current(env_id)[1].render(0)
 
     def film_cameras(self, env_id: int) -> list[str]:
