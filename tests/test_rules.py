@@ -149,7 +149,6 @@ EXAMPLES = (
         f"{CARTPOLE} hybrid.placement={{kind:hybrid,num_pipeline_stages:4}} sim.pipeline_groups=2",
         "num_pipeline_stages=4 contradicts sim.pipeline_groups=2",
     ),
-    ("multiplexed_ray", f"{GROUPS} {LENT} hybrid.ray.gpus={{generation:0.5,train:0.5}}", "nearest possible: hybrid.ray.gpus.generation=0"),
     ("shared_gpus", f"{TEXTS} {LENT} hybrid.ray.gpus={{generation:1,train:1}}", "The nearest possible: generation=0.5 and train=0.5."),
     (
         "divided_gpus",

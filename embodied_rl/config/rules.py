@@ -474,12 +474,6 @@ _HERE = (
 _COLLOCATED = "The nearest possible: hybrid=collocated."
 _APART = (
     Rule(
-        "multiplexed_ray",
-        lambda run: run.on_ray and run.kind == "multiplexed" and run.ray_gpus_of_hosts > 0 and any(not task.speaks for task in run.tasks),
-        "hybrid.placement=multiplexed has a copy of a robot's policy on each host's GPU, all of them in one process, and with "
-        "hybrid.cluster=ray each host is an actor. The nearest possible: hybrid.ray.gpus.generation=0, or hybrid.cluster=local.",
-    ),
-    Rule(
         "shared_gpus",
         lambda run: (
             run.on_ray

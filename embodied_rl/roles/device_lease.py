@@ -167,7 +167,7 @@ class DeviceLease:
 
     def take_back(self) -> None:
         """All hosts generate again, if some did not."""
-        if not any(multiplexer.shrunk for multiplexer in self.multiplexers):
+        if not self.is_lent and not any(multiplexer.shrunk for multiplexer in self.multiplexers):
             return
         for restore in self._on_back if self.is_lent else ():
             restore(self.plan.train_on)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,11 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend
 from embodied_rl.hybrid.weight_sync import DeltaSink, NamedTensors, ray_tensors
-from embodied_rl.learning.devices import set_compute_threads
+from embodied_rl.learning.devices import resolve_device, set_compute_threads
 from embodied_rl.methods.building import with_backend
 from embodied_rl.methods.language_player import ModelFiles
 from embodied_rl.methods.streams import Stream
+from embodied_rl.roles.device_lease import DeviceLease, HostPlan
 from embodied_rl.roles.multiplexed import MultiplexedTokens, capacity_of
 from embodied_rl.roles.ray_calls import Actor, Outcome, Reference, outcome_of, value_of
 from embodied_rl.roles.worker import HostsOf, LoadedActing, WorkerActing
@@ -47,13 +48,18 @@ class GenerationWorker:
     def __init__(self, config: TrainConfig) -> None:
         self._acting = LoadedActing(config)
         self._sink = DeltaSink() if config.hybrid.publish == "changed" else None
+        self._lease: DeviceLease | None = None
+        """Of a host with a GPU, on which robots' policies have copies: it is lent when the run's lease says so."""
+        if acts_on_hosts(config):
+            self._lease = DeviceLease(HostPlan(1, 1, 1, devices=(str(resolve_device(config.hybrid.device)),)))
 
     def begin(self, name: str, domain: str, spec: Mapping[str, Any]) -> Outcome:
         """Build the policy `name` of a domain for its simulator; the layout of its actions."""
 
         def build() -> ActionLayout:
             _one_thread()
-            return self._acting.policy(name, self._acting.config.for_domain(domain), SimSpec.from_dict(dict(spec))).layout
+            own = self._acting.config.for_domain(domain)
+            return self._acting.policy(name, own, SimSpec.from_dict(dict(spec)), self._lease).layout
 
         return outcome_of(build)
 
@@ -92,25 +98,51 @@ class GenerationWorker:
 
         return outcome_of(take)
 
+    def lend(self) -> Outcome:
+        """Free what robots' policies have on the GPU."""
+        return outcome_of(lambda: self._own_lease.lend())
+
+    def take_back(self) -> Outcome:
+        """Act there again, with the newest weights."""
+        return outcome_of(lambda: self._own_lease.take_back())
+
+    @property
+    def _own_lease(self) -> DeviceLease:
+        assert self._lease is not None, "robots' policies act here on the processor"
+        return self._lease
+
+
+def acts_on_hosts(config: TrainConfig) -> bool:
+    """Whether a robot's policy has a copy on the GPU of each host."""
+    return config.hybrid.placement.kind == "multiplexed" and config.hybrid.ray.gpus.generation > 0
+
 
 class RayActing(WorkerActing):
     """`GenerationWorker`s as the rollout worker in an `EnvWorker` sees them."""
 
     def __init__(self, config: TrainConfig, workers: Sequence[Actor]) -> None:
-        """`workers`: of each host; the last is never lent, and robots' policies act there."""
+        """`workers`: of each host; the last is never lent."""
         super().__init__(config)
         self._workers = list(workers)
-        self._handles: list[RayGenerator | RayTokens | MultiplexedTokens] = []
+        self._acts_in = self._workers if acts_on_hosts(config) else self._workers[-1:]
+        """Those that have robots' policies."""
+        self._handles: list[RayGenerator | RayHostedGenerator | RayTokens | MultiplexedTokens] = []
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
-        layout: ActionLayout = value_of(self._workers[-1].begin.remote(stream.policy, stream.domain, stream.spec.to_dict()), _ROLE)
+        begun = [worker.begin.remote(stream.policy, stream.domain, stream.spec.to_dict()) for worker in self._acts_in]
+        layout: ActionLayout = self._all(begun)[-1]
         generator = RayGenerator(self._workers[-1], stream.policy)
         self._handles.append(generator)
         return generator, layout
 
     def on_hosts(self, stream: Stream, hosts_of: HostsOf) -> Generator:
         assert stream.generator is not None, "it was asked for before"
-        return stream.generator
+        if len(self._acts_in) == 1 or self.lease is None:
+            return stream.generator
+        hosted = RayHostedGenerator(self._workers, stream.policy, hosts_of)
+        self._handles.append(hosted)
+        self.lease.follow(self._lend, self._take_back)
+        return hosted
 
     def tokens(self, policy: str, name: str, config: TrainConfig) -> TokenBackend:
         kind, files = config.generation.backend, dict(self.models[policy])
@@ -126,10 +158,18 @@ class RayActing(WorkerActing):
 
     def load(self, version: int, tensors: list[Reference]) -> None:
         """See `WorkerActing.load`; `tensors` are references of a `RayPublisher`."""
-        for loaded in [worker.load.remote(version, tensors) for worker in self._workers]:
-            value_of(loaded, _ROLE)
+        self._all([worker.load.remote(version, tensors) for worker in self._workers])
         for handle in self._handles:
             handle.version = version
+
+    def _lend(self, hosts: Collection[int]) -> None:
+        self._all([self._workers[number].lend.remote() for number in hosts])
+
+    def _take_back(self, hosts: Collection[int]) -> None:
+        self._all([self._workers[number].take_back.remote() for number in hosts])
+
+    def _all(self, asked: Sequence[Reference]) -> list[Any]:
+        return [value_of(reference, _ROLE) for reference in asked]
 
 
 class RayGenerator(Generator):
@@ -147,6 +187,35 @@ class RayGenerator(Generator):
     def recv(self) -> ActedBatch:
         acted: ActedBatch = value_of(self._asked.popleft(), _ROLE)
         return acted
+
+    def publish(self, version: int) -> None:
+        _from_the_trainer(version, ())
+
+
+class RayHostedGenerator(Generator):
+    """A robot's policy on the hosts that its slots play on, as a collector sees it: all act at the same time."""
+
+    def __init__(self, workers: Sequence[Actor], name: str, hosts_of: HostsOf) -> None:
+        self._on, self._hosts_of = [RayGenerator(worker, name) for worker in workers], hosts_of
+        self.version = 0
+        self._asked: deque[tuple[list[int], np.ndarray]] = deque()
+        """(hosts, place of each of their rows) of every batch."""
+
+    def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
+        """See `Generator.send`; each host gets its slots' rows."""
+        hosts = self._hosts_of(slots)
+        rows = {number: np.flatnonzero(hosts == number) for number in np.unique(hosts).tolist()}
+        for number, own in rows.items():
+            seen = {key: part[own] for key, part in observation.items()}
+            self._on[number].send(slots[own], seen, None if noise is None else noise[own])
+        self._asked.append((list(rows), np.concatenate(list(rows.values()))))
+
+    def recv(self) -> ActedBatch:
+        hosts, rows = self._asked.popleft()
+        acted = [vars(self._on[number].recv()) for number in hosts]
+        names = ["slots", "action", "log_prob", *([] if acted[0]["given"] is None else ["given"])]
+        parts = {name: np.concatenate([own[name] for own in acted])[np.argsort(rows)] for name in names}
+        return ActedBatch(**parts, version=acted[0]["version"])
 
     def publish(self, version: int) -> None:
         _from_the_trainer(version, ())

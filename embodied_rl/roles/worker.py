@@ -136,10 +136,10 @@ class LoadedActing(WorkerActing):
         self._merging: dict[str, LanguagePolicy] = {}
         """Hold what was loaded so far, where adapters come apart (the first time with their base model) and are merged here."""
 
-    def policy(self, name: str, config: TrainConfig, spec: SimSpec) -> OwnPolicy:
-        """The policy `name`, built for the first simulator that asks for it."""
+    def policy(self, name: str, config: TrainConfig, spec: SimSpec, lease: DeviceLease | None = None) -> OwnPolicy:
+        """The policy `name`, built for the first simulator that asks for it; `lease`: of this process alone, which is one of the hosts."""
         if name not in self.policies:
-            self.policies[name] = OwnPolicy(config, spec, self.lease)
+            self.policies[name] = OwnPolicy(config, spec, lease or self.lease)
         return self.policies[name]
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
