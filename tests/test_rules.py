@@ -109,11 +109,6 @@ EXAMPLES = (
     ),
     ("chunks_of_one", f"{VLA} policy.chunk=1 algorithm.advantage=gae_chunk", "'tiny_vla' acts step by step: take gae"),
     # several domains
-    (
-        "domains_of_two_kinds",
-        f"{GROUPS} {POLE} +algorithm@domains.pole.algorithm=bc",
-        "domains.pole.algorithm learns from single steps, and algorithm=grpo from whole episodes, of which all domains fill one queue",
-    ),
     ("domains_recording", f"{DOMAINS} recording=[x]", "recording=x holds episodes of one task, and a run with several domains has many"),
     ("robot_player", f"{DOMAINS} domains.pole.algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
     ("domain_name", f"{DOMAINS} domains.language={{sim:{{name:x,target:y}}}}", "not be 'language' or 'shared'"),

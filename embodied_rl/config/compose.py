@@ -285,7 +285,7 @@ def distribution(*, _root_: Mapping[str, Any], _parent_: Mapping[str, Any]) -> s
     return "squashed" if learns.get("update") == "sac" else "gaussian"
 
 
-def rows_per_slot(rows: int, *, _root_: Mapping[str, Any]) -> int:
+def rows_per_slot(rows: int, *, _root_: Mapping[str, Any], _parent_: Mapping[str, Any]) -> int:
     """Steps of every slot that make up about so many `rows` of one update, as from at least 16 slots; at least 1.
 
     Fewer slots take no more steps than 16 would: their updates are smaller, and as frequent in each slot's time. What is no number of
@@ -294,9 +294,11 @@ def rows_per_slot(rows: int, *, _root_: Mapping[str, Any]) -> int:
     Args:
         rows: of one update.
         _root_: the composed configuration: the slots are those of its domains, or of `sim` where it has none.
+        _parent_: the algorithm; of one domain's own, the slots are that domain's.
     """
-    domains = _root_.get("domains") or {}
-    played = [domain.get("sim") for domain in domains.values()] if domains else [_root_.get("sim")]
+    domains = list((_root_.get("domains") or {}).values())
+    own = [domain for domain in domains if isinstance(domain, Mapping) and domain.get("algorithm") is _parent_]
+    played = [domain.get("sim") for domain in own or domains] if domains else [_root_.get("sim")]
     slots = [(sim or {}).get("num_slots") for sim in played]
     return max(1, rows // max(sum(number for number in slots if type(number) is int), 16))
 

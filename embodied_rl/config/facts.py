@@ -245,11 +245,6 @@ class Run:
         return self.config.decisions_per_iteration + self.beside
 
     @property
-    def keeping(self) -> str | None:
-        """The first domain whose policy learns from steps that it keeps."""
-        return next((name for name, own in self.config.algorithms.items() if name and not own.on_policy), None)
-
-    @property
     def texts(self) -> list[str]:
         """Domains of language policies."""
         return [name for name in self.config.domains if self.config.speaks_in(name)]

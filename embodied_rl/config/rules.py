@@ -24,7 +24,7 @@ from embodied_rl.config.policy import (
     PI0PolicyConfig,
     PolicyConfig,
 )
-from embodied_rl.config.run import DomainConfig, SimConfig, TrainConfig
+from embodied_rl.config.run import OF_STEPS, DomainConfig, SimConfig, TrainConfig
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.methods.demonstrations import expert_of, training_sim
@@ -76,9 +76,7 @@ def _with_groups(when: Callable[[Run, GroupsConfig], Any]) -> Condition:
 _FIXED_ROLLOUTS = (
     Rule(
         "rollouts_of_steps",
-        _without_groups(
-            lambda run: run.advantage.name not in ("gae", *_OF_CHUNKS) and not (run.advantage.own and run.advantage.returns_value_target)
-        ),
+        _without_groups(lambda run: run.advantage.name not in OF_STEPS and not (run.advantage.own and run.advantage.returns_value_target)),
         "algorithm.advantage='{algorithm.advantage}' works on whole episodes, and algorithm.groups is null: "
         "choose a method with groups (algorithm=grpo, say), or advantage=gae.",
     ),
@@ -365,12 +363,6 @@ OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_DIVERGENCE, *_OFF_POLICY, *_PR
 
 _DOMAINS = (
     Rule(
-        "domains_of_two_kinds",
-        _with_groups(lambda run, groups: run.keeping),
-        "domains.{run.keeping}.algorithm learns from single steps, and algorithm={algorithm.name} from whole episodes, of which all "
-        "domains fill one queue. The nearest possible: algorithm=ppo, beside which a robot may learn by any method.",
-    ),
-    Rule(
         "domains_recording",
         lambda run: run.config.domains and run.config.recording,
         "recording={config.recording[0]} holds episodes of one task, and a run with several domains has many: set domains.NAME.recording.",
@@ -567,7 +559,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     """The configuration with everything that follows from it, after every rule was held against it. Starts nothing.
     Raises UserError: a combination that makes no sense, a name that nothing has, or a placement that this machine cannot have.
     """
-    config = _with_tokens(_with_one_staleness(_with_stages(_with_domains(config))))
+    config = _with_tokens(_with_one_staleness(_without_idle_queue(_with_stages(_with_domains(config)))))
     run = Run(config)
     refuse(OF_RUNS, run)
     for task in run.tasks:
@@ -626,6 +618,16 @@ def _with_stages(config: TrainConfig) -> TrainConfig:
 
     domains = {name: dataclasses.replace(domain, sim=staged(domain.sim)) for name, domain in config.domains.items()}
     return dataclasses.replace(config, sim=staged(config.sim), domains=domains)
+
+
+def _without_idle_queue(config: TrainConfig) -> TrainConfig:
+    """A run has no groups where each of its domains learns from single steps, by a method of its own."""
+    own, groups = config.algorithm, config.algorithm.groups
+    if groups is None or any(one.groups is not None for one in config.algorithms.values()):
+        return config
+    return dataclasses.replace(
+        config, algorithm=dataclasses.replace(own, groups=None, max_staleness=own.max_staleness or groups.max_staleness)
+    )
 
 
 def _with_one_staleness(config: TrainConfig) -> TrainConfig:

@@ -108,6 +108,9 @@ CREDIT_KEYS = ("advantage", "advantage_options", "gamma", "gae_lambda", "reward"
 """The keys of `algorithm` that a domain sharing the run's policy may override: how its episodes are valued, and whom it clones first."""
 
 
+OF_STEPS = ("gae", "gae_chunk", "gae_action")
+"""Advantages that fixed rollouts show enough for."""
+
 LANGUAGE, SHARED = "language", "shared"
 """The run's policy where several domains share it, of texts and of robots."""
 
@@ -125,19 +128,26 @@ class DomainConfig(Config, place="domains.…"):
     sim: SimConfig
     """Its simulator: ``/sim@domains.NAME.sim: frozenlake`` in an experiment's defaults."""
     weight: Positive = 1.0
-    """Its share, against the other domains', of the groups, or without them of an iteration's environment steps, but for domains with their
-    own algorithm.rollout_steps; of domains that play nothing, of their gradient steps."""
+    """Its share, against the other domains' that learn alike: of the groups; of the environment steps of an iteration's rollouts, but for
+    domains with their own algorithm.rollout_steps; of domains that play nothing, of their gradient steps."""
     policy: AnyPolicyConfig | None = None
     """Its own policy, ``/policy@domains.NAME.policy: mlp``; null: the run's, which all such domains share."""
     agent: dict[str, Any] = field(default_factory=dict)
     """In place of the run's `agent`."""
     algorithm: dict[str, Any] = field(default_factory=dict)
-    """In place of the run's `algorithm`; with a `name` all of it (``/algorithm@domains.NAME.algorithm: bc``). groups and max_staleness are
-    the run's. Of a domain that shares the run's policy: only advantage, advantage_options, gamma, gae_lambda, reward and warm_start."""
+    """In place of the run's `algorithm`; with a `name` all of it (``/algorithm@domains.NAME.algorithm: bc``): ppo, sac, bc and the like
+    learn from single steps there, whatever the run learns from. groups and max_staleness are the run's. Of a domain that shares the run's
+    policy: only advantage, advantage_options, gamma, gae_lambda, reward and warm_start."""
     backend: Literal["tokens_torch", "vllm"] | None = None
     """Where its tokens are sampled; null: the run's generation.backend."""
     recording: tuple[str, ...] = ()
     """Folders of recorded episodes that its policy learns from, or that its warm start clones; empty: its expert's."""
+
+    @property
+    def learns_from_steps(self) -> bool:
+        """Whether it has a method of its own, and that of single steps, whatever the run learns from."""
+        own = self.algorithm
+        return bool(own.get("cloning") or own.get("off_policy")) or ("name" in own and own.get("advantage", "gae") in OF_STEPS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -362,8 +372,8 @@ class TrainConfig(Config):
         shared = dataclasses.asdict(self.algorithm)
         if "name" in domain.algorithm:
             shared = {key: shared[key] for key in ("groups", "rollout_steps", "max_staleness")}
-        if domain.algorithm.get("cloning") or domain.algorithm.get("off_policy"):
-            shared["groups"] = None  # beside those of a run a rule refuses it
+        if self.algorithm.groups is not None and domain.learns_from_steps:
+            shared |= {"groups": None, "max_staleness": self.algorithm.max_staleness or self.algorithm.groups.max_staleness}
         return agent, build(AlgorithmConfig, merged(shared, domain.algorithm), f"domains.{name}.algorithm")
 
     @cached_property
@@ -395,15 +405,10 @@ class TrainConfig(Config):
         elif domain.policy is not None or (domain.backend is None and any(map(self.speaks_in, self.domains))):
             backend = "torch"  # the run's is that of another domain's tokens
         generation = dataclasses.replace(self.generation, backend=backend, mix={})
-        total_steps = self.total_steps
-        if self.algorithm.groups is None:
+        if algorithm.groups is None:
             algorithm = dataclasses.replace(algorithm, rollout_steps=self._rollout_steps(name))
-        if self.algorithm.groups is None and algorithm.on_policy:
-            # As many iterations as the run has; of steps that are kept the run's own count.
-            total_steps = self.num_iterations * self._steps_at_once[name] * algorithm.rollout_steps
         return dataclasses.replace(
             self,
-            total_steps=total_steps,
             sim=domain.sim,
             policy=policy,
             agent=agent,
@@ -453,8 +458,9 @@ class TrainConfig(Config):
 
     @property
     def _steps_at_once(self) -> dict[str, int]:
-        """{domain that plays: environment steps of one decision in all of its slots}; of a run that plays nothing all domains."""
-        played = {name: self.domains[name] for name, own in self.algorithms.items() if own.plays or not self.plays}
+        """{domain that plays rollouts: environment steps of one decision in all of its slots}; of a run that plays nothing all domains."""
+        of_steps = {name: own for name, own in self.algorithms.items() if own.groups is None}
+        played = {name: self.domains[name] for name, own in of_steps.items() if own.plays or not self.plays}
         return {name: one.sim.num_slots * (one.policy or self.policy).chunk_size for name, one in played.items()}
 
     def _rollout_steps(self, name: str) -> int:
@@ -470,6 +476,12 @@ class TrainConfig(Config):
     def num_iterations(self) -> int:
         """Rollouts in total_steps, rounded up."""
         return -(-self.total_steps // self.steps_per_iteration)
+
+    def progress(self, iteration: int, steps: int) -> float:
+        """The share of the run that is over: by iterations, where each update consumes a rollout, else by steps."""
+        if self.algorithm.groups is None and not self.keeps_steps:
+            return iteration / self.num_iterations
+        return min(steps / self.total_steps, 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -1,26 +1,17 @@
-"""How fixed rollouts are played, whether an update consumes them or keeps them: ahead of training, and in ways that can be switched."""
+"""How fixed rollouts are played, whether an update consumes them or keeps them: in ways that can be switched."""
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from embodied_rl.config import TrainConfig
-from embodied_rl.errors import UserError
 from embodied_rl.generation.base import ActedBatch, Generator
 from embodied_rl.generation.random_backend import RandomGenerator, WrappedGenerator
-from embodied_rl.learning.devices import compute_threads
-from embodied_rl.methods.base import Method, Played, Prepared
-from embodied_rl.methods.starts import Starts
-from embodied_rl.methods.streams import episode_figures, prefixed
 from embodied_rl.policies.base import TensorObservation
-from embodied_rl.rollout.collector import PATIENCE_S, Collector, RolloutCollector
+from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.rollout.groups import WHOLE, Share, group_seed
 from embodied_rl.rollout.initialized import StartLibrary
-from embodied_rl.rollout.queue_pump import age_figures
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, Observation, Rollout, SimSpec
 
@@ -81,56 +72,3 @@ def seen_in(rollout: Rollout) -> TensorObservation:
     # What came through Ray is read-only, of which torch warns.
     parts = {key: part if part.flags.writeable else part.copy() for key, part in rollout.observation.items() if part.dtype != object}
     return {key: torch.from_numpy(part).flatten(0, 1) for key, part in parts.items()}
-
-
-class PlayingMethod(Method[Played, Prepared]):
-    """Plays `rollout_steps` of every slot, whether an update consumes them or keeps them; with `algorithm.max_staleness`, ahead of it."""
-
-    config: TrainConfig
-    starts: Starts
-    """Where episodes start that do not start ordinarily."""
-
-    def play_by(self, collector: Collector, acting: Sequence[Generator]) -> None:
-        """Once, when there are learners; `acting`: what acts for the collector. Raises UserError: nothing can be played while training."""
-        config, self.collector = self.config, collector
-        self._figures: dict[str, float] = {}
-        """Of the last rollouts: each named domain's, and ages."""
-        if config.algorithm.max_staleness:
-            if any(generator.shares_weights for generator in acting):
-                raise UserError(
-                    f"algorithm.max_staleness={config.algorithm.max_staleness}: a policy of this size acts with the parameters that are "
-                    "trained, not with a copy, so that nothing can be played meanwhile. The nearest possible: hybrid=disaggregated, or "
-                    "algorithm.max_staleness=0."
-                )
-            for learner in self.all_learners:
-                learner.executor.meanwhile = functools.partial(self.play_ahead, 0.0)
-
-    def next_rollouts(self, iteration: int) -> dict[str, Rollout]:
-        """{domain: what version `iteration` learns from}, at most `algorithm.max_staleness` versions old. Raises SimFault."""
-        rollouts, self._figures = self.collector.next_rollouts(iteration), {}
-        for domain in filter(None, rollouts):
-            figures = {"steps": float(rollouts[domain].num_steps), **episode_figures(finished_in(rollouts[domain]))}
-            self._figures |= prefixed(f"domains/{domain}", figures)
-        self.play_ahead(0.0)
-        if bound := self.config.algorithm.max_staleness:
-            ages = [age for rollout in rollouts.values() for age in (iteration - rollout.policy_version).ravel().tolist()]
-            assert max(ages) <= bound, "newer weights wait until older ones have played"
-            self._figures |= age_figures("rollout", ages, bound)
-        return rollouts
-
-    def play_ahead(self, patience_s: float = PATIENCE_S) -> None:
-        with compute_threads(1):
-            while self.collector.pump(patience_s):
-                pass
-
-    def metrics(self) -> dict[str, float]:
-        return {**super().metrics(), **self.collector.metrics(), **self._figures, **self.starts.metrics()}
-
-    def published(self, version: int) -> None:
-        self.starts.commit()
-
-    def begin(self, iteration: int) -> None:
-        """New episodes in all slots; before a run's first ones, those of an expert that others start in."""
-        self.starts.begin_anew()
-        self.starts.record()
-        self.collector.restart(seed_round=iteration)

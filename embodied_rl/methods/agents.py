@@ -80,14 +80,14 @@ class TokenLearner(PolicyLearner):
                 parts.append(prepare_turns(method, self.learner, own, trust_sampled=self._trust_sampled))
         return joined(parts)
 
-    def update(self, prepared: PreparedTurns, *, iteration: int, steps: int) -> dict[str, float]:
+    def update(self, prepared: PreparedTurns, *, iteration: int, progress: float) -> dict[str, float]:
         num_turns, tokens = max(prepared.num_turns, 1), prepared.tokens
         if iteration < self.config.algorithm.critic_warmup:
             tokens = replace(tokens, advantage=torch.zeros_like(tokens.advantage))
         stats = self.learner.update(
             tokens,
             minibatch_rows=round(self.config.algorithm.minibatch_size * tokens.num_rows / num_turns),
-            progress=min(steps / self.config.total_steps, 1.0),
+            progress=progress,
             seed=[self.config.seed, iteration],
             kl_coef=self._kl.coefficient.value,
         )

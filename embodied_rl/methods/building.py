@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from embodied_rl.agents.agent import Agent
@@ -24,13 +25,14 @@ from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.agents import TokenLearner
 from embodied_rl.methods.base import Method
 from embodied_rl.methods.cloning import CloningLearner
-from embodied_rl.methods.groups import EpisodeLearner, GroupMethod
+from embodied_rl.methods.groups import EpisodeLearner
+from embodied_rl.methods.iteration import StreamsMethod
 from embodied_rl.methods.language_player import MODEL_FOLDER, Speaking, make_agent, make_backend, make_language_policy
-from embodied_rl.methods.learners import PolicyLearner, StreamsMethod
+from embodied_rl.methods.learners import PolicyLearner
 from embodied_rl.methods.off_policy import CriticLearner
-from embodied_rl.methods.rollout import RolloutLearner, RolloutMethod
+from embodied_rl.methods.rollout import RolloutLearner
 from embodied_rl.methods.starts import Starts, give_starts
-from embodied_rl.methods.stored import StoredLearner, StoredMethod
+from embodied_rl.methods.stored import StoredLearner
 from embodied_rl.methods.streams import Stream, StreamGenerators, make_collector, make_queue
 from embodied_rl.methods.warm_start import WarmStart
 from embodied_rl.policies.base import Policy, TrainedModule
@@ -227,11 +229,12 @@ def _let_robot_play(stream: Stream, acting: Acting, queue: GroupQueue | None, ho
     if not stream.config.algorithm.plays:
         return
     simulators, generator = hosted(stream, stream.generator)
-    if queue is None:
+    if not stream.plays_groups:
         stream.rollouts = make_rollout_collector(
             stream.config, simulators, generator, layout, share.of(stream.domain), stream.starts, stream.domain
         )
         return
+    assert queue is not None, "it asks for groups"
     stream.pump = GroupCollector(
         simulators,
         generator,
@@ -346,7 +349,8 @@ def build_here(
     give_starts(streams)
     policies, languages = _policies(streams, run_dir, checkpoint, base)
     queue, first = make_queue(config, streams) if config.algorithm.groups is not None else None, streams[0]
-    playing = let_play(streams, ActingHere(policies, languages, run_dir), queue, run_dir)
+    with torch.random.fork_rng(devices=[]):  # what learns begins with the same weights where another process plays
+        playing = let_play(streams, ActingHere(policies, languages, run_dir), queue, run_dir)
     # That of a run's only stream, which knows its backend, as it is.
     generator = _all_generators(streams, languages, playing) if first.domain else first.generator
     assert generator is not None, "all streams play here"
@@ -403,8 +407,6 @@ def _learning(
 ) -> RunComponents:
     learners: dict[str, PolicyLearner] = {}
     stored: dict[str, StoredLearner[Any]] = {}
-    of_rollouts = config.algorithm.groups is None
-    learn: Callable[..., PolicyLearner] = RolloutLearner if of_rollouts else EpisodeLearner
     divided = max(policies, key=lambda name: (name in languages, sum(part.numel() for part in policies[name].parameters())))
     for name, policy in policies.items():
         own = [stream for stream in streams if stream.is_own and stream.policy == name]
@@ -414,6 +416,7 @@ def _learning(
         of_update = of_update if name == divided else _whole(of_update)
         if name not in languages:
             if of_update.algorithm.on_policy:
+                learn = RolloutLearner if of_update.algorithm.groups is None else EpisodeLearner
                 learners[name] = learn(of_update, configs, policy, ranks)
             else:
                 keep = CriticLearner if of_update.algorithm.cloning is None else CloningLearner
@@ -427,15 +430,9 @@ def _learning(
             learner.warm_starts = {stream.domain: WarmStart(stream, stream.generator or generator) for stream in wanted}
     of = {stream.domain: stream.policy for stream in streams}
     trained = RunPolicies(policies, languages, of) if streams[0].domain else policies[""]
-    if not of_rollouts:
-        method: StreamsMethod = GroupMethod(config, streams, learners, run_dir, queue, divided=divided)
-    else:
-        method = rollouts = (
-            StoredMethod(config, streams, learners, stored, run_dir, divided=divided)
-            if stored
-            else RolloutMethod(config, streams, learners, run_dir, divided=divided)
-        )
-        rollouts.play_by(make_collector(streams, None), [stream.generator for stream in streams if stream.generator is not None])
+    method = StreamsMethod(config, streams, learners, stored, run_dir, queue, divided=divided)
+    acting = [stream.generator for stream in streams if stream.generator is not None and not stream.plays_groups]
+    method.play_by(make_collector(streams, queue), acting)
     if starts is not None:
         method.starts = starts
     return RunComponents(trained, generator or Generator(), method, languages)

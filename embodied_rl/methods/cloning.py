@@ -191,9 +191,9 @@ class CloningLearner(StoredLearner[ClonedSteps]):
     def way(self, iteration: int) -> dict[str, Any]:
         return {"way": "mode"}
 
-    def update(self, prepared: int, *, iteration: int, steps: int) -> dict[str, float]:
+    def update(self, prepared: int, *, iteration: int, progress: float) -> dict[str, float]:
         """Epochs of `prepared` minibatches each."""
-        rate = scheduled(self.config.algorithm, steps / self.config.total_steps)
+        rate = scheduled(self.config.algorithm, progress)
         figures = []
         for _ in range(self.num_rounds):
             taken = [self.learner.step(step_rows(self.policy, batch), rate) for batch in self._minibatches(prepared)]

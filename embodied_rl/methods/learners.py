@@ -1,4 +1,4 @@
-"""What a run learns with: a learner for each policy, whatever it learns from, and what all of them together bring to a method."""
+"""What a run learns with: a learner for each policy, whatever it learns from."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from embodied_rl.algorithms.step_rewards import KlTerm, StepRewards
-from embodied_rl.config import AlgorithmConfig, SimConfig, TrainConfig
+from embodied_rl.config import AlgorithmConfig, TrainConfig
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import Objective
 from embodied_rl.learning.rank_hosts import RankHost
-from embodied_rl.methods.base import Experience, Method, Recordable
-from embodied_rl.methods.starts import Starts
-from embodied_rl.methods.streams import Stream, of_name, prefixed, recordable_streams
+from embodied_rl.methods.streams import Stream
 from embodied_rl.policies.base import Policy, TensorObservation, TrainedModule
-from embodied_rl.types import EpisodeGroup, SimSpec
+from embodied_rl.types import EpisodeGroup
 
 
 class PolicyLearner:
@@ -42,8 +40,8 @@ class PolicyLearner:
         """Rewards become advantages; no parameter changes."""
         raise NotImplementedError
 
-    def update(self, prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
-        """One update; its metrics. Raises NonFiniteLossError."""
+    def update(self, prepared: Any, *, iteration: int, progress: float) -> dict[str, float]:
+        """One update, where a share `progress` of the run is over; its metrics. Raises NonFiniteLossError."""
         raise NotImplementedError
 
     @property
@@ -151,88 +149,3 @@ def together(seen: Sequence[TensorObservation]) -> TensorObservation:
     if len(seen) < 2:
         return seen[0] if seen else {}
     return {key: torch.cat([part[key] for part in seen]) for key in seen[0]}
-
-
-class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
-    """Learns from the streams of one or several domains: every policy from what its own played."""
-
-    def __init__(
-        self, config: TrainConfig, streams: Sequence[Stream], learners: Mapping[str, PolicyLearner], run_dir: Path, *, divided: str
-    ) -> None:
-        """
-        Args:
-            streams: those without a collector are played in another process, and what connects them sets the method's.
-            learners: {name of the policy (`Stream.policy`): what trains it}.
-            run_dir: gets what is written down when the run ends.
-            divided: name of the policy that ranks train, in this run or in the one that wrote its checkpoint.
-        """
-        self.config, self.streams, self.learners, self._run_dir = config, list(streams), dict(learners), run_dir
-        self.divided = divided
-        self.warm_start: LearnersStart = LearnersStart(list(self.learners.values()))
-        self.starts = Starts(streams)
-
-    @property
-    def all_learners(self) -> list[Learner]:
-        return [own.learner for own in self.learners.values()]
-
-    def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> list[Recordable]:
-        """See `Method.recordable`: one for each domain."""
-        return recordable_streams(self.streams)
-
-    def gathered(self, played: Mapping[str, Any]) -> tuple[dict[str, Any], TensorObservation]:
-        """({policy: what its learner gathered of what was played by it}, everything that the policies saw)."""
-        found = {name: self.learners[name].gather(own) for name, own in played.items()}
-        seen = {key: part for name, own in found.items() for key, part in prefixed(name, self.learners[name].observation(own)).items()}
-        return found, seen
-
-    def prepare(self, experience: Experience[dict[str, Any]]) -> dict[str, Any]:
-        return {name: self.learners[name].prepare(own) for name, own in experience.data.items()}
-
-    def update(self, prepared: dict[str, Any], *, iteration: int, steps: int) -> dict[str, float]:
-        stats: dict[str, float] = {}
-        for name, own in prepared.items():
-            stats |= prefixed(name, self.learners[name].update(own, iteration=iteration, steps=steps))
-        return stats
-
-    def finish(self) -> None:
-        for learner in self.learners.values():
-            learner.finish(self._run_dir)
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return {key: part for name, own in self.learners.items() for key, part in prefixed(name, own.state_tensors()).items()}
-
-    def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return prefixed(self.divided, state)
-
-    def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        for name, own in self.learners.items():
-            own.load_state_tensors(of_name(name, state))
-
-    def played_state(self) -> dict[str, Any]:
-        """The part of `state_dict` that is of what is played: where episodes start."""
-        return self.starts.of_method()
-
-    def state_dict(self) -> dict[str, Any]:
-        state, own = self.played_state(), {name: learner.state_dict() for name, learner in self.learners.items()}
-        if "" in own:
-            return {**own[""], **state}
-        specs = {stream.domain: stream.spec.to_dict() for stream in self.streams if stream.is_own}
-        return {**state, "roles": own, "specs": specs}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, learner in self.learners.items():
-            learner.load_state_dict(state["roles"][name] if name else state)
-        self.starts.load_of_method(state)
-
-    def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """See `Method.with_trained`: what is played, and warm starts, are of this process."""
-        state = {**state, **self.played_state()}
-        own = {name: learner.state_dict() for name, learner in self.learners.items()}
-        if "" in own:
-            return {**state, **_started(own[""])}
-        return {**state, "roles": {name: {**role, **_started(own[name])} for name, role in state["roles"].items()}}
-
-
-def _started(role: Mapping[str, Any]) -> dict[str, Any]:
-    """What a policy's state says of its warm starts."""
-    return {name: role[name] for name in ("warm_start", "warm_starts") if name in role}

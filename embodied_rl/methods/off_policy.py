@@ -167,9 +167,9 @@ class CriticLearner(StoredLearner[CriticSteps]):
         self.has_statistics = True
         return self._due - before
 
-    def update(self, prepared: int, *, iteration: int, steps: int) -> dict[str, float]:
+    def update(self, prepared: int, *, iteration: int, progress: float) -> dict[str, float]:
         """Take `prepared` gradient steps; metrics averaged over them."""
-        rate = scheduled(self.config.algorithm, steps / self.config.total_steps)
+        rate = scheduled(self.config.algorithm, progress)
         taken = [self._step(rate, only_critics=iteration < self.config.algorithm.critic_warmup) for _ in range(prepared)]
         return {**mean_figures(taken), "learning_rate": rate, "updates": float(self._updates)}
 

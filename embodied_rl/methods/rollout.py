@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +14,8 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
-from embodied_rl.methods.acting import PlayingMethod, finished_in, seen_in
-from embodied_rl.methods.base import Experience
-from embodied_rl.methods.learners import RobotLearner, StreamsMethod, together
+from embodied_rl.methods.acting import seen_in
+from embodied_rl.methods.learners import RobotLearner, together
 from embodied_rl.policies.base import Policy, TensorObservation, prepare_observation
 from embodied_rl.types import Rollout
 
@@ -59,13 +57,13 @@ class RolloutLearner(RobotLearner[PPO]):
         self._figures |= figures
         return batch
 
-    def update(self, prepared: Batch, *, iteration: int, steps: int) -> dict[str, float]:
+    def update(self, prepared: Batch, *, iteration: int, progress: float) -> dict[str, float]:
         if iteration < self.config.algorithm.critic_warmup:  # without advantages the policy's loss has no gradient
             prepared = prepared.replaced(advantage=torch.zeros_like(prepared.advantage))
         stats = self.learner.update(
             prepared,
             minibatch_rows=self.config.algorithm.minibatch_size,
-            progress=iteration / self.config.num_iterations,
+            progress=progress,
             seed=[self.config.seed, iteration],
             kl_coef=self.kl.coefficient.value,
         )
@@ -75,21 +73,6 @@ class RolloutLearner(RobotLearner[PPO]):
         super().begin(version)
         for method in self.methods.values():
             method.restart_episodes()
-
-
-class RolloutMethod(PlayingMethod[dict[str, Any], dict[str, Any]], StreamsMethod):
-    """A rollout of every stream for each update; every policy learns from its own."""
-
-    def collect(self, iteration: int) -> Experience[dict[str, Any]]:
-        played = self.next_rollouts(iteration)
-        of = {name: {s.domain: played[s.domain] for s in self.streams if s.policy == name and s.domain in played} for name in self.learners}
-        gathered, seen = self.gathered({name: rollouts for name, rollouts in of.items() if rollouts})
-        finished = [episode for rollout in played.values() for episode in finished_in(rollout)]
-        return Experience(sum(rollout.num_steps for rollout in played.values()), finished, seen, gathered)
-
-    def restart(self, iteration: int) -> None:
-        self.warm_start.run(iteration)
-        self.begin(iteration)
 
 
 def rollout_values(learner: Learner, policy: Policy, rollout: Rollout) -> RolloutValues:

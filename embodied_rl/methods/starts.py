@@ -1,4 +1,4 @@
-"""Where the groups of a run's streams start that do not start ordinarily (`algorithm.initialized`), in the process that plays them."""
+"""Where groups and episodes of a run start that do not start ordinarily (`algorithm.initialized`), in the process that plays them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Starts:
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = list(streams)
+        self._of_groups = {stream.domain for stream in streams if stream.plays_groups}
 
     @property
     def libraries(self) -> dict[str, StartLibrary]:
@@ -45,17 +46,15 @@ class Starts:
 
     def commit(self, queue: GroupQueue | None = None) -> dict[str, Lesson]:
         """Learn from the groups that are done with, of fixed rollouts from the episodes; {domain: what was learned}."""
-        return {domain: starts.commit(_in_flight(queue)) for domain, starts in self.libraries.items()}
+        return {domain: starts.commit(self._in_flight(domain, queue)) for domain, starts in self.libraries.items()}
 
     def begin_anew(self) -> None:
-        """No episode of fixed rollouts runs any more."""
-        for starts in self.libraries.values():
-            starts.goes_on({})
-
-    def discard(self) -> None:
-        """See `StartLibrary.discard`."""
-        for starts in self.libraries.values():
-            starts.discard()
+        """No episode runs any more. Groups that are not done with are played again."""
+        for domain, starts in self.libraries.items():
+            if domain in self._of_groups:
+                starts.discard()
+            else:
+                starts.goes_on({})
 
     # ---- of copies in rollout workers -------------------------------------------------------------------------------
 
@@ -66,7 +65,7 @@ class Starts:
     def learn(self, lessons: Mapping[str, Lesson], queue: GroupQueue | None) -> None:
         """What was committed beside the trainer."""
         for domain, lesson in lessons.items():
-            self.libraries[domain].learn(lesson, _in_flight(queue))
+            self.libraries[domain].learn(lesson, self._in_flight(domain, queue))
 
     def copy(self, state: Mapping[str, Any]) -> None:
         """Go on as a copy of what `state` gave, of which nothing is to be reported."""
@@ -81,7 +80,7 @@ class Starts:
 
     def state(self, queue: GroupQueue | None = None) -> dict[str, Any]:
         """{domain: what resuming needs}, JSON-able; empty where all groups start ordinarily."""
-        return {domain: starts.state_dict(_in_flight(queue) or ()) for domain, starts in self.libraries.items()}
+        return {domain: starts.state_dict(self._in_flight(domain, queue) or ()) for domain, starts in self.libraries.items()}
 
     def of_method(self, queue: GroupQueue | None = None) -> dict[str, Any]:
         """`state` as a part of the method's: of a run's only domain without its name."""
@@ -97,6 +96,10 @@ class Starts:
         """Continue. Raises IncompatibleCheckpointError (see `StartLibrary.load_state_dict`)."""
         for domain, starts in self.libraries.items():
             starts.load_state_dict(state[domain])
+
+    def _in_flight(self, domain: str, queue: GroupQueue | None) -> list[int] | None:
+        """Numbers of the groups that would be asked for again, were the run resumed now; None: there are no groups."""
+        return None if queue is None or domain not in self._of_groups else [int(number) for number in queue.state_dict()["redo"]]
 
 
 def give_starts(streams: Sequence[Stream]) -> Starts:
@@ -116,11 +119,6 @@ def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:
     if options.success_return is None and not spec.reports_success:
         raise UserError(f"Task '{spec.task}' does not report success: set algorithm.initialized.success_return.")
     return StartLibrary(options, seed=config.seed)
-
-
-def _in_flight(queue: GroupQueue | None) -> list[int] | None:
-    """Numbers of the groups that would be asked for again, were the run resumed now; None: there are no groups."""
-    return None if queue is None else [int(number) for number in queue.state_dict()["redo"]]
 
 
 def _record_starts(stream: Stream) -> None:

@@ -6,8 +6,7 @@ its gradient steps; and of a policy that several domains share, the rows of each
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,10 +18,8 @@ from embodied_rl.config import TrainConfig
 from embodied_rl.episodes.dataset import EpisodeDataset
 from embodied_rl.errors import UserError
 from embodied_rl.learning.recorded import read_statistics
-from embodied_rl.methods.base import Experience
 from embodied_rl.methods.demonstrations import Demonstrations
 from embodied_rl.methods.learners import PolicyLearner
-from embodied_rl.methods.rollout import RolloutMethod
 from embodied_rl.methods.streams import Stream, of_name, prefixed
 from embodied_rl.policies.base import Policy
 from embodied_rl.types import Rollout
@@ -138,7 +135,7 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
     def go_on(self) -> None:
         """It was `finished`, and there is more to learn."""
 
-    def update(self, prepared: int, *, iteration: int, steps: int) -> dict[str, float]:
+    def update(self, prepared: int, *, iteration: int, progress: float) -> dict[str, float]:
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
@@ -172,77 +169,3 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
     def _place(self, domain: str) -> str:
         """Of a domain's tensors; empty: the policy has no other."""
         return domain if len(self.steps) > 1 else ""
-
-
-class StoredMethod(RolloutMethod):
-    """Policies learn from steps of their streams that are kept: recorded ones, and those that the run plays. Others beside them consume
-    theirs, as of `RolloutMethod`."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        streams: Sequence[Stream],
-        learners: Mapping[str, PolicyLearner],
-        stored: Mapping[str, StoredLearner[Any]],
-        run_dir: Path,
-        *,
-        divided: str,
-    ) -> None:
-        """See `StreamsMethod`. `stored`: those of `learners` that keep their steps."""
-        super().__init__(config, streams, learners, run_dir, divided=divided)
-        self._stored = dict(stored)
-        self._reading = {name: own for name, own in stored.items() if not own.config.algorithm.plays}
-        """Those that learn from recordings only."""
-
-    @property
-    def finished(self) -> bool:
-        return all(learner.finished for learner in self.learners.values())
-
-    def collect(self, iteration: int) -> Experience[dict[str, Any]]:
-        """Play; and, of policies that nothing is played for, their gradient steps: weights divide those of all that learn alike."""
-        waiting: dict[str, Any] = {name: {} for name, own in self._stored.items() if name not in self._reading and iteration < own.first}
-        played: Experience[dict[str, Any]] = Experience(0, [], {}, {})
-        if len(waiting) + len(self._reading) < len(self.learners):
-            self._draw(iteration)
-            played = super().collect(iteration)
-        given = self._minibatches()
-        steps = played.num_steps if self.config.plays else sum(number * self._reading[name].num_rounds for name, number in given.items())
-        return dataclasses.replace(played, num_steps=steps, data={**waiting, **given, **played.data})
-
-    def prepare(self, experience: Experience[dict[str, Any]]) -> dict[str, Any]:
-        given = {name: own if name in self._reading else self.learners[name].prepare(own) for name, own in experience.data.items()}
-        return {name: steps for name, steps in given.items() if not self.learners[name].finished}
-
-    def begin(self, iteration: int) -> None:
-        self._draw(iteration)
-        super().begin(iteration)
-
-    def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        for learner in self._stored.values():
-            learner.read()
-        super().take_up(episodes)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self.finished:  # a finished run that is resumed was given more steps, and with them more patience
-            for learner in self._stored.values():
-                learner.go_on()
-
-    def metrics(self) -> dict[str, float]:
-        learned = {key: value for learner in self._stored.values() for key, value in learner.metrics().items()}
-        return {**learned, **super().metrics()}
-
-    def _minibatches(self) -> dict[str, int]:
-        """{policy that learns from recordings only: its gradient steps of a round}"""
-        given: dict[str, int] = {}
-        for name, own in self._reading.items():
-            alike = [one for one in self._reading.values() if type(one) is type(own)]  # an epoch is no number of critics' updates
-            each = sum(one.num_minibatches for one in alike) / sum(one.weight for one in alike)
-            given |= {} if own.finished else {name: max(1, round(each * own.weight))}
-        return given
-
-    def _draw(self, iteration: int) -> None:
-        """Set how the policies act from this rollout on."""
-        for name, learner in self._stored.items():
-            for domain in learner.steps if name not in self._reading else ():
-                self.collector.draw(domain=domain, first=learner.first, **learner.way(iteration))

@@ -1,4 +1,4 @@
-"""What a run plays: a stream for each domain and player; of a method on groups, one queue asks all of them.
+"""What a run plays: a stream for each domain and player; one queue asks for the groups of all that learn from whole episodes.
 
 A run with one domain has one stream, whose domain has no name: its configuration is the run's, and its figures and tensors have no prefix.
 """
@@ -31,7 +31,7 @@ from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, queue_weight
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.groups import WHOLE, GroupQueue, GroupQueueConfig, Share, group_seed
 from embodied_rl.rollout.initialized import StartLibrary
-from embodied_rl.rollout.queue_pump import DomainCollector, DomainRollouts, QueuePump
+from embodied_rl.rollout.queue_pump import DomainCollector, DomainRollouts, MixedCollector, QueuePump
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.sim.simulators import Simulators, SimulatorsElsewhere
@@ -79,6 +79,11 @@ class Stream:
     @property
     def collector(self) -> Collector:
         return self.pump or self.rollouts or NOT_PLAYED
+
+    @property
+    def plays_groups(self) -> bool:
+        """Whether the queue asks for what is played; else rollouts are, if anything is."""
+        return self.config.algorithm.groups is not None
 
     @property
     def is_own(self) -> bool:
@@ -192,7 +197,8 @@ class DomainSimulators(Simulators):
         self._faults: list[FaultRecord] = []
         self._num_faults = [0] * len(self.streams)
         played = [stream for stream in self.streams if stream.config.algorithm.plays]
-        self.num_slots = sum(stream.manager.num_slots for stream in played or self.streams)
+        going_on = [stream for stream in played if not stream.plays_groups]  # from one batch to the next
+        self.num_slots = sum(stream.manager.num_slots for stream in going_on or played or self.streams)
         specs = [stream.manager.spec for stream in self.streams]
         task = "+".join(dict.fromkeys(stream.domain for stream in self.streams))
         self.spec: SimSpec = dataclasses.replace(specs[0], task=task, reports_success=all(spec.reports_success for spec in specs))
@@ -266,13 +272,15 @@ def simulators_of(streams: Sequence[Stream]) -> Simulators:
 
 
 def make_collector(streams: Sequence[Stream], queue: GroupQueue | None) -> Collector:
-    """What fills the queue, or without one rollouts, from the streams' own collectors; `NOT_PLAYED` of those in another process."""
+    """What fills rollouts and the queue, from the streams' own collectors; `NOT_PLAYED` of those in another process."""
     if not streams[0].domain or not any(stream.collector.plays for stream in streams):
         return streams[0].collector
+    rollouts = DomainRollouts({stream.domain: stream.rollouts for stream in streams if stream.rollouts is not None})
     if queue is None:
-        return DomainRollouts({stream.domain: stream.rollouts for stream in streams if stream.rollouts is not None})
+        return rollouts
     pumps = {stream.name: stream.pump for stream in streams if stream.pump is not None}
-    return DomainCollector(pumps, queue, lockstep=queue.config.max_staleness == 0)
+    groups = DomainCollector(pumps, queue, lockstep=queue.config.max_staleness == 0)
+    return MixedCollector(rollouts, groups) if rollouts.collectors else groups
 
 
 def recordable_streams(streams: Sequence[Stream]) -> list[Recordable]:
@@ -282,10 +290,12 @@ def recordable_streams(streams: Sequence[Stream]) -> list[Recordable]:
 
 
 def make_queue(config: TrainConfig, streams: Sequence[Stream], share: Share = WHOLE) -> GroupQueue:
-    """One queue for all streams; `share`: which of its groups. Filters choose what is learned from; a baseline's groups all count."""
+    """One queue for all streams of groups; `share`: which of its groups. Filters choose what is learned from; a baseline's groups all
+    count."""
     groups = config.algorithm.groups
     assert groups is not None, "a method on groups"
     shares = {name: (player.share, played_by(config, name)) for name, player in config.generation.mix.items()}
+    streams = [stream for stream in streams if stream.plays_groups]
     own = {stream.name: stream.weight for stream in streams if stream.is_own}
     trained = {stream.name: stream.trained for stream in streams}
 

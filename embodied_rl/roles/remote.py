@@ -259,7 +259,7 @@ class RemoteStarts(Starts):
         return self.state(self._queue)
 
     def record(self) -> None:
-        """See `Starts.record`: a worker does it, of groups when its episodes begin anew, and each of several the same."""
+        """See `Starts.record`: a worker does it, and all take what it has."""
         if any("expert" in starts.config.sources and starts.num_expert_messages == 0 for starts in self.libraries.values()):
             self.load(self._worker.insist("start_states"))
             for starts in self.libraries.values():
@@ -294,6 +294,8 @@ class RemoteCollector(Collector):
         """`begin_again(iteration)`: restarts the method after a worker was replaced; that starts the new worker's episodes."""
         self._worker, self._begin_again = worker, begin_again
         self._queue: GroupQueue | None = None
+        self._played: Collected | None = None
+        """What came with the rollouts that were asked for last."""
         self._figures: dict[str, float] = {}
         self._drawn: dict[str, Any] = {}
         """{domain: arguments of `draw`}, where it was called."""
@@ -301,7 +303,7 @@ class RemoteCollector(Collector):
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """See `RolloutCollector.restart` and `GroupCollector.restart`; `queue` becomes the image of the worker's."""
-        self._queue = queue
+        self._queue, self._played = queue, None
         while True:
             try:
                 state = None if queue is None else queue.state_dict()
@@ -330,11 +332,13 @@ class RemoteCollector(Collector):
         self._drawn[domain] = {"way": way, "random_before": random_before, "first": first}
 
     def next_rollouts(self, version: int) -> dict[str, Rollout]:
-        return self._play(version).rollouts
+        """See `Collector.next_rollouts`; the worker plays groups with them, for `next_groups`."""
+        self._played = self._play(version)
+        return self._played.rollouts
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
         """See `GroupCollector.next_groups`; the queue here learns in the same moment that they are consumed."""
-        played = self._play(version)
+        played, self._played = self._played or self._play(version), None
         assert self._queue is not None, "restart comes first"
         assert played.queue is not None
         self._queue.mirror(played.queue)

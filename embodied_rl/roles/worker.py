@@ -262,7 +262,7 @@ class RolloutWorker:
         self.streams = streams_of(config, self._start)
         self.manager = simulators_of(self.streams)
         self.queue: GroupQueue | None = None
-        """None: fixed rollouts."""
+        """None: no groups are played."""
         self.scorer: Scorer | None = None
         self.lease = DeviceLease(plan_here(config), keep_spans=config.profile) if config.hybrid.placement.kind == "multiplexed" else None
         """Hosts that are lent to training, where it takes some over (placement multiplexed)."""
@@ -340,13 +340,11 @@ class RolloutWorker:
         self.recorders = start_recorders(self.config, recordable, Path(run_dir), command)
 
     def load(self, version: int, tensors: Weights) -> None:
-        """Take weights as `version`, which act when nothing is left to play with older ones; the batch that was played last is settled now,
-        and places are free."""
+        """Take weights as `version`, which act when nothing is left to play with older ones; then the batch that was played last is
+        settled, and places are free."""
         self._pending.append((version, tensors))
         self._take_weights()
         self._take_back()
-        if self.queue is not None and version > self.queue.version:
-            self.queue.published(version)
 
     def restart(self, seed_round: int, queue: Mapping[str, Any] | None = None, drawn: Mapping[str, Any] | None = None) -> None:
         """Begin new episodes: of all slots, or what the state of a group queue asks for. `drawn`: see `play`."""
@@ -357,9 +355,8 @@ class RolloutWorker:
         if self.queue is not None:
             assert queue is not None, "groups are asked for by a queue's state"
             self.queue.mirror(queue)
+        self.starts.record()
         self.collector.restart(self.queue, seed_round=seed_round)
-        if self.queue is not None:
-            self.starts.record()
 
     def play(self, version: int, drawn: Mapping[str, Any] | None = None) -> Collected:
         """Collect for one update of the weights `version`. `drawn`: {domain: arguments of `Collector.draw`}, from now on.
@@ -367,13 +364,12 @@ class RolloutWorker:
         for domain, words in (drawn or {}).items():
             self.collector.draw(domain=domain, **words)
         groups: list[EpisodeGroup] = []
-        rollouts: dict[str, Rollout] = {}
         state = None
         self._take_weights()
         self._residency.begin("generation")
-        if self.queue is None:
-            rollouts = self.collector.next_rollouts(version)
-        else:
+        rollouts = self.collector.next_rollouts(version)
+        if self.queue is not None:
+            self._act_with_newest()
             groups = self.collector.next_groups(version)
         self._lend()
         if self.queue is not None:
@@ -383,9 +379,8 @@ class RolloutWorker:
         return Collected(groups, self.collector.times, state, faults, self._metrics(), rollouts, spans, self.starts.report())
 
     def start_states(self) -> dict[str, Any]:
-        """See `Starts.state`. Of fixed rollouts an expert's episodes come before all others: these begin in all slots at once."""
-        if self.queue is None:
-            self.starts.record()
+        """See `Starts.state`. An expert's episodes come before all others: those of fixed rollouts begin in all slots at once."""
+        self.starts.record()
         return self.starts.state(self.queue)
 
     def demonstrate(self, domain: str = "") -> list[AgentEpisode]:
@@ -407,10 +402,7 @@ class RolloutWorker:
     def episodes(self) -> list[np.ndarray]:
         """See `Collector.episodes`: the running episodes, [bytes] uint8 each, when older weights have nothing left to play."""
         self._residency.begin("generation")
-        self._take_weights()
-        while self._pending:
-            self.collector.pump()
-            self._take_weights()
+        self._act_with_newest()
         return [np.frombuffer(episode, np.uint8) for episode in self.collector.episodes()]
 
     def take_up(self, episodes: list[np.ndarray]) -> None:
@@ -475,8 +467,18 @@ class RolloutWorker:
         """Act with what was published, as far as older weights have nothing left to play; whether newer ones act now."""
         before = len(self._pending)
         while self._pending and not (self._may_pump and self.collector.keeps_weights):
-            self.acting.load(*self._pending.popleft())
+            version, tensors = self._pending.popleft()
+            self.acting.load(version, tensors)
+            if self.queue is not None and version > self.queue.version:
+                self.queue.published(version)
         return len(self._pending) < before
+
+    def _act_with_newest(self) -> None:
+        """Play what older weights are to play, so that those act that were published last."""
+        self._take_weights()
+        while self._pending:
+            self.collector.pump()
+            self._take_weights()
 
     def _give_up_weights(self) -> None:
         """What was played ahead is given up, and what was published last acts."""

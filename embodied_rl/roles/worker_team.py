@@ -125,8 +125,9 @@ class WorkerTeam:
 
 
 def slots_of(config: TrainConfig) -> dict[str, int]:
-    """{domain that plays: its slots}; the only one of a run has no name."""
-    return {name: config.for_domain(name).sim.num_slots for name, own in config.algorithms.items() if own.plays}
+    """{domain that plays rollouts: its slots}; the only one of a run has no name."""
+    of_rollouts = (name for name, own in config.algorithms.items() if own.plays and own.groups is None)
+    return {name: config.for_domain(name).sim.num_slots for name in of_rollouts}
 
 
 def part_of(config: TrainConfig, index: int) -> TrainConfig:

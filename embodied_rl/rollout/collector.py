@@ -90,17 +90,13 @@ class Collector:
         """
         raise AssertionError("this collector's generator cannot be switched")
 
-    def next_rollout(self, version: int) -> Rollout:
-        """The rollout that `version` learns from. Raises SimFault (see EnvManager)."""
-        raise AssertionError("this collector fills groups")
-
     def next_rollouts(self, version: int) -> dict[str, Rollout]:
-        """{domain: its `next_rollout`}; the only one of a run has no name."""
-        return {"": self.next_rollout(version)}
+        """{domain: the rollout of its own that `version` learns from}, of those that play some by now; the only one has no name."""
+        return {}
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
-        """The groups that `version` learns from. Raises SimFault (see EnvManager) and BatchNeverFullError."""
-        raise AssertionError("this collector fills rollouts")
+        """The groups that `version` learns from, after its rollouts. Raises SimFault (see EnvManager) and BatchNeverFullError."""
+        return []
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """Play on for a moment, ahead of what was asked for; False: nothing may be played now, or with a patience of 0, nothing is ready.
@@ -249,6 +245,9 @@ class RolloutCollector(Collector):
             self._round = None
         if self.recorder is not None:
             self.recorder.taken_up(saved, [own.get("recorded") for own in found], self._seed_of)
+
+    def next_rollouts(self, version: int) -> dict[str, Rollout]:
+        return {} if version < self._first else {"": self.next_rollout(version)}
 
     def next_rollout(self, version: int) -> Rollout:
         """`rollout_steps` × `num_slots` transitions, or what is left of those that were begun before; number `version`. Raises SimFault."""

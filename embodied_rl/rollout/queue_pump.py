@@ -330,3 +330,57 @@ class DomainRollouts(Collector):
     def close(self) -> None:
         for collector in self.collectors.values():
             collector.close()
+
+
+class MixedCollector(Collector):
+    """Rollouts of some domains, and groups of others: first the rollouts, then the groups. With staleness both go on in turn."""
+
+    def __init__(self, rollouts: DomainRollouts, groups: DomainCollector) -> None:
+        super().__init__()
+        self._rollouts, self._groups, self.min_ready = rollouts, groups, groups.min_ready
+
+    def score_with(self, scorer: Scorer | None) -> None:
+        self._groups.score_with(scorer)
+
+    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
+        self._groups.restart(queue)
+        self._rollouts.restart(seed_round=seed_round)
+
+    def draw(self, way: Way, *, random_before: int = 0, first: int = 0, domain: str = "") -> None:
+        self._rollouts.draw(way, random_before=random_before, first=first, domain=domain)
+
+    def next_rollouts(self, version: int) -> dict[str, Rollout]:
+        return self._rollouts.next_rollouts(version)
+
+    def next_groups(self, version: int) -> list[EpisodeGroup]:
+        groups, times = self._groups.next_groups(version), (self._rollouts.times, self._groups.times)
+        self.times = CollectorTimes(sum(own.simulate_s for own in times), sum(own.act_s for own in times))
+        return groups
+
+    def pump(self, patience_s: float = PATIENCE_S) -> bool:
+        """See `Collector.pump`; a queue's pump waits whatever the patience is, so that with a patience of 0 only rollouts go on."""
+        if patience_s == 0.0:
+            return self._rollouts.pump(patience_s)
+        ran = self._groups.pump(patience_s)
+        return self._rollouts.pump(0.0 if ran else patience_s) or ran
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self._rollouts.keeps_weights
+
+    def episodes(self) -> list[bytes]:
+        """See `Collector.episodes`: of rollouts."""
+        return self._rollouts.episodes()
+
+    def take_up(self, episodes: Sequence[bytes]) -> None:
+        self._rollouts.take_up(episodes)
+
+    def figures(self) -> dict[str, float]:
+        return self._groups.figures()
+
+    def metrics(self) -> dict[str, float]:
+        return self._groups.metrics()
+
+    def close(self) -> None:
+        self._rollouts.close()
+        self._groups.close()
