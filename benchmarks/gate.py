@@ -33,6 +33,8 @@ class Segment:
     """Wall-clock from the beginning of the first iteration to the beginning of the one that has to wait; 0 where there was none."""
     phases: dict[str, float]
     """Seconds of each phase; they add up to `seconds`."""
+    processor_s: float = 0.0
+    """Of the contender's own process, without its simulators'."""
 
 
 class Gate:
@@ -42,7 +44,7 @@ class Gate:
         self._requests, self._reports, self._rest = requests, reports, rest
         self._facts: dict[str, Any] = {}
         self._iterations = self._left = 0
-        self._started = 0.0
+        self._started = self._processor_s = 0.0
         self._phases: dict[str, float] = {}
 
     def tell(self, **facts: Any) -> None:
@@ -55,7 +57,7 @@ class Gate:
             self._report(time.perf_counter() - self._started if self._iterations else 0.0)
             self._iterations = self._left = self._wait()
             self._phases = dict.fromkeys(PHASES, 0.0)
-            self._started = time.perf_counter()
+            self._started, self._processor_s = time.perf_counter(), time.process_time()
         self._left -= 1
 
     def add(self, phase: Phase, seconds: float) -> None:
@@ -64,7 +66,8 @@ class Gate:
     def _report(self, seconds: float) -> None:
         if self._iterations:
             self._phases[self._rest] = seconds - sum(self._phases[phase] for phase in PHASES if phase != self._rest)
-        segment = {"iterations": self._iterations, "seconds": seconds, "phases": self._phases}
+        processor_s = time.process_time() - self._processor_s if self._iterations else 0.0
+        segment = {"iterations": self._iterations, "seconds": seconds, "phases": self._phases, "processor_s": processor_s}
         print(json.dumps({**segment, "facts": self._facts}), file=self._reports, flush=True)
 
     def _wait(self) -> int:
@@ -133,4 +136,4 @@ class GatedProcess:
             raise RuntimeError(f"contender '{self.name}' ended with status {self._process.wait()}; its own message stands above")
         report = json.loads(line)
         self.facts = report["facts"]
-        return Segment(report["iterations"], report["seconds"], report["phases"])
+        return Segment(report["iterations"], report["seconds"], report["phases"], report["processor_s"])

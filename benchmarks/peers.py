@@ -1,4 +1,4 @@
-"""stable-baselines3's PPO with the hyper-parameters of one of our configurations, and nothing that ours does not have."""
+"""stable-baselines3's PPO and SAC with the hyper-parameters of one of our configurations, and nothing that ours does not have."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def ppo_arguments(config: TrainConfig) -> dict[str, Any]:
         "sim.kwargs": sim.name != "pixel_reach" and bool(sim.kwargs),
         "sim.success_ends_episode": sim.name != "pixel_reach" and sim.success_ends_episode,
     }
-    if any(differences.values()):
-        names = ", ".join(name for name, differs in differences.items() if differs)
-        raise UserError(f"stable-baselines3 cannot do the same: {names}. Leave these at the values of experiment=halfcheetah.")
+    _refuse(differences)
     pixels = policy.encoder == "cnn"
     hidden = list(policy.hidden_sizes[1:] if pixels else policy.hidden_sizes)
     return {
@@ -68,6 +66,60 @@ def ppo_arguments(config: TrainConfig) -> dict[str, Any]:
             **({"features_extractor_class": _trunk(), "features_extractor_kwargs": {"config": policy}} if pixels else {}),
         },
     }
+
+
+def sac_arguments(config: TrainConfig) -> dict[str, Any]:
+    """Arguments of ``stable_baselines3.SAC`` that mean what `config` means.
+
+    Ours also scales large gradients down, which costs it a little; theirs has a standard deviation for each state, which costs it a little.
+
+    Raises:
+        UserError: `config` asks for something that stable-baselines3 does not have.
+    """
+    algorithm, policy, options = config.algorithm, config.policy, config.algorithm.off_policy
+    assert options is not None
+    _refuse(
+        {
+            "algorithm.off_policy.update": options.update != "sac",
+            "algorithm.off_policy.recorded_share": options.recorded_share != 0,
+            "algorithm.off_policy.layer_norm": options.layer_norm,
+            "algorithm.off_policy.target_critics": options.target_critics != options.num_critics,
+            "algorithm.off_policy.policy_every": options.policy_every != 1,
+            "algorithm.off_policy.entropy_in_target": not options.entropy_in_target,
+            "algorithm.lr_schedule != constant": algorithm.lr_schedule != "constant",
+            # One for all networks of theirs; our critics always have this one.
+            "policy.activation != relu": policy.activation != "relu",
+            "sim.kwargs": bool(config.sim.kwargs),
+        }
+    )
+    return {
+        "policy": "MlpPolicy",
+        "learning_rate": algorithm.learning_rate,
+        "buffer_size": options.replay_capacity,
+        "learning_starts": options.warmup_steps,
+        "batch_size": algorithm.minibatch_size,
+        "tau": options.target_rate,
+        "gamma": algorithm.gamma,
+        "train_freq": algorithm.rollout_steps,
+        "gradient_steps": round(config.steps_per_iteration * options.updates_per_step),
+        "n_steps": options.n_step,
+        "ent_coef": f"auto_{options.init_entropy_coef}",
+        "target_entropy": "auto" if options.target_entropy is None else options.target_entropy,
+        "seed": config.seed,
+        "device": "cpu",
+        "policy_kwargs": {
+            "net_arch": {"pi": list(policy.hidden_sizes), "qf": list(options.hidden_sizes)},
+            "n_critics": options.num_critics,
+            "log_std_init": policy.init_log_std,
+            "optimizer_kwargs": {"eps": algorithm.adam_eps},
+        },
+    }
+
+
+def _refuse(differences: dict[str, bool]) -> None:
+    if any(differences.values()):
+        names = ", ".join(name for name, differs in differences.items() if differs)
+        raise UserError(f"stable-baselines3 cannot do the same: {names}. Leave these at the values of the benchmark's tasks.")
 
 
 def _trunk() -> Any:

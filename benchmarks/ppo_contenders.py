@@ -26,6 +26,7 @@ SB3_DUMMY, SB3_SUBPROC, SB3_DUMMY_ONE = "SB3 DummyVecEnv", "SB3 SubprocVecEnv", 
 EAGER = "CleanRL's structure"
 PIXEL_NAMES = (*VARIANTS, SB3_DUMMY, SB3_SUBPROC, SB3_DUMMY_ONE)
 NAMES = (*PIXEL_NAMES, EAGER)
+SAC_NAMES = (OURS, SB3_DUMMY, SB3_DUMMY_ONE)
 OUTSIDE = {
     "skrl": PeerEnvironment("skrl", ("skrl==2.1.1",)),
     "rsl_rl": PeerEnvironment("rsl_rl", ("rsl-rl-lib==5.5.1",)),
@@ -136,14 +137,14 @@ def _ours(config: TrainConfig, gate: Gate) -> None:
 
 
 def _sb3(config: TrainConfig, gate: Gate, processes: bool, threads: int | None = None) -> None:
-    """The unmodified ``PPO.learn``; a callback hears of its iterations, and the calls to time are timed from outside.
+    """The unmodified ``PPO.learn``, or ``SAC.learn``; a callback hears of its iterations, and the calls to time are timed from outside.
 
     Args:
         threads: of torch; None: its own default.
     """
     import torch
-    from peers import ppo_arguments, vec_env
-    from stable_baselines3 import PPO
+    from peers import ppo_arguments, sac_arguments, vec_env
+    from stable_baselines3 import PPO, SAC
     from stable_baselines3.common.callbacks import BaseCallback
 
     class AtTheGate(BaseCallback):
@@ -157,10 +158,10 @@ def _sb3(config: TrainConfig, gate: Gate, processes: bool, threads: int | None =
         torch.set_num_threads(threads)
     envs = vec_env(config, processes)
     try:
-        model = PPO(env=envs, **ppo_arguments(config))
+        model: Any = SAC(env=envs, **sac_arguments(config)) if config.algorithm.off_policy else PPO(env=envs, **ppo_arguments(config))
         stepped: Any = model.env  # what the library has put around ours, too: pictures' channels come first
         stepped.step = timed(stepped.step, lambda seconds: gate.add("environment", seconds))
-        model.train = timed(model.train, lambda seconds: gate.add("update", seconds))  # type: ignore[method-assign]
+        model.train = timed(model.train, lambda seconds: gate.add("update", seconds))
         gate.tell(threads=torch.get_num_threads(), processes=1 + (config.sim.num_slots if processes else 0))
         model.learn(total_timesteps=NEVER, callback=AtTheGate())
     finally:

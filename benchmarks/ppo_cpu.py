@@ -1,13 +1,16 @@
-"""PPO end to end on a CPU, steps per second: ours, stable-baselines3 (Dummy and Subproc), CleanRL's published structure, and others.
+"""PPO or SAC end to end on a CPU, steps per second: ours, stable-baselines3 (Dummy and Subproc), CleanRL's published structure, and others.
 
 Same task, same hyper-parameters: HalfCheetah-v5, 8 environments x 256 steps, MLP 64x64, 10 epochs, minibatches of 256; no side
 normalises observations or rewards, all normalise advantages by minibatch. All contenders are alive, one at a time trains, and
 they take turns within each round; medians over rounds. Threads are each side's own default; stable-baselines3 takes part a
 third time with one thread of torch, which small networks like better where the cores are busy.
 
+With `--task sac_halfcheetah` or `sac_pendulum`: soft actor-critic, one environment, one update a step in turns of 16, MLPs 256x256.
+
     python benchmarks/ppo_cpu.py
     python benchmarks/ppo_cpu.py --contenders all                                     # the peers, each in an environment of its own
     python benchmarks/ppo_cpu.py --task pixel_reach_84                                # a CNN, ours against stable-baselines3's
+    python benchmarks/ppo_cpu.py --task sac_halfcheetah --iterations 20               # soft actor-critic
 """
 
 from __future__ import annotations
@@ -20,7 +23,19 @@ from pathlib import Path
 import peer_environments
 from gate import PHASES, GatedProcess, Segment
 from peer_environments import MissingPeerError
-from ppo_contenders import EAGER, NAMES, OURS, OUTSIDE, PIXEL_NAMES, SB3_DUMMY, SB3_DUMMY_ONE, SB3_SUBPROC, command_of, run_contender
+from ppo_contenders import (
+    EAGER,
+    NAMES,
+    OURS,
+    OUTSIDE,
+    PIXEL_NAMES,
+    SAC_NAMES,
+    SB3_DUMMY,
+    SB3_DUMMY_ONE,
+    SB3_SUBPROC,
+    command_of,
+    run_contender,
+)
 from tables import provenance, text_table
 
 from embodied_rl.compose import load_train_config
@@ -37,8 +52,14 @@ EQUAL = (
 """What makes an experiment something that all sides can do alike."""
 NATURE = ("policy.cnn_channels=[32,64,64]", "policy.cnn_kernels=[8,4,3]", "policy.cnn_strides=[4,2,1]", "policy.hidden_sizes=[512]")
 """The network of Mnih et al. (2015), which is stable-baselines3's own."""
+SAC = (
+    *("algorithm=sac", "policy.hidden_sizes=[256,256]", "policy.activation=relu", "policy.normalize_observation=false", "sim.num_slots=1"),
+    *("algorithm.rollout_steps=16", "algorithm.off_policy.warmup_steps=256"),
+)
 TASKS = {
     "halfcheetah": ("experiment=halfcheetah", "policy.normalize_observation=false"),
+    "sac_halfcheetah": ("sim=halfcheetah", *SAC),
+    "sac_pendulum": ("sim=pendulum", *SAC),
     "pixel_reach": ("experiment=pixel_reach",),
     "pixel_reach_84": ("experiment=pixel_reach", "sim.kwargs.image_size=84", *NATURE),
 }
@@ -133,9 +154,13 @@ def main() -> None:
     if arguments.contender:
         run_contender(arguments.contender, arguments.overrides)
         return
-    overrides = [*TASKS[arguments.task], *EQUAL, *arguments.overrides]
+    equal = [word for word in EQUAL if TASKS[arguments.task][-len(SAC) :] != SAC or not word.startswith("algorithm.")]
+    overrides = [*TASKS[arguments.task], *equal, *arguments.overrides]
     config = load_train_config(overrides)
-    names = arguments.only or list(NAMES if config.policy.encoder == "mlp" else PIXEL_NAMES)
+    off_policy, warmup = config.algorithm.off_policy, arguments.warmup
+    names = arguments.only or list(SAC_NAMES if off_policy else NAMES if config.policy.encoder == "mlp" else PIXEL_NAMES)
+    if off_policy:
+        warmup += -(-off_policy.warmup_steps // config.steps_per_iteration)
     missing = []
     if arguments.peers:
         peer_environments.folder = Path(arguments.peers)
@@ -145,7 +170,7 @@ def main() -> None:
             names.append(name)
         except MissingPeerError as error:
             missing.append(str(error))
-    segments, facts = measure(names, overrides, rounds=arguments.rounds, iterations=arguments.iterations, warmup=arguments.warmup)
+    segments, facts = measure(names, overrides, rounds=arguments.rounds, iterations=arguments.iterations, warmup=warmup)
     print(provenance("mujoco", "stable-baselines3"))
     print(f"{config.sim.task}, {config.sim.num_slots} environments x {config.algorithm.rollout_steps} steps\n")
     print(report(segments, facts, config.steps_per_iteration))
@@ -157,6 +182,9 @@ def main() -> None:
         print(f"'{SB3_DUMMY_ONE}' is not a default, so the figure leaves it out; the line above the figure does not.")
     if EAGER in segments:
         print("CleanRL's structure: our own script; SyncVectorEnv, tensors as storage, eager updates, truncated episodes not bootstrapped.")
+    for name, own in segments.items():
+        per_step = [segment.processor_s / segment.iterations / config.steps_per_iteration for segment in own]
+        print(f"processor time of {name}, without simulators in processes of their own: {1e3 * statistics.median(per_step):.2f} ms a step")
     print(beside(segments, config.steps_per_iteration))
     print(figure(segments, config.steps_per_iteration))
 

@@ -203,6 +203,20 @@ def test_workload_of_other_peers_is_the_configuration() -> None:
         workload_of(load_train_config([*TASKS["halfcheetah"], *EQUAL, "algorithm.target_kl=0.1"]))
 
 
+def test_soft_actor_critic_of_the_peer_is_the_configuration() -> None:
+    from peers import sac_arguments
+    from ppo_cpu import TASKS
+
+    from embodied_rl.config.compose import load_train_config
+
+    arguments = sac_arguments(load_train_config([*TASKS["sac_pendulum"], "algorithm.off_policy.updates_per_step=0.5"]))
+    named = ("train_freq", "gradient_steps", "batch_size", "learning_starts", "tau", "ent_coef", "target_entropy")
+    assert [arguments[name] for name in named] == [16, 8, 256, 256, 0.005, "auto_0.1", "auto"]
+    assert arguments["policy_kwargs"]["net_arch"] == {"pi": [256, 256], "qf": [256, 256]}
+    with pytest.raises(UserError, match=r"cannot do the same: algorithm\.off_policy\.layer_norm"):
+        sac_arguments(load_train_config([*TASKS["sac_pendulum"], "algorithm.off_policy.layer_norm=true"]))
+
+
 def test_peer_that_cannot_be_installed_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from peer_environments import MissingPeerError, PeerEnvironment, reason_of
 

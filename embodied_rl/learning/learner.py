@@ -271,12 +271,14 @@ def make_learner(
     hybrid: HybridConfig,
     *,
     allow_fused: bool = True,
+    one_thread: bool = False,
     ranks: RankHost | None = None,
 ) -> Learner:
     """The learner of a configuration: on the ranks of `hybrid.sharding`, by hand-derived gradients where there are some, or by autograd.
 
     Args:
         allow_fused: False takes autograd always (for comparison).
+        one_thread: of an operation by autograd, where no number is configured: minibatches are small.
         ranks: where the ranks beside the first are; None: processes of this machine.
 
     Raises UserError where the device is not here, or the policy cannot be cut.
@@ -287,12 +289,13 @@ def make_learner(
     if device.type == "cpu" and any(isinstance(layer, nn.Conv2d) for layer in policy.modules()):
         keep_freed_memory()
     num_threads = hybrid.rank_threads or num_cores()
+    executor = _fused(objective, policy, config, device, num_threads) if allow_fused and hybrid.sharding is None else None
+    if one_thread and executor is None:
+        num_threads = hybrid.rank_threads or 1
     if hybrid.sharding is not None:
         divided = RankExecutor(policy, config, hybrid, device, ranks)
         return Learner(policy, config, objective, divided, num_threads, divided)
-    executor: Executor
-    if allow_fused and (fused := _fused(objective, policy, config, device, num_threads)) is not None:
-        executor = fused
+    if executor is not None:
         num_threads = max(1, num_threads // 2) if widest >= VERY_WIDE_LAYER else 1
     else:
         parts = 1

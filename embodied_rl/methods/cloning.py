@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_rl.config import HybridConfig, TrainConfig
+from embodied_rl.config import TrainConfig
 from embodied_rl.episodes.dataset import EpisodeDataset, Transitions, split_episodes
 from embodied_rl.errors import UserError
 from embodied_rl.learning.devices import compute_threads
@@ -33,11 +32,6 @@ _LABELS = 17
 _VALIDATION_ROWS = 4096
 _BEST, _BEST_LOSS = "best.", "best_loss"
 """Names of tensors."""
-
-
-def single_threaded(hybrid: HybridConfig) -> HybridConfig:
-    """With one thread where no number is given: minibatches of recorded steps are small."""
-    return dataclasses.replace(hybrid, num_threads=hybrid.num_threads or 1)
 
 
 def mean_figures(taken: Sequence[Figures]) -> dict[str, float]:
@@ -177,7 +171,7 @@ class CloningLearner(StoredLearner[ClonedSteps]):
             raise UserError(f"algorithm.cloning.loss=mse: policy.name='{config.policy.name}' has its own cloning loss: set loss=nll.")
         self.options, self.num_rounds = cloning, config.algorithm.num_epochs
         self.objective = CloningObjective(policy, config.algorithm, config.hybrid.precision)
-        self.learner = make_learner(self.objective, policy, config.algorithm, single_threaded(config.hybrid), ranks=ranks)
+        self.learner = make_learner(self.objective, policy, config.algorithm, config.hybrid, one_thread=True, ranks=ranks)
         super().__init__(config, policy, {stream.domain: ClonedSteps(stream, policy, run_dir) for stream in streams})
         self.best_loss = math.inf
         """Lowest validation loss so far."""

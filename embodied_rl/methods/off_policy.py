@@ -18,7 +18,7 @@ from embodied_rl.learning.learner import make_learner, scheduled
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.recorded import CriticsObjective, prepared, steps_of, transition_rows
 from embodied_rl.methods.acting import seen_in
-from embodied_rl.methods.cloning import mean_figures, single_threaded
+from embodied_rl.methods.cloning import mean_figures
 from embodied_rl.methods.demonstrations import Demonstrations
 from embodied_rl.methods.learners import together
 from embodied_rl.methods.stored import StoredLearner, StoredSteps
@@ -128,7 +128,7 @@ class CriticLearner(StoredLearner[CriticSteps]):
             kind: kind(self.networks, config.algorithm) for with_policy in (True, False) for kind in self._steps(with_policy)
         }
         learn = self._objectives[CriticsObjective]
-        self.learner = make_learner(learn, self.networks, config.algorithm, single_threaded(config.hybrid), ranks=ranks)
+        self.learner = make_learner(learn, self.networks, config.algorithm, config.hybrid, one_thread=True, ranks=ranks)
         self._updates = 0
         self.has_statistics = not config.algorithm.moves_statistics
 
