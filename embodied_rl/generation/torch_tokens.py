@@ -592,15 +592,16 @@ class TorchTokens(Stepwise):
         return found
 
     def _groups(self, indices: list[int], shared: Mapping[int, int] | None = None) -> list[list[int]]:
-        """Rows whose prompts go through one forward: neighbours in length; a row with images gets its own forward.
-        `shared`: how many tokens of each are not run."""
+        """Rows whose prompts go through one forward: neighbours in length, far shorter ones apart where that saves a forward's worth of
+        padding; a row with images gets its own forward. `shared`: how many tokens of each are not run."""
         groups: list[list[int]] = []
         longest = 0
         lengths = {index: self._length(index) - (shared[index] if shared else 0) for index in indices}
-        for index in sorted(indices, key=lambda index: -lengths[index]):
+        for done, index in enumerate(sorted(indices, key=lambda index: -lengths[index])):
             length, single = lengths[index], bool(self._rows[index].request.images)
             fits = groups and (len(groups[-1]) + 1) * longest <= self._max_prefill_tokens
-            if fits and not single and not self._rows[groups[-1][0]].request.images:
+            padded = 4 * length < 3 * longest and (len(indices) - done) * (longest - length) >= self._least_shared
+            if fits and not padded and not single and not self._rows[groups[-1][0]].request.images:
                 groups[-1].append(index)
             else:
                 groups.append([index])

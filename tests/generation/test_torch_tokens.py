@@ -163,6 +163,20 @@ def test_what_was_forgotten_is_run_again(policy: LanguagePolicy) -> None:
     assert seen == [100, 1, 100]
 
 
+@pytest.mark.parametrize(("least", "forwards"), [(64, [(2, 90), (20, 20)]), (2000, [(22, 90)])])
+def test_far_shorter_prompts_are_run_apart_where_it_saves_work(policy: LanguagePolicy, least: int, forwards: list[tuple[int, int]]) -> None:
+    model, seen = policy.generation_model(), list[tuple[int, ...]]()
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, arguments: seen.append(tuple(arguments[0].shape)))
+    backend, rng = TorchTokens(model, max_batch=32, least_shared=least), np.random.default_rng(0)
+    lengths = [20] * 10 + [90, 80] + [20] * 10
+    asked = [GenerationRequest(request_id=n, prompt_ids=rng.integers(3, 259, long), max_new_tokens=1) for n, long in enumerate(lengths)]
+    backend.submit(asked)
+    got = finish(backend, len(asked))
+    assert seen == forwards
+    for one, wanted in zip(asked, log_probs(policy, asked, got), strict=True):
+        np.testing.assert_allclose(got[one.request_id].log_prob, wanted, atol=1e-4)
+
+
 def test_likeliest_tokens_are_those_of_transformers(policy: LanguagePolicy) -> None:
     backend = TorchTokens(policy.generation_model(), max_batch=4)
     asked = requests(8, temperature=0.0)
