@@ -196,12 +196,12 @@ class Learner:
             found = policy.reference_log_prob(sequences) if of_reference else policy.evaluate(sequences).log_prob
             return found.cpu()
 
-    def token_values(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """[R, S] float32 of the states that tokens are sampled in, by the language policy's value head."""
+    def token_values(self, sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor]:
+        """[R, S] float32 each: `token_log_probs`, and values of the states that tokens are sampled in, by the policy's value head."""
         with torch.no_grad(), compute_threads(self.compute_threads):
-            value = cast("LanguagePolicy", self.policy).evaluate(sequences).value
-        assert value is not None, "the configuration was checked"
-        return value.cpu()
+            found = cast("LanguagePolicy", self.policy).evaluate(sequences)
+        assert found.value is not None, "the configuration was checked"
+        return found.log_prob.cpu(), found.value.cpu()
 
     # ---- the reference ----------------------------------------------------------------------------------------------
 

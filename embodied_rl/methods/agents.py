@@ -162,15 +162,21 @@ def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[E
     # The sequences are the same whatever the credit is, and a KL term in the reward needs their log-probabilities first.
     everything = Credit(torch.zeros(turns.shape), turns.mask, torch.zeros(turns.shape), None, turns.success, {})
     tokens = token_batch(rows, owner, everything)
-    present = reference = None
+    present = reference = of_states = None
     if learner.has_reference:
         reference = learner.token_log_probs(tokens.sequences, of_reference=True)
-    if learner.needs_present:
-        present = tokens.behaviour_log_prob if trust_sampled else learner.token_log_probs(tokens.sequences)
+    if algorithm.composition.needs_critic:
+        present, of_states = learner.token_values(tokens.sequences)
+    if not learner.needs_present:
+        present = None
+    elif trust_sampled:
+        present = tokens.behaviour_log_prob
+    elif present is None:
+        present = learner.token_log_probs(tokens.sequences)
     # A conversation that was cut off has no prompt after its last answer, and with it no value: as without a critic, nothing follows.
     values = EpisodeValues(torch.zeros(turns.shape), torch.zeros(turns.shape[0]))
-    if algorithm.composition.needs_critic:
-        of_states = learner.token_values(tokens.sequences) * _first_tokens(tokens.mask, tokens.chunk_id)
+    if of_states is not None:
+        of_states = of_states * _first_tokens(tokens.mask, tokens.chunk_id)
         values = replace(values, value=of_turns(of_states, rows, owner, turns.shape))
     divergence = algorithm.kl.divergence(present, reference)
     credit = algorithm.prepare(turns, values, None if divergence is None else of_turns(divergence, rows, owner, turns.shape))

@@ -25,6 +25,7 @@ from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.learning.episode_objectives import TokenObjective
 from embodied_rl.learning.learner import make_learner
 from embodied_rl.methods.agents import of_turns, prepare_turns, token_batch, token_rows, turn_batch
+from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.train import train
 from embodied_rl.types import EpisodeGroup
 from tests.agents.samples import make_episode, make_group, make_turn, tiny_policy
@@ -156,6 +157,19 @@ def test_a_critic_values_what_each_turn_answers_at_the_turns_first_token(tmp_pat
     torch.testing.assert_close(tokens.returns[tokens.valued], returns, rtol=1e-5, atol=1e-6)
     advantage = returns - tokens.value[tokens.valued]
     torch.testing.assert_close(tokens.advantage[tokens.mask], advantage.repeat_interleave(2), rtol=1e-5, atol=1e-6)
+
+
+def test_values_and_present_log_probs_come_of_one_forward(tmp_path: Path) -> None:
+    policy, forwards = tiny_policy(tmp_path, value_head="linear"), list[None]()
+    config = AlgorithmConfig(groups=GroupsConfig(), advantage="gae", kl=KlConfig(coef=0.1))
+    learner = make_learner(TokenObjective(policy, config), policy, config, HybridConfig(device="cpu", num_threads=1))
+    learner.keep_reference()
+    policy.model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    group = make_group(0, [episode(1.0, seed=5), episode(0.25, seed=5)])
+    present = prepare_turns(EpisodeMethod(config), learner, [group], trust_sampled=False).tokens.present
+    assert len(forwards) == 1
+    sequences = [TokenSequence(row.token_ids, row.mask) for row in token_rows(agent_episodes([group]))[0]]
+    torch.testing.assert_close(present, learner.token_log_probs(sequences))
 
 
 def test_greedy_baselines_are_compared_with_and_not_learned_from() -> None:
