@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from bisect import bisect, insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
@@ -256,6 +257,44 @@ def decode_mask(places: Tensor, width: int, window: int | None, dtype: torch.dty
     return torch.zeros(allowed.shape, dtype=dtype, device=places.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
+@cache
+def _by_group() -> str:
+    """transformers' ``attn_implementation``, registered there: ``sdpa`` but for `attention_by_group`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    name = "sdpa_by_group"
+    AttentionInterface.register(name, partial(attention_by_group, sdpa_attention_forward))
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+_UNGROUPED = nn.Module()
+"""A layer that has keys and values of its own for every head."""
+
+
+def attention_by_group(
+    attention: Callable[..., tuple[Tensor, None]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """[n, q, H, D], and no weights: attention of query [n, H, q, D] to key and value [n, G, w, D] of G groups of heads.
+
+    Of one new token a row, the heads of a group are asked as if they were tokens: `attention`, which is transformers' own, would first copy
+    all keys and values for each of them.
+    """
+    num_groups, bias = key.shape[1], options.get("position_bias")
+    if query.shape[2] != 1 or query.shape[1] == num_groups or attention_mask is None or attention_mask.shape[1] != 1 or bias is not None:
+        return attention(module, query, key, value, attention_mask, **options)
+    found, _ = attention(_UNGROUPED, query.unflatten(1, (num_groups, -1)).squeeze(3), key, value, attention_mask, **options)
+    return found.transpose(1, 2).flatten(1, 2)[:, None], None
+
+
 _FIRST_COLUMNS = 128
 """Room of a new cache; it doubles as it fills."""
 _LEAST_SHARED, _WORTH_SHARING = 64, 2**25
@@ -378,9 +417,9 @@ class TorchTokens(Stepwise):
         super().__init__()
         self._config = model.config
         _check_layers(self._config)
-        if model.config._attn_implementation not in ("sdpa", "eager"):
+        if model.config._attn_implementation != "eager":
             # Others take no mask with a separate length for each row.
-            model.set_attn_implementation("sdpa")
+            model.set_attn_implementation(_by_group())
         self._model = model.eval()
         self._vision = vision
         self._tokenizer = tokenizer

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest
-from embodied_rl.generation.torch_tokens import TorchTokens
+from embodied_rl.generation.torch_tokens import TorchTokens, attention_by_group
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from tests.policies.language_models import load, make_model
@@ -175,6 +176,28 @@ def test_far_shorter_prompts_are_run_apart_where_it_saves_work(policy: LanguageP
     assert seen == forwards
     for one, wanted in zip(asked, log_probs(policy, asked, got), strict=True):
         np.testing.assert_allclose(got[one.request_id].log_prob, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_keys_and_values_of_a_group_of_heads_are_not_copied_for_each(groups: int) -> None:
+    class Layer(torch.nn.Module):
+        num_key_value_groups = 4 // groups
+
+    modules: list[torch.nn.Module] = []
+
+    def attention(module: torch.nn.Module, *given: Any, **options: Any) -> tuple[torch.Tensor, None]:
+        modules.append(module)
+        return sdpa_attention_forward(module, *given, **options)
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 4, 1, 8), torch.randn(3, groups, 10, 8), torch.randn(3, groups, 10, 8)
+    mask = (torch.arange(10) <= torch.tensor([[9], [4], [0]]))[:, None, None]
+    layer = Layer()
+    found, _ = attention_by_group(attention, layer, query, key, value, mask, scaling=0.3)
+    repeated = [part.repeat_interleave(4 // groups, dim=1) for part in (key, value)]
+    weights = (0.3 * query @ repeated[0].transpose(2, 3)).masked_fill(~mask, -torch.inf).softmax(-1)
+    torch.testing.assert_close(found, (weights @ repeated[1]).transpose(1, 2))
+    assert (modules == [layer]) == (groups == 4)
 
 
 def test_likeliest_tokens_are_those_of_transformers(policy: LanguagePolicy) -> None:
