@@ -36,14 +36,16 @@ CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 _FIRST_ID = 10**6
 
 
-def make_requests(count: int, mean_tokens: int, max_tokens: int, seed: int) -> list[GenerationRequest]:
-    """Prompts of 20 to 80 tokens; answers of geometrically distributed length, which have a long tail."""
+def make_requests(options: argparse.Namespace, count: int, seed: int) -> list[GenerationRequest]:
+    """Groups with one prompt each; answers of geometrically distributed length, which have a long tail."""
     rng = np.random.default_rng(seed)
+    shortest, longest = options.prompt_tokens
+    prompts = [rng.integers(3, 250, int(rng.integers(shortest, longest + 1))) for _ in range(-(-count // options.group))]
     return [
         GenerationRequest(
             request_id=seed * _FIRST_ID + number,
-            prompt_ids=rng.integers(3, 250, int(rng.integers(20, 81))),
-            max_new_tokens=int(min(rng.geometric(1.0 / mean_tokens), max_tokens)),
+            prompt_ids=prompts[number // options.group],
+            max_new_tokens=int(min(rng.geometric(1.0 / options.mean_tokens), options.max_tokens)),
             seed=number,
         )
         for number in range(count)
@@ -92,7 +94,7 @@ def measure(sides: dict[str, Side], batch: int, options: argparse.Namespace) -> 
     clock = CLOCKS[options.clock]
     rates: dict[str, list[float]] = {name: [] for name in names}
     for number in range(options.rounds + 1):
-        requests = make_requests(max(options.requests, 2 * batch), options.mean_tokens, options.max_tokens, 1000 * batch + number + 1)
+        requests = make_requests(options, max(options.requests, 2 * batch), 1000 * batch + number + 1)
         tokens = sum(request.max_new_tokens for request in requests)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             start = clock()
@@ -106,6 +108,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=[20, 80], help="of the shortest and the longest prompt")
+    parser.add_argument("--group", type=int, default=1, help="requests with the same prompt")
     parser.add_argument("--mean-tokens", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
@@ -125,6 +129,7 @@ def main() -> None:
             num_layers=options.layers,
             num_heads=options.hidden_size // 32,
             intermediate_size=4 * options.hidden_size,
+            max_context=max(512, options.prompt_tokens[1] + options.max_tokens),
         )
         path = make_tiny_model(Path(folder) / "model", ["go left", "go right"] * 4, shape=shape)
         policy = build_language_policy(LanguageConfig(str(path), dtype="float32"))
@@ -137,7 +142,11 @@ def main() -> None:
             engine = VLLMTokens(VLLMOptions(str(path), max_batch=max(options.batches)))
             torch.set_num_threads(options.threads)
         for batch in options.batches:
-            sides = {"transformers": transformers_side(model, batch), "torch": backend_side(TorchTokens(model, max_batch=batch))}
+            # Not the model that the backend has set its own attention for.
+            sides = {
+                "transformers": transformers_side(policy.generation_model(), batch),
+                "torch": backend_side(TorchTokens(model, max_batch=batch)),
+            }
             if engine is not None:
                 sides["vllm"] = limited(engine, batch)
             rates = measure(sides, batch, options)
