@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
@@ -52,6 +53,10 @@ class RankHost(Protocol):
 
     def start(self, num_ranks: int, device: torch.device) -> None:
         """Begin them. Raises UserError where there are too few devices."""
+
+    def take_model(self, files: Mapping[str, np.ndarray]) -> None:
+        """Before a language policy is divided: the files that it is built from, for ranks on other machines."""
+        ...
 
     def device_type(self, own: torch.device) -> str:
         """Where ranks compute, cpu or cuda; `own`: what the `RankExecutor` was given."""
@@ -96,6 +101,9 @@ class LocalRanks:
             with theirs:
                 self.processes.append(start_module("embodied_rl.learning.train_worker", theirs.fileno(), pass_fds=(theirs.fileno(),)))
             self.links.append(Link(ours, begins=True))
+
+    def take_model(self, files: Mapping[str, np.ndarray]) -> None:
+        """See `RankHost.take_model`: they lie on this machine."""
 
     def device_type(self, own: torch.device) -> str:
         return own.type

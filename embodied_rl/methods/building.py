@@ -27,7 +27,7 @@ from embodied_rl.methods.base import Method
 from embodied_rl.methods.cloning import CloningLearner
 from embodied_rl.methods.groups import EpisodeLearner
 from embodied_rl.methods.iteration import StreamsMethod
-from embodied_rl.methods.language_player import MODEL_FOLDER, Speaking, make_agent, make_backend, make_language_policy
+from embodied_rl.methods.language_player import MODEL_FOLDER, Speaking, make_agent, make_backend, make_language_policy, model_files
 from embodied_rl.methods.learners import PolicyLearner
 from embodied_rl.methods.off_policy import CriticLearner
 from embodied_rl.methods.rollout import RolloutLearner
@@ -423,6 +423,8 @@ def _learning(
                 stored[name] = learners[name] = keep(of_update, own, policy, run_dir, ranks)
             continue
         sampling = {(stream.other or stream.config.generation).backend for stream in streams if stream.trained and stream.policy == name}
+        if ranks is not None and name == divided:
+            ranks.take_model(model_files(languages[name]))
         learner = learners[name] = TokenLearner(of_update, configs, languages[name], sampling, ranks)
         if generator is not None:
             learner.generator = generator

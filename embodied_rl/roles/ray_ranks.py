@@ -44,9 +44,13 @@ _CAUSE_S = 10.0
 class RankWorker:
     """One rank."""
 
-    def __init__(self, model: ModelFiles) -> None:
-        """`model`: of a language policy, whose files lie on another machine."""
-        self._model, self._server = model, RankServer()
+    def __init__(self) -> None:
+        self._model: ModelFiles = {}
+        self._server = RankServer()
+
+    def take_model(self, files: ModelFiles) -> None:
+        """See `RankHost.take_model`."""
+        self._model = files
 
     def address(self) -> str:
         """Of this actor's node."""
@@ -175,6 +179,12 @@ class RayRanks:
         # Checked here, where all actors are awaited: a rank that fails later, at the meeting, keeps the others waiting.
         for reference in [actor.listen.remote(_LOOPBACK if within else None) for actor in self._actors]:
             value_of(reference, "RankWorker")
+
+    def take_model(self, files: ModelFiles) -> None:
+        """See `RankHost.take_model`; an actor does one thing after another."""
+        shared = ray.put(dict(files))
+        for actor in self._actors:
+            actor.take_model.remote(shared)
 
     def device_type(self, own: torch.device) -> str:
         return self._device or own.type

@@ -144,8 +144,7 @@ class TrainedApart(Method[Any, Experience]):
         self._policy = worker.policy
         num_ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
         rank: Actor = ray.remote(RankWorker)
-        model = worker.models.get(method.divided, {})
-        self._ranks = [rank.options(**cluster.options("train", number)).remote(model) for number in range(1, num_ranks)]
+        self._ranks = [rank.options(**cluster.options("train", number)).remote() for number in range(1, num_ranks)]
         actor: Actor = ray.remote(TrainWorker).options(**cluster.options("train"))
         specs = [spec.to_dict() for spec in worker.specs]
         self._worker: Actor = actor.remote(config, worker.models, specs, self._ranks)
@@ -282,7 +281,7 @@ class RayRun(RemoteWorker):
         if not self.config.keeps_steps or hybrid.sharding is None:
             return None
         rank: Actor = ray.remote(RankWorker)
-        actors = [rank.options(**self._cluster.options("train", number)).remote({}) for number in range(hybrid.sharding.num_ranks)]
+        actors = [rank.options(**self._cluster.options("train", number)).remote() for number in range(hybrid.sharding.num_ranks)]
         self.at_close += [functools.partial(_end, actor) for actor in actors]
         for actor in actors:
             wait_for_start(self._cluster, actor.address.remote(), hybrid.ray.start_timeout_s, "RankWorker")

@@ -131,7 +131,7 @@ def test_a_robot_learns_the_same_beside_whole_episodes_and_without_them(tmp_path
     assert all(torch.equal(beside[name], alone[name]) for name in alone)
 
 
-@pytest.mark.parametrize("where", ["hybrid=collocated", APART])
+@pytest.mark.parametrize("where", [pytest.param("hybrid=collocated", marks=pytest.mark.slow), APART])
 def test_both_are_played_ahead_and_nothing_is_older_than_allowed(tmp_path: Path, where: str) -> None:
     rows = curve(trained(tmp_path / "run", *TASK, "algorithm.groups.max_staleness=1", "checkpoint.every_steps=null", where))
     rows = [row for row in rows if "groups/consumed" in row]

@@ -133,8 +133,8 @@ def test_what_an_iteration_holds_of_each_kind(tmp_path: Path) -> None:
     [
         pytest.param((*SHARING, *mixed("sac", "bc")), (), id="here"),
         pytest.param((*mixed("bc", "dagger", "sac", "iql"), *SHARING), (), id="all"),
-        pytest.param((*SHARING, *mixed("sac", "bc")), ("checkpoint.within_episodes=true",), id="within"),
-        pytest.param((*SHARING, *mixed("sac", "bc")), APART, id="apart"),
+        pytest.param((*SHARING, *mixed("sac", "bc")), ("checkpoint.within_episodes=true",), id="within", marks=pytest.mark.slow),
+        pytest.param((*SHARING, *mixed("sac", "bc")), APART, id="apart", marks=pytest.mark.slow),
         pytest.param((*mixed("iql", "dagger"), *SHARING), AHEAD, id="ahead", marks=pytest.mark.slow),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,11 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from embodied_rl.config import HybridConfig, RayConfig, RayCpusConfig, RayGpusConfig, ShardingConfig
 from embodied_rl.config.hybrid import ClusterConfig, NodesConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.placement import Cluster
+from embodied_rl.hybrid.weight_sync import pack_tensors
 from embodied_rl.roles.ray_cluster import Need, needs_of, nodes_of_ranks, prepare, why_never
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
@@ -246,3 +249,22 @@ def test_the_nodes_of_ranks() -> None:
         nodes_of_ranks(devices.select(["0-1/cpu"]), 3)
     with pytest.raises(UserError, match=r"role train 2 nodes, and training has 1 rank \(hybrid.sharding is null\)"):
         nodes_of_ranks(devices.select(["0-1/cpu"]), 1)
+
+
+def test_a_rank_builds_a_language_model_of_the_files_that_it_was_given(tmp_path: Path) -> None:
+    """Of a run that keeps other domains' steps too: the folder that the driver names is on another machine."""
+    pytest.importorskip("ray")
+    from embodied_rl.methods.language_player import model_files
+    from embodied_rl.roles.ray_ranks import RankWorker
+
+    (tmp_path / "run").mkdir()
+    with Trainer(configured(tmp_path / "run", *TEXTS), tmp_path / "run", command="test") as trainer:
+        policy: Any = trainer.policy
+        files, described = model_files(policy), policy.describe()
+        algorithm = dataclasses.asdict(trainer.config.algorithm)
+    described["policy"]["model"] = str(tmp_path / "elsewhere")
+    message = {"do": "build", "num_threads": 1, "algorithm": algorithm, **described}
+    text, payload = pack_tensors(list(policy.state_dict().items()), torch.device("cpu"))
+    rank = RankWorker()
+    rank.take_model(files)
+    assert rank.do(message, text, payload.numpy()) == ("value", None)
