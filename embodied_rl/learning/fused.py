@@ -70,16 +70,8 @@ class FlatParameters:
         """One Adam step with the gradients times `scale`."""
         self.step += 1
         beta1, beta2 = BETAS
-        scalars = (
-            scale,
-            beta1,
-            1.0 - beta1,
-            beta2,
-            1.0 - beta2,
-            learning_rate / (1.0 - beta1**self.step),
-            1.0 / math.sqrt(1.0 - beta2**self.step),
-            eps,
-        )
+        step_size, sqrt_correction = learning_rate / (1.0 - beta1**self.step), 1.0 / math.sqrt(1.0 - beta2**self.step)
+        scalars = (scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, step_size, sqrt_correction, eps)
         adam_kernel(self.value, self.gradient, self.exp_avg, self.exp_avg_sq, *map(self.value.dtype.type, scalars))
 
 
@@ -97,6 +89,8 @@ class FusedMlp:
         self.weight_gradients, self.bias_gradients, *self._norm_gradients = gradients
         self._norms = [[torch.from_numpy(part) for part in own] for own in norms]
         self._normalised: list[tuple[Tensor, ...]] = []
+        self.helper: ThreadPoolExecutor | None = None
+        """Writes gradients of weights and biases while `backward` goes on."""
         self._max_rows = 0
         self._inputs: list[np.ndarray] = []
 
@@ -129,12 +123,12 @@ class FusedMlp:
         self._max_rows = max_rows
         widths = [weight.shape[0] for weight in self.weights]
         dtype = self.weights[0].dtype
-        self._outputs, self._deltas, self._slopes = ([np.empty((max_rows, width), dtype) for width in widths] for _ in range(3))
+        self.outputs, self.deltas, self._slopes = ([np.empty((max_rows, width), dtype) for width in widths] for _ in range(3))
         self._ones = np.ones(max_rows, dtype)
 
     def output_gradient(self, num_rows: int) -> np.ndarray:
         """The buffer [n, outputs] for what `backward` takes."""
-        return self._deltas[-1][:num_rows]
+        return self.deltas[-1][:num_rows]
 
     def forward(self, x: np.ndarray) -> np.ndarray:
         """[n, D] → [n, outputs], a buffer that the next forward overwrites."""
@@ -142,7 +136,7 @@ class FusedMlp:
         self._inputs, self._normalised = [x], []
         last = len(self.weights) - 1
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            out = self._outputs[layer][:n]
+            out = self.outputs[layer][:n]
             np.dot(x, weight.T, out=out)
             if layer < last and self._norms:
                 out += bias
@@ -170,18 +164,16 @@ class FusedMlp:
             inputs: the columns whose gradient [n, …] is returned; None: none.
             rows: which of the last `forward` these are, without `trains` and where nothing is normalised; None: all.
         """
-        n = delta.shape[0]
+        n, written = delta.shape[0], []
         for layer in range(len(self.weights) - 1, -1, -1):
             x = self._inputs[layer]
-            if trains and (gradient := self.weight_gradients[layer]).flags.c_contiguous:
-                np.dot(delta.T, x, out=gradient)
+            if trains and self.helper:
+                written.append(self.helper.submit(self._write, layer, delta, x))
             elif trains:
-                np.dot(x.T, delta, out=gradient.T)
-            if trains:
-                np.dot(self._ones[:n], delta, out=self.bias_gradients[layer])
+                self._write(layer, delta, x)
             if layer == 0:
                 break
-            behind, slope = self._deltas[layer - 1][:n], self._slopes[layer - 1][:n]
+            behind, slope = self.deltas[layer - 1][:n], self._slopes[layer - 1][:n]
             np.dot(delta, self.weights[layer], out=behind)
             if self.activation == "relu":
                 relu_slope_kernel(behind, x if rows is None else x[rows])
@@ -196,7 +188,17 @@ class FusedMlp:
                     gradients[layer - 1][...] = gradient.numpy()
                 behind = through.numpy()
             delta = behind
+        for future in written:
+            future.result()
         return None if inputs is None else np.dot(delta, self.weights[0][:, inputs])
+
+    def _write(self, layer: int, delta: np.ndarray, x: np.ndarray) -> None:
+        gradient = self.weight_gradients[layer]
+        if gradient.flags.c_contiguous:
+            np.dot(delta.T, x, out=gradient)
+        else:
+            np.dot(x.T, delta, out=gradient.T)
+        np.dot(self._ones[: len(delta)], delta, out=self.bias_gradients[layer])
 
 
 class Faster:
@@ -304,13 +306,9 @@ class FusedExecutor(Fused):
     @staticmethod
     def supports(policy: nn.Module, device: torch.device) -> TypeGuard[ActorCritic]:
         """A plain Gaussian MLP actor-critic in float32 on the CPU, all of it trainable."""
-        return (
-            type(policy) is ActorCritic
-            and device.type == "cpu"
-            and policy.trunk is None
-            and type(policy.head) is DiagonalGaussian
-            and all(p.requires_grad and p.dtype == torch.float32 for p in policy.parameters())
-        )
+        if type(policy) is not ActorCritic or policy.trunk is not None or type(policy.head) is not DiagonalGaussian:
+            return False
+        return device.type == "cpu" and all(p.requires_grad and p.dtype == torch.float32 for p in policy.parameters())
 
     @torch.no_grad()
     def begin(self, objective: Objective[Any, Any], rows: Rows) -> None:
@@ -357,20 +355,9 @@ class FusedExecutor(Fused):
             advantage = whiten(advantage)
         mean = self.actor.forward(features)
         mean_gradient = self.actor.output_gradient(mean.shape[0])
-        loss, kl, clipped = gaussian_ppo_kernel(
-            mean,
-            self.log_std,
-            action,
-            old_log_prob,
-            advantage,
-            config.clip_low,
-            config.clip_high,
-            math.inf if config.dual_clip is None else config.dual_clip,
-            MAX_LOG_RATIO,
-            K3_SLOPE,
-            mean_gradient,
-            self.log_std_gradient,
-        )
+        bounds = (config.clip_low, config.clip_high, math.inf if config.dual_clip is None else config.dual_clip, MAX_LOG_RATIO, K3_SLOPE)
+        rows = (mean, self.log_std, action, old_log_prob, advantage)
+        loss, kl, clipped = gaussian_ppo_kernel(*rows, *bounds, mean_gradient, self.log_std_gradient)
         self.actor.backward(mean_gradient)
         # Entropy is the sum of log_std and a constant: its derivative is 1 for each dimension.
         self.log_std_gradient -= np.float32(config.entropy_coef)
@@ -408,6 +395,8 @@ class FusedCritics(Fused):
         self.actor = FusedMlp.of(own, networks.policy.actor, "actor", activation)
         self.log_std, self.log_std_gradient = (own.view(vector, "head.gaussian.log_std") for vector in (own.value, own.gradient))
         self.critics, self.targets = (FusedMlp.of_ensemble(flat, networks.critics) for flat in (self.flats["critics"], self._targets))
+        pair = (self._targets, self.flats["critics"])
+        self._followed = [[torch.from_numpy(flat.view(flat.value, name)) for name in flat.parameters] for flat in pair]
         self._rows: TransitionRows | None = None
 
     @staticmethod
@@ -430,6 +419,8 @@ class FusedCritics(Fused):
             self._features, self._following = (self.policy.policy.features(part).numpy() for part in seen)
             for network in (self.actor, *self.critics, *self.targets):
                 network.reserve(rows.num_rows)
+            for target, critic in zip(self.targets, self.critics, strict=True):
+                target.outputs = critic.deltas  # which the critic writes later: a cache holds fewer buffers
 
     def step(self, chosen: np.ndarray | None, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
         """See `Executor.step`; a minibatch of stored steps is taken whole."""
@@ -441,8 +432,10 @@ class FusedCritics(Fused):
             if self._helper and of_critics:
                 self._threads.took(time.perf_counter() - started)
             figures = self._take(figures, self._objective.groups, learning_rate)
-        if is_finite(figures):
-            self._objective.stepped(self.policy)
+            if is_finite(figures) and of_critics:
+                torch._foreach_lerp_(self._followed[0], self._followed[1], self.policy.options.target_rate)
+            elif is_finite(figures):
+                self._objective.stepped(self.policy)
         return figures
 
     def _critics_gradients(self, rows: TransitionRows) -> Figures:
@@ -503,6 +496,7 @@ class FusedCritics(Fused):
             # d log p / du = 2 tanh(u): the noise, and with it the Gaussian's density, stays as it is.
             delta = np.where(free, gradient * (1.0 - action * action) + 2.0 * slope * action, slope * z / std).astype(mean.dtype)
             self.log_std_gradient[:] = np.where(free, delta * z * std - slope, slope * (z * z - 1.0)).sum(axis=0)
+            self.actor.helper = self._helper if self._threads.second else None
             self.actor.backward(delta)
 
         return action, log_prob.sum(axis=-1).astype(mean.dtype), backward
