@@ -12,23 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.specs import ActionLayout, ActionSpec, SimSpec, TensorSpec, VariableSpec, part_spec_from_dict
-
-__all__ = [
-    "ActionLayout",
-    "ActionSpec",
-    "Episode",
-    "EpisodeGroup",
-    "EpisodeSummary",
-    "Observation",
-    "Rollout",
-    "SimSpec",
-    "StepBatch",
-    "StepBuffers",
-    "TensorSpec",
-    "VariableSpec",
-    "part_spec_from_dict",
-]
+from embodied_rl.specs import ActionLayout as ActionLayout
+from embodied_rl.specs import ActionSpec as ActionSpec
+from embodied_rl.specs import SimSpec as SimSpec
+from embodied_rl.specs import TensorSpec as TensorSpec
+from embodied_rl.specs import VariableSpec as VariableSpec
 
 Observation = dict[str, np.ndarray]
 """Named arrays with the slot as first axis. ``state`` is the flat vector, ``rgb`` an image [n, H, W, 3] uint8."""

@@ -1,12 +1,7 @@
 """Checkpoints: saving, finding, reading and verifying them; see `embodied_rl.checkpoint.folder` for what lies in one."""
 
-from embodied_rl.checkpoint.card import CARD_FILE as CARD_FILE
 from embodied_rl.checkpoint.card import add_result_to_card as add_result_to_card
 from embodied_rl.checkpoint.card import resume_command as resume_command
-from embodied_rl.checkpoint.folder import CONFIG_FILE as CONFIG_FILE
-from embodied_rl.checkpoint.folder import FORMAT_VERSION as FORMAT_VERSION
-from embodied_rl.checkpoint.folder import LEARNER_FILE as LEARNER_FILE
-from embodied_rl.checkpoint.folder import SHARDED_FOLDER as SHARDED_FOLDER
 from embodied_rl.checkpoint.folder import STATE_FILE as STATE_FILE
 from embodied_rl.checkpoint.folder import Checkpoint as Checkpoint
 from embodied_rl.checkpoint.folder import CheckpointWriter as CheckpointWriter

@@ -250,14 +250,14 @@ def print_methods(kind: str) -> None:
 
 @as_command
 def main(argv: Sequence[str]) -> None:
-    words, as_json = [word for word in argv if word != "--json"] or list(KINDS), "--json" in argv
-    kinds = [_ALSO.get(word, word) for word in words]
+    given, as_json = [word for word in argv if word != "--json"] or list(KINDS), "--json" in argv
+    kinds = [_ALSO.get(word, word) for word in given]
     if "--help" in argv or "-h" in argv:
         print(usage())
-    elif words[0] == "tasks":
-        _tasks(words[1:], as_json)
-    elif words[0] == "check":
-        _check(words[1:], as_json)
+    elif given[0] == "tasks":
+        _tasks(given[1:], as_json)
+    elif given[0] == "check":
+        _check(given[1:], as_json)
     elif as_json:
         print(json.dumps(_document(kinds), indent=1))
     else:

@@ -19,7 +19,6 @@ from embodied_rl.config.algorithm import OffPolicyConfig as OffPolicyConfig
 from embodied_rl.config.algorithm import RecordedConfig as RecordedConfig
 from embodied_rl.config.algorithm import RewardConfig as RewardConfig
 from embodied_rl.config.files import config_file as config_file
-from embodied_rl.config.files import config_folders as config_folders
 from embodied_rl.config.files import group_names as group_names
 from embodied_rl.config.files import load_sim_config as load_sim_config
 from embodied_rl.config.hybrid import HybridConfig as HybridConfig
