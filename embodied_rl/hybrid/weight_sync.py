@@ -26,11 +26,6 @@ INDEX, VALUE, BASE = "::index", "::value", "::base_version"
 # ---- what is sent -------------------------------------------------------------------------------------------------------
 
 
-def is_lora(name: str) -> bool:
-    """Whether a parameter belongs to a LoRA adapter, as peft names them."""
-    return ".lora_" in name
-
-
 def buckets(tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
     """Neighbours of a stream together, `bucket_bytes` at most, or one larger tensor: fewer and larger messages, bounded memory."""
     if bucket_bytes < 1:

@@ -17,7 +17,7 @@ from torch import Tensor
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
-from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, apply_delta, buckets, is_lora
+from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, apply_delta, buckets
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from tests.forks import Fork, start_forked
@@ -44,11 +44,6 @@ def test_buckets_keep_the_order_and_the_bound() -> None:
     assert list(buckets([], 10)) == []
     with pytest.raises(ValueError, match="bucket_bytes"):
         next(buckets(tensors, 0))
-
-
-def test_only_lora() -> None:
-    names = ["model.q_proj.base_layer.weight", "model.q_proj.lora_A.default.weight", "value_head.weight"]
-    assert list(filter(is_lora, names)) == [names[1]]
 
 
 # ---- differences --------------------------------------------------------------------------------------------------------
