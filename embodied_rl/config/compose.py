@@ -352,9 +352,8 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
     Of a sweep, each value is composed once. A folder of the user's own (``--config-dir``) is searched like ours.
 
     `check`: looks at the configurations of a sweep before its first run begins.
-
-    Raises:
-        UserError: a flag or an argument that is none, a key or a choice that is not known, a value that does not fit; what `check` raises.
+    Raises UserError: a flag or an argument that is none, a key or a choice that is not known, a value that does not fit; what `check`
+    raises.
     """
     flags, overrides = split_flags(arguments)
     sweep = bool({"-m", "--multirun"} & set(flags))

@@ -10,18 +10,9 @@ from pathlib import Path
 from embodied_rl.algorithms.advantage_table import AdvantageInfo
 from embodied_rl.algorithms.composition import OF_ROLLOUTS, compose
 from embodied_rl.algorithms.loss_table import LossInfo
+from embodied_rl.config import policy as policies
 from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig, RewardConfig
 from embodied_rl.config.hybrid import HybridConfig
-from embodied_rl.config.policy import (
-    AnyPolicyConfig,
-    LanguageConfig,
-    OpenVLAOFTPolicyConfig,
-    OpenVLAPolicyConfig,
-    PI0PolicyConfig,
-    PolicyConfig,
-    TinyVLAConfig,
-    draws_tokens,
-)
 from embodied_rl.config.run import LANGUAGE, SHARED, SimConfig, TrainConfig
 from embodied_rl.errors import did_you_mean
 from embodied_rl.hybrid.placement import Cluster, Placement
@@ -45,7 +36,7 @@ class Run:
         return self.config.sim
 
     @property
-    def policy(self) -> AnyPolicyConfig:
+    def policy(self) -> policies.AnyPolicyConfig:
         return self.config.policy
 
     @property
@@ -96,7 +87,7 @@ class Run:
     @property
     def is_small(self) -> bool:
         """Whether the policy is a small network that acts step by step in the simulator's own actions."""
-        return isinstance(self.policy, PolicyConfig)
+        return isinstance(self.policy, policies.PolicyConfig)
 
     @property
     def gives_others(self) -> bool:
@@ -105,12 +96,12 @@ class Run:
 
     @property
     def model_folder(self) -> Path | None:
-        return Path(self.policy.path) if isinstance(self.policy, OpenVLAPolicyConfig | PI0PolicyConfig) else None
+        return Path(self.policy.path) if isinstance(self.policy, policies.OpenVLAPolicyConfig | policies.PI0PolicyConfig) else None
 
     @property
     def values_steps(self) -> bool:
         """Whether the policy gives a value for each step of a chunk."""
-        return isinstance(self.policy, TinyVLAConfig | OpenVLAOFTPolicyConfig) and self.policy.value == "action"
+        return isinstance(self.policy, policies.TinyVLAConfig | policies.OpenVLAOFTPolicyConfig) and self.policy.value == "action"
 
     @property
     def value_of(self) -> str:
@@ -119,15 +110,15 @@ class Run:
     @property
     def draws_tokens(self) -> bool:
         """Whether the policy draws action tokens, at a temperature."""
-        return draws_tokens(self.policy)
+        return policies.draws_tokens(self.policy)
 
     @property
     def has_adapter(self) -> bool:
         """Whether the policy learns in a LoRA adapter of a model that stays as it is."""
         policy = self.policy
-        if isinstance(policy, LanguageConfig):
+        if isinstance(policy, policies.LanguageConfig):
             return policy.lora_rank > 0 or policy.adapter is not None
-        return isinstance(policy, OpenVLAPolicyConfig) and policy.lora_rank > 0
+        return isinstance(policy, policies.OpenVLAPolicyConfig) and policy.lora_rank > 0
 
     # ---- placement --------------------------------------------------------------------------------------------------
 

@@ -14,16 +14,9 @@ from typing import Any
 
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.filters import build_filters
+from embodied_rl.config import policy as policies
 from embodied_rl.config.algorithm import GroupsConfig, RewardConfig
 from embodied_rl.config.facts import Run
-from embodied_rl.config.policy import (
-    CustomPolicyConfig,
-    FlowPolicyConfig,
-    LanguageConfig,
-    OpenVLAOFTPolicyConfig,
-    PI0PolicyConfig,
-    PolicyConfig,
-)
 from embodied_rl.config.run import OF_STEPS, DomainConfig, SimConfig, TrainConfig
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
@@ -220,7 +213,7 @@ _OFF_POLICY = (
         lambda run: (
             (options := run.algorithm.off_policy) is not None
             and options.update == "sac"
-            and isinstance(run.policy, PolicyConfig)
+            and isinstance(run.policy, policies.PolicyConfig)
             and run.policy.distribution != "squashed"
         ),
         "algorithm.off_policy.update='sac' needs a policy whose actions are bounded, got policy.distribution='{policy.distribution}': set "
@@ -231,7 +224,7 @@ _OFF_POLICY = (
         lambda run: (
             (options := run.algorithm.off_policy) is not None
             and options.update == "sac"
-            and isinstance(run.policy, FlowPolicyConfig | PI0PolicyConfig)
+            and isinstance(run.policy, policies.FlowPolicyConfig | policies.PI0PolicyConfig)
             and run.policy.method != "flow_noise"
         ),
         "algorithm.off_policy.update='sac' keeps the policy's entropy where it is wanted, and policy.method='{policy.method}' has a fixed "
@@ -280,7 +273,9 @@ _LANGUAGE_AGENTS = (
     ),
     Rule(
         "agent_critic",
-        lambda run: isinstance(run.policy, LanguageConfig) and run.advantage.returns_value_target and run.policy.value_head == "none",
+        lambda run: (
+            isinstance(run.policy, policies.LanguageConfig) and run.advantage.returns_value_target and run.policy.value_head == "none"
+        ),
         "algorithm.advantage='{algorithm.advantage}' needs a critic: set policy.value_head=linear, or take grpo, gigpo, rloo, "
         "segment_returns, …",
     ),
@@ -340,7 +335,7 @@ _ROBOTS = (
     ),
     Rule(
         "no_probabilities",
-        lambda run: isinstance(run.policy, OpenVLAOFTPolicyConfig) and run.policy.head == "l1" and run.algorithm.cloning is None,
+        lambda run: isinstance(run.policy, policies.OpenVLAOFTPolicyConfig) and run.policy.head == "l1" and run.algorithm.cloning is None,
         "policy.head=l1 gives actions without probabilities, only for cloning and evaluation: set policy.head=discrete.",
     ),
     Rule(
@@ -585,7 +580,7 @@ def _find_methods(task: Run) -> None:
     """Raises UserError for an advantage, a loss, an option, a filter or a policy of the user's own that does not exist."""
     algorithm = task.algorithm
     compose(algorithm)
-    if isinstance(task.policy, CustomPolicyConfig):
+    if isinstance(task.policy, policies.CustomPolicyConfig):
         custom_class(task.policy)
     if algorithm.groups is not None:
         queue_config(algorithm.groups)

@@ -585,7 +585,6 @@ class _Instant(TokenBackend):
         self.version = version
 
     def close(self) -> None:
-        """Forget what waits."""
         self._waiting, self._aborted = [], []
 
     def _answer(self, request: GenerationRequest) -> Completion:

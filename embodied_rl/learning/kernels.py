@@ -67,8 +67,7 @@ def gaussian_ppo_kernel(
         mean_gradient: [n, A], written: of the loss averaged over the rows.
         log_std_gradient: [A], written.
 
-    Returns:
-        Loss, KL (k3) and clip fraction, averaged over the rows.
+    Returns loss, KL (k3) and clip fraction, averaged over the rows.
     """
     num_rows, num_dims = mean.shape
     inverse_std = np.exp(-log_std)
@@ -121,8 +120,7 @@ def value_kernel(
         coefficient: of the loss within the whole objective; it scales only the gradient.
         gradient: [n], written: of the loss averaged over the rows.
 
-    Returns:
-        The loss, averaged over the rows.
+    Returns the loss, averaged over the rows.
     """
     num_rows = value.size
     loss = 0.0

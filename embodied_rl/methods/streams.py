@@ -262,7 +262,6 @@ class StreamGenerators(Generator):
         self.version = version
 
     def close(self) -> None:
-        """End backends and tools."""
         self._close()
 
 
@@ -339,10 +338,7 @@ def episode_figures(finished: Sequence[tuple[bool, float, int]]) -> dict[str, fl
 
 def start_recorders(config: TrainConfig, recordable: Sequence[Recordable], run_dir: Path, command: str) -> list[TrainingRecorder]:
     """Have a share of the training episodes written into ``<run_dir>/episodes``, or into the folder of each collector in it.
-
-    Raises:
-        UserError: no episodes are played.
-        RecordingError: see `TrainingRecorder`.
+    Raises UserError: no episodes are played; RecordingError: see `TrainingRecorder`.
     """
     if not recordable:
         raise UserError(f"record.share={config.record.share:g}: algorithm={config.algorithm.name} plays no episodes. Set record.share=0.")

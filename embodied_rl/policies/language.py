@@ -20,18 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
-from embodied_rl.policies import language_weights
+from embodied_rl.policies import language_weights, model_folder
 from embodied_rl.policies.base import Role, TrainedModule
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
-from embodied_rl.policies.model_folder import (
-    check_model_folder,
-    check_tokenizer,
-    context_limit,
-    empty_model,
-    is_vision_language,
-    load_model,
-    text_config,
-)
 from embodied_rl.policies.packed_attention import by_sequence, packed_inputs
 from embodied_rl.policies.packing import Layout, Rows, TokenSequence, pack, plan_micro_batches
 from embodied_rl.policies.structures import Structures
@@ -76,7 +67,7 @@ class LanguagePolicy(TrainedModule):
         self.tokenizer = tokenizer
         self.vision = vision
         self._structures: Structures | None = None
-        self.value_head = _make_value_head(config.value_head, int(text_config(self.hf_config).hidden_size))
+        self.value_head = _make_value_head(config.value_head, int(model_folder.text_config(self.hf_config).hidden_size))
         if config.gradient_checkpointing:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.layout: Layout
@@ -187,7 +178,7 @@ class LanguagePolicy(TrainedModule):
         """Raise ValueError for what a model would fail on without saying why."""
         if not sequences:
             raise ValueError("evaluate needs at least one sequence.")
-        vocabulary, limit = cast(nn.Embedding, self.base.get_input_embeddings()).num_embeddings, context_limit(self.hf_config)
+        vocabulary, limit = cast(nn.Embedding, self.base.get_input_embeddings()).num_embeddings, model_folder.context_limit(self.hf_config)
         for sequence in sequences:
             largest = int(sequence.token_ids.max())
             if largest >= vocabulary or int(sequence.token_ids.min()) < 0:
@@ -297,7 +288,7 @@ class LanguagePolicy(TrainedModule):
         Models and attention kernels differ in it: recurrent layers, for one, carry their state over the border, and some models make of a
         mask what they please.
         """
-        vocabulary = int(text_config(self.hf_config).vocab_size)
+        vocabulary = int(model_folder.text_config(self.hf_config).vocab_size)
         first = torch.arange(3) % vocabulary
         second, other = (first + 3) % vocabulary, (first + 6) % vocabulary
         positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
@@ -370,15 +361,15 @@ def build_language_policy(config: LanguageConfig, device: str | torch.device = "
     Raises MissingExtraError; UserError: something in the folder is missing or damaged, or the configuration does not fit the model.
     """
     if weights:
-        check_model_folder(Path(config.folder))
-    check_tokenizer(Path(config.folder))  # before gigabytes are read
+        model_folder.check_model_folder(Path(config.folder))
+    model_folder.check_tokenizer(Path(config.folder))  # before gigabytes are read
     if weights:
-        model = load_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
+        model = model_folder.load_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
     else:
-        model = empty_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
+        model = model_folder.empty_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
     tokenizer = ChatTokenizer.read(config.folder)
     described = language_weights.base_of(model).config
-    vision = VisionInputs.read(config.folder, described) if is_vision_language(described) else None
+    vision = VisionInputs.read(config.folder, described) if model_folder.is_vision_language(described) else None
     policy = LanguagePolicy(language_weights.with_lora(model, config), config, tokenizer, vision).to(device)
     for folder in (config.adapter, config.model):
         if policy.value_head is not None and folder is not None and language_weights.load_value_head(policy.value_head, Path(folder)):

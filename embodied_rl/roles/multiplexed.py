@@ -349,7 +349,6 @@ class MultiplexedTokens(TokenBackend):
             backend.forget()
 
     def close(self) -> None:
-        """End all hosts. May be called twice."""
         for backend in self.backends:
             backend.close()
         self._at_close()

@@ -132,14 +132,12 @@ class TokenProcess(TokenBackend):
         return 0
 
     def restore_memory(self) -> None:
-        """Take it back."""
         self._ask("restore_memory")
 
     def forget(self) -> None:
         self._ask("forget")
 
     def close(self) -> None:
-        """End the process. May be called twice."""
         self._role.close()
         if self._publisher is not None:
             self._publisher.close()

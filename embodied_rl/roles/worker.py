@@ -24,16 +24,9 @@ from embodied_rl.hybrid.engine import residency_of_playing
 from embodied_rl.hybrid.multiplex import Span
 from embodied_rl.hybrid.residency import Residency
 from embodied_rl.learning.devices import compute_threads, resolve_device
+from embodied_rl.methods import language_player as player
 from embodied_rl.methods import training_sim
 from embodied_rl.methods.building import Acting, Playing, let_play
-from embodied_rl.methods.language_player import (
-    ModelFiles,
-    ModelReader,
-    blank_backend,
-    blank_policy,
-    read_model,
-    write_model_files,
-)
 from embodied_rl.methods.starts import Starts, give_starts
 from embodied_rl.methods.streams import Stream, make_collector, make_queue, recordable_streams, simulators_of, start_recorders, streams_of
 from embodied_rl.methods.warm_start import play_script
@@ -101,19 +94,19 @@ class WorkerActing(Acting):
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
-        self.speaking: dict[str, ModelReader] = {}
-        self.models: Mapping[str, ModelFiles] = {}
+        self.speaking: dict[str, player.ModelReader] = {}
+        self.models: Mapping[str, player.ModelFiles] = {}
         self.folder = Path()
 
     @contextlib.contextmanager
-    def reading(self, models: Mapping[str, ModelFiles]) -> Iterator[None]:
+    def reading(self, models: Mapping[str, player.ModelFiles]) -> Iterator[None]:
         """Inside, the files of each language policy's model lie in a folder of its name. All of them are read when this is over: a process
         that is killed leaves nothing behind. Raises UserError where one is no model's folder."""
         with tempfile.TemporaryDirectory(prefix="embodied_rl_model_") as name:
             self.models, self.folder = models, Path(name)
             for policy, files in models.items():
-                write_model_files(files, self.folder / policy)
-                self.speaking[policy] = read_model(self.config.of_policy(policy).language, self.folder / policy)
+                player.write_model_files(files, self.folder / policy)
+                self.speaking[policy] = player.read_model(self.config.of_policy(policy).language, self.folder / policy)
             yield
 
     def on_hosts(self, stream: Stream, hosts_of: HostsOf) -> Generator:
@@ -155,9 +148,9 @@ class LoadedActing(WorkerActing):
         if self.lease is not None:
             backend = start_token_hosts(config, self.models[policy], self.lease)
         else:
-            backend = blank_backend(config, self.folder / policy, resolve_device(config.hybrid.device))
+            backend = player.blank_backend(config, self.folder / policy, resolve_device(config.hybrid.device))
         if config.hybrid.publish == "adapter" and policy not in self._merging:
-            self._merging[policy] = blank_policy(config.language, self.folder / policy)
+            self._merging[policy] = player.blank_policy(config.language, self.folder / policy)
         self.backends[policy, name] = backend
         return backend
 
@@ -254,8 +247,7 @@ class RolloutWorker:
             make_scoring: makes the reward workers, where the configuration asks for some.
             share: of groups and slots, where other workers play the rest.
 
-        Raises:
-            UserError: as `EnvManager` does.
+        Raises UserError: as `EnvManager` does.
         """
         self.config, self._share, self._make_scoring = config, share, make_scoring
         self.acting = LoadedActing(config) if acting is None else acting
@@ -311,7 +303,7 @@ class RolloutWorker:
         """First observations of a domain, which a tiny model's tokenizer must know; before any episode."""
         return self._stream(domain).manager.texts()
 
-    def take_models(self, models: Mapping[str, ModelFiles]) -> None:
+    def take_models(self, models: Mapping[str, player.ModelFiles]) -> None:
         """Begin to act. Once; weights come with `load`.
 
         `models`: {policy: what its language model is}; none where no policy speaks. Raises UserError: a backend or an agent cannot use one.
