@@ -252,7 +252,7 @@ class AgentCollector(SlotPump[_Playing]):
         playing = self._playing[slot]
         self._stop(slot)
         if not playing.turns:
-            limit = f"more than {self.agent.prompts.limit} tokens (agent.max_prompt_tokens, or the context less agent.max_new_tokens)"
+            limit = f"more than {self.agent.prompts.limit} tokens (see agent.max_prompt_tokens)"
             self.queue.failed(playing.assignment, f"its first prompt was too long: {limit}")
             return
         episode: AgentEpisode = episode_of(
