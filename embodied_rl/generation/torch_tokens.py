@@ -91,7 +91,7 @@ def sample_tokens(logits: Tensor, settings: SamplingSettings, uniform: Tensor, a
     greedy = settings.temperature == 0
     scaled = own / torch.where(greedy, 1.0, settings.temperature)[:, None].to(own.dtype)
     used = torch.log_softmax(_cut(scaled, settings), dim=-1)
-    cumulative = used.double().exp().cumsum(-1)
+    cumulative = used.double().exp_().cumsum_(-1)
     # Scaled by what rounding made of the sum, so that a uniform number near 1 cannot fall behind the last token.
     drawn = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
     token = torch.where(greedy, own.argmax(-1), drawn)
