@@ -400,7 +400,7 @@ def _statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _only(head: nn.Module, row: Tensor, column: Tensor) -> Iterator[list[Tensor]]:
-    """The model's own head makes logits [E, V] of these hidden states alone, which are collected, [E, H] of each call: of rows with padding
+    """The model's own head makes logits [E, V] only of these hidden states, which are collected, [E, H] of each call: of rows with padding
     the columns that some row needs are far more."""
     seen: list[Tensor] = []
 
