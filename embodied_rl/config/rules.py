@@ -616,7 +616,7 @@ def _with_stages(config: TrainConfig) -> TrainConfig:
 
 
 def _without_idle_queue(config: TrainConfig) -> TrainConfig:
-    """A run has no groups where each of its domains learns from single steps, by a method of its own."""
+    """A run has no groups where each of its domains has its own method of single steps."""
     own, groups = config.algorithm, config.algorithm.groups
     if groups is None or any(one.groups is not None for one in config.algorithms.values()):
         return config

@@ -145,7 +145,7 @@ class DomainConfig(Config, place="domains.…"):
 
     @property
     def learns_from_steps(self) -> bool:
-        """Whether it has a method of its own, and that of single steps, whatever the run learns from."""
+        """Whether it has its own method, and one of single steps, whatever the run learns from."""
         own = self.algorithm
         return bool(own.get("cloning") or own.get("off_policy")) or ("name" in own and own.get("advantage", "gae") in OF_STEPS)
 

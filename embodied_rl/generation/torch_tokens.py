@@ -271,7 +271,7 @@ def _by_group() -> str:
 
 
 _UNGROUPED = nn.Module()
-"""A layer that has keys and values of its own for every head."""
+"""A layer in which every head has its own keys and values."""
 
 
 def attention_by_group(

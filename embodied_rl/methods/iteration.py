@@ -219,7 +219,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         for learner in self.learners.values():
             learner.finish(self._run_dir)
 
-    # ---- what is told and saved -------------------------------------------------------------------------------------
+    # ---- metrics and state -------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         figures = {} if self.queue is None else self.queue.counts().figures()

@@ -70,7 +70,7 @@ def _named(config: TrainConfig, machine: Cluster, num_ranks: int) -> LocalDevice
     if on_gpus and len(train) != num_ranks:
         raise UserError(
             f"hybrid.placement gives role train {len(train)} GPUs, and training has {num_ranks} "
-            f"{'ranks' if num_ranks > 1 else 'rank'} (hybrid.sharding): each has one of its own. The nearest possible: "
+            f"{'ranks' if num_ranks > 1 else 'rank'} (hybrid.sharding): each needs one. The nearest possible: "
             + (f"train: {describe(train[:num_ranks])}, or " if len(train) > num_ranks else "")
             + f"hybrid.sharding.num_shards={len(train)}."
         )
@@ -87,8 +87,8 @@ def _named(config: TrainConfig, machine: Cluster, num_ranks: int) -> LocalDevice
         return LocalDevices(ranks, _of_players(generation, config.hybrid.players))
     if len(generation) > 1:
         raise UserError(
-            f"hybrid.placement gives role generation {len(generation)} GPUs, and the process that trains on one of them acts on that one "
-            f"alone. The nearest possible: generation: ['{train[0].name}'], or GPUs that role train does not name, with hybrid.players."
+            f"hybrid.placement gives role generation {len(generation)} GPUs, and the process that trains on one of them acts only "
+            f"there. The nearest possible: generation: ['{train[0].name}'], or GPUs that role train does not name, with hybrid.players."
         )
     backends = [config.generation.backend, *(player.backend for player in config.generation.mix.values())]
     if ranks[0] and "vllm" in backends:
@@ -112,7 +112,7 @@ def _of_players(devices: tuple[Device, ...], players: int) -> tuple[int | None, 
 
 
 def visible_gpu(number: int) -> str:
-    """What a process is to see that has this GPU alone, as CUDA_VISIBLE_DEVICES names it."""
+    """What CUDA_VISIBLE_DEVICES says in a process that has only this GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return str(number) if visible is None else visible.split(",")[number].strip()
 

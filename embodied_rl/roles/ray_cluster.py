@@ -105,7 +105,7 @@ def bundles_of(config: HybridConfig, needs: Sequence[Need]) -> list[Bundle]:
         if need.role == "train":
             continue
         own = [place, *guests.get(place, [])]
-        # A GPU of a host that stays is its alone.
+        # A host that stays shares its GPU with nothing.
         gpus = need.gpus + (needs[of["train"][0]].gpus if need.role == "generation" else 0.0)
         bundles.append(Bundle(Need(need.role, sum(needs[one].cpus for one in own), gpus), tuple(own)))
     return bundles

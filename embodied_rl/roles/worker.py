@@ -130,7 +130,7 @@ class LoadedActing(WorkerActing):
         """Hold what was loaded so far, where adapters come apart (the first time with their base model) and are merged here."""
 
     def policy(self, name: str, config: TrainConfig, spec: SimSpec, lease: DeviceLease | None = None) -> OwnPolicy:
-        """The policy `name`, built for the first simulator that asks for it; `lease`: of this process alone, which is one of the hosts."""
+        """The policy `name`, built for the first simulator that asks for it; `lease`: of this process only, which is one of the hosts."""
         if name not in self.policies:
             self.policies[name] = OwnPolicy(config, spec, lease or self.lease)
         return self.policies[name]

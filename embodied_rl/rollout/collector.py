@@ -91,7 +91,7 @@ class Collector:
         raise AssertionError("this collector's generator cannot be switched")
 
     def next_rollouts(self, version: int) -> dict[str, Rollout]:
-        """{domain: the rollout of its own that `version` learns from}, of those that play some by now; the only one has no name."""
+        """{domain: its rollout that `version` learns from}, of those that play some by now; the only one has no name."""
         return {}
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:

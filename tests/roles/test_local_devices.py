@@ -71,7 +71,7 @@ def test_who_has_which_device(gpus: int, words: list[str], ranks: tuple[int | No
         (4, [roles("0/gpu:0", "1/gpu:0")], "Device '1/gpu:0' does not exist"),
         (4, [roles("0/gpu:0", "0/gpu:1-3"), RANKS], "train 3 GPUs, and training has 2 ranks .* train: .'0/gpu:1-2'., or .*num_shards=3"),
         (4, [roles("0/gpu:0", "0/gpu:1"), RANKS], r"train 1 GPUs, and training has 2 ranks .* The nearest possible: hybrid.sharding"),
-        (4, [roles("0/gpu:0-1", "0/gpu:0")], r"acts on that one alone\. The nearest possible: generation: \['0/gpu:0'\]"),
+        (4, [roles("0/gpu:0-1", "0/gpu:0")], r"acts only there\. The nearest possible: generation: \['0/gpu:0'\]"),
         (4, [roles("0/gpu:0-1", "0/gpu:2"), "hybrid.players=3"], r"hybrid.players=4, or generation: \['0/gpu:0'\]"),
         (4, [roles("0/gpu:1", "0/gpu:1"), "generation=vllm"], "CUDA_VISIBLE_DEVICES=1, or another GPU for role generation"),
         (4, [roles("0/gpu:1", "0/gpu:0", reward="0/gpu:3"), SCORED], r"reward: \['0/gpu:1'\], or hybrid.cluster=ray"),
