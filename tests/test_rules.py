@@ -21,6 +21,7 @@ PROGRAM = TEXTS.replace("frozenlake", "agent_program")
 LAKE = "domains.lake={sim:{name:lake,target:a:b}}"
 POLE = "domains.pole={sim:{name:pole,target:a:b},policy:{name:actor_critic}}"
 DOMAINS = f"{TEXTS} {LAKE} {POLE}"
+POLE_BY_PPO = "+algorithm@domains.pole.algorithm=ppo"
 ROLLOUTS = " ".join([CARTPOLE, *(f"domains.d{number}={{sim:{{name:pole,target:a:b,num_slots:{number}}}}}" for number in (4, 6))])
 MIX = "generation.mix={guest:{share:0.5,backend:random}}"
 APART = "hybrid=disaggregated"
@@ -138,6 +139,11 @@ EXAMPLES = (
     ),
     ("stale_in_turns", f"{CARTPOLE} algorithm.max_staleness=1 hybrid.offload=[simulators]", "or algorithm.max_staleness=0."),
     ("stale_in_turns", f"{GROUPS} {APART} algorithm.groups.max_staleness=1 hybrid.offload=[kv_cache]", "puts aside then what plays. "),
+    (
+        "stale_in_turns",
+        f"{DOMAINS} {POLE_BY_PPO} algorithm.groups.max_staleness=1 hybrid.offload=[simulators]",
+        "or algorithm.groups.max_staleness=0.",
+    ),
     # placement
     (
         "pipeline_stages",
@@ -227,7 +233,10 @@ def test_names_that_nothing_has_are_refused() -> None:
         (f"{CARTPOLE} hybrid.placement={{env:[1/cpu],generation:[0/cpu],train:[0/cpu]}}", "Device '1/cpu' does not exist"),
         (f"{GROUPS} hybrid.placement={{kind:multiplexed,num_train_gpus:2}}", "lends 2 of 2 hosts"),
         (f"{GROUPS} {LENT} hybrid.placement={{kind:multiplexed,num_train_gpus:2}}", "The nearest possible: num_hosts=3"),
+        (f"{CARTPOLE} hybrid.placement={{env:[0/cpu],generatoin:[0/cpu],train:[0/cpu]}}", "Did you mean 'generation'"),
+        (f"{CARTPOLE} hybrid.placement={{env:[0/cpu],generation:[0/cpu]}}", "lacks train"),
         (f"{DOMAINS} domains.pole.algorithm.advantage=gpro", "Did you mean 'grpo'"),
+        (f"algorithm=ppo {POLE} +algorithm@domains.pole.algorithm=grpo", "choose algorithm=grpo or the like for the run"),
     ):
         with pytest.raises(UserError, match=message.replace("(", r"\(")):
             resolve(load_train_config(words.split()))

@@ -158,6 +158,11 @@ class Run:
         return self.on_ray or bool(self.devices.players)
 
     @property
+    def plays_rollouts(self) -> bool:
+        """Whether any domain does, beside whatever groups."""
+        return any(own.plays and own.groups is None for own in self.config.algorithms.values())
+
+    @property
     def max_staleness(self) -> int:
         return self.algorithm.max_staleness if self.groups is None else self.groups.max_staleness
 

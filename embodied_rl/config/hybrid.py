@@ -95,7 +95,7 @@ class PlacementConfig(Config, place="hybrid.placement"):
         """From ``hybrid.placement``: the name of a kind, a mapping of fields, or a mapping of roles to devices. Raises UserError."""
         if isinstance(value, str):
             return super().from_value({"kind": value}, where)
-        if isinstance(value, Mapping) and {"env", "generation", "train"} <= set(value):
+        if isinstance(value, Mapping) and {"env", "generation", "train"} & set(value):
             extra = {"num_pipeline_stages"} & set(value)
             fields = {"kind": "explicit", "roles": {key: value[key] for key in value if key not in extra}}
             return super().from_value({**fields, **{key: value[key] for key in extra}}, where)

@@ -430,7 +430,7 @@ _STALENESS = (
     Rule(
         "stale_in_turns",
         lambda run: (
-            run.max_staleness > 0 and (run.groups is None or run.plays_apart) and {"simulators", "kv_cache"} & set(run.hybrid.offload)
+            run.max_staleness > 0 and (run.plays_rollouts or run.plays_apart) and {"simulators", "kv_cache"} & set(run.hybrid.offload)
         ),
         "{run.staleness_key}={run.max_staleness} plays on while training, and hybrid.offload={hybrid.offload} puts aside then what plays. "
         "The nearest possible: leave simulators and kv_cache out, or {run.staleness_key}=0.",

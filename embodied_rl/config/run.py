@@ -151,8 +151,9 @@ class DomainConfig(Config, place="domains.…"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("groups", "max_staleness"):
-            require(key not in self.algorithm, "domains.….algorithm", f"without {key}: all domains share the run's", key)
+        nearest = " (choose algorithm=grpo or the like for the run, and for domains of single steps +algorithm@domains.NAME.algorithm=ppo)"
+        for key, further in (("groups", nearest), ("max_staleness", "")):
+            require(key not in self.algorithm, "domains.….algorithm", f"without {key}: all domains share the run's{further}", key)
         if self.policy is None:
             unknown = sorted(set(self.algorithm) - set(CREDIT_KEYS))
             rule = f"some of {', '.join(CREDIT_KEYS)} in a domain that shares the run's policy"
