@@ -72,7 +72,11 @@ def learned(config: Any, folder: Path, iterations: int) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "methods", [("ppo", "sac", "bc"), ("sac", "iql", "ppo"), ("bc", "ppo"), ("iql", "sac", "bc"), ("dagger", "ppo", "bc")], ids="-".join
+    "methods",
+    [
+        pytest.param(methods, id="-".join(methods), marks=() if methods[0] in ("ppo", "iql") else pytest.mark.slow)
+        for methods in (("ppo", "sac", "bc"), ("sac", "iql", "ppo"), ("bc", "ppo"), ("iql", "sac", "bc"), ("dagger", "ppo", "bc"))
+    ],
 )
 def test_a_domain_learns_the_same_whatever_the_others_learn_by(tmp_path: Path, methods: tuple[str, ...]) -> None:
     """The first: beside others of its own kind, and beside those of other kinds. All begin with the same weights."""
@@ -131,7 +135,7 @@ def test_what_an_iteration_holds_of_each_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("methods", "where"),
     [
-        pytest.param((*SHARING, *mixed("sac", "bc")), (), id="here"),
+        pytest.param((*SHARING, *mixed("sac", "bc")), (), id="here", marks=pytest.mark.slow),
         pytest.param((*mixed("bc", "dagger", "sac", "iql"), *SHARING), (), id="all"),
         pytest.param((*SHARING, *mixed("sac", "bc")), ("checkpoint.within_episodes=true",), id="within", marks=pytest.mark.slow),
         pytest.param((*SHARING, *mixed("sac", "bc")), APART, id="apart", marks=pytest.mark.slow),

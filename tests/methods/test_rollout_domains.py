@@ -143,7 +143,7 @@ def check_own_evaluation(run: Path) -> None:
     [
         pytest.param((), id="here"),
         pytest.param(APART, id="apart"),
-        pytest.param((*APART, *AHEAD), id="ahead"),
+        pytest.param((*APART, *AHEAD), id="ahead", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_is_resumed_to_the_bit(tmp_path: Path, where: tuple[str, ...]) -> None:
@@ -167,7 +167,13 @@ def test_a_run_is_resumed_to_the_bit(tmp_path: Path, where: tuple[str, ...]) -> 
     check_own_evaluation(resumed)
 
 
-@pytest.mark.parametrize("slots", [(), ("domains.near.sim.num_slots=5", "domains.arm.sim.num_slots=3")], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "slots",
+    [
+        pytest.param((), id="even", marks=pytest.mark.slow),
+        pytest.param(("domains.near.sim.num_slots=5", "domains.arm.sim.num_slots=3"), id="uneven"),
+    ],
+)
 def test_two_players_divide_every_domain_and_one_takes_their_episodes_up(tmp_path: Path, slots: tuple[str, ...]) -> None:
     """What two players were in the middle of, one process goes on with: domain after domain, each worker's slots in their place."""
     found: dict[str, list[dict[str, Rollout]]] = {}
