@@ -51,6 +51,7 @@ def without_clocks(rows: list[dict]) -> list[dict]:
     return [{key: value for key, value in row.items() if not key.startswith(("time", "speed"))} for row in rows]
 
 
+@pytest.mark.slow  # tests/test_examples.py has the notebook learn the same
 def test_cartpole_learns_from_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "embodied_rl.train", "experiment=cartpole", "run_dir=run", "video.enabled=no", "total_steps=10000"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=500)
