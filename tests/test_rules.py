@@ -235,6 +235,10 @@ def test_names_that_nothing_has_are_refused() -> None:
         (f"{GROUPS} {LENT} hybrid.placement={{kind:multiplexed,num_train_gpus:2}}", "The nearest possible: num_hosts=3"),
         (f"{CARTPOLE} hybrid.placement={{env:[0/cpu],generatoin:[0/cpu],train:[0/cpu]}}", "Did you mean 'generation'"),
         (f"{CARTPOLE} hybrid.placement={{env:[0/cpu],generation:[0/cpu]}}", "lacks train"),
+        (
+            f"{CARTPOLE} hybrid.device=cpu hybrid.placement={{env:[0/cpu],generation:[0/gpu:0],train:[0/cpu]}}",
+            "with hybrid.device=cpu' has",
+        ),
         (f"{DOMAINS} domains.pole.algorithm.advantage=gpro", "Did you mean 'grpo'"),
         (f"algorithm=ppo {POLE} +algorithm@domains.pole.algorithm=grpo", "choose algorithm=grpo or the like for the run"),
     ):

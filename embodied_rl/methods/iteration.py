@@ -74,9 +74,10 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         if not self._max_staleness:
             return
         if any(generator.shares_weights for generator in acting):
+            key = "algorithm.max_staleness" if self.queue is None else "algorithm.groups.max_staleness"
             raise UserError(
-                f"algorithm.max_staleness={self._max_staleness}: a policy of this size acts with the parameters that are trained, not with "
-                "a copy, so that nothing can be played meanwhile. The nearest possible: hybrid=disaggregated, or algorithm.max_staleness=0."
+                f"{key}={self._max_staleness}: a policy of this size acts with the parameters that are trained, not with "
+                f"a copy, so that nothing can be played meanwhile. The nearest possible: hybrid=disaggregated, or {key}=0."
             )
         for learner in self.all_learners:
             learner.executor.meanwhile = functools.partial(self.play_ahead, 0.0)

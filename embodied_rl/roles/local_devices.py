@@ -31,7 +31,8 @@ def this_machine(config: TrainConfig) -> Cluster:
         import torch
 
         gpus = torch.cuda.device_count()
-    return Cluster(ClusterConfig((NodesConfig(cores=available_cores(), gpus=gpus),), name="this machine"))
+    name = "this machine with hybrid.device=cpu" if config.hybrid.device == "cpu" else "this machine"
+    return Cluster(ClusterConfig((NodesConfig(cores=available_cores(), gpus=gpus),), name=name))
 
 
 def devices_here(config: TrainConfig) -> LocalDevices:

@@ -15,7 +15,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.config.rules import resolve
+from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
+from embodied_rl.generation.torch_backend import ModuleActor
 from embodied_rl.trainer import Trainer
 from tests.methods.test_mixed_domains import domain, mixed
 from tests.methods.test_multi_domain import COMMON, DOMAINS
@@ -138,6 +140,13 @@ def test_both_are_played_ahead_and_nothing_is_older_than_allowed(tmp_path: Path,
     assert [row["rollout/age_max"] for row in rows] == [0.0, *[1.0] * (len(rows) - 1)], "each rollout by the weights before"
     assert all(row["groups/age_max"] <= 1.0 for row in rows)
     assert rows[-1]["groups/consumed"] == 2.0 * len(rows)
+
+
+def test_a_policy_too_large_for_a_copy_names_the_key_of_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModuleActor, "SHARED_FROM", 10)
+    task = resolve(configured(tmp_path, *LAKE, *domain("by_ppo", "ppo"), "algorithm.groups.max_staleness=1"))
+    with pytest.raises(UserError, match=r"^algorithm\.groups\.max_staleness=1: .*, or algorithm\.groups\.max_staleness=0\.$"):
+        Trainer(task, tmp_path, command="test")
 
 
 def test_a_file_of_single_steps_is_whole_whatever_the_run_learns_from(tmp_path: Path) -> None:
