@@ -796,3 +796,8 @@ def _check_layers(config: PretrainedConfig) -> None:
             f"The torch backend cannot run model type '{config.model_type}': its layers ({', '.join(unknown or recurrent)}) keep a state "
             "that is not keys and values. Use the vllm backend."
         )
+    if "local" in (value_of(text, "attention_layers") or ()):
+        raise UserError(
+            f"The torch backend cannot run model type '{config.model_type}': its local layers count their window from the longest row of a "
+            "step. Use the vllm backend."
+        )
