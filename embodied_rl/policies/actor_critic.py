@@ -249,7 +249,10 @@ def _make_head(config: PolicyConfig, action: ActionSpec) -> Head:
 
 
 def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Module:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # other numbers of threads round otherwise: a seed would be another run on a machine with other cores
     nn.init.orthogonal_(layer.weight, gain)
+    torch.set_num_threads(before)
     assert layer.bias is not None
     nn.init.zeros_(layer.bias)
     return layer

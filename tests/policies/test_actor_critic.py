@@ -150,6 +150,16 @@ def test_same_seed_same_weights() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_weights_do_not_depend_on_the_number_of_threads() -> None:
+    before, states = torch.get_num_threads(), []
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        states.append(make(PolicyConfig(hidden_sizes=(64, 64)), spec()).state_dict())
+        assert torch.get_num_threads() == num_threads
+    torch.set_num_threads(before)
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
 @pytest.mark.parametrize(
     ("change", "sim", "message"),
     [
