@@ -34,7 +34,7 @@ class Segment:
     phases: dict[str, float]
     """Seconds of each phase; they add up to `seconds`."""
     processor_s: float = 0.0
-    """Of the contender's own process, without its simulators'."""
+    """Of the contender's own process, without its simulators'; 0 where it was not taken."""
 
 
 class Gate:
@@ -135,5 +135,5 @@ class GatedProcess:
         if not line:
             raise RuntimeError(f"contender '{self.name}' ended with status {self._process.wait()}; its own message stands above")
         report = json.loads(line)
-        self.facts = report["facts"]
-        return Segment(report["iterations"], report["seconds"], report["phases"], report["processor_s"])
+        self.facts = report.pop("facts")
+        return Segment(**report)

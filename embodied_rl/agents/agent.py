@@ -31,7 +31,7 @@ from embodied_rl.generation.tokens import Completion, GenerationRequest
 
 _SENTINEL = "answer-of-the-assistant-0451"
 """Stands for an answer while a chat template is asked what it writes behind one."""
-_OPENINGS, _MESSAGES = 512, 8192
+_OPENINGS, _MESSAGES = 512, 4096
 """Whose tokens are remembered: prompts that grow are put together anew in every turn."""
 
 
