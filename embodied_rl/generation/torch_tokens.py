@@ -790,14 +790,14 @@ def _check_layers(config: PretrainedConfig) -> None:
     """Raise UserError for a model whose layers keep anything but keys and values of every token."""
     text = text_config(config)
     unknown = sorted(set(value_of(text, "layer_types") or ()) - _KNOWN_LAYERS)
-    recurrent = [name for name in ("state_size", "ssm_cfg", "time_mix_extra_dim", "conv_kernel") if hasattr(text, name)]
+    states = ("state_size", "ssm_cfg", "time_mix_extra_dim", "conv_kernel", "rescale_every")
+    recurrent = [name for name in states if hasattr(text, name)]
     if unknown or recurrent:
-        raise UserError(
-            f"The torch backend cannot run model type '{config.model_type}': its layers ({', '.join(unknown or recurrent)}) keep a state "
-            "that is not keys and values. Use the vllm backend."
-        )
-    if "local" in (value_of(text, "attention_layers") or ()):
-        raise UserError(
-            f"The torch backend cannot run model type '{config.model_type}': its local layers count their window from the longest row of a "
-            "step. Use the vllm backend."
-        )
+        reason = f"its layers ({', '.join(unknown or recurrent)}) keep a state that is not keys and values"
+    elif "local" in (value_of(text, "attention_layers") or ()):
+        reason = "its local layers count their window from the longest row of a step"
+    elif config.model_type == "bloom" or value_of(text, "alibi"):
+        reason = "it takes distances from a mask of whole prompts (ALiBi)"
+    else:
+        return
+    raise UserError(f"The torch backend cannot run model type '{config.model_type}': {reason}. Use the vllm backend.")

@@ -422,6 +422,12 @@ def test_models_that_keep_a_state_are_refused(tmp_path: Path) -> None:
     config = transformers.MambaConfig(vocab_size=300, hidden_size=16, state_size=4, num_hidden_layers=1)
     with pytest.raises(UserError, match=r"model type 'mamba'.*linear_attention"):
         TorchTokens(transformers.MambaForCausalLM(config))
+    rwkv = transformers.RwkvConfig(vocab_size=300, hidden_size=16, num_hidden_layers=2)
+    with pytest.raises(UserError, match=r"model type 'rwkv'.*rescale_every"):
+        TorchTokens(transformers.RwkvForCausalLM(rwkv))
+    bloom = transformers.BloomConfig(vocab_size=300, hidden_size=16, n_layer=1, n_head=2)
+    with pytest.raises(UserError, match=r"model type 'bloom'.*ALiBi"):
+        TorchTokens(transformers.BloomForCausalLM(bloom))
     local = transformers.GPTNeoConfig(
         vocab_size=300, hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=4
     )
