@@ -13,7 +13,6 @@ from bisect import bisect, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +37,7 @@ from embodied_rl.generation.tokens import (
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language_weights import load_named_weights
 from embodied_rl.policies.model_folder import max_context, text_config, value_of
+from embodied_rl.policies.packed_attention import registered
 from embodied_rl.policies.structures import Matcher, Structures
 from embodied_rl.policies.vision_inputs import VisionInputs
 
@@ -257,19 +257,6 @@ def decode_mask(places: Tensor, width: int, window: int | None, dtype: torch.dty
     return torch.zeros(allowed.shape, dtype=dtype, device=places.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
-@cache
-def _by_group() -> str:
-    """transformers' ``attn_implementation``, registered there: ``sdpa`` but for `attention_by_group`."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    name = "sdpa_by_group"
-    AttentionInterface.register(name, partial(attention_by_group, sdpa_attention_forward))
-    AttentionMaskInterface.register(name, sdpa_mask)
-    return name
-
-
 _UNGROUPED = nn.Module()
 """A layer in which every head has its own keys and values."""
 
@@ -419,7 +406,7 @@ class TorchTokens(Stepwise):
         _check_layers(self._config)
         if model.config._attn_implementation != "eager":
             # Others take no mask with a separate length for each row.
-            model.set_attn_implementation(_by_group())
+            model.set_attn_implementation(registered("sdpa_by_group", attention_by_group))
         self._model = model.eval()
         self._vision = vision
         self._tokenizer = tokenizer

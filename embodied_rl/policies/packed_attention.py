@@ -14,15 +14,19 @@ import torch
 from torch import Tensor, nn
 
 
-@cache
 def by_sequence() -> str:
     """transformers' ``attn_implementation``, registered there: for a model that is given no lengths it is ``sdpa``."""
+    return registered("sdpa_by_sequence", attention_by_sequence)
+
+
+@cache
+def registered(name: str, attention: Callable[..., tuple[Tensor, None]]) -> str:
+    """The name of transformers' ``attn_implementation`` that is `attention`, given that of ``sdpa`` first, with the masks of ``sdpa``."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    name = "sdpa_by_sequence"
-    AttentionInterface.register(name, partial(attention_by_sequence, sdpa_attention_forward))
+    AttentionInterface.register(name, partial(attention, sdpa_attention_forward))
     AttentionMaskInterface.register(name, sdpa_mask)
     return name
 
