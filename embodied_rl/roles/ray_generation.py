@@ -296,7 +296,8 @@ class RayHostTokens(RayTokens):
         deadline = None if timeout_s is None else time.monotonic() + max(timeout_s, _NAP_S)
         ready: list[Completion] = []
         while len(ready) < max(min_ready, 1) and self._asked is not None:
-            if not ray.wait([self._asked], timeout=None if deadline is None else max(deadline - time.monotonic(), 0.0))[0]:
+            # Without a deadline `value_of` waits, which a run that is to end interrupts.
+            if deadline is not None and not ray.wait([self._asked], timeout=max(deadline - time.monotonic(), 0.0))[0]:
                 break
             found: list[Completion] = value_of(self._asked, _ROLE)
             ready += found
