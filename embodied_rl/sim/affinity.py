@@ -1,7 +1,7 @@
-"""Where worker processes run: which cores and which memory each gets, set in the worker itself and read back.
+"""Place worker processes: choose the cores and the memory of each worker, set them in the worker, and read them back.
 
-`plan_placement` decides from a `Topology` only, so that tests can cover machines that are not at hand;
-`apply_placement` runs in the worker, before its simulator is imported, and reports what really holds.
+`plan_placement` decides from a `Topology` only, so that tests can cover machines that are not at hand. `apply_placement` runs in the worker
+before its simulator is imported and reports what the kernel says.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def set_memory_policy(nodes: Sequence[int], library: str = "libnuma.so.1") -> str:
-    """Take this thread's new memory from `nodes` while they have some, and return the policy that the kernel reports afterwards.
+    """Make this thread prefer new memory from `nodes`, and return the policy that the kernel reports afterwards.
 
-    Memory that is in use already stays where it is; threads and processes started afterwards inherit the policy.
+    Memory in use stays where it is; threads and processes that start later inherit the policy. Never raises for lack of permission.
 
     Args:
         nodes: NUMA nodes, all below 1024; empty: report the policy and do not change it.
-    Returns ``default``, ``preferred:0-1``, …, or ``unavailable: `` and the reason. Never raises for lack of permission.
+    Returns ``default``, ``preferred:0-1``, …, or ``unavailable: `` and the reason.
     """
     calls = _system_calls(library)
     if isinstance(calls, str):
@@ -111,15 +111,15 @@ PlacementPolicy = Literal["auto", "none", "pack", "spread", "near_gpu"]
 POLICIES: tuple[PlacementPolicy, ...] = ("auto", "none", "pack", "spread", "near_gpu")
 
 MIN_CORES = 4
-"""With fewer, "auto" pins nothing: learner and workers share the cores, and the kernel has to be free to move them."""
+"""Physical cores below which "auto" pins nothing: learner and workers share the cores, and the kernel must be free to move them."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""What libraries read once, when they are loaded."""
+"""Variables that numeric libraries read once, when they are loaded."""
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:
-    """The environment of a process whose libraries are to use so many threads each."""
-    # Mesa's software rasteriser counts helpers: none of them, and the calling thread draws by itself.
+    """Environment variables for a process whose libraries may use `num_threads` threads each."""
+    # Mesa's software rasteriser counts helpers only; with none, the calling thread draws.
     helpers = num_threads if num_threads > 1 else 0
     return {**dict.fromkeys(THREAD_VARIABLES, str(num_threads)), "LP_NUM_THREADS": str(helpers)}
 
@@ -152,7 +152,7 @@ def _quota(root: Path) -> float:
 
 @dataclass(frozen=True)
 class Placement:
-    """What one worker is given."""
+    """Cores, memory and GPU of one worker."""
 
     worker: int
     cores: tuple[int, ...] = ()
@@ -160,20 +160,20 @@ class Placement:
     node: int | None = None
     """NUMA node of the cores; None: not pinned, or the machine reports no nodes."""
     memory_nodes: tuple[int, ...] = ()
-    """Nodes that its memory comes from; empty: wherever the kernel likes."""
+    """Nodes that its memory comes from; empty: the kernel chooses."""
     gpu: int | None = None
-    """The GPU that it was placed near to, as this process numbers it."""
+    """GPU that it is placed near, as this process numbers GPUs."""
     shares_with: tuple[int, ...] = ()
-    """Workers with which it shares a physical core, because there are more workers than those."""
+    """Workers that share a physical core with it, because there are more workers than cores."""
     note: str = ""
-    """Why it is not where the policy would have it; empty when it is."""
+    """Why the worker is not where the policy wants it; empty if it is."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Placement:
-        """The inverse of `to_dict`, after JSON made lists of the tuples."""
+        """Build from `to_dict`'s values, in which JSON made the tuples lists."""
         tuples = {name: tuple(data[name]) for name in ("cores", "memory_nodes", "shares_with")}
         return Placement(**{**data, **tuples})
 
@@ -181,7 +181,7 @@ class Placement:
 def place_workers(
     num_workers: int, policy: PlacementPolicy = "auto", gpus: Sequence[int] = (0,), root: Path = Path("/")
 ) -> list[Placement]:
-    """Read the machine and plan, asking no more than the policy needs (no driver for a machine with one node)."""
+    """Read the machine and plan. Reads only what the policy needs: no driver on a machine with one node."""
     if policy == "none":
         return [Placement(worker) for worker in range(num_workers)]
     topology = Topology.read(root, with_gpus=policy == "near_gpu")
@@ -192,10 +192,10 @@ def place_workers(
 
 
 def choose_policy(topology: Topology, gpus: Sequence[int] = (0,), cgroup_root: Path = Path("/sys/fs/cgroup")) -> PlacementPolicy:
-    """What "auto" stands for on this machine.
+    """Policy that "auto" means on this machine.
 
-    ``none`` with one node, with fewer than `MIN_CORES` physical cores, or under a CPU quota (other runs that share the
-    machine would choose the same cores); else ``near_gpu`` where the node of all `gpus` is known, else ``spread``.
+    ``none`` with one node, with fewer than `MIN_CORES` physical cores, or under a CPU quota, because other runs on the machine would choose
+    the same cores. Otherwise ``near_gpu`` if the node of all `gpus` is known, else ``spread``.
     """
     nodes = [node for node in topology.nodes if topology.usable_in(node.index)]
     if len(nodes) < 2 or len(topology.physical_cores) < MIN_CORES or _quota(cgroup_root) < len(topology.cores):
@@ -205,20 +205,20 @@ def choose_policy(topology: Topology, gpus: Sequence[int] = (0,), cgroup_root: P
 
 
 def plan_placement(topology: Topology, num_workers: int, policy: PlacementPolicy, gpus: Sequence[int] = (0,)) -> list[Placement]:
-    """Cores and memory for each worker; the same for the same arguments.
+    """Plan cores and memory for each worker; equal arguments give equal plans.
 
     Policies:
         none: nothing is pinned.
-        pack: as few nodes as have a physical core for each worker, in the order of their numbers.
-        spread: evenly over all nodes, by how many cores they have; worker i and i + 1 on different ones, so that both
+        pack: the fewest nodes that have a physical core for each worker, in the order of their numbers.
+        spread: evenly over all nodes in proportion to their cores. Workers i and i + 1 are on different nodes, so that both
             halves of a pipeline (`sim.pipeline_groups`) keep all nodes busy.
-        near_gpu: on the node of the GPU that consumes the worker's frames, then on the next nearest that has cores free.
-            Workers are dealt to `gpus` in blocks, worker i to ``gpus[i * len(gpus) // num_workers]``, as slots are to workers.
+        near_gpu: on the node of the GPU that consumes the worker's frames, then on the nearest with free cores.
+            Worker i belongs to ``gpus[i * len(gpus) // num_workers]``, in blocks, as slots belong to workers.
         auto: see `choose_policy`.
 
-    While there are enough, each worker has physical cores to itself, all workers equally many, and may use all hardware
-    threads of them. With more workers than physical cores each gets one hardware thread, those of different cores first;
-    with more workers than those, they share them in turns. `shares_with` says who shares.
+    While there are enough physical cores, all workers get equally many of their own, with all their hardware threads. With more workers
+    than physical cores each worker gets one hardware thread, of different cores first; with more workers than threads they share threads in
+    turns. `shares_with` lists who shares.
 
     Args:
         gpus: as this process numbers them; only near_gpu uses them.
@@ -254,7 +254,7 @@ def _served_gpus(topology: Topology, num_workers: int, gpus: Sequence[int]) -> l
 
 
 def _choose_nodes(topology: Topology, policy: PlacementPolicy, served: Sequence[Gpu | None]) -> dict[int, int]:
-    """{worker: node}. Nodes are filled on physical cores until all are full, then on their other hardware threads, then all over again."""
+    """{worker: node}. Physical cores are filled on all nodes first, then their other hardware threads, then both again."""
     usable = {node.index: topology.usable_in(node.index) for node in topology.nodes}
     physical = {node: len(own) for node, own in usable.items()}
     capacities = itertools.cycle((physical, {node: sum(map(len, own)) - len(own) for node, own in usable.items()}))
@@ -279,14 +279,14 @@ def _choose_nodes(topology: Topology, policy: PlacementPolicy, served: Sequence[
 
 
 def _order(served: Sequence[Gpu | None]) -> list[int]:
-    """Workers in the order in which they choose: the first of each GPU, then the second of each, …"""
+    """Order in which workers choose: the first worker of each GPU, then the second of each, …"""
     count: Counter[int | None] = Counter()
     ranks = []
     for gpu in served:
         key = None if gpu is None else gpu.index
         ranks.append(count[key])
         count[key] += 1
-    # Where no GPUs are served, the rank is the worker's own number.
+    # If no GPUs are served, the rank is the worker's number.
     return sorted(range(len(served)), key=lambda worker: (ranks[worker], worker))
 
 
@@ -320,7 +320,7 @@ def _choose_cores(topology: Topology, nodes: Mapping[int, int], served: Sequence
 
 
 def _sharing(topology: Topology, given: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """{worker: those that have threads of a physical core of its}."""
+    """{worker: workers that use a hardware thread of one of its physical cores}."""
     home = {thread: core for core in topology.physical_cores for thread in core}
     users: dict[tuple[int, ...], set[int]] = {}
     for worker, threads in given.items():
@@ -337,26 +337,25 @@ def _sharing(topology: Topology, given: Mapping[int, tuple[int, ...]]) -> dict[i
 
 @dataclass(frozen=True)
 class AppliedPlacement:
-    """What holds in the worker, as the kernel reports it after the attempt."""
+    """Placement of the worker as the kernel reports it after the attempt."""
 
     worker: int
     cores: tuple[int, ...]
-    """Cores that the process may run on; empty where the system does not report them."""
+    """Cores that the process may run on; empty if the system does not report them."""
     memory_policy: str
     """``preferred:0``, ``bind:0``, ``default``, … or ``unavailable: `` and why."""
     problems: tuple[str, ...] = ()
-    """What was asked for and does not hold, one sentence each."""
+    """Requests that the kernel did not fulfil, one sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def apply_placement(placement: Placement) -> AppliedPlacement:
-    """Pin this process and bind its memory, then read back what holds. Never raises for lack of permission.
+    """Pin this process and bind its memory, then read back the result. Never raises for lack of permission.
 
-    Call it in the worker, in its main thread, before the simulator is imported: memory that exists already stays where it
-    is, and the memory policy is the calling thread's own and that of threads it starts afterwards. Cores are set for all
-    threads that the process has.
+    Call it in the worker's main thread before the simulator is imported: existing memory stays where it is, and the memory policy applies
+    to the calling thread and the threads that it starts later. Cores are set for all threads of the process.
     """
     problems = _pin(placement.cores) if placement.cores else []
     policy = set_memory_policy(placement.memory_nodes)
@@ -369,16 +368,16 @@ def apply_placement(placement: Placement) -> AppliedPlacement:
 
 
 def _pin(cores: Sequence[int]) -> list[str]:
-    """Restrict every thread of this process to `cores`; what went wrong, if anything."""
+    """Restrict every thread of this process to `cores`; returns what went wrong."""
     if not hasattr(os, "sched_setaffinity"):
         return [f"{sys.platform} cannot pin processes"]
     tasks = Path("/proc/self/task")
-    # sched_setaffinity(0) sets only the calling thread; others may exist already (a watchdog, a library's pool).
+    # sched_setaffinity(0) sets the calling thread only; others may exist already (a watchdog, a library's pool).
     others = [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else []
     try:
         os.sched_setaffinity(0, cores)
         for task in others:
-            with contextlib.suppress(ProcessLookupError):  # it has ended since
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setaffinity(task, cores)
     except OSError as error:
         return [f"cores {format_list(cores)} cannot be set: {error.strerror}"]
@@ -386,18 +385,18 @@ def _pin(cores: Sequence[int]) -> list[str]:
 
 
 def limit_threads(num_threads: int) -> dict[str, int]:
-    """Limit the thread pools of libraries in this process; what was limited and to how many threads.
+    """Limit the thread pools of libraries in this process; returns {library: its new number of threads}.
 
-    Libraries that are loaded later read the variables of `thread_variables`. For libraries that are loaded already, this function
-    calls torch and numba, and, where threadpoolctl is installed, limits OpenBLAS, MKL and OpenMP (without it they keep the number
-    they were loaded with, so set the variables before the process starts). It never imports torch.
+    Libraries that are loaded later read the variables of `thread_variables`. For loaded libraries this function calls torch and numba, and
+    limits OpenBLAS, MKL and OpenMP if threadpoolctl is installed. Without it they keep their number, so set the variables before the
+    process starts. It never imports torch.
     """
     os.environ.update(thread_variables(num_threads))
     limited = {"environment": num_threads}
     torch, numba = sys.modules.get("torch"), sys.modules.get("numba")
     if torch is not None:
         torch.set_num_threads(num_threads)
-        # Only possible before the first parallel work; afterwards torch refuses.
+        # torch refuses this after the first parallel work.
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(num_threads)
         limited["torch"] = torch.get_num_threads()
@@ -417,7 +416,7 @@ def limit_threads(num_threads: int) -> dict[str, int]:
 
 
 def describe_topology(topology: Topology) -> list[tuple[str, str]]:
-    """(what, text) of each node, each GPU, and what is not known."""
+    """(what, text) rows of each node, each GPU and each unknown."""
     rows = []
     for node in topology.nodes:
         physical = topology.usable_in(node.index)
@@ -440,7 +439,7 @@ def describe_topology(topology: Topology) -> list[tuple[str, str]]:
 
 
 def describe_placements(placements: Sequence[Placement]) -> list[tuple[str, str]]:
-    """(where, which workers) for each node, and what is not as one would wish; one row where nothing is pinned."""
+    """(node, its workers) rows, followed by what is not ideal; one row if nothing is pinned."""
     if not any(placement.cores for placement in placements):
         return [("workers", f"{len(placements)}, not pinned: the kernel places them")]
     rows = []

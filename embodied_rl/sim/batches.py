@@ -1,4 +1,4 @@
-"""Slots of a slab as the manager's callers see them: actions in, a StepBatch out."""
+"""The manager's view of a slab's slots: it writes actions and reads a StepBatch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from embodied_rl.types import EpisodeSummary, StepBatch
 
 Slots = range | Sequence[int] | np.ndarray
 Actions = np.ndarray | Sequence[str]
-"""[n, A], with chunks [n, k, A], or a text each."""
+"""[n, A], with chunks [n, k, A], or one text per slot."""
 
 _SCATTERED_KEPT = 1024
 
 
 class SlotViews:
-    """A set of slots, ascending. Of a contiguous range the batch holds views, made once; of others copies, made by each call."""
+    """A set of slots, ascending. A contiguous range gives views, made once; scattered slots give copies, made by each call."""
 
     def __init__(self, pool: WorkerPool, slots: range | np.ndarray, chunk_size: int) -> None:
         assert pool.slab is not None, "the manager is closed"
@@ -58,7 +58,7 @@ class SlotViews:
             memory[index] = values[mark]
 
     def is_ready(self) -> bool:
-        """Whether every slot has a step waiting."""
+        """Whether every slot has a step ready."""
         marks = self._state.tobytes() if self._state is not None else self.marks()
         return marks == self.all_ready or (PENDING not in marks and IDLE not in marks)
 
@@ -108,7 +108,7 @@ class SlotViews:
     # ---- batches ----------------------------------------------------------------------------------------------------
 
     def batch(self, marks: bytes | None) -> StepBatch:
-        """What lies in the slab; `marks`: the slots' marks where an episode ended in one of them."""
+        """Batch in the slab; `marks`: the slots' marks if an episode ended in one of them."""
         batch = self._template if self._template is not None else self._gather()
         if self._buffers:
             batch = dataclasses.replace(
@@ -128,7 +128,7 @@ class SlotViews:
         )
 
     def clear_outcome(self) -> None:
-        """Zero reward and flags before a batch that holds only observations."""
+        """Zero the reward and flags before a batch that has only observations."""
         for name in ("reward", "terminated", "truncated", "success"):
             self._arrays[name][self._rows] = 0
 
@@ -158,7 +158,7 @@ class SlotViews:
         return {key: self._buffers[f"{prefix}/{key}"].read_all(slots) for key in self.pool.spec.variables}
 
     def _inner(self, watched: np.ndarray) -> dict[str, np.ndarray]:
-        """`StepBatch.inner`"""
+        """`StepBatch.inner` of chunks that were watched."""
         num_inner, slots = self._chunk_size - 1, [int(slot) for slot in self.slots]
         shown = {key: self._arrays[f"inner_observation/{key}"][self._rows] for key in self.pool.spec.tensors}
         for key in self.pool.spec.variables:
@@ -185,7 +185,7 @@ class SlotViews:
 
 
 class ViewsOfSlots:
-    """The `SlotViews` of a `WorkerPool`, each made once: there are a few ranges, and scattered sets come again and again."""
+    """Caches the `SlotViews` of a `WorkerPool`: callers use a few ranges, and repeat scattered sets."""
 
     def __init__(self, pool: WorkerPool, num_slots: int, chunk_size: int) -> None:
         self._pool, self._num_slots, self._chunk_size = pool, num_slots, chunk_size
@@ -194,8 +194,8 @@ class ViewsOfSlots:
         self._last: tuple[range | None, SlotViews | None] = (None, None)
 
     def of(self, slots: Slots) -> SlotViews:
-        """Raises ValueError for slots that do not exist."""
-        last, views = self._last  # the same range is sent and received; its hash costs as much as putting actions
+        """Views of these slots. Raises ValueError for slots that do not exist."""
+        last, views = self._last  # the same range is sent and received; its hash costs as much as writing actions
         if slots is last and views is not None:
             return views
         if isinstance(slots, range) and slots.step == 1:
@@ -221,7 +221,7 @@ class ViewsOfSlots:
 
 
 def ascending(slots: Slots, actions: Actions | Sequence[int]) -> tuple[Slots, Any]:
-    """Slots in order, each with its own action."""
+    """Slots in ascending order, each with its own action."""
     order = np.argsort(slots, kind="stable").tolist()
     if order == list(range(len(order))):
         return slots, actions
@@ -244,7 +244,7 @@ def rows_of(batch: StepBatch, group: range) -> StepBatch:
 
 
 def joined(batches: Sequence[StepBatch]) -> StepBatch:
-    """What the slots of all of these batches, which follow one another, see; nothing of what their last step brought."""
+    """Observations of consecutive batches as one batch, without the results of their last step."""
     seen = [batch.observation for batch in batches]
     observation = {key: np.concatenate([part[key] for part in seen]) for key in seen[0]}
     slots = np.concatenate([batch.slots for batch in batches])
@@ -253,6 +253,6 @@ def joined(batches: Sequence[StepBatch]) -> StepBatch:
 
 
 def from_zero(parts: Sequence[slice]) -> list[slice]:
-    """These parts, one right after the other."""
+    """The same parts moved together, from 0 on."""
     ends = np.cumsum([part.stop - part.start for part in parts]).tolist()
     return [slice(end - (part.stop - part.start), end) for part, end in zip(parts, ends, strict=True)]

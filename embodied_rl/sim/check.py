@@ -1,8 +1,8 @@
-"""check_sim(): is this simulator well-behaved? Plays it in this process and in new ones, and reports which properties hold.
+"""check_sim(): play a simulator in this process and in new ones, and report which properties hold.
 
-The properties are those that the environment manager stands on (`embodied_rl.sim.env.SimEnv`): an episode depends only on its
-seed and its actions, the simulator writes its own rows completely and no others, nothing resets by itself, a snapshot continues as
-its spec says. ``python -m embodied_rl.catalog check SIM`` prints the report.
+The environment manager relies on these properties (`embodied_rl.sim.env.SimEnv`): an episode depends only on its seed and its actions; the
+simulator writes its own rows completely and no others; nothing resets unasked; a snapshot continues as its spec says. ``python -m
+embodied_rl.catalog check SIM`` prints the report.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Callable[[Session], str]], ...] = (
     ("replay", (*_ALONE, "new_process"), seeds.replays),
     ("close", (), rows.closes_twice),
 )
-"""(name, `_NEIGHBOURS` and names of checks that must not have failed, function), in the order in which they run."""
+"""(name, names of checks that must not have failed (or `_NEIGHBOURS`), function), in the order of execution."""
 _MARK = {"pass": "ok  ", "fail": "FAIL", "skip": "skip"}
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One property."""
+    """Result for one property."""
 
     name: str
     outcome: Outcome
     detail: str
-    """One line: what was compared, or what went wrong and how to mend it."""
+    """One line: what was compared, or what went wrong and how to fix it."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `check_sim` found; ``str()`` is a table."""
+    """Result of `check_sim`; ``str()`` is a table."""
 
     task: str
     num_envs: int
@@ -81,7 +81,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed. What was skipped (no rendering, no snapshots) does not count."""
+        """Whether nothing failed; skipped properties (no rendering, no snapshots) do not count."""
         return not self.failed
 
     @property
@@ -115,20 +115,20 @@ def check_sim(
     new_processes: bool = True,
     timeout_s: float = 300.0,
 ) -> CheckReport:
-    """Prove what can be proved about a simulator by playing it.
+    """Play a simulator and check every property that can be checked.
 
-    Every comparison is of observations, rewards, flags and success, bit by bit; where they differ, the line says where first and by
-    how much. Properties that depend on one that does not hold are skipped.
+    Every comparison covers observations, rewards, flags and success, bit by bit; a difference is reported with its first place and its
+    size. Properties that depend on a failed one are skipped.
 
     Args:
         factory: as a worker would build it; or a class or function that `SimFactory.target` could name (it takes ``num_envs`` and
             returns a SimEnv or VectorEnv, or takes nothing and returns a gymnasium.Env).
-        num_envs: environments in the process; below 2, what needs neighbours is skipped.
-        steps: length of the compared episodes, at most.
-        continuation_steps: steps compared after a restored snapshot, at most.
-        longest_episode: how long to wait for an episode to end.
-        new_processes: also compare with new Python processes; a factory that cannot be imported there (a lambda, a class of
-            ``__main__``) skips these.
+        num_envs: environments in the process; below 2, checks that need neighbours are skipped.
+        steps: longest compared episode.
+        continuation_steps: most steps compared after a restored snapshot.
+        longest_episode: most steps to wait for an episode's end.
+        new_processes: also compare with new Python processes; skipped for a factory that they cannot import (a lambda, a class of
+            ``__main__``).
 
     Raises:
         UserError: the simulator cannot be built because of the user's arguments, missing packages or assets.
@@ -185,7 +185,7 @@ def _run(name: str, needs: tuple[str, ...], body: Callable[[Session], str], sess
 
 
 def _described(error: Exception) -> str:
-    """One line with the place in the simulator where an exception came from."""
+    """One line with the exception and the place in the simulator where it was raised."""
     trace, place = error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -197,7 +197,7 @@ def _described(error: Exception) -> str:
 
 @contextmanager
 def _own_random_state() -> Iterator[None]:
-    """The checks disturb the process-wide generators on purpose; give them back as they were."""
+    """Restore the process-wide generators afterwards, which the checks disturb on purpose."""
     torch = sys.modules.get("torch")
     with process_state_kept(), torch.random.fork_rng(devices=()) if torch is not None else nullcontext():
         yield
@@ -207,7 +207,7 @@ def _own_random_state() -> Iterator[None]:
 
 
 def _importable(factory: Callable[..., Any]) -> SimFactory | str:
-    """How another process would find this class or function; where it cannot, the reason."""
+    """`SimFactory` with which another process can import this class or function, or the reason why none exists."""
     kwargs: dict[str, Any] = {}
     while isinstance(factory, functools.partial) and not factory.args:
         kwargs = {**factory.keywords, **kwargs}
@@ -227,8 +227,8 @@ def _play_elsewhere(
     options: Mapping[str, Any] | None = None,
     snapshot: tuple[bytes, int] | None = None,
 ) -> dict[int, Trajectory]:
-    """Play `parts` in a new interpreter. With a snapshot (bytes, position), restore the one environment of `parts` from it and
-    play on: then the keys of the result count episodes. A text in place of the factory is the reason why there is none."""
+    """Play `parts` in a new interpreter. `snapshot` (bytes, position): restore the only environment of `parts` and play on; the keys of the
+    result then count episodes. `factory` may be a text, the reason why there is none."""
     if isinstance(factory, str):
         raise Skipped(factory)
     try:

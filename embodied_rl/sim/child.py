@@ -1,4 +1,4 @@
-"""What a keeper's child does, be it a manager's worker or a service's environment: set-up, simulators, requests, faults, the end."""
+"""Life of a keeper's child (a manager's worker or a service's environment): set-up, simulators, requests, faults, end."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def live(
     serve: Callable[[Channel, dict[str, Any], list[SimEnv], dict[str, Any]], None],
     let_go: Callable[[Channel], None],
 ) -> None:
-    """Take the set-up from the socket, build the simulators, serve, close them, and end this process.
+    """Read the set-up from the socket, build the simulators, serve, close them, and end this process.
 
     Args:
-        build: appends the simulators that a set-up asks for, which are closed at the end, and returns what the other end is to know.
+        build: appends the simulators of a set-up to the list, which are closed at the end, and returns facts for the other end.
         serve: answers, with those facts, until the other end lets go (ChannelClosed) or something fails.
-        let_go: called in a thread when the other end lets go or dies; a second later this process ends, even in the middle of a step.
+        let_go: called in a thread when the other end lets go or dies; one second later this process ends, even in the middle of a step.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the affair of the other end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end handles Ctrl-C
     faulthandler.enable()
     if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, all_threads=False)  # a process that hangs is asked where it is
+        faulthandler.register(signal.SIGUSR1, all_threads=False)  # the signal asks a hanging process for its stack
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     threading.Thread(target=_watch, args=(int(sys.argv[2]), partial(let_go, channel)), daemon=True).start()
     setup, _, _ = channel.next_request()
@@ -70,7 +70,7 @@ def live(
 
 
 def fault(error: Exception) -> dict[str, Any]:
-    """The message about what a simulator raised, and the kind of fault that it is; to be called where it is caught."""
+    """Message about a simulator's exception, with the kind of fault; call it inside the `except` block."""
     if isinstance(error, ChannelGarbled):
         return _fault(FaultKind.GARBLED, f"On its own side there came {error}.")
     if (kind := _KINDS.get(type(error))) is not None:
@@ -83,7 +83,7 @@ def _fault(kind: FaultKind, detail: str) -> dict[str, Any]:
 
 
 def _watch(life_fd: int, let_go: Callable[[], None]) -> None:
-    if hasattr(signal, "pthread_sigmask"):  # only the main thread is to report where it hangs
+    if hasattr(signal, "pthread_sigmask"):  # only the main thread reports where it hangs
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     with contextlib.suppress(OSError):
         os.read(life_fd, 1)  # returns only when the other end is closed

@@ -1,4 +1,4 @@
-"""What the manager knows about every slot's running episode: enough to take it up again in another process."""
+"""The manager's record of every slot's running episode: enough to resume it in another process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A running episode of one slot, to be taken up again in any slot of any manager of the same simulator.
+    """A running episode of one slot, which any slot of any manager of the same simulator can resume.
 
-    `to_bytes` is a versioned format without pickle; its exactness is the simulator's (`SimSpec.snapshots`).
+    `to_bytes` writes a versioned format without pickle; the simulator decides how exact it is (`SimSpec.snapshots`).
     """
 
     task: str
@@ -31,12 +31,12 @@ class Snapshot:
     index: int
     """The episode's number in its stream."""
     base: Mapping[str, Any] | None
-    """The simulator's state, the counts and the observation from where `actions` go on; None: the episode's first reset."""
+    """Simulator's state, counters and observation before `actions`; None: the episode's first reset."""
     options: Mapping[str, Any]
     actions: tuple[Any, ...]
     """Messages since `base`: actions [A], chunks [k, A] or texts."""
     observation: Mapping[str, Any]
-    """{key: value} that the slot's owner saw last."""
+    """{key: value} of the last observation that the slot's owner saw."""
 
     @property
     def seed(self) -> int:
@@ -49,7 +49,7 @@ class Snapshot:
 
     @staticmethod
     def from_bytes(data: bytes) -> Snapshot:
-        """Raises SnapshotError when the bytes are no snapshot, damaged, or of another version."""
+        """Decode a snapshot. Raises SnapshotError if the bytes are not a snapshot, damaged, or of another version."""
         fields = decode_state(data)
         if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
             raise SnapshotError("These bytes are not an episode snapshot of embodied_rl.")
@@ -64,19 +64,19 @@ class Snapshot:
 
 
 class EpisodeLog:
-    """Seeds, episode numbers and the actions since each episode's start (or last snapshot), for all slots.
+    """Keeps seeds, episode numbers and the actions since each episode's start (or last snapshot), for all slots.
 
-    Actions are noted once a message, whatever the number of slots; a slot's own are picked out when they are needed.
+    Actions are stored once per message, whatever the number of slots; a slot's own are picked out on demand.
     """
 
     def __init__(self, num_slots: int, *, keep_actions: bool, max_messages: int = 200_000) -> None:
-        """`max_messages`: beyond so many an episode's beginning is forgotten, and it can only be taken up from a snapshot."""
+        """`max_messages`: longer episodes lose their beginning, and can then be resumed only from a snapshot."""
         self.num_slots, self.keep_actions, self._max_messages = num_slots, keep_actions, max_messages
         self.streams = [SeedStream(EpisodeSeeds.training(0), 0, slot, num_slots) for slot in range(num_slots)]
         self.index = np.zeros(num_slots, np.int64)
         self.base: list[Mapping[str, Any] | None] = [None] * num_slots
         self.prior: list[tuple[Any, ...]] = [()] * num_slots
-        """Actions before the log's own, of episodes that came from a snapshot."""
+        """Earlier actions of episodes that came from a snapshot."""
         self.options: list[Mapping[str, Any]] = [{}] * num_slots
         self._start = np.zeros(num_slots, np.int64)
         self._log: list[tuple[Sequence[int] | np.ndarray, Any]] = []
@@ -84,7 +84,7 @@ class EpisodeLog:
         self._trim_at = _TRIM_AT
 
     def begin_all(self, seeds: EpisodeSeeds, seed_round: int, options: Mapping[str, Any]) -> None:
-        """New episodes everywhere, counted from 0."""
+        """Record new episodes in all slots, counted from 0."""
         self.streams = [SeedStream(seeds, seed_round, slot, self.num_slots) for slot in range(self.num_slots)]
         self.index[:] = 0
         self.base, self.prior, self.options = [None] * self.num_slots, [()] * self.num_slots, [options] * self.num_slots
@@ -93,21 +93,21 @@ class EpisodeLog:
         self._start[:] = 0
 
     def begin(self, slot: int, seed: int) -> None:
-        """A new episode of a given seed in one slot."""
+        """Record a new episode with a given seed in one slot."""
         self.streams[slot] = SeedStream(EpisodeSeeds.given(seed), 0, slot, self.num_slots)
         self.index[slot] = 0
         self.base[slot], self.prior[slot], self.options[slot] = None, (), {}
         self._start[slot] = self._offset + len(self._log)
 
     def sent(self, slots: Sequence[int] | np.ndarray, actions: np.ndarray | Sequence[str]) -> None:
-        """Note a message; `actions` has one entry per slot and must be the log's own."""
+        """Record a message. `actions` has one entry per slot, and the log keeps it without a copy."""
         if self.keep_actions:
             self._log.append((slots, actions))
             if len(self._log) >= self._trim_at:
                 self._trim()
 
     def ended(self, slots: Iterable[int]) -> None:
-        """The episodes of these slots are over and the next ones began."""
+        """Record that these slots' episodes ended and their next ones began."""
         now = self._offset + len(self._log)
         for slot in slots:
             self.index[slot] += 1
@@ -115,18 +115,18 @@ class EpisodeLog:
             self.base[slot], self.prior[slot], self.options[slot] = None, (), {}
 
     def rebase(self, slot: int, base: Mapping[str, Any]) -> None:
-        """From now on the episode goes on from this state."""
+        """Continue the episode from this state from now on."""
         self.base[slot], self.prior[slot] = base, ()
         self._start[slot] = self._offset + len(self._log)
 
     def load(self, slot: int, snapshot: Snapshot) -> None:
-        """The slot takes up a snapshot's episode."""
+        """Put a snapshot's episode into the slot."""
         self.streams[slot], self.index[slot] = snapshot.stream, snapshot.index
         self.base[slot], self.prior[slot], self.options[slot] = snapshot.base, snapshot.actions, snapshot.options
         self._start[slot] = self._offset + len(self._log)
 
     def is_lost(self, slot: int) -> bool:
-        """Whether the episode cannot be taken up again, because its beginning was forgotten or actions are not kept."""
+        """Whether the episode cannot be resumed, because its beginning was forgotten or actions are not kept."""
         return bool(self._start[slot] < 0) or not self.keep_actions
 
     def actions(self, slot: int) -> list[Any]:
@@ -135,14 +135,14 @@ class EpisodeLog:
         return [*self.prior[slot], *own]
 
     def point(self, slot: int) -> tuple[int, int]:
-        """(episode number, messages since its base): where an episode stands."""
+        """Present point of an episode: (its number, messages since its base)."""
         return int(self.index[slot]), len(self.actions(slot))
 
     def resume_item(self, slot: int, mark: int, observation: Mapping[str, Any] | None, *, abort: bool, cautious: bool) -> dict[str, Any]:
-        """What a worker needs to take the slot's episode up where its owner believes it to be.
+        """What a worker needs to resume the slot's episode at the point that its owner expects.
 
-        `mark` is the slot's state in the slab: the worker repeats a step that is pending, one that is ready was done, and after an
-        end that the manager has not fetched yet the next episode is the running one.
+        `mark` is the slot's state in the slab. The worker repeats a pending step and counts a ready one as done; after an end that the
+        manager has not fetched yet, the next episode is the running one.
         """
         over = mark in (ENDED, ABORTED)
         actions = [] if over or abort else self.actions(slot)
@@ -176,7 +176,7 @@ class EpisodeLog:
         )
 
     def _trim(self) -> None:
-        """Forget what no running episode needs any more."""
+        """Forget actions that no running episode needs."""
         first = int(self._start[self._start >= 0].min(initial=self._offset + len(self._log)))
         if self._offset + len(self._log) - first > self._max_messages:
             self._start[self._start < self._offset + len(self._log) - self._max_messages // 2] = -1

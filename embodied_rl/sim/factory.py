@@ -1,4 +1,4 @@
-"""How a worker process builds its simulator: by a name, whatever that names. And a wrapper for what is to be added to a simulator."""
+"""Builds the simulator of a worker process from its target's name, and the base class of wrappers around simulators."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from embodied_rl.sim.rendering import configure_rendering
 from embodied_rl.types import SimSpec, StepBuffers
 
 if TYPE_CHECKING:
-    from embodied_rl.config import SimConfig  # a simulator's process has no configuration
+    from embodied_rl.config import SimConfig  # simulator processes have no configuration
 
 
 class SimWrapper(SimEnv):
-    """Passes everything on to a simulator; a subclass overrides what it adds. It steps whole: every observation is made.
+    """Passes every call on to a simulator; subclasses override what they add. It takes whole steps: every observation is made.
 
-    A subclass that is a configuration's target takes ``num_envs``, ``inner`` (the fields of the inner one's `SimFactory`) and its own.
+    A subclass that is a configuration's target takes ``num_envs``, ``inner`` (the fields of the inner `SimFactory`) and its own arguments.
     """
 
     def __init__(self, sim: SimEnv) -> None:
@@ -40,7 +40,7 @@ class SimWrapper(SimEnv):
         self._seen(env_ids, out)
 
     def _seen(self, env_ids: Sequence[int], out: StepBuffers) -> None:
-        """The simulator has written new observations of these environments."""
+        """Called after the simulator has written new observations of these environments."""
 
     def task_at(self, env_id: int) -> str:
         return self._sim.task_at(env_id)
@@ -74,7 +74,7 @@ class SimWrapper(SimEnv):
 
 
 def wrapped(config: SimConfig, target: str, **own: object) -> SimConfig:
-    """The same simulator inside the `SimWrapper` that `target` names, which is made with these arguments."""
+    """The same simulator inside the `SimWrapper` named by `target`, which gets the arguments `own`."""
     inner = {"target": config.target, "task": config.task, "kwargs": config.kwargs, "extra": config.extra}
     return dataclasses.replace(config, target=target, task=None, kwargs={"inner": inner, **own})
 
@@ -88,31 +88,31 @@ class SimFactory:
     task: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     extra: str | None = None
-    """The extra of setup.cfg that brings the simulator's packages, for the error message."""
+    """Extra of setup.cfg that installs the simulator's packages, for the error message."""
 
     @property
     def key(self) -> str:
-        """The same for factories that build the same."""
+        """Key that is equal for factories that build the same simulator."""
         return repr(dataclasses.asdict(self))
 
     def make(self, num_envs: int, picture_size: int | None = None) -> SimEnv:
-        """Build `num_envs` environments in this process, which will draw pictures of about `picture_size` pixels a side (None: perhaps).
+        """Build `num_envs` environments in this process. `picture_size`: side in pixels of the pictures that they will draw; None: unknown.
 
         Raises MissingExtraError, MissingAssetsError or UserError.
         """
         configure_rendering()  # before the target imports mujoco, sapien or pygame
         factory, kwargs = load_target(self.target, extra=self.extra), dict(self.kwargs)
         if picture_size is not None:
-            # Simulators that must know beforehand that they will draw say so by taking these.
+            # Simulators that must know beforehand whether they will draw take these arguments.
             wanted, taken = {"render": True, "render_size": picture_size}, _parameters(factory)
             kwargs = {name: value for name, value in wanted.items() if name in taken} | kwargs
         return adapt(factory, num_envs, self.task, kwargs)
 
 
 def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: dict[str, Any]) -> SimEnv:
-    """Make a SimEnv from a SimEnv factory, a gymnasium.Env factory or a gymnasium.vector.VectorEnv factory.
+    """Make a SimEnv from a factory of SimEnv, gymnasium.Env or gymnasium.vector.VectorEnv.
 
-    Raises UserError: the factory rejects its arguments, or what it makes is none of these.
+    Raises UserError: the factory rejects its arguments, or its result is none of these.
     """
     if task is not None:
         kwargs = {"task": task, **kwargs}
@@ -121,7 +121,7 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
     if unknown:
         name = called(factory)
-        if name == "make":  # as our own adapters call theirs
+        if name == "make":  # the name of our own adapters' factories
             name = factory.__module__.rpartition(".")[2]
         raise UserError(f"Simulator '{name}' does not take {', '.join(map(repr, unknown))}.{did_you_mean(unknown[0], parameters)}")
     if "num_envs" in parameters:
@@ -149,12 +149,12 @@ def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def called(factory: Callable[..., Any]) -> str:
-    """The name of a class or function; of what has none, what it is."""
+    """Name of a class or function; a description of anything else."""
     return factory.__qualname__ if hasattr(factory, "__qualname__") else str(factory)
 
 
 def _adapter(name: str) -> Callable[..., SimEnv]:
-    """By its name, as a user's own class: the contract imports none of those that implement it."""
+    """Import an adapter by name, like a user's class: the contract imports none of its implementations."""
     adapter: Callable[..., SimEnv] = load_target(f"embodied_rl.sim.robots.gymnasium:{name}")
     return adapter
 
@@ -164,7 +164,7 @@ def _is_like_a_simulator(made: object) -> bool:
 
 
 def _check_contract(sim: SimEnv) -> None:
-    """Raises UserError for a class that leaves out what has no default."""
+    """Raise UserError for a class that lacks a method without a default."""
     kind = type(sim)
     if kind.step is SimEnv.step and (kind.advance is SimEnv.advance or kind.observe is SimEnv.observe):
         raise UserError(f"{kind.__name__} must have a method `step`, or both `advance` and `observe` (embodied_rl.sim.env.SimEnv).")
@@ -177,21 +177,21 @@ def _check_contract(sim: SimEnv) -> None:
 
 @dataclass(frozen=True)
 class TaskList:
-    """The tasks of one adapter."""
+    """Tasks of one adapter."""
 
     target: str
     """``package.module:factory`` that makes them."""
     tasks: tuple[str, ...]
     sets: tuple[str, ...]
-    """Names that stand for several tasks, which take turns from episode to episode; empty where there are none."""
+    """Names of sets of tasks, which alternate from episode to episode; empty: none."""
 
 
 def task_list(target: str) -> TaskList:
-    """Ask the module of `target` for ``tasks()`` and ``SETS``.
+    """Call ``tasks()`` and read ``SETS`` of the module of `target`.
 
     Raises:
         MissingExtraError: the simulator is not installed.
-        UserError: the module cannot be imported, or has no list of tasks (a simulator of the user's own need not have one).
+        UserError: the module cannot be imported, or has no list of tasks (a user's own simulator need not have one).
     """
     module_name = target.partition(":")[0]
     configure_rendering()  # before the adapter imports mujoco, sapien or pygame

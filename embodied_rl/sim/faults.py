@@ -1,4 +1,4 @@
-"""Typed failures of simulator workers, what is done about them, and the record of each."""
+"""Typed failures of simulator workers, the policy for them, and their records."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from embodied_rl.config import SimConfig
 
 STACK_BEGINS = "Stack (most recent call first):"
-"""What `faulthandler` writes above the stack of a thread."""
+"""Header that `faulthandler` writes above a thread's stack."""
 
 
 class FaultKind(enum.Enum):
-    """What happened to a worker."""
+    """Kind of a worker's failure."""
 
     RAISED = "raised an exception"
     DIED = "died"
@@ -29,7 +29,7 @@ class FaultKind(enum.Enum):
 
 
 class SimFault(RuntimeError):
-    """A simulator worker failed; carries what is needed to find and repeat the failure."""
+    """A simulator worker failed; has the facts to find and repeat the failure."""
 
     def __init__(
         self, kind: FaultKind, worker: int, detail: str, *, slots: Sequence[int] = (), seeds: Sequence[int] = (), steps: Sequence[int] = ()
@@ -37,12 +37,12 @@ class SimFault(RuntimeError):
         self.kind = kind
         self.worker = worker
         self.detail = detail
-        """The worker's own traceback, or the end of what it wrote to stderr."""
+        """Worker's traceback, or the end of its stderr."""
         self.slots = tuple(slots)
         self.seeds = tuple(seeds)
-        """Seed of the episode each of `slots` was in."""
+        """Seed of each slot's episode, in the order of `slots`."""
         self.steps = tuple(steps)
-        """Steps each of these episodes had taken."""
+        """Steps that each of these episodes had taken."""
         super().__init__(kind, worker, detail)
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class NonFiniteSimulationError(SimFault, NonFiniteError):
     """A simulator returned NaN or infinity in an observation or reward."""
 
     def context(self) -> dict[str, Any]:
-        """See `NonFiniteError.context`: the episodes too."""
+        """See `NonFiniteError.context`; includes the episodes."""
         return {**super().context(), "slots": self.slots, "episode_seeds": self.seeds, "episode_steps": self.steps}
 
 
@@ -65,22 +65,22 @@ class WrongShapeError(ValueError):
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """What the manager does when a worker fails. Raises ValueError: a limit below zero."""
+    """What the manager does if a worker fails. Raises ValueError: a limit below zero."""
 
     recovery: Literal["restore", "restart"] = "restore"
-    """restore: a new worker takes every episode up where it was: from its last snapshot or its seed, and by playing the actions
-    since then again; the caller sees a late step and nothing else. An episode that fails twice at the same step is given up.
-    restart: the episodes of a failed worker are given up and new ones begin."""
+    """restore: a new worker resumes every episode, from its last snapshot or its seed, by replaying the actions since then; the caller only
+    sees a late step. An episode that fails twice at the same step is given up. restart: the episodes of a failed worker are given up and
+    new ones begin."""
     stop_on: frozenset[FaultKind] = frozenset()
-    """Kinds that end the run at once, as a SimFault from the call that notices."""
+    """Kinds that end the run at once, with a SimFault from the call that notices."""
     max_restarts: int = 5
-    """A worker that fails more often than this without a step in between, or gives up more episodes than this without one that
-    finishes, ends the run."""
+    """Most failures of a worker in a row without a step in between, and most episodes that it gives up without finishing one; more end the
+    run."""
     backoff_s: float = 0.1
     """Pause before the second restart in a row; doubles with each further one."""
     max_backoff_s: float = 30.0
     memory_limit_mb: float | None = None
-    """Resident size of one worker beyond which it is replaced."""
+    """Resident size of a worker in MB beyond which it is replaced."""
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0 or self.backoff_s < 0 or self.max_backoff_s < 0:
@@ -88,12 +88,12 @@ class FaultPolicy:
 
     @staticmethod
     def stop() -> FaultPolicy:
-        """Every fault ends the run."""
+        """Policy that ends the run at every fault."""
         return FaultPolicy(stop_on=frozenset(FaultKind))
 
     @staticmethod
     def from_config(config: SimConfig) -> FaultPolicy:
-        """The policy that a configuration describes."""
+        """Policy of a configuration."""
         stop_on = frozenset(FaultKind) if config.on_fault == "stop" else frozenset[FaultKind]()
         if config.non_finite == "stop":
             stop_on |= {FaultKind.NON_FINITE}
@@ -111,40 +111,40 @@ class FaultPolicy:
 
 @dataclass(frozen=True)
 class SlotFault:
-    """What a fault did to one slot."""
+    """Effect of a fault on one slot."""
 
     slot: int
     episode: int
     seed: int
     step: int
-    """Messages (actions or chunks) that the episode had been sent since its start or last snapshot."""
+    """Messages (actions or chunks) that the episode had received since its start or last snapshot."""
     outcome: Literal["restored", "aborted"]
     drift: float | None = None
-    """Largest difference between the observation before the fault and after the restore; None where it could not be compared."""
+    """Largest difference between the observation before the fault and after the restore; None: not comparable."""
 
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """One failure of one worker, and how it ended for each of its slots."""
+    """One failure of one worker, and its outcome for each of its slots."""
 
     kind: FaultKind
     worker: int
     pid: int
     detail: str
-    """The worker's traceback, or the end of what it wrote to stderr."""
+    """Worker's traceback, or the end of its stderr."""
     culprits: tuple[int, ...]
     """Slots that were being stepped."""
     slots: tuple[SlotFault, ...]
     failures_in_a_row: int
     recovery_s: float
-    """From noticing to the new worker being ready."""
+    """Seconds from noticing the fault until the new worker was ready."""
 
     @property
     def cause(self) -> str:
-        """One line of `detail`: the exception, how the process ended, or the place where it hangs."""
+        """One line of `detail`: the exception, how the process ended, or where it hangs."""
         lines = [line.strip() for line in self.detail.splitlines() if line.strip()] or [""]
         if self.kind is FaultKind.DIED:
-            return lines[0]  # what follows is whatever it printed before
+            return lines[0]  # the rest is earlier output
         if self.kind is FaultKind.TIMED_OUT:
             stacks = [number for number, line in enumerate(lines) if line == STACK_BEGINS]
             # The innermost call comes first.

@@ -1,4 +1,4 @@
-"""A simulator that is made to be filmed: from one or several cameras, with errors that say what a machine lacks."""
+"""Simulators for filming, from one or several cameras, with errors that name what a machine lacks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from embodied_rl.sim.factory import SimFactory, SimWrapper, wrapped
 from embodied_rl.types import StepBuffers
 
 DEFAULT_CAMERA = "default"
-"""The camera of `SimEnv.render`."""
+"""Camera of `SimEnv.render`."""
 
 
 def filmed(config: SimConfig, size: int, cameras: Sequence[str] = ()) -> SimConfig:
-    """The same simulator, made for pictures of about `size` pixels a side where it can choose.
+    """The same simulator, configured for pictures of about `size` pixels a side if it has the choice.
 
-    A fault ends the filming: a driver that kills the process does so every time, and trying again only takes longer to say so.
+    A fault ends the filming: a driver that kills the process does so every time, and retries only delay the message.
 
     Args:
-        cameras: names of the simulator's cameras, or "default"; none: the default one. `render` then gives their pictures one below
+        cameras: names of the simulator's cameras, or "default"; empty: the default one. `render` returns their pictures one below
             the other, [cameras · H, W, 3].
     """
     shown = wrapped(config, "embodied_rl.sim.film:FilmedSim", size=size, cameras=list(cameras) or [DEFAULT_CAMERA])
@@ -35,12 +35,12 @@ def filmed(config: SimConfig, size: int, cameras: Sequence[str] = ()) -> SimConf
 
 @contextmanager
 def drawing(task: str) -> Iterator[None]:
-    """Raises UserError for whatever a driver raises within."""
+    """Turn whatever a driver raises in the block into a UserError."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # drivers fail in their own ways: OpenGL, Vulkan, GLFW and pygame share no base class
+    except Exception as error:  # errors of OpenGL, Vulkan, GLFW and pygame share no base class
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"Task '{task}' cannot be drawn on this machine ({reason}). "
@@ -49,7 +49,7 @@ def drawing(task: str) -> Iterator[None]:
 
 
 def picture(sim: SimEnv, env_id: int, camera: str) -> np.ndarray:
-    """[H, W, 3] uint8 of one of a simulator's cameras, or of `DEFAULT_CAMERA`. Raises UserError for one that there is not."""
+    """[H, W, 3] uint8 from one of a simulator's cameras or `DEFAULT_CAMERA`. Raises UserError for an unknown camera."""
     if camera == DEFAULT_CAMERA:
         return np.asarray(sim.render(env_id), np.uint8)
     if not sim.film_cameras(env_id):
@@ -58,7 +58,7 @@ def picture(sim: SimEnv, env_id: int, camera: str) -> np.ndarray:
 
 
 class FilmedSim(SimWrapper):
-    """Passes everything on to the simulator named by `target`. For a text task without pictures it draws the text."""
+    """Passes everything on to the simulator named by `target`; for a text task without pictures it draws the text."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class FilmedSim(SimWrapper):
         cameras: Sequence[str] = (DEFAULT_CAMERA,),
     ) -> None:
         super().__init__(SimFactory(**inner).make(num_envs, picture_size=size))
-        # A text task that draws nothing is shown as its text.
+        # A text task without pictures is drawn as its text.
         self._shows_text = not self._sim.spec.can_render and "text" in self._sim.spec.variables
         if self._shows_text:
             self.spec = dataclasses.replace(self.spec, can_render=True)
@@ -76,12 +76,12 @@ class FilmedSim(SimWrapper):
         self._texts = [""] * num_envs
 
     def render(self, env_id: int) -> np.ndarray:
-        """Pictures [cameras · H, W, 3] uint8, one below the other; of several sizes, the smaller ones in the middle of black.
+        """Pictures [cameras · H, W, 3] uint8, one below the other; smaller ones are centred on black.
 
-        Raises UserError: the task or this machine cannot draw, or there is no such camera.
+        Raises UserError: the task or this machine cannot draw, or the camera does not exist.
         """
         with drawing(self.spec.task):
-            # Some simulators hand out the buffer that they draw the next picture into.
+            # Some simulators return the buffer into which they draw the next picture.
             views = [np.array(self._view(env_id, camera), np.uint8) for camera in self._cameras]
         return _stacked(views)
 
@@ -112,20 +112,20 @@ def _stacked(views: Sequence[np.ndarray]) -> np.ndarray:
 
 PAPER, INK, FAINT = (250, 249, 245), (35, 38, 45), (140, 140, 140)
 _LARGEST, _SMALLEST = 22, 9
-"""Pixels of a line's letters in a picture of 256: the largest that fits is taken."""
+"""Largest and smallest letter size in pixels for a picture of 256; the largest that fits is used."""
 _LETTER_WIDTH, _LINE_HEIGHT = 0.6, 1.35
-"""Of the fixed-width font, as shares of its size."""
+"""Width and line height of the fixed-width font, relative to its size."""
 
 
 def text_panel(text: str, size: int) -> np.ndarray:
-    """A picture [size, size, 3] uint8 of a text, in letters as large as fit; of a longer one the end is shown, below an ellipsis.
+    """Picture [size, size, 3] uint8 of a text, in the largest letters that fit; of a longer text, the end below an ellipsis.
 
-    Lines keep their order and their spaces, so that boards stay boards; long lines are wrapped.
+    Lines keep their order and their spaces, so that boards stay readable; long lines are wrapped.
     """
     from PIL import Image, ImageDraw
 
     margin = max(4, size // 24)
-    top, room = size // 9, size - size // 9 - size // 5  # strips of a film are written above and below
+    top, room = size // 9, size - size // 9 - size // 5  # leave room for the film's strips above and below
     width = size - 2 * margin
     scale = size / 256
     largest, smallest = max(6, round(_LARGEST * scale)), max(6, round(_SMALLEST * scale))
@@ -157,7 +157,7 @@ def _wrapped(text: str, columns: int) -> list[str]:
 
 
 def _font(height: int) -> Any:
-    """A fixed-width font, for boards drawn in letters: matplotlib brings one; Pillow's own where it is missing."""
+    """Fixed-width font for boards drawn in letters: matplotlib's, or Pillow's if that is missing."""
     from PIL import ImageFont
 
     try:

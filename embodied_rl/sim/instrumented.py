@@ -1,7 +1,7 @@
-"""A simulator that also shows what no policy sees: an expert's action, its physical state, a picture for people.
+"""A simulator that also shows what no policy sees: an expert's action, its physical state, pictures for people.
 
-They become further parts of the observation, written where the observation is written: they travel through shared memory, are there
-after an episode's last step too, and are made by all worker processes side by side. `split` takes them apart again.
+These become further parts of the observation. So they travel through shared memory, also exist after an episode's last step, and all
+workers make them in parallel. `split` separates them again.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from embodied_rl.sim.snapshots import SnapshotError, decode_state, encode_state
 from embodied_rl.types import Observation, SimSpec, StepBuffers, TensorSpec, VariableSpec
 
 EXPERT = "expert_action"
-"""Part [A] (or text): what the expert would do now, in the simulator's units."""
+"""Part [A] (or text): the expert's action for this observation, in the simulator's units."""
 PHYSICS = "physics/"
 """Parts ``physics/<name>``: the physical state, see `SimEnv.physics`."""
 IMAGE = "image/"
 """Parts ``image/<camera>`` [H, W, 3] uint8: pictures for people."""
 TASK = "episode_task"
-"""Text part: the task of the running episode, of a simulator whose episodes are of several (`SimEnv.many_tasks`)."""
+"""Text part: task of the running episode, for a simulator with several tasks (`SimEnv.many_tasks`)."""
 CAMERA = "render"
-"""Name under which the pictures of `SimEnv.render` are kept, the default camera's."""
+"""Name of the default camera's pictures, those of `SimEnv.render`."""
 
 Expert = Callable[[Mapping[str, Any]], Any]
-"""From the observation of one environment, {key: value}, to its action in the simulator's units, or a text. One is made for each episode,
-by a class or function of no argument, or of (simulator, environment's number) where it reads the simulator's state."""
+"""Function from one environment's observation {key: value} to its action in the simulator's units, or a text. One is made per episode, by a
+class or function without arguments, or with (simulator, environment's number) if it reads the simulator's state."""
 
 _PHYSICS_MARK = b"embodied_rl physics\0"
 
 
 @dataclass(frozen=True)
 class Split:
-    """An observation, taken apart; each {key: [n, ...]}."""
+    """An observation separated into its sources; each is {key: [n, ...]}."""
 
     observation: Observation
-    """What the simulator shows by itself."""
+    """Observation of the plain simulator."""
     state: Observation
-    """{name: [n, ...]} physical state; empty where it was not asked for."""
+    """{name: [n, ...]} physical state; empty if not requested."""
     images: Observation
-    """{camera: [n, H, W, 3]}; empty where they were not asked for."""
+    """{camera: [n, H, W, 3]}; empty if not requested."""
     expert_action: np.ndarray | None
-    """[n, A], or texts [n]; None where no expert was asked for."""
+    """[n, A], or texts [n]; None if no expert was requested."""
     task: np.ndarray | None
-    """[n] names; None where all episodes are of one task."""
+    """[n] names; None if all episodes have one task."""
 
 
 def instrumented(
@@ -71,10 +71,10 @@ def instrumented(
 
     Args:
         expert: ``package.module:Attribute`` that makes an `Expert`; None: no part ``expert_action``.
-        physics: whether to show the physical state.
-        image_size: pixels of the longer side of a picture; None: no picture.
-        cameras: names of the simulator's cameras, or "default"; none: the default one.
-        reconfigure: every episode owes nothing to the ones before it (`SimEnv.reset`): it is a function of its seed and actions.
+        physics: whether to add the physical state.
+        image_size: pixels of a picture's longer side; None: no picture.
+        cameras: names of the simulator's cameras, or "default"; empty: the default one.
+        reconfigure: make every episode independent of earlier ones (`SimEnv.reset`): a function of its seed and actions.
     """
     own = {"expert": expert, "physics": physics, "image_size": image_size, "cameras": list(cameras), "reconfigure": reconfigure}
     return wrapped(config, "embodied_rl.sim.instrumented:InstrumentedSim", **own)
@@ -86,7 +86,7 @@ def plain_spec(spec: SimSpec) -> SimSpec:
 
 
 def split(observation: Mapping[str, Any]) -> Split:
-    """Take an observation apart, of one environment or of several."""
+    """Separate an observation of one or several environments."""
     return Split(
         observation={key: part for key, part in observation.items() if not _is_added(key)},
         state={key.removeprefix(PHYSICS): part for key, part in observation.items() if key.startswith(PHYSICS)},
@@ -97,7 +97,7 @@ def split(observation: Mapping[str, Any]) -> Split:
 
 
 def plain_snapshot(snapshot: Snapshot) -> Snapshot:
-    """A snapshot of an instrumented simulator's slot as the plain one would have given it."""
+    """Snapshot of an instrumented simulator's slot as the plain simulator would have taken it."""
     base = snapshot.base
     if base is not None:
         base = {**base, "observation": split(base["observation"]).observation}
@@ -105,7 +105,7 @@ def plain_snapshot(snapshot: Snapshot) -> Snapshot:
 
 
 def instrumented_snapshot(snapshot: Snapshot, spec: SimSpec) -> Snapshot:
-    """A plain simulator's snapshot for an instrumented one with this spec: what that shows besides is empty until the next step."""
+    """Plain simulator's snapshot for an instrumented one with this spec; the added parts are empty until the next step."""
     empty = {key: "" for key in spec.variables if _is_added(key)}
     base = snapshot.base
     if base is not None:
@@ -114,7 +114,7 @@ def instrumented_snapshot(snapshot: Snapshot, spec: SimSpec) -> Snapshot:
 
 
 def encode_physics(state: Mapping[str, np.ndarray]) -> bytes:
-    """What `InstrumentedSim.restore` takes in place of a snapshot: a physical state for the running episode."""
+    """Physical state for the running episode, which `InstrumentedSim.restore` accepts instead of a snapshot."""
     return _PHYSICS_MARK + encode_state({name: np.asarray(part) for name, part in state.items()})
 
 
@@ -123,10 +123,10 @@ def _is_added(key: str) -> bool:
 
 
 class InstrumentedSim(SimWrapper):
-    """Passes everything on to the simulator named by `target` and adds what `instrumented` was asked for.
+    """Passes everything on to the simulator named by `target` and adds the parts of `instrumented`.
 
-    A snapshot is the simulator's own: an expert's memory, should it have one, begins anew with a restored episode.
-    Raises UserError: the simulator cannot draw here, offers no physical state, or its expert does not fit it.
+    A snapshot is the simulator's own; an expert with a memory begins anew after a restore. Raises UserError: the simulator cannot draw
+    here, has no physical state, or its expert does not fit.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class InstrumentedSim(SimWrapper):
         self._reconfigure = reconfigure
         self._parts: dict[str, TensorSpec | VariableSpec] = {}
         self._pictures: dict[str, tuple[str, tuple[int, int]]] = {}
-        """{part: its camera and size}"""
+        """{part: (camera, size)} of the pictures."""
         self._names: tuple[str, ...] = ()
         spec, scratch = self._sim.spec, StepBuffers.allocate(self._sim.spec, num_envs)
         self._plain = tuple(spec.observation)
@@ -159,7 +159,7 @@ class InstrumentedSim(SimWrapper):
         self._make_expert = None if expert is None else expert_maker(expert)
         self._experts: list[Expert | None] = [None] * num_envs
         if self._make_expert is not None:
-            self._make_expert(self._sim, 0)  # raises where it does not fit
+            self._make_expert(self._sim, 0)  # raises if it does not fit
             action = spec.action
             self._parts[EXPERT] = (
                 VariableSpec("text", action.max_bytes) if action.kind == "text" else TensorSpec((action.dim,), action.dtype)
@@ -176,7 +176,7 @@ class InstrumentedSim(SimWrapper):
         self._seen(env_ids, out)
 
     def restore(self, env_id: int, data: bytes) -> None:
-        """See `SimEnv.restore`; what `encode_physics` gave is set in the running episode instead.
+        """See `SimEnv.restore`; data of `encode_physics` is set in the running episode instead.
 
         Raises SnapshotError: the state does not fit this simulator.
         """
@@ -204,7 +204,7 @@ class InstrumentedSim(SimWrapper):
         shapes = {name: np.shape(part) for name, part in state.items()}
         if shapes != (own := {name: part.shape for name, part in present.items()}):
             raise SnapshotError(f"The physical state has the parts {shapes}; task '{self.spec.task}' has {own}.")
-        # Setting even an equal state makes a physics engine forget its contacts: an episode that is where it should be goes on.
+        # Setting even an equal state makes a physics engine forget its contacts, so an equal state is not set.
         if any(not np.array_equal(present[name], part) for name, part in state.items()):
             self._sim.set_physics(env_id, state)
 
@@ -213,7 +213,7 @@ class InstrumentedSim(SimWrapper):
             raise UserError(f"Task '{self._sim.spec.task}' offers no pictures (no render mode 'rgb_array'): leave images out.")
         height, width = self._draw(0, camera).shape[:2]
         scale = size / max(height, width)
-        # Even sides: H.264 stores colours at half the resolution.
+        # H.264 stores colours at half the resolution, so the sides must be even.
         fitted = max(2, round(height * scale / 2) * 2), max(2, round(width * scale / 2) * 2)
         part = IMAGE + (CAMERA if camera == DEFAULT_CAMERA else camera)
         self._pictures[part], self._parts[part] = (camera, fitted), TensorSpec((*fitted, 3), "uint8")
@@ -238,10 +238,7 @@ class InstrumentedSim(SimWrapper):
 
 
 def expert_maker(target: str) -> Callable[[SimEnv, int], Expert]:
-    """How to make the expert of one environment, from a class or function of no argument or of (simulator, environment's number).
-
-    Raises UserError: the target cannot be imported, or takes other arguments.
-    """
+    """Function that makes one environment's expert from a class or function without arguments or with (simulator, environment's number)."""
     made = load_target(target)
     needed = [
         parameter
@@ -257,7 +254,7 @@ def expert_maker(target: str) -> Callable[[SimEnv, int], Expert]:
 
 
 def needs_simulator(target: str) -> bool:
-    """Whether the expert of a target reads the simulator's state: it then acts in the simulator's own process. Raises UserError."""
+    """Whether a target's expert reads the simulator's state, and so must act in the simulator's process. Raises UserError."""
     return expert_maker(target) is load_target(target)
 
 

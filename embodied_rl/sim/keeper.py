@@ -1,8 +1,8 @@
-"""The parent of one worker process: ``python -m embodied_rl.sim.keeper MODULE MANAGER SOCKET LIFE READY``, started by a manager.
+"""Parent of one worker process; a manager starts it as ``python -m embodied_rl.sim.keeper MODULE MANAGER SOCKET LIFE READY``.
 
-It forks before anything heavy is imported: the child becomes the worker, and this process waits. What the worker starts, and what that
-starts in turn, becomes a child of this process when its own parent ends, also after `setsid` (PR_SET_CHILD_SUBREAPER of Linux): so all of
-it ends with the worker, however that, or the manager, ended. Elsewhere than on Linux the worker's process group ends with it.
+It forks before any heavy import: the child becomes the worker, and this process waits. Orphaned descendants of the worker become children
+of this process, even after `setsid` (PR_SET_CHILD_SUBREAPER of Linux). So all of them end with the worker, however the worker or the
+manager ended. On other systems the worker's process group ends with it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LOOK_S = 2.0
-"""Between two looks for orphans that have ended by themselves while the worker runs."""
+"""Seconds between two checks for orphans that ended while the worker runs."""
 _END_S = 5.0
-"""For killed processes to be gone; one that the kernel holds, or of another user, is left."""
+"""Seconds to wait for killed processes; those stuck in the kernel, or of another user, are left."""
 
 
 def parents() -> dict[int, int]:
-    """{process: its parent} of everything that runs; empty where there is no /proc."""
+    """{process: its parent} of all running processes; empty without /proc."""
     found = {}
     for name in os.listdir("/proc") if sys.platform == "linux" else ():
         if name.isdecimal():
@@ -36,23 +36,23 @@ def parents() -> dict[int, int]:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process by SIGKILL when the thread that started it ends."""
+    """Ask the kernel to SIGKILL this process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _Keeper:
-    """Waits for the worker, and for the manager that it belongs to."""
+    """Waits for the worker's end and for the manager's."""
 
     def __init__(self, manager: int) -> None:
         self._manager, self._worker = manager, 0
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the manager's affair
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the manager handles it
         signal.signal(signal.SIGTERM, self._on_term)
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def fork(self) -> int:
-        """0 in the process that becomes the worker."""
+        """Fork; returns 0 in the process that becomes the worker."""
         self._worker = os.fork()
         if self._worker == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -60,10 +60,10 @@ class _Keeper:
         return self._worker
 
     def outlive(self) -> int:
-        """Wait for the worker's end, or bring it about when the manager is gone; returns its wait status."""
+        """Wait for the worker's end, or end it once the manager is gone; returns its wait status."""
         poll = select.poll()
         for pid in (self._worker, self._manager):
-            with contextlib.suppress(OSError, AttributeError):  # without: by looking
+            with contextlib.suppress(OSError, AttributeError):  # otherwise it polls
                 poll.register(os.pidfd_open(pid), select.POLLIN)
         while True:
             if os.getppid() != self._manager:
@@ -83,7 +83,7 @@ class _Keeper:
 
 
 def _end_children() -> None:
-    """SIGKILL for every child, and for those that become children by that, until there are none."""
+    """SIGKILL every child, and the orphans that become children thereby, until there are none."""
     until, own = time.monotonic() + _END_S, os.getpid()
     while time.monotonic() < until:
         with contextlib.suppress(ChildProcessError):
@@ -99,7 +99,7 @@ def _end_children() -> None:
 
 
 def main() -> None:
-    """Fork, and be the worker or its keeper."""
+    """Fork, then be the worker or its keeper."""
     module, manager = sys.argv[1], int(sys.argv[2])
     connection, life, ready = map(int, sys.argv[3:6])
     keeper, own = _Keeper(manager), os.getpid()
@@ -113,7 +113,7 @@ def main() -> None:
         importlib.import_module(module).main()
         return
     gc.enable()
-    for descriptor in (connection, life):  # only the worker keeps these open: that they close shows that it ended
+    for descriptor in (connection, life):  # only the worker keeps these open, so that their closing shows its end
         os.close(descriptor)
     with contextlib.suppress(OSError):
         os.write(ready, str(worker).encode())
@@ -124,7 +124,7 @@ def main() -> None:
     else:
         with contextlib.suppress(OSError):
             os.killpg(worker, signal.SIGKILL)
-    # A signal as shells report it; a status below zero says that the keeper itself was killed.
+    # A signal, in the form that shells use; a status below zero means that the keeper was killed.
     os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
 
 

@@ -1,12 +1,13 @@
-"""`sim.num_workers=auto`, `sim.pipeline_groups=auto` and `sim.placement=auto`, measured: before a run begins, which number of workers, with
-the same slots over different numbers of them; in the first rollouts of the run, what can be changed between two: whether slots are stepped
-together, in turns or each by itself, and whether workers keep to cores of their own.
+"""Measure `sim.num_workers=auto`, `sim.pipeline_groups=auto` and `sim.placement=auto`.
 
-Before the run, measured are short rollouts too, by a policy of the run's kind with random weights. Of policies that are not built for that,
-and for episodes of groups, time that passes stands for acting, and actions hold still. Several workers are also stepped together, and
-bound, so that each number is compared at its best. First as many workers as there are cores step: where fewer would need longer for the
-simulation by itself than these need for everything, no others are started. The measured workers are ended, or, where they give the same
-numbers afterwards as before, go on as the run's: the choice changes nothing but time.
+Before a run begins, the measurement compares numbers of workers for the same slots. The first rollouts then try what can change between two
+rollouts: whether slots are stepped together, in turns or one by one, and whether workers are bound to cores.
+
+The measurement before the run plays short rollouts with a policy of the run's kind and random weights. Policies that are not built for
+this, and episodes of groups, get a pause for each call and constant actions. Several workers are also tried together and bound, so that
+each number competes at its best. As many workers as there are cores go first; if fewer would need longer for the simulation than these need
+for everything, no others are started. The chosen workers go on as the run's if they reproduce their first numbers; else they are replaced.
+The choice changes nothing but time.
 """
 
 from __future__ import annotations
@@ -42,41 +43,41 @@ from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import ActionSpec, StepBatch
 
 _LONGEST_START_S = 2.5
-"""A simulator that takes longer to start is not started again to be measured: what takes long to start takes long to step, and is the
-faster the more workers there are."""
+"""Seconds of a start after which a simulator is not started again to be measured: a slow start means slow steps, for which more workers are
+faster."""
 _LEAST_START_S = 1.25
-"""Of processor time, of each worker: below, it was the machine that was busy, and up to `_BUSY` times as long may have passed."""
+"""Processor seconds of a worker below which a slow start counts as the machine's fault, up to `_BUSY` times the longest start."""
 _BUSY = 4
 _UPDATE_S, _WINDOW_S = 0.002, 0.012
-"""Each setting is stepped so long in each round, after something like an update, in which the workers fall asleep."""
+"""Seconds of the pause before each window, in which workers fall asleep as during an update, and of the window itself."""
 _LONGEST_S = 0.4
-"""No further round begins after so long: the next run goes on where the number of workers is in question still."""
+"""Seconds after which no further round begins; the next run continues an undecided comparison."""
 _CLEARLY = 1.3
-"""As many workers as there are cores are so many times as fast as fewer could be at best: these are not started."""
+"""Speed-up of as many workers as there are cores over the best case of fewer; from it, fewer are not started."""
 _LONG_STEP_S = 100e-6
-"""Of a core, for a step: what it takes to wake workers, and so where they are, is next to nothing."""
+"""Core seconds of one step from which the time to wake workers is negligible, and so is the core they run on."""
 _COMPARED_STEPS, _ENOUGH_S = (3, 8), 0.03
-"""So many steps, the fewer where they take longer than this, say whether workers give the same numbers as before."""
+"""Fewest and most steps that check whether workers reproduce their numbers; no more than fit into these seconds beyond the fewest."""
 _STEPS, _SIMULATED_S = (4, 32), 0.03
-"""Of each slot, in a short rollout: as many as are simulated in this time. In fewer, the beginning and the end, where nothing goes on
-beside acting, count for more than in a run, and slots in groups seem slower than they are."""
+"""Bounds on steps per slot of a short rollout, and seconds to simulate. In shorter rollouts the beginning and the end, which overlap with
+no acting, count for more than in a run, and slots in groups seem slower than they are."""
 _NOT_MEASURED = ("embodied_rl.sim.remote:",)
-"""Begins of targets whose simulators are elsewhere: their services are asked for episodes, and for nothing else."""
+"""Prefixes of targets whose simulators run elsewhere; their services are asked for episodes only."""
 
 _THINK_S = 200e-6
-"""Of a call of a policy that does not play, which takes a core meanwhile."""
+"""Seconds that a call of a policy takes a core if no `Player` plays."""
 
 Told = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Player:
-    """A policy of the run's kind, that plays rollouts while workers are chosen."""
+    """Plays rollouts with a policy of the run's kind while the workers are chosen."""
 
     described: str
-    """What its time depends on: a choice is remembered for it."""
+    """Description of what the policy's time depends on; part of the key of a remembered choice."""
     seconds: Callable[[EnvManager, int], Callable[[], tuple[float, int]]]
-    """(a manager, steps of each slot) → what plays such a rollout in it, stepped as `EnvManager.num_turns` says: (seconds, steps)."""
+    """(manager, steps of each slot) → a function that plays one rollout as `EnvManager.num_turns` says: (seconds, steps)."""
 
 
 def start_measured(
@@ -91,14 +92,14 @@ def start_measured(
     tried: Sequence[int] = (),
     player: Player | None = None,
 ) -> EnvManager:
-    """`EnvManager.from_config` for a run that will last: what ``auto`` stands for is measured where it is not yet known, the number of
-    workers now and the rest, where rollouts try it, in the first of them (`EnvManager.rollout_took`).
+    """`EnvManager.from_config` for a long run: measure the ``auto`` settings that are not known yet. The number of workers is measured now,
+    the rest in the first rollouts if they try it (`EnvManager.rollout_took`).
 
     Args:
-        tell: takes the lines that say what was chosen.
-        rollouts: whether rollouts of all slots are played; False: slots are not stepped together, but as they come.
-        tried: numbers of turns that rollouts try, see `Circumstances`.
-        player: plays while it is measured; None: a fraction of a millisecond stands for each call of the policy.
+        tell: takes the lines that report the choice.
+        rollouts: whether rollouts of all slots are played; False: slots are stepped as they are ready.
+        tried: values of `num_turns` that rollouts try, see `Circumstances`.
+        player: plays during the measurement; None: a pause of `_THINK_S` replaces each call of the policy.
 
     Raises UserError: the simulator rejects its configuration; SimFault: a worker failed to build.
     """
@@ -132,7 +133,7 @@ def start_measured(
 
 
 def _settle(manager: EnvManager, asked: Circumstances, choice: WorkerChoice, tell: Told) -> None:
-    """Step as was chosen, and try in the run's rollouts what is in question."""
+    """Use the choice, and let the run's rollouts try the settings that are still open."""
 
     def note() -> None:
         asked.remember(choice)
@@ -148,28 +149,30 @@ def _settle(manager: EnvManager, asked: Circumstances, choice: WorkerChoice, tel
 
 
 class _Measurement:
-    """Managers with different numbers of workers, all alive, and what is measured of them."""
+    """Measures managers with different numbers of workers, all alive at once."""
 
     def __init__(
         self, asked: Circumstances, manager: Callable[[int | None], EnvManager], binding: CoreBinding | None, player: Player | None
     ) -> None:
-        """`manager` starts one with so many workers."""
+        """`manager` starts a manager with the given number of workers."""
         self._asked, self._manager, self._binding, self._player = asked, manager, binding, player
         self._numbers = candidates(asked.config.num_slots)
         self._found: dict[int, EnvManager] = {}
         self._plays: dict[int, Callable[[], tuple[float, int]]] = {}
         self._num_steps = 0
-        """Of each slot, in a short rollout."""
+        """Steps of each slot in a short rollout."""
 
     def chosen(self, before: WorkerChoice | None) -> tuple[EnvManager, WorkerChoice | None]:
-        """The manager that measuring says to take; as many workers as there are cores where it cannot say. `before`: what was measured."""
+        """Manager to use and the choice; as many workers as there are cores, and None, if measuring is impossible. `before`: earlier
+        measurements."""
         began, most = time.perf_counter(), self._numbers[-1]
         first = self._found[most] = self._manager(most)
         slow = _starts_slowly(first, time.perf_counter() - began)
-        # Text is answered by models and judges, which cost; what steps all its environments together may draw for all of them at once.
+        # Models and judges answer text, and they cost. A simulator that steps all its environments together may draw for all of them at
+        # once.
         if first.spec.action.kind == "text" or first.spec.steps_together:
             return first, None
-        if slow:  # in question is only how so many are stepped; their time before the run is compared with nothing
+        if slow:  # only how these workers are stepped is still open; their time before the run is compared with nothing
             known = self._asked.choice(self._asked.compared([{Setting(most, self._asked.config.num_groups): 1.0}]))
             self._asked.remember(known)
             return first, known
@@ -181,14 +184,14 @@ class _Measurement:
             choice = self._asked.choice(start)
             self._asked.remember(choice)
         except (SimFault, UserError, ValueError):
-            pass  # whatever it is, the run meets it in its own words
+            pass  # the run meets the same error and reports it
         number = most if choice is None else choice.setting.num_workers
         for other in [other for other in self._found if choice is None or other != number]:
             self._found.pop(other).close()
         return self._found.pop(number) if number in self._found else self._manager(number), choice
 
     def _measured(self, start: NumberComparison) -> NumberComparison:
-        """Measure what is in question, and keep the chosen manager where it is as it was at its start."""
+        """Measure the open settings, and keep the chosen manager if its workers reproduce their first steps."""
         most = self._numbers[-1]
         steps = {most: self._begin(most)}
         core_s = steps[most][2]
@@ -208,12 +211,12 @@ class _Measurement:
         number = start.leader.num_workers
         if _first_steps(self._found[number], steps[number][0])[0] == steps[number][0] and not self._found[number].fault_records:
             self._found[number].reset()
-        else:  # the past of these workers shows
+        else:  # these workers depend on what they played before
             self._found.pop(number).close()
         return start
 
     def _begin(self, number: int) -> tuple[list[bytes], float, float]:
-        """What `_first_steps` tells of so many workers, for which the policy is built then."""
+        """`_first_steps` of `number` workers; also builds their policy."""
         timed = _first_steps(manager := self._found[number])
         self._num_steps = self._num_steps or min(max(int(_SIMULATED_S / timed[1]), _STEPS[0]), _STEPS[1])
         if self._player is not None:
@@ -221,10 +224,10 @@ class _Measurement:
         return timed
 
     def _if_clear(self, core_s: float) -> NumberComparison | None:
-        """As if fewer workers had been measured, where the simulation by itself would take them much longer than everything takes as many
-        as there are cores. `core_s`: of one core, for a step of all slots."""
+        """Comparison as if fewer workers had been measured, if their simulation would take much longer than everything takes with all
+        cores; else None. `core_s`: core seconds of one step of all slots."""
         most, groups, cores = self._numbers[-1], self._asked.config.num_groups, Topology.read(with_gpus=False)
-        # Two threads of one core hold each other up: one of them by itself would be faster.
+        # Two hardware threads of one core slow each other down; a single one would be faster.
         one_s = self._num_steps * core_s * len(cores.physical_cores) / len(cores.cores)
         seconds, steps = min(self._play(Setting(most, groups))() for _ in range(2))
         if one_s < _CLEARLY * self._numbers[-2] * seconds:
@@ -233,7 +236,8 @@ class _Measurement:
         return self._asked.compared([{each: taken_s[each] / steps for each in taken_s}] * LEAST_ROUNDS)
 
     def _seconds(self, setting: Setting) -> float:
-        """Of a step, in one window after something like an update; what wakes the workers does not count where the window is short."""
+        """Seconds per step in one window after a pause like an update; a first play shorter than the window does not count, since it wakes
+        the workers."""
         manager = self._found[setting.num_workers]
         manager.num_turns = setting.num_turns
         if self._binding is not None and setting.bound:
@@ -251,28 +255,28 @@ class _Measurement:
         return seconds / steps
 
     def _play(self, setting: Setting) -> Callable[[], tuple[float, int]]:
-        """A short rollout with these workers, stepped in the groups of slots that `setting` has."""
+        """A function that plays a short rollout with these workers, in the groups of slots of `setting`."""
         manager, groups = self._found[setting.num_workers], self._asked.config.num_groups
         return self._plays.get(setting.num_workers) or Turns(manager, setting.num_turns, groups, self._num_steps).play
 
 
 def _starts_slowly(manager: EnvManager, seconds: float) -> bool:
-    """Whether a simulator whose workers were there after so many seconds is better not started a second time."""
+    """Whether a simulator that started in `seconds` is too slow to be started a second time."""
     if seconds <= _LONGEST_START_S:
         return False
     try:
         used = [Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split() for pid in manager.worker_pids()]
         busy_s = max(int(fields[11]) + int(fields[12]) for fields in used) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):  # other systems than Linux have no /proc: only the wall time is known
+    except (OSError, ValueError, IndexError):  # only Linux has /proc: elsewhere only the wall time is known
         return True
     return busy_s > _LEAST_START_S or seconds > _BUSY * _LONGEST_START_S
 
 
 class Turns:
-    """The slots of a manager, stepped in turns as a rollout does, by actions that hold still."""
+    """Steps a manager's slots in turns as a rollout does, with constant actions."""
 
     def __init__(self, manager: EnvManager, num_turns: int, num_calls: int, num_steps: int) -> None:
-        """Resets all slots. `num_calls`: of the policy, for all slots; `num_steps`: of each slot, in a rollout."""
+        """Reset all slots. `num_calls`: calls of the policy per step of all slots; `num_steps`: steps of each slot in a rollout."""
         self._manager, self._num_steps, num_groups = manager, num_steps, min(num_turns, manager.num_slots)
         self._groups = [group for group in split_slots(range(manager.num_slots), num_groups) if len(group)]
         self._actions = [still_actions(manager, len(group)) for group in self._groups]
@@ -280,7 +284,7 @@ class Turns:
         manager.reset()
 
     def play(self) -> tuple[float, int]:
-        """(seconds, steps) of some steps of all slots."""
+        """Play a rollout; returns (seconds, steps of all slots)."""
         for group, actions in zip(self._groups, self._actions, strict=True):
             self._manager.send(group, actions)
         started = time.perf_counter()
@@ -294,14 +298,14 @@ class Turns:
 
 
 def _think(seconds: float) -> None:
-    """Take a core for so long."""
+    """Keep a core busy for `seconds`."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass
 
 
 def begin_ended(manager: EnvManager, batch: StepBatch) -> None:
-    """New episodes where some ended, of a manager that begins none by itself."""
+    """Begin new episodes in the slots that ended, if the manager does not reset by itself."""
     if not manager.autoreset and batch.done.any():
         ended = batch.slots[batch.done]
         manager.begin(ended, ended.tolist())
@@ -309,7 +313,7 @@ def begin_ended(manager: EnvManager, batch: StepBatch) -> None:
 
 
 def still_actions(manager: EnvManager, num_slots: int) -> np.ndarray:
-    """Actions that do as little as can be: the middle of the bounds, or number 0. [n, A], or chunks [n, K, A]."""
+    """Actions that do as little as possible: the middle of the bounds, or number 0. [n, A], or chunks [n, K, A]."""
     spec: ActionSpec = manager.spec.action
     shape = (num_slots, spec.dim) if manager.chunk_size == 1 else (num_slots, manager.chunk_size, spec.dim)
     if spec.kind != "continuous":
@@ -319,8 +323,8 @@ def still_actions(manager: EnvManager, num_slots: int) -> np.ndarray:
 
 
 def _first_steps(manager: EnvManager, before: Sequence[bytes] = ()) -> tuple[list[bytes], float, float]:
-    """(what comes of a reset and some steps, as many as `before` is of, bit by bit; seconds that one of these steps of all slots took at
-    least, and seconds of one core, other programs or not)."""
+    """Reset, then step all slots (as often as in `before`); returns (exact bytes of everything seen, shortest seconds of such a step,
+    smallest core seconds of one). Core seconds hardly depend on other programs."""
     actions, slots = still_actions(manager, manager.num_slots), range(manager.num_slots)
     batch, seen, taken_s, core_s = manager.reset(), list[bytes](), list[float](), list[float]()
     least, most = _COMPARED_STEPS
@@ -337,7 +341,7 @@ def _first_steps(manager: EnvManager, before: Sequence[bytes] = ()) -> tuple[lis
 
 
 def _processor_s(manager: EnvManager) -> float:
-    """Processor time of the workers' main threads, which other programs that take the cores hardly change; 0 where it is not known."""
+    """Processor seconds of the workers' main threads, which other programs hardly change; 0 if unknown."""
     try:
         return sum(int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[0]) for pid in manager.worker_pids()) / 1e9
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""Keeps simulators that draw from process-wide random generators apart from each other."""
+"""Isolates simulators that draw from process-wide random generators from each other."""
 
 # ruff: noqa: NPY002  (numpy's legacy global generator is the subject here)
 from __future__ import annotations
@@ -15,21 +15,21 @@ PythonState = tuple[Any, ...]
 
 
 class PrivateRandom:
-    """One environment's own state of the process-wide generators `numpy.random` and `random`."""
+    """One environment's private state of the process-wide generators `numpy.random` and `random`."""
 
     def __init__(self) -> None:
         self.state: tuple[NumpyState, PythonState] | None = None
-        """(numpy's state, random's state), plain values and an array; None before the first use. Set it to go on from there."""
+        """(numpy's state, random's state), plain values and an array; None before the first use. Set it to continue from there."""
 
     @contextmanager
     def active(self, seed: int | None = None) -> Iterator[None]:
-        """Run the body with this state (seeded first where a seed is given), then put the process's own back."""
+        """Run the body with this state (seeded first if a seed is given), then restore the process's own."""
         with process_state_kept(), self.taken(seed):
             yield
 
     @contextmanager
     def taken(self, seed: int | None = None) -> Iterator[None]:
-        """The same, of several one after the other, within one `process_state_kept`: saving and setting a state takes 40 microseconds."""
+        """As `active`, for several states within one `process_state_kept`: saving and setting a state takes 40 microseconds."""
         if seed is not None:
             np.random.seed(seed % 2**32)
             random.seed(seed)
@@ -44,7 +44,7 @@ class PrivateRandom:
 
 @contextmanager
 def process_state_kept() -> Iterator[None]:
-    """Put the process-wide generators back after the body to where they were before."""
+    """Restore the process-wide generators after the body."""
     process = np.random.get_state(), random.getstate()
     try:
         yield
@@ -54,6 +54,6 @@ def process_state_kept() -> Iterator[None]:
 
 
 def fingerprint() -> tuple[bytes, Any]:
-    """The present state of both process-wide generators; two of them are equal when nothing was drawn in between."""
+    """Present state of both process-wide generators; two are equal if nothing was drawn in between."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return np.asarray(keys).tobytes() + repr((name, *rest)).encode(), random.getstate()

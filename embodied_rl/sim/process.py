@@ -1,4 +1,4 @@
-"""Starting, watching and ending one worker process, and how long its answers may take."""
+"""Start, watch and end one worker process, with timeouts for its answers."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ Answer = TypeVar("Answer")
 _OUTPUT_TAIL_BYTES = 6000
 _SEND_TIMEOUT_S = 30.0
 _STACK_S = 1.0
-"""For a hanging worker to write down where it is."""
+"""Seconds that a hanging worker has to write its stack."""
 _STACK_ENDS = (b" in _run_module_as_main\n", b"\n  ...\n")
-"""The outermost call of ``python -m``, or what stands for it where there are too many."""
+"""Endings of a complete stack: the outermost call of ``python -m``, or the marker of a shortened one."""
 _READY_S = 60.0
-"""For a keeper to have started its worker, on a busy machine."""
+"""Seconds that a keeper has to start its worker, on a busy machine."""
 _KEEPER_S = 10.0
-"""For a keeper to end a worker and all that it started."""
+"""Seconds that a keeper has to end a worker and its descendants."""
 _REAP_S = 10.0
-"""For a process whose socket is closed already to end, on a busy machine: its status says why."""
+"""Seconds that a process with a closed socket has to end, on a busy machine; its status tells why it ended."""
 
 
 class WorkerProcess:
-    """One ``embodied_rl.sim.worker``, with its socket, its output and the way to end it.
+    """One ``embodied_rl.sim.worker`` with its socket, its output and the means to end it.
 
-    The process is a fresh interpreter (never a fork of ours: simulators hold threads, locks and graphics contexts), in its own
-    process group so that Ctrl-C reaches only the manager. It dies with the manager, also when that is SIGKILLed, and all that
-    it started dies with it: between the two stands its keeper (`embodied_rl.sim.keeper`), which is our child.
+    The process is a fresh interpreter, never a fork of ours: simulators hold threads, locks and graphics contexts. Its own process group
+    keeps Ctrl-C to the manager. The worker and all its descendants die with the manager, even after a SIGKILL, because its keeper
+    (`embodied_rl.sim.keeper`), our child, stands between the two.
     """
 
     def __init__(self, index: int, setup: dict[str, Any], threads: int = 1, module: str = "embodied_rl.sim.worker") -> None:
-        """The `main` of `module` is called; ``sys.argv`` holds its end of the socket and of the pipe that closes with us."""
+        """Call `main` of `module`, with its ends of the socket and of the pipe that closes with us in ``sys.argv``."""
         self.index = index
         self.num_envs: list[int] = setup["num_envs"]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
@@ -53,7 +53,7 @@ class WorkerProcess:
         life_read, self._life_write = os.pipe()
         self._ready, ready_write = os.pipe()
         self._pid: int | None = None
-        # Some simulators iterate over sets of strings: without this a seed would mean another episode in every process.
+        # Some simulators iterate over sets of strings; without a fixed hash seed each process would play another episode for a seed.
         environment = {**thread_variables(threads), "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
         handed = (theirs.fileno(), life_read, ready_write)
         try:
@@ -64,13 +64,13 @@ class WorkerProcess:
             os.close(life_read)
             os.close(ready_write)
         self.channel = Channel(ours, asks=True)
-        # One that is killed before it has read this is found dead when its first message is waited for.
+        # A process that died before it read this is found dead when its first message is awaited.
         with contextlib.suppress(ChannelClosed):
             self.channel.ask({**setup, "sys_path": sys.path})
 
     @property
     def pid(self) -> int:
-        """Of the process that runs the simulator; its keeper's where that ended, or stands still, before it began."""
+        """Id of the process that runs the simulator; the keeper's id if the keeper ended or stalled before it started that process."""
         if self._pid is None:
             answer = os.read(self._ready, 32) if can_be_read(self._ready, timeout_s=_READY_S) else b""
             self._pid = int(answer or self._process.pid)
@@ -80,16 +80,15 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def request(self, message: dict[str, Any], payload: bytes = b"", *, fds: Sequence[int] = ()) -> None:
-        """Hand over a message and descriptors of ours. Raises SimFault when the worker is gone, or takes nothing for half a minute."""
+        """Send a message and descriptors. Raises SimFault if the worker is gone or accepts nothing for half a minute."""
         try:
             self.channel.ask(message, payload, fds=fds, timeout_s=_SEND_TIMEOUT_S)
         except ChannelClosed:
             raise self._death() from None
 
     def receive(self, timeout_s: float, doing: str, read: Callable[[dict[str, Any], bytes], Answer]) -> Answer:
-        """The worker's answer to the last request, as `read` makes it out.
-        Raises SimFault: the worker failed, died or was too slow at `doing`, or what it sent is no answer; UserError: the worker refuses.
-        """
+        """Receive the answer to the last request, decoded by `read`. Raises SimFault: the worker failed, died, was too slow at `doing`, or
+        sent no valid answer; UserError: the worker refuses."""
         try:
             with waiting:
                 message, payload = self.channel.next_answer(timeout_s)
@@ -105,15 +104,15 @@ class WorkerProcess:
             raise self._garbled(str(error), doing) from None
         try:
             return read(message, payload)
-        except Exception as error:  # whatever a reader stumbles over: it is not what was asked for
+        except Exception as error:  # whatever `read` raises, this is not the expected answer
             raise self._garbled(f"{type(error).__name__}: {error}", doing) from None
 
     def check(self, failed: bool) -> None:
-        """Raise what happened to the worker, if something did; `failed` is its own flag in shared memory."""
+        """Raise the worker's failure, if there is one; `failed` is its own flag in shared memory."""
         if failed:
             self.receive(5.0, "report a failure", no_answer)
         if not self.alive():
-            # Its last words may still be in the socket.
+            # Its last message may still be in the socket.
             try:
                 self.receive(0.5, "report its end", no_answer)
             except SimFault as fault:
@@ -122,12 +121,12 @@ class WorkerProcess:
             raise self._death()
 
     def timed_out(self, timeout_s: float, doing: str) -> SimFault:
-        """The fault of a worker that is alive but does not answer, with the place where it hangs."""
+        """Fault of a live worker that does not answer, with the place where it hangs."""
         if self.alive() and hasattr(signal, "SIGUSR1"):
             before, until = self._written(), time.monotonic() + _STACK_S
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGUSR1)
-            # It is written call by call: what came first is not all.
+            # The stack is written call by call, so the first read may be incomplete.
             while not self._read(before).endswith(_STACK_ENDS) and time.monotonic() < until:
                 time.sleep(0.005)
         return SimFault(
@@ -135,30 +134,30 @@ class WorkerProcess:
         )
 
     def release(self) -> None:
-        """Signal the process that its manager is done with it: it ends within about a second, whatever it is doing."""
+        """Tell the process that the manager has let go: it ends within about a second, whatever it is doing."""
         if self._life_write >= 0:
-            # A byte, not only the end of the pipe: a process that was forked from ours since then holds our end open too.
+            # Send a byte as well as close the pipe: a process forked from ours since then keeps our end open.
             with contextlib.suppress(OSError):
                 os.write(self._life_write, b"x")
             os.close(self._life_write)
             self._life_write = -1
 
     def end_at_once(self) -> None:
-        """SIGKILL for the process, and by its keeper for all that it started; does not wait."""
+        """SIGKILL the process; its keeper kills the descendants. Does not wait."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """End the process at once, and return when it is gone: afterwards it no longer writes to shared memory."""
+        """End the process at once and wait until it is gone, after which it cannot write to shared memory."""
         self.end_at_once()
         try:
             self._process.wait(_KEEPER_S)
-        except subprocess.TimeoutExpired:  # the keeper was stopped: the worker dies with it
+        except subprocess.TimeoutExpired:  # the keeper was stopped, and the worker dies with it
             self._process.kill()
             self._process.wait()
         self.close()
 
     def resident_mb(self) -> float:
-        """Resident memory in MB (2**20 bytes); 0 where it is not known."""
+        """Resident memory in MB (2**20 bytes); 0 if unknown."""
         try:
             with open(f"/proc/{self.pid}/statm", encoding="ascii") as file:
                 return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -166,7 +165,7 @@ class WorkerProcess:
             return 0.0
 
     def close(self, grace_s: float = 2.0) -> None:
-        """End the process: nicely, else by SIGKILL. May be called twice."""
+        """End the process gracefully, else by SIGKILL. May be called twice."""
         self.release()
         try:
             self._process.wait(grace_s)
@@ -176,14 +175,14 @@ class WorkerProcess:
             worker = self.pid
             os.close(self._ready)
             self._ready = -1
-            if self._process.returncode < 0 and worker != self._process.pid:  # the keeper was killed: what stayed in the group is left
+            if self._process.returncode < 0 and worker != self._process.pid:  # the keeper was killed: kill what is left of its group
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(worker, signal.SIGKILL)
         self.channel.close()
         self._output.close()
 
     def _reported(self, message: Mapping[str, Any]) -> UserError | SimFault:
-        """The failure that a worker reports. Raises ChannelGarbled where it is none."""
+        """Failure that a worker reports. Raises ChannelGarbled if the message is not a failure."""
         try:
             if message["kind"] == "user_error":
                 return UserError(str(message["message"]))
@@ -201,7 +200,7 @@ class WorkerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_S)
         code = self._process.returncode
-        number = 0 if code is None else -code if code < 0 else code - 128  # of the signal that ended the keeper, or the worker
+        number = 0 if code is None else -code if code < 0 else code - 128  # signal that ended the keeper or the worker
         how = f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit status {code}"
         if code is None:
             how = f"closed its connection, and still ran {_REAP_S:g} s later"
@@ -211,21 +210,21 @@ class WorkerProcess:
         return self._read(max(0, self._written() - _OUTPUT_TAIL_BYTES)).decode(errors="replace")
 
     def _written(self) -> int:
-        """Bytes that the process has printed."""
+        """Number of bytes that the process has printed."""
         return os.fstat(self._output.fileno()).st_size
 
     def _read(self, start: int) -> bytes:
-        """What it printed from there on. The process writes where the file that we share with it stands: nothing here may move that."""
+        """Output from byte `start` on. The process writes at the shared file's position, so nothing here may move that."""
         return os.pread(self._output.fileno(), max(0, self._written() - start), start)
 
 
 def no_answer(message: Mapping[str, Any], payload: bytes) -> None:
-    """Where nothing but a failure can come. Raises ValueError."""
+    """Reader for a request that only a failure can answer. Raises ValueError."""
     raise ValueError("an answer to a request that was answered")
 
 
 def done(message: Mapping[str, Any], payload: bytes) -> None:
-    """Where an answer holds nothing but that it is done."""
+    """Reader for an answer without content."""
 
 
 def close_all(workers: list[WorkerProcess]) -> None:
@@ -241,31 +240,32 @@ def close_all(workers: list[WorkerProcess]) -> None:
 
 
 _FACTOR = 10.0
-"""A reset may take so many times as long as the longest seen, or before there was one, as building the simulators took: machines are busy,
-and seeds differ."""
+"""Factor of a reset's timeout over the longest reset so far, or over the build time before the first. Machines are busy and seeds
+differ."""
 _FLOOR_S = 20.0
 _FIRST_FLOOR_S = 60.0
-"""While not every worker has reset once: a first reset may build a scene, and the first worker's for all."""
+"""Shortest timeout in seconds until every worker has reset once: a first reset may build a scene, and one worker may build it for all."""
 
 
 class Patience:
-    """The same for every answer."""
+    """Constant timeout for answers."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
 
     def limit_s(self) -> float:
-        """Seconds from a request until its answer is too late."""
+        """Seconds after a request when its answer is late."""
         return self._limit_s
 
     def took(self, seconds: float) -> None:
-        """An answer came after so long."""
+        """Record that an answer took `seconds`."""
 
 
 class LearnedPatience(Patience):
-    """Learned from the answers so far: ten times the longest, at least 20 s (60 s until every worker has answered), at most `ceiling_s`.
+    """Timeout learned from earlier answers: ten times the longest, at least 20 s (60 s until each worker has answered), at most
+    `ceiling_s`.
 
-    `built_s`, the seconds that building the simulators took, stands for the longest until the first answer.
+    Until the first answer, `built_s`, the seconds that building the simulators took, replaces the longest.
     """
 
     def __init__(self, ceiling_s: float, num_workers: int, built_s: float) -> None:

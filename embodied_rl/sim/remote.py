@@ -1,7 +1,7 @@
-"""Environments behind a URL as a simulator like any other: ``sim=remote``.
+"""Environments behind a URL as an ordinary simulator: ``sim=remote``.
 
-The server (`python -m embodied_rl.serve_envs`, or one that speaks ROCK's GEM routes) keeps the environments; a connection that breaks is
-made again and the episode goes on. No torch, and nothing beside the standard library.
+The server (`python -m embodied_rl.serve_envs`, or one with ROCK's GEM routes) keeps the environments; after a broken connection the client
+reconnects and the episode continues. Needs neither torch nor anything outside the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from embodied_rl.types import SimSpec, StepBuffers
 
 PROTOCOLS = ("embodied_rl", "rock")
 _CONNECT_S = 10.0
-"""How long a server may take to be there at all, when environments are made."""
+"""Seconds within which a server must answer at all when environments are made."""
 
 
 def make(
@@ -43,14 +43,14 @@ def make(
     """`num_envs` environments of a service, each in its own process there.
 
     Args:
-        sim: the simulator's name in the service's catalogue; not for ROCK.
+        sim: the simulator's name in the service's catalogue; unused for ROCK.
         task: another task of it; None: its own. For ROCK, the environment's id.
         protocol: "embodied_rl", or "rock" for ``/apis/v1/envs/gem/…``.
-        token_env: environment variable that holds the service's token, where it asks for one.
-        attempt_s: without an answer for so long, a request is sent again on another connection.
-        deadline_s: of one call with all its repeats.
-        start_timeout_s: the same for building the environments.
-        **kwargs: for ROCK, what `embodied_rl.sim.text.gem.make` takes beside the task: history, success_return, room of texts.
+        token_env: environment variable with the service's token, if the service asks for one.
+        attempt_s: seconds without an answer after which a request is sent again on another connection.
+        deadline_s: seconds for one call with all its retries.
+        start_timeout_s: seconds for building the environments.
+        **kwargs: for ROCK, arguments of `embodied_rl.sim.text.gem.make` beside the task: history, success_return, text sizes.
 
     Raises UserError: no service answers at the URL, or it refuses the request.
     """
@@ -69,25 +69,25 @@ def make(
 
 
 class RemoteSim(SimEnv):
-    """See `make`. Every request is numbered, so that one that is sent again is not executed again.
+    """Environments of a service; see `make`. Every request is numbered, so that a repeated one is not executed twice.
 
-    A fault of the service counts as a local one: the manager makes new environments and resumes the episodes as usual. The other
-    environments of this client are closed with the failed one, as they would end with a local worker's process.
+    A fault of the service counts as a local one: the manager makes new environments and resumes the episodes. This client's other
+    environments are closed with the failed one, as they would end with a local worker.
     """
 
     def __init__(self, client: JsonClient, env_ids: Sequence[str], spec: SimSpec, numbers: Sequence[int]) -> None:
-        """Of environments that are there already: see `made` and `attached`."""
+        """Use existing environments; see `made` and `attached`."""
         self._client = client
         self._closed = False
         self.env_ids: list[str] = list(env_ids)
-        """The service's names of the environments."""
+        """Service's names of the environments."""
         self._numbers = list(numbers)
-        # The service runs each in its own process, also for simulators that otherwise step together.
+        # The service runs each in its own process, even for simulators that otherwise step together.
         self.spec: SimSpec = replace(spec, steps_together=False)
 
     @staticmethod
     def made(client: JsonClient, num_envs: int, sim: str, task: str | None, kwargs: Mapping[str, Any], start_timeout_s: float) -> RemoteSim:
-        """New environments. Raises UserError: no service answers, or it refuses."""
+        """Make new environments. Raises UserError: no service answers, or it refuses."""
         asked = {"sim": sim, "task": task, "kwargs": dict(kwargs), "count": num_envs, "encoding": "base64"}
         try:
             require_server(client, "/v1/health")
@@ -102,9 +102,8 @@ class RemoteSim(SimEnv):
 
     @staticmethod
     def attached(client: JsonClient, env_ids: Sequence[str]) -> RemoteSim:
-        """Environments that another client made, in the middle of their episodes: what a client that was started anew goes on with.
-        Raises UserError: no service answers at the URL, or no environment is named; RemoteFault: one of them is gone.
-        """
+        """Environments that another client made, in the middle of their episodes, so that a restarted client can continue them. Raises
+        UserError: no service answers at the URL, or no environment is named; RemoteFault: one of them is gone."""
         if not env_ids:
             raise UserError("Name at least one environment to go on with.")
         try:
@@ -131,7 +130,7 @@ class RemoteSim(SimEnv):
         try:
             answers = self._ask("step", asked)
         except NonFiniteRemote as fault:
-            out.reward[fault.env_id] = np.nan  # which the worker finds, and treats as sim.non_finite says
+            out.reward[fault.env_id] = np.nan  # the worker finds it and applies sim.non_finite
             return
         for i, body in answers.items():
             self._observe(i, body, out)
@@ -140,7 +139,7 @@ class RemoteSim(SimEnv):
             out.info[i] = body["info"]
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SimEnv`. Raises SnapshotError where the simulator has none."""
+        """See `SimEnv`. Raises SnapshotError if the simulator has no snapshots."""
         return decode_snapshot(self._ask("snapshot", {env_id: {}})[env_id]["snapshot"])
 
     def restore(self, env_id: int, data: bytes) -> None:
@@ -150,7 +149,7 @@ class RemoteSim(SimEnv):
         return decode_array(self._ask("render", {env_id: {}})[env_id]["image"], "uint8")
 
     def close(self) -> None:
-        """Close this client's environments; where the service cannot be reached, its idle limit closes them."""
+        """Close this client's environments; if the service is unreachable, its idle limit closes them."""
         if self._closed:
             return
         self._closed = True
@@ -162,7 +161,7 @@ class RemoteSim(SimEnv):
         self._client.close()
 
     def _ask(self, operation: str, asked: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        """`_ask_all`; closes all of this client's environments when that fails for good."""
+        """`_ask_all`; closes all of this client's environments if it fails for good."""
         try:
             return self._ask_all(operation, asked)
         except UserError:
@@ -172,7 +171,7 @@ class RemoteSim(SimEnv):
             raise
 
     def _ask_all(self, operation: str, asked: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        """One batch: {env id here: what the operation takes} to {env id here: its answer}."""
+        """Send one batch {environment here: arguments of the operation}; returns {environment here: its answer}."""
         items = []
         for i, arguments in asked.items():
             self._numbers[i] += 1
@@ -215,7 +214,7 @@ def require_server(client: JsonClient, path: str) -> None:
 
 
 def _error(answer: Answer, what: str) -> Exception:
-    """What the service's word for a failure is called here."""
+    """Our exception for the kind of failure that the service reports."""
     message = f"{what}: {answer.message}"
     if answer.kind == "snapshot_error":
         return SnapshotError(message)

@@ -1,4 +1,4 @@
-"""JSON over HTTP for simulators that live elsewhere: one kept connection, deadlines, and repeats where a repeat is harmless."""
+"""JSON over HTTP for remote simulators: one kept connection, deadlines, and retries where a retry is harmless."""
 
 from __future__ import annotations
 
@@ -15,58 +15,58 @@ from urllib.parse import urlsplit
 from embodied_rl.errors import Limits, UserError
 
 _RETRIED = frozenset({408, 425, 429, 502, 503, 504})
-"""Statuses that say "not now". 500 is not among them: it is what became of an environment."""
+"""Temporary statuses. 500 is not one: it reports an environment that failed."""
 _LINE = 300
 MOST_BYTES = 2**28
-"""Of one answer."""
+"""Most bytes of one answer."""
 
 
 class RemoteFault(RuntimeError):
-    """A remote environment that failed, or a service that cannot be reached any more."""
+    """A remote environment failed, or its service is unreachable."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-        """``connection``, ``bad_response``, or the word that the service gave: raised, died, timed_out, idle, unknown_environment, …"""
+        """``connection``, ``bad_response``, or the service's word: raised, died, timed_out, idle, unknown_environment, …"""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back, whatever its status."""
+    """Response of any status."""
 
     status: int
     body: dict[str, Any]
 
     @property
     def kind(self) -> str:
-        """The service's word for what went wrong; empty where it gave none."""
+        """Service's word for the failure; empty if it gave none."""
         return str(self.body.get("kind", ""))
 
     @property
     def message(self) -> str:
-        """The service's sentence for it."""
+        """Service's sentence about the failure."""
         found = self.body.get("error") or self.body.get("detail") or self.body.get("message") or f"HTTP status {self.status}"
         return found if isinstance(found, str) else json.dumps(found)[:_LINE]
 
 
 @dataclass(frozen=True)
 class Patience(Limits):
-    """How long a client tries. Raises UserError for a time that is not above 0 and finite."""
+    """Timeouts and retries of a client. Raises UserError for a time that is not above 0 and finite."""
 
     attempt_s: float = 20.0
-    """Without an answer for so long, the connection is given up and the request sent again on another."""
+    """Seconds without an answer after which the client drops the connection and sends the request on another."""
     deadline_s: float = 50.0
-    """Of one call with all its repeats; less than `sim.step_timeout_s`, or the manager gives up first."""
+    """Seconds for one call with all its retries; keep it below `sim.step_timeout_s`, or the manager gives up first."""
     first_wait_s: float = 0.05
-    """Before the second attempt; doubles with each further one, and half of it is drawn at random."""
+    """Seconds before the second attempt; doubles with each further one, and half of it is drawn at random."""
     max_wait_s: float = 2.0
 
 
 class JsonClient:
-    """Talks to one server; for one thread."""
+    """Talks to one server, from one thread."""
 
     def __init__(self, url: str, *, token: str | None = None, patience: Patience | None = None) -> None:
-        """Nothing is sent yet. Raises UserError for what is no URL of a server."""
+        """Prepare a connection without sending anything. Raises UserError if `url` is not the URL of a server."""
         try:
             parts = urlsplit(url)
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -91,11 +91,11 @@ class JsonClient:
         """Send until there is an answer.
 
         Args:
-            repeat: whether the request may reach the server twice. Without it only a connection that cannot be made is tried again.
-            deadline_s: in place of the patience's own.
+            repeat: whether the request may reach the server twice; if not, only a refused connection is tried again.
+            deadline_s: replaces the patience's deadline.
 
         Raises:
-            RemoteFault: "connection" or "bad_response" when the deadline is over; "bad_response" for an answer of more than `MOST_BYTES`.
+            RemoteFault: "connection" or "bad_response" after the deadline; "bad_response" for an answer of more than `MOST_BYTES`.
         """
         data = None if body is None else json.dumps(body).encode()
         until = time.monotonic() + (self.patience.deadline_s if deadline_s is None else deadline_s)
@@ -117,7 +117,7 @@ class JsonClient:
                 self.close()
                 fault = RemoteFault("connection", f"{type(error).__name__}: {error}")
                 if said is not None and isinstance(error, TimeoutError) and time.monotonic() >= until:
-                    fault = said  # it had no time to say so again
+                    fault = said  # the last attempt had no time to fail
             except (ValueError, RecursionError) as error:
                 self.close()
                 fault = said = RemoteFault("bad_response", f"its answer is not a JSON object: {error}")
@@ -146,7 +146,7 @@ class JsonClient:
                 )
             else:
                 self._connection = http.client.HTTPConnection(host, self._parts.port, timeout=timeout)
-        if self._connection.sock is None:  # a new connection, or one that the server's last answer ended (HTTP/1.0, Connection: close)
+        if self._connection.sock is None:  # a new connection, or one that the server's last answer closed (HTTP/1.0, Connection: close)
             self._connection.timeout = timeout
             self._connection.connect()
         self._connection.sock.settimeout(timeout)

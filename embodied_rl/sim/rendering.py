@@ -1,8 +1,8 @@
-"""Finds what this machine can draw with, before any graphics library is loaded.
+"""Find this machine's means to draw, before any graphics library is loaded.
 
-Graphics libraries read environment variables once, when they are imported; simulator processes therefore call
-`configure_rendering` first. Standard library only: this file also runs as a script (the Vulkan probe), so that
-a driver which crashes or hangs takes a short-lived child with it and never a simulator.
+Graphics libraries read environment variables once, on import, so simulator processes call `configure_rendering` first. This file needs only
+the standard library: it also runs as a script (the Vulkan probe), so that a driver that crashes or hangs takes down a short-lived child and
+never a simulator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 PRIVATE_FOLDER = "share/graphics"
-"""Where scripts/install_libraries.py unpacks what the system lacks (lavapipe among it), relative to ``sys.prefix``."""
+"""Folder below ``sys.prefix`` into which scripts/install_libraries.py unpacks missing libraries (lavapipe among them)."""
 
 MIN_LAVAPIPE_API = (1, 4)
 """SAPIEN 3.0.3 refuses the lavapipe of Mesa 22.3 (Debian 12, Vulkan 1.3) and works with Mesa 25.0 (Vulkan 1.4).
@@ -34,11 +34,11 @@ _VK_SUCCESS = 0
 
 
 def configure_rendering() -> dict[str, str]:
-    """Choose off-screen drawing for MuJoCo, SAPIEN (Vulkan) and pygame where the user has not chosen already.
+    """Choose off-screen drawing for MuJoCo, SAPIEN (Vulkan) and pygame unless the user has chosen already.
 
     Call it before mujoco, sapien or pygame is imported. A variable that is set is never changed.
 
-    Returns the environment variables that this call set; empty when there was nothing to choose.
+    Returns the environment variables that this call set; empty if there was nothing to choose.
     """
     chosen: dict[str, str] = {}
     if not has_display():
@@ -56,8 +56,8 @@ def configure_rendering() -> dict[str, str]:
 
 
 def exports() -> dict[str, str]:
-    """What other programs' processes need in their environment to draw as ours do: what `configure_rendering` chooses, and where the
-    libraries lie that it would load itself."""
+    """Environment variables with which other programs' processes draw as ours do: those of `configure_rendering`, and the folders of the
+    libraries that it would load."""
     folder, chosen = Path(sys.prefix) / PRIVATE_FOLDER, configure_rendering()
     if (folder / "preload.txt").is_file():
         others = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path and path != str(folder)]
@@ -67,15 +67,15 @@ def exports() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def vulkan_available() -> bool:
-    """Whether SAPIEN finds a Vulkan device that it accepts here; asked once, in a child process, without importing sapien.
+    """Whether SAPIEN finds an acceptable Vulkan device; checked once, in a child process, without importing sapien.
 
-    Call `configure_rendering` first. Costs nothing where no driver is registered, else about 0.2 s.
+    Call `configure_rendering` first. Takes about 0.2 s, or nothing if no driver is registered.
     """
     return vulkan_device() is not None
 
 
 def vulkan_device() -> str | None:
-    """Name of the first usable Vulkan device, e.g. ``llvmpipe (LLVM 15.0.6, 256 bits)``; None where there is none."""
+    """Name of the first usable Vulkan device, e.g. ``llvmpipe (LLVM 15.0.6, 256 bits)``; None: no device."""
     loader = _vulkan_loader()
     if loader is None or not _registered_drivers():
         return None
@@ -91,7 +91,7 @@ def vulkan_device() -> str | None:
 
 
 def mujoco_backend() -> str | None:
-    """``egl`` or ``osmesa``, the first whose library is installed; None where MuJoCo cannot draw without a display."""
+    """``egl`` or ``osmesa``, the first with an installed library; None if MuJoCo cannot draw without a display."""
     if _loads("libEGL.so.1") and any(list(Path(folder).glob("*.json")) for folder in _EGL_VENDOR_FOLDERS):
         return "egl"
     if any(_loads(name) for name in ("libOSMesa.so.8", "libOSMesa.so.6", "libOSMesa.so")):
@@ -100,18 +100,18 @@ def mujoco_backend() -> str | None:
 
 
 def has_display() -> bool:
-    """Whether a local screen is there. One forwarded by ssh (``localhost:10.0``) is slow and often lacks OpenGL: not counted."""
+    """Whether there is a local screen. A screen forwarded by ssh (``localhost:10.0``) is slow and often lacks OpenGL: it does not count."""
     return bool(os.environ.get("WAYLAND_DISPLAY")) or os.environ.get("DISPLAY", "").startswith(":")
 
 
 def private_lavapipe() -> Path | None:
-    """The driver description that scripts/install_libraries.py wrote in this environment; None where it did not."""
+    """Driver description that scripts/install_libraries.py wrote in this environment; None: no such file."""
     path = Path(sys.prefix) / PRIVATE_FOLDER / "lvp_icd.json"
     return path if path.is_file() else None
 
 
 def _accelerated_vulkan() -> bool:
-    """Whether a driver for a GPU is registered and a GPU it could drive is there."""
+    """Whether a GPU's driver is registered and a GPU for it is present."""
     names = " ".join(path.name for path in _system_drivers())
     if "nvidia" in names and Path("/dev/nvidiactl").exists():
         return True
@@ -132,7 +132,7 @@ def _registered_drivers() -> list[Path]:
 
 
 def _vulkan_loader() -> str | None:
-    """The loader that SAPIEN would take: the system's, else the one in its own package."""
+    """Vulkan loader that SAPIEN would load: the system's, else the one in its own package."""
     if _loads("libvulkan.so.1"):
         return "libvulkan.so.1"
     try:
@@ -154,9 +154,9 @@ def _loads(library: str) -> bool:
 
 
 def _preload(folder: Path) -> None:
-    """Load the private libraries that SAPIEN, OpenCV and lavapipe need and the system lacks; mostly there are none.
+    """Load the private libraries that SAPIEN, OpenCV and lavapipe need and the system lacks; usually there are none.
 
-    The dynamic linker looks for libraries in the system's folders only, but takes one that is in memory already by its name.
+    The dynamic linker searches the system's folders only, but finds loaded libraries by their name.
     """
     listing = folder / "preload.txt"
     if not listing.is_file():
@@ -174,7 +174,7 @@ def _is_usable(device: dict[str, int | str]) -> bool:
 
 
 class _InstanceInfo(ctypes.Structure):
-    """VkInstanceCreateInfo with nothing asked for."""
+    """VkInstanceCreateInfo without layers or extensions."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -189,7 +189,7 @@ class _InstanceInfo(ctypes.Structure):
 
 
 def _list_devices(loader: str) -> list[dict[str, int | str]]:
-    """Ask the Vulkan loader for its devices (Vulkan 1.0 calls only)."""
+    """List the Vulkan loader's devices (Vulkan 1.0 calls only)."""
     for driver in os.environ.get("VK_ICD_FILENAMES", "").split(os.pathsep):
         _preload(Path(driver).parent)
     vulkan = ctypes.CDLL(loader)

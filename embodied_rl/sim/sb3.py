@@ -20,14 +20,14 @@ except ImportError as missing:
 
 
 class SB3VecEnv(VecEnv):
-    """A view of worker processes that `stable_baselines3` trains on: ``PPO("MlpPolicy", SB3VecEnv(make_vec_env("cartpole", 8)))``.
+    """A view of worker processes on which `stable_baselines3` can train: ``PPO("MlpPolicy", SB3VecEnv(make_vec_env("cartpole", 8)))``.
 
     ``infos`` have what SB3 reads: ``terminal_observation`` and ``TimeLimit.truncated`` of an episode's last step, ``episode`` (its return
     ``r`` and length ``l``) and ``is_success``. Closing it closes the manager.
     """
 
     def __init__(self, view: ManagerVectorEnv) -> None:
-        """Raises UserError for a view in another autoreset mode than SAME_STEP, and for spaces that SB3 does not have."""
+        """Raises UserError for a view with another autoreset mode than SAME_STEP, and for spaces that SB3 lacks."""
         mode = view.metadata["autoreset_mode"]
         if mode is not AutoresetMode.SAME_STEP:
             raise UserError(f"stable-baselines3 needs a view with autoreset_mode SAME_STEP, got {mode.name}.")
@@ -41,7 +41,7 @@ class SB3VecEnv(VecEnv):
         super().__init__(view.num_envs, space, view.single_action_space)
 
     def reset(self) -> Any:
-        """Begin new episodes: of the seeds that `seed` chose, once, else of the next ones."""
+        """Begin new episodes: once with the seeds that `seed` chose, later with the next ones."""
         chosen = [None if seed is None else seed % 2**31 for seed in self._seeds]
         observation, _ = self.view.reset(seed=None if chosen[0] is None else chosen)
         self._reset_seeds()
@@ -74,7 +74,7 @@ class SB3VecEnv(VecEnv):
         return self.view.render()
 
     def get_attr(self, attr_name: str, indices: int | Iterable[int] | None = None) -> list[Any]:
-        """``render_mode`` and ``spec``; everything else is in other processes. Raises AttributeError for it."""
+        """``render_mode`` and ``spec``. Raises AttributeError for anything else, which is in other processes."""
         known = {"render_mode": self.view.render_mode, "spec": None}
         if attr_name not in known:
             raise AttributeError(f"The environments are in worker processes: of them render_mode and spec can be read, not {attr_name!r}.")
@@ -87,7 +87,7 @@ class SB3VecEnv(VecEnv):
         raise UserError(f"The environments are in worker processes: {method_name!r} cannot be called.")
 
     def env_is_wrapped(self, wrapper_class: type[gymnasium.Wrapper], indices: int | Iterable[int] | None = None) -> list[bool]:
-        """Whether statistics are there, as `Monitor` gives them; no other wrapper is."""
+        """Whether statistics exist, as `Monitor` provides them; no other wrapper is present."""
         from stable_baselines3.common.monitor import Monitor
 
         return [issubclass(wrapper_class, Monitor) for _ in self._get_indices(indices)]

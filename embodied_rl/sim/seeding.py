@@ -1,4 +1,4 @@
-"""Which seed an episode gets: it depends only on the slot and the episode's number, never on workers or siblings."""
+"""Seeds of episodes: each depends only on the slot and the episode's number, never on workers or siblings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELD_OUT_START = 2**30
 
 
 def chosen(seed: int, training: Sequence[One], held_out: Sequence[One]) -> One:
-    """The one that an episode is about: held-out seeds take the held-out ones in turn, others draw from those for training."""
+    """Item for an episode's seed: held-out seeds use `held_out` in turn, others draw from `training`."""
     if seed >= HELD_OUT_START:
         return held_out[(seed - HELD_OUT_START) % len(held_out)]
     return training[int(np.random.default_rng(seed).integers(len(training)))]
@@ -30,9 +30,9 @@ class EpisodeSeeds:
     kind: Literal["training", "held_out", "given"]
     base: int
     first: tuple[int | None, ...] = ()
-    """Seed of each slot's first episode in round 0, where it is given; empty: none is."""
+    """Seed of each slot's first episode in round 0, or None; empty: none is given."""
     before: int = 0
-    """Training: slots of others, whose numbers are before these."""
+    """Slots of other processes that are numbered before these, in training."""
 
     @staticmethod
     def training(base: int, first: Sequence[int | None] = (), before: int = 0) -> EpisodeSeeds:
@@ -41,7 +41,7 @@ class EpisodeSeeds:
 
     @staticmethod
     def held_out(base: int = 0) -> EpisodeSeeds:
-        """The consecutive seeds 2**30 + base + 0, 1, 2, …: slot s of N takes 2**30 + base + s + index·N.
+        """The consecutive seeds 2**30 + base + 0, 1, 2, …: slot s of N gets 2**30 + base + s + index·N.
 
         The episodes of seeds first … first + n − 1 are then a fixed set, whichever slots finish early.
         """
@@ -49,11 +49,11 @@ class EpisodeSeeds:
 
     @staticmethod
     def given(seed: int) -> EpisodeSeeds:
-        """Every episode has this seed."""
+        """Seeds that are all `seed`."""
         return EpisodeSeeds("given", seed)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, without what is not used."""
+        """Plain values; leaves out unused fields."""
         plain = {"kind": self.kind, "base": self.base}
         return plain | ({"first": list(self.first)} if self.first else {}) | ({"before": self.before} if self.before else {})
 
@@ -75,7 +75,7 @@ class EpisodeSeeds:
 
 @dataclass(frozen=True)
 class SeedStream:
-    """The seeds of one slot's episodes. It travels with a snapshot, so that the episodes after a restored one are the same too."""
+    """Seeds of one slot's episodes. A snapshot includes it, so that the episodes after a restored one are the same too."""
 
     seeds: EpisodeSeeds
     seed_round: int

@@ -1,4 +1,4 @@
-"""What the training loop and its collectors hold: environments of one kind behind slots, wherever they are."""
+"""Contract of the training loop and its collectors: environments of one kind behind slots, in any process or machine."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from embodied_rl.types import EpisodeSummary, SimSpec, StepBatch
 
 
 class Simulators:
-    """`send` starts steps of slots and never waits, `recv` hands out what is ready. `EnvManager` is the one that owns worker processes.
+    """Environments behind slots: `send` starts steps and never waits, `recv` returns those that are ready. `EnvManager` owns worker
+    processes.
 
-    Agent programs, rollout workers in another process and several domains play by themselves (`plays_itself`): whole episodes are asked
-    of them, and not steps.
+    Agent programs, rollout workers in another process and several domains set `plays_itself`: callers request whole episodes, not steps.
     """
 
     spec: SimSpec
     num_slots: int
     num_workers: int = 1
-    """Processes."""
+    """Number of processes."""
     chunk_size: int = 1
-    """K: steps that a message may hold."""
+    """K: the most steps in one message."""
     autoreset: bool = True
-    """A slot whose episode ended begins the next one in the same step; False: it waits for `begin`."""
+    """Whether a slot whose episode ended begins the next one in the same step; False: it waits for `begin`."""
     num_turns: int | None = None
-    """Groups of slots that are stepped in turns in the next rollout; 1: all together; 0: each slot by itself, as it is ready; None: as
-    the collector has them."""
+    """Groups of slots that take turns in the next rollout; 1: all together; 0: one by one, as they are ready; None: the collector's own."""
     last_drift: Mapping[int, float | None] = {}
-    """{slot: how far the episode that was restored last is off what was saved}, where it was played again."""
+    """{slot: difference between the saved and the replayed observation} of the last restored episode, if it was replayed."""
     plays_itself: bool = False
-    """Whether `evaluate` is to be asked, and no steps."""
+    """Whether callers use `evaluate` and request no steps."""
 
     def reset(self, seeds: EpisodeSeeds | None = None, *, seed_round: int = 0, reconfigure: bool = False) -> StepBatch:
         """Start a new episode in every slot; see `EnvManager.reset`."""
@@ -55,24 +54,24 @@ class Simulators:
         raise self._no_steps()
 
     def is_ready(self, slots: range) -> bool:
-        """Whether `recv` of these would not wait."""
+        """Whether `recv` of these slots would return at once."""
         return True
 
     def rollout_took(self, seconds: float, num_steps: int) -> None:
-        """A rollout of so many steps is over, and the next one may have other turns."""
+        """Report a finished rollout of `num_steps` steps, after which the next one may use other turns."""
 
     def release(self, slot: int) -> None:
-        """What this slot plays is over, or needed no more."""
+        """Mark the slot's episode as over or no longer needed."""
 
     def discard(self) -> None:
-        """Let steps in flight finish and forget them; `begin`, `restore` or `reset` comes next."""
+        """Let steps in flight finish and forget them; call `begin`, `restore` or `reset` next."""
 
     def snapshot(self, slots: Slots) -> list[Snapshot]:
         """Save the running episodes of these slots; see `EnvManager.snapshot`."""
         raise self._no_steps()
 
     def room(self) -> int:
-        """Slots that `restore` can take up at once; `begin` has those wait that find none."""
+        """Slots that `restore` can fill at once; `begin` queues episodes without a free slot."""
         return self.num_slots
 
     def restore(self, slots: Slots, snapshots: Sequence[Snapshot]) -> StepBatch:
@@ -82,20 +81,20 @@ class Simulators:
     def evaluate(
         self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
     ) -> list[EpisodeSummary]:
-        """Where they play by themselves: held-out episodes, see `rollout.evaluation.evaluate`; `generator` acts where they are here."""
+        """Play held-out episodes if `plays_itself`, see `rollout.evaluation.evaluate`; `generator` acts for episodes in this process."""
         raise NotImplementedError(f"{type(self).__name__} is stepped by rollout.evaluation.evaluate")
 
     def record(self, run_dir: Path, command: str) -> bool:
-        """Have what plays elsewhere write its training episodes down (`record.share`); False: nothing plays elsewhere.
-        `command`: how the run was started."""
+        """Let remote players write down their training episodes (`record.share`); False: nothing plays elsewhere. `command`: how the run
+        was started."""
         return False
 
     def demonstrate(self) -> list[Any]:
-        """Where they play by themselves: successful `AgentEpisode`s of a warm start's scripted player."""
+        """Successful `AgentEpisode`s of a warm start's scripted player, if `plays_itself`."""
         raise NotImplementedError(f"{type(self).__name__} is stepped by methods.warm_start.play_script")
 
     def texts(self) -> list[str]:
-        """What the first observations say; episodes that were begun are lost."""
+        """Texts of the first observations; episodes in progress are lost."""
         shown = [str(text) for text in self.reset().observation["text"]]
         self.discard()
         return shown
@@ -106,29 +105,29 @@ class Simulators:
         return []
 
     def peek(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
-        """{name: copies of what lies in memory for these slots}, also after a fault: for a dump."""
+        """{name: copies of these slots' memory}, also after a fault, for a dump."""
         return {}
 
     def worker_pids(self) -> list[int]:
-        """Of the processes that can be killed."""
+        """Ids of the processes that can be killed."""
         return []
 
     def offload(self) -> int:
-        """Free the memory of what is running; returns the bytes that are kept instead."""
+        """Free the memory of everything that runs; returns the bytes that are kept instead."""
         return 0
 
     def onload(self) -> None:
-        """Go on where `offload` stopped."""
+        """Resume where `offload` stopped."""
 
     def close(self) -> None:
-        """End what was started; may be called twice."""
+        """End everything that was started; may be called twice."""
 
     def _no_steps(self) -> RuntimeError:
         return RuntimeError(f"{type(self).__name__} plays by itself: whole episodes are asked of it, and no steps.")
 
 
 class SimulatorsElsewhere(Simulators):
-    """Simulators of which only the spec is known in this process."""
+    """Simulators in other processes, of which this one knows only the spec."""
 
     plays_itself = True
 

@@ -1,4 +1,4 @@
-"""The slots of one worker process: stepped by its simulator, counted, cut, reset where an episode ended, taken up again after a fault."""
+"""Slots of one worker process: steps, counts, cuts and resets their episodes, and resumes them after a fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK_FIELDS = ("chunk_length", "chunk_reward", "chunk_success", "executed", "wa
 
 
 class NonFiniteOutput(Exception):
-    """The simulator returned NaN or infinity; `rows` are the environments concerned."""
+    """The simulator returned NaN or infinity in the environments `rows`."""
 
     def __init__(self, rows: list[int], what: str) -> None:
         super().__init__(what)
@@ -27,14 +27,14 @@ class NonFiniteOutput(Exception):
 
 
 class ReplayEnded(Exception):
-    """An episode that is played again ended before its actions did: the simulator is not deterministic."""
+    """A replayed episode ended before its actions did: the simulator is not deterministic."""
 
 
 _ONLY_PENDING = bytes(int(mark == PENDING) for mark in range(256))
 
 
 class _Part:
-    """Some environments of a worker with their views, made once: ten fancy indices a step cost more than a small simulator's step."""
+    """Some environments of a worker with their views, made once: ten fancy indices per step cost more than a small simulator's step."""
 
     def __init__(self, runner: SlotRunner, ids: list[int]) -> None:
         self.ids = ids
@@ -62,21 +62,21 @@ class _Part:
             self.floats_rewarded = [self.reward, *self.floats]
 
     def any_reward(self) -> bool:
-        """Whether any of them gets a reward now. A look costs a tenth of adding zeros."""
+        """Whether any of them has a reward now. This check costs a tenth of adding zeros."""
         return self._rewards.tobytes() != self._no_reward
 
     def any_success(self) -> bool:
-        """Whether any of them reports success now. Comparing bytes costs a fifth of what numpy's functions do."""
+        """Whether any of them reports success now. Comparing bytes costs a fifth of numpy's functions."""
         return self._successes.tobytes() != self._no_flag
 
     def ended(self) -> bool:
-        """Whether the episode of any of them is over."""
+        """Whether the episode of any of them has ended."""
         terminated, truncated = self._flags
         return terminated.tobytes() != self._no_flag or truncated.tobytes() != self._no_flag
 
 
 class SlotRunner:
-    """Slots [start, stop) of a slab. `step_pending` does what the manager asked for and leaves the results in the slab."""
+    """Runs slots [start, stop) of a slab. `step_pending` executes the manager's requests and leaves the results in the slab."""
 
     def __init__(self, sim: SimEnv, slab: Slab, setup: Mapping[str, Any], start: int, stop: int) -> None:
         self.sim = sim
@@ -138,7 +138,7 @@ class SlotRunner:
         self._marks_before = b""
         self._part_before: _Part
         self._free_steps = 0
-        """How often neighbours can be stepped at least before `max_episode_steps` cuts an episode."""
+        """Steps that neighbours can certainly take before `max_episode_steps` cuts an episode."""
         self._none_begin = bytes(self.num_envs)
         self._abort_due: set[int] = set()
         self._cautious = False
@@ -148,20 +148,20 @@ class SlotRunner:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[num_envs] steps of the running episodes. Steps of all environments are added when they are asked for."""
+        """[num_envs] steps of the running episodes. Steps common to all environments are added on reading."""
         if self._owed:
             self._lengths += self._owed
             self._owed = 0
         return self._lengths
 
     def _counters(self) -> dict[str, np.ndarray]:
-        """What a snapshot keeps of the running episodes."""
+        """Counters of the running episodes that a snapshot keeps."""
         return {"returns": self.returns, "lengths": self.lengths, "success_once": self.success_once}
 
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
     def step_pending(self) -> bool:
-        """Step every slot that is marked; True when there was one (the worker then rings the manager's doorbell)."""
+        """Step every marked slot. Returns True if there was one; the worker then rings the manager's doorbell."""
         marks = self.state_bytes.tobytes()
         fence()
         if PENDING not in marks:
@@ -185,7 +185,7 @@ class SlotRunner:
         return part
 
     def _step_some(self, ids: list[int]) -> None:
-        # After a fault: one at a time, with a mark that outlives this process, so that the culprit is known if it happens again.
+        # After a fault: one at a time, with a mark that outlives this process, so that a second failure reveals the culprit.
         if self._cautious and not self.sim.spec.steps_together:
             for env_id in ids:
                 self.mark_stepping(env_id)
@@ -196,7 +196,7 @@ class SlotRunner:
         self._cautious = False
 
     def _step_these(self, ids: list[int]) -> None:
-        # A new episode first: what was to be given up in its slot is gone with the old one.
+        # New episodes first: an abort that was pending in their slots is void.
         if beginning := [env_id for env_id in ids if self._begin[env_id]]:
             self._abort_due.difference_update(beginning)
             self._begin_given(beginning)
@@ -231,7 +231,7 @@ class SlotRunner:
                 self._keep_final(ended)
             if self._autoreset:
                 self._begin_next(ended)
-            # At once: a slot must never be seen as READY when it has ENDED.
+            # In one store: a slot that has ENDED must never be seen as READY.
             marks = np.where(done, np.uint8(ENDED), np.uint8(READY))
         if self._buffers:
             self._publish_buffers(ids)
@@ -242,7 +242,7 @@ class SlotRunner:
             self._mark(ids, [READY] * len(ids) if marks is None else marks.tolist())
 
     def _mark(self, ids: list[int], marks: list[int]) -> None:
-        """One byte after the other, each stored once (see `Marks`)."""
+        """Write one byte after the other, each in one store (see `Marks`)."""
         for env_id, mark in zip(ids, marks, strict=True):
             self.state_bytes[env_id] = mark
 
@@ -252,7 +252,7 @@ class SlotRunner:
     def _advance_chunk(self, ids: list[int], rows: Rows) -> np.ndarray:
         """Play each row's chunk until it or the episode ends; sums go to `out`, single steps to the chunk's arrays. Returns done [n].
 
-        Observations are made where they are read: at an episode's end, after the chunk, and after every step of a chunk that is watched.
+        Observations are made only if they are read: at an episode's end, after the chunk, and after every step of a watched chunk.
         """
         chunk, out = self._chunk, self.out
         for name in ("chunk_reward", "chunk_success", "executed"):
@@ -263,7 +263,7 @@ class SlotRunner:
             active = [i for i in active if step < chunk["chunk_length"][i] and not (terminated[i] or truncated[i])]
             if not active:
                 break
-            # Those that step together all move; what happens to the others is not looked at, and a reset follows.
+            # If all step together, all move; the results of the others are ignored, and a reset follows.
             moved = np.asarray(self._all if self.sim.spec.steps_together else active)
             self.sim.advance(moved.tolist(), self.action[moved, step], out)
             at = np.asarray(active)
@@ -301,7 +301,7 @@ class SlotRunner:
         self._check_finite(np.asarray(ids))
 
     def _count_part(self, part: _Part) -> list[np.ndarray]:
-        """`_count` of neighbours, in place: a microsecond here is a microsecond of every step. Returns the numbers that must be finite."""
+        """`_count` for neighbours, in place, because this runs in every step. Returns the numbers that must be finite."""
         floats = part.floats
         if part.any_reward():
             np.add(part.returns, part.reward, out=part.returns)
@@ -317,14 +317,14 @@ class SlotRunner:
         if self.max_episode_steps is not None:
             self._free_steps -= 1
             if self._free_steps < 0:
-                longest = int(self.lengths.max())  # what is owed to `part.lengths` is in them now
+                longest = int(self.lengths.max())  # the pending steps are now part of `part.lengths`
                 over = part.lengths >= self.max_episode_steps
                 np.logical_or(part.truncated, over & ~part.terminated, out=part.truncated)
                 self._free_steps = self.max_episode_steps - 1 - longest
         return floats
 
     def _count(self, rows: Rows, out: StepBuffers | None = None) -> None:
-        """Add the step to the running episodes of `rows`, and cut those that are over by our own rules."""
+        """Add the step to the running episodes of `rows`, and cut those that reach our limits."""
         out = out or self.out
         self.returns[rows] += out.reward[rows]
         self.lengths[rows] += 1
@@ -336,7 +336,7 @@ class SlotRunner:
             out.truncated[rows] |= (self.lengths[rows] >= self.max_episode_steps) & ~out.terminated[rows]
 
     def _check_finite(self, rows: Rows) -> None:
-        # One dot product carries every NaN and infinity into one number; the exact look is for when it is not finite.
+        # One dot product turns every NaN and infinity into one number; the exact check runs only if that is not finite.
         for part in (self.out.reward, *self._floats):
             flat = part.reshape(-1)
             if not math.isfinite(np.dot(flat, flat)):
@@ -350,7 +350,7 @@ class SlotRunner:
     # ---- episodes ---------------------------------------------------------------------------------------------------
 
     def reset_all(self, seeds: EpisodeSeeds, seed_round: int, reconfigure: bool) -> None:
-        """New episodes in all slots, counted from 0."""
+        """Begin new episodes in all slots, counted from 0."""
         self.streams = [SeedStream(seeds, seed_round, self.start + env_id, self.num_slots) for env_id in self._all]
         self.episode_index[:] = 0
         self._abort_due.clear()
@@ -362,7 +362,7 @@ class SlotRunner:
         self.state[:] = IDLE
 
     def _keep_final(self, ended: list[int]) -> None:
-        """What the ended episodes leave behind."""
+        """Save the last observation and info of the ended episodes."""
         self.sim.episodes_ended(ended)
         rows = np.asarray(ended)
         for key, part in self._final_tensors.items():
@@ -380,7 +380,7 @@ class SlotRunner:
         self._reported["success_at_end"][rows] = self.out.success[rows]
 
     def _begin_given(self, ids: list[int]) -> None:
-        """New episodes with the seeds that the manager gave; publishes only their first observation."""
+        """Begin new episodes with the manager's seeds; publishes only their first observation."""
         out = self.out
         for env_id in ids:
             seeds = EpisodeSeeds.given(int(self._begin_seed[env_id]))
@@ -417,7 +417,7 @@ class SlotRunner:
                 buffers.write(env_id, self.out.observation[key][env_id])
 
     def _abort(self, env_id: int) -> None:
-        """Give the running episode up: its step counts as truncated with reward 0 after the last good observation."""
+        """Give up the running episode: its step counts as truncated with reward 0 after the last good observation."""
         self._abort_due.discard(env_id)
         last = {key: part[env_id].copy() for key, part in self._tensors.items()}
         self._begin_next([env_id])
@@ -438,15 +438,15 @@ class SlotRunner:
     # ---- snapshots and recovery -------------------------------------------------------------------------------------
 
     def snapshot(self, env_id: int) -> dict[str, Any]:
-        """The simulator's own state and the counts of the running episode."""
+        """The simulator's own state and the counters of the running episode."""
         data = self.sim.snapshot(env_id)
         return {"sim": data, "counters": {name: counts[env_id].item() for name, counts in self._counters().items()}}
 
     def resume(self, item: Mapping[str, Any]) -> float | None:
-        """Take up an episode as the manager describes it (see `episode_log.EpisodeLog.resume_item`).
+        """Resume an episode as the manager describes it (see `episode_log.EpisodeLog.resume_item`).
 
         Returns:
-            The largest difference between the observation that the manager last saw and the one now; None where there is none to compare.
+            The largest difference between the observation that the manager last saw and the one now; None if there is none to compare.
 
         Raises ReplayEnded: the simulator is not deterministic.
         """
@@ -513,7 +513,7 @@ class SlotRunner:
         }
 
     def mark_stepping(self, env_id: int | None) -> None:
-        """Leave word in shared memory which environment is being stepped; None: no single one."""
+        """Record in shared memory which environment is being stepped; None: no single one."""
         self._stepping[0] = -1 if env_id is None else self.start + env_id
 
     def stepping(self) -> list[int]:

@@ -26,15 +26,15 @@ FORMAT_VERSION = 1
 _MAGIC = b"\x93ERLSNAP"
 _HEADER = struct.Struct("<8sHHIQQ")
 _CHECKED_FROM = 16
-"""Bytes after the checksum are under it; magic, version and padding are compared with what they must be."""
+"""Offset from which the checksum covers the bytes; magic, version and padding are compared with their only valid values."""
 _ALIGNMENT = 16
 _ARRAY_KINDS = frozenset("biufcUS")
-"""numpy dtype kinds that are their bytes: booleans, numbers, fixed-width text. Objects and structures are not."""
+"""numpy dtype kinds that equal their bytes: booleans, numbers, fixed-width text; not objects or structures."""
 _INT64 = 2**63
 
 
 class SnapshotError(UserError):
-    """A snapshot that cannot be used (damaged, of another version, task or simulator) or a state that cannot be saved."""
+    """A snapshot is unusable (damaged, another version, task or simulator), or a state cannot be saved."""
 
 
 def encode_state(tree: object) -> bytes:
@@ -64,9 +64,9 @@ def encode_state(tree: object) -> bytes:
 
 
 def decode_state(data: bytes | bytearray | memoryview) -> Any:
-    """The inverse of `encode_state`; arrays are fresh and writable.
+    """Decode what `encode_state` returns; arrays are fresh and writable.
 
-    Raises SnapshotError: the bytes are no snapshot, are cut short or altered, or have another format version.
+    Raises SnapshotError: the bytes are not a snapshot, are cut short or altered, or have another format version.
     """
     view = memoryview(data).cast("B")
     if len(view) < len(_MAGIC) or view[: len(_MAGIC)] != _MAGIC:
@@ -93,14 +93,14 @@ def decode_state(data: bytes | bytearray | memoryview) -> Any:
 
 
 def require_task(tree: object, task: str) -> None:
-    """Check the entry "task" of a decoded snapshot. Raises SnapshotError where it is missing or names another task."""
+    """Check the entry "task" of a decoded snapshot. Raises SnapshotError if it is missing or names another task."""
     saved = tree.get("task") if isinstance(tree, dict) else None
     if saved != task:
         raise SnapshotError(f"Snapshot is of task {saved!r} and cannot be restored into task {task!r}.")
 
 
 class _Unsupported(Exception):
-    """A value that cannot be saved; the path is put together on the way out."""
+    """A value cannot be saved; the callers complete its path."""
 
     def __init__(self, type_name: str) -> None:
         super().__init__(type_name)
@@ -167,7 +167,7 @@ class _Writer:
         return ["o", named] if simple else ["d", pairs]
 
     def _sorted(self, values: Collection[Any]) -> list[Json]:
-        # A set has no order, and one of strings has another in every process; ordered, equal sets give equal bytes.
+        # Sets are unordered, and sets of strings differ between processes; sorted, equal sets give equal bytes.
         if all(type(value) is str for value in values):
             return self._items(sorted(values))
         return self._items(sorted(values, key=encode_state))
@@ -239,7 +239,7 @@ def _integer(value: int) -> Json:
 
 
 def _float(value: float) -> Json:
-    # The decimal form that JSON writes is the shortest that reads back to the same double, -0.0 included; NaN has payload bits.
+    # JSON writes the shortest decimal that reads back to the same double, -0.0 included; NaN has payload bits.
     return value if math.isfinite(value) else ["f", struct.pack("<d", value).hex()]
 
 

@@ -1,7 +1,7 @@
-"""The machine as Linux describes it: NUMA nodes, physical cores, memory, and the node that each GPU hangs on.
+"""The machine as Linux describes it: NUMA nodes, physical cores, memory, and each GPU's node.
 
-Everything is read below a root folder that can be replaced, so that machines which are not at hand can be tested. What
-the machine does not say stays unknown and is written down in `Topology.notes`; nothing is taken to be on node 0.
+Everything is read below a root folder that can be replaced, so that tests can cover machines that are not at hand. What the machine does
+not report stays unknown and is listed in `Topology.notes`; nothing is assumed to be on node 0.
 """
 
 from __future__ import annotations
@@ -20,26 +20,23 @@ from embodied_rl.errors import UserError
 
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}
 _CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-"""PCI classes of what computes: VGA, 3D and other display controllers, processing accelerators."""
+"""PCI classes of devices that compute: VGA, 3D and other display controllers, processing accelerators."""
 _PCI_ADDRESS = re.compile(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])", re.IGNORECASE)
 _TEXT_BYTES = 96
 
 
 @dataclass(frozen=True)
 class GpuAddress:
-    """One GPU, in the order of the PCI addresses."""
+    """One GPU; a list of them is ordered by PCI address."""
 
     pci: str
-    """As sysfs writes it: ``0000:c1:00.0``."""
+    """PCI address as sysfs writes it: ``0000:c1:00.0``."""
     uuid: str | None = None
     name: str | None = None
 
 
 def normalise_pci(text: str) -> str:
-    """The PCI address as sysfs writes it: lower case, domain of four digits (more only where it needs them).
-
-    NVML and nvidia-smi write ``00000000:C1:00.0`` for sysfs's ``0000:c1:00.0``. Raises UserError for anything else.
-    """
+    """PCI address as sysfs writes it: lower case, with a domain of four digits (more if needed)."""
     match = _PCI_ADDRESS.fullmatch(text.strip())
     if match is None:
         raise UserError(f"'{text}' is not a PCI address; one looks like '0000:c1:00.0' or '00000000:C1:00.0'.")
@@ -53,7 +50,7 @@ def pci_order(address: str) -> tuple[int, ...]:
 
 
 def sysfs_gpus(root: Path) -> list[GpuAddress]:
-    """NVIDIA's and AMD's GPUs below ``sys/bus/pci/devices``, by PCI address. In a container these are all of the machine."""
+    """NVIDIA's and AMD's GPUs below ``sys/bus/pci/devices``, by PCI address; in a container, all GPUs of the machine."""
     found = []
     for folder in (root / "sys/bus/pci/devices").glob("*"):
         vendor, kind = ((folder / name).read_text().strip() if (folder / name).is_file() else "" for name in ("vendor", "class"))
@@ -63,9 +60,9 @@ def sysfs_gpus(root: Path) -> list[GpuAddress]:
 
 
 def nvml_gpus(library: str = "libnvidia-ml.so.1") -> list[GpuAddress] | None:
-    """The GPUs that NVIDIA's driver lets this process see, by PCI address; None where the driver is not installed.
+    """GPUs that NVIDIA's driver shows to this process, by PCI address; None if the driver is not installed.
 
-    Raises UserError: the library is there and fails, with what it says (a driver that was updated without a restart, say).
+    Raises UserError with the library's message if it is installed and fails (after a driver update without a restart, say).
     """
     try:
         nvml = ctypes.CDLL(library)
@@ -113,9 +110,9 @@ def _check(nvml: ctypes.CDLL, status: int) -> None:
 
 
 def visible_gpus(found: Sequence[GpuAddress], visible: str | None) -> tuple[list[GpuAddress], str]:
-    """The GPUs as the framework numbers them under ``CUDA_VISIBLE_DEVICES``, and what could not be understood of it ("" if all).
+    """GPUs as the framework numbers them under ``CUDA_VISIBLE_DEVICES``, and the part of it that was not understood ("" if all was).
 
-    As CUDA does it: the list ends at its first entry that names no GPU; a UUID may be shortened; an empty list hides all.
+    As in CUDA, the list ends at its first entry that names no GPU, a UUID may be shortened, and an empty list hides all.
     """
     if visible is None:
         return list(found), ""
@@ -141,7 +138,7 @@ _CPUSETS = {
     "cpus": ("cpuset.cpus.effective", "cpuset/cpuset.effective_cpus", "cpuset/cpuset.cpus"),
     "mems": ("cpuset.mems.effective", "cpuset/cpuset.effective_mems", "cpuset/cpuset.mems"),
 }
-"""Below ``sys/fs/cgroup``: version 2, then version 1."""
+"""Files below ``sys/fs/cgroup``: version 2, then version 1."""
 _STATUS = {"cpus": "Cpus_allowed_list", "mems": "Mems_allowed_list"}
 
 
@@ -152,12 +149,12 @@ class NumaNode:
     index: int
     """The kernel's number; numbers may have gaps."""
     cores: tuple[int, ...]
-    """The kernel's CPU numbers (hardware threads) of this node, all of them, usable or not. Empty: a node with only memory."""
+    """All CPU numbers (hardware threads) of this node, usable or not; empty: a node with memory only."""
     memory_total_bytes: int | None
-    """None: not reported. 0: a node with only cores."""
+    """Bytes of memory; None: not reported; 0: a node with cores only."""
     memory_free_bytes: int | None
     distances: Mapping[int, int] = field(default_factory=dict)
-    """{node: relative cost of reaching its memory}, 10 for the node's own; empty where not reported."""
+    """{node: relative cost of reaching its memory}, 10 for the node itself; empty if not reported."""
 
 
 @dataclass(frozen=True)
@@ -167,16 +164,16 @@ class Gpu:
     index: int
     pci: str
     node: int | None
-    """NUMA node; None: the machine does not say."""
+    """NUMA node; None: not reported."""
     name: str | None = None
 
 
 @dataclass(frozen=True)
 class Topology:
-    """What `Topology.read` found."""
+    """Machine as `Topology.read` found it."""
 
     nodes: tuple[NumaNode, ...]
-    """By number; one that holds everything where the machine reports none (`numa_known` False)."""
+    """Nodes by number; a single one with everything if the machine reports none (`numa_known` False)."""
     numa_known: bool
     physical_cores: tuple[tuple[int, ...], ...]
     """Hardware threads of each physical core that this process may use, both levels ascending."""
@@ -184,7 +181,7 @@ class Topology:
     """Nodes with memory that this process may use."""
     gpus: tuple[Gpu, ...] = ()
     notes: tuple[str, ...] = ()
-    """What the machine does not say, or says twice and differently: one sentence each."""
+    """Facts that the machine does not report or reports in contradictory ways, one sentence each."""
 
     @property
     def cores(self) -> tuple[int, ...]:
@@ -197,11 +194,11 @@ class Topology:
         return tuple(core for core in self.physical_cores if own.issuperset(core))
 
     def distance(self, start: int, end: int) -> int | None:
-        """Relative cost for cores of node `start` to reach memory of node `end`; None where not reported."""
+        """Relative cost for cores of node `start` to reach memory of node `end`; None: not reported."""
         return next((node.distances.get(end) for node in self.nodes if node.index == start), None)
 
     def nearest(self, start: int, choices: Sequence[int]) -> tuple[int, ...]:
-        """`choices` from the nearest to `start` to the farthest; unknown distances come last, ties in the order of numbers."""
+        """`choices` from the nearest to `start` to the farthest; unknown distances come last, and ties in numerical order."""
 
         def cost(node: int) -> tuple[float, int]:
             distance = self.distance(start, node)
@@ -217,21 +214,21 @@ class Topology:
     ) -> Topology:
         """Read the machine whose ``sys`` and ``proc`` lie below `root`.
 
-        For this machine (`root` is "/") the cores are those of `sched_getaffinity`, the GPUs those that NVIDIA's driver
-        shows, and `visible` is ``CUDA_VISIBLE_DEVICES``; for another tree both come only from its files.
+        For this machine (`root` is "/") the cores come from `sched_getaffinity`, the GPUs from NVIDIA's driver, and `visible` from
+        ``CUDA_VISIBLE_DEVICES``. For another tree cores and GPUs come from its files only.
 
         Args:
             gpus: all GPUs in the order of their PCI addresses; None: look for them.
-            visible: as ``CUDA_VISIBLE_DEVICES`` would be; None: not set (for this machine: the variable).
-            with_gpus: False leaves them out and asks no driver.
+            visible: value of ``CUDA_VISIBLE_DEVICES``; None: not set (on this machine: the variable).
+            with_gpus: False skips GPUs and calls no driver.
         Raises:
-            UserError: a file does not hold what the kernel writes there, or no core is left.
+            UserError: a file does not contain what the kernel writes there, or no core is left.
         """
         return _Reader(root).read(gpus, visible, with_gpus)
 
 
 class _Reader:
-    """One reading; collects the notes."""
+    """Reads one machine and collects the notes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -264,29 +261,29 @@ class _Reader:
         for index in sorted(folders):
             cores = parse_list(self._text(f"{_NODES}/node{index}/cpulist") or "", f"{_NODES}/node{index}/cpulist")
             distances: dict[int, int] = {}
-            # A row has one figure for each node that is online, in the order of their numbers.
+            # A row has one figure for each online node, in numerical order.
             if len(rows[index]) == len(folders) and all(cost.isdigit() for cost in rows[index]):
                 distances = dict(zip(sorted(folders), map(int, rows[index]), strict=True))
             else:
                 self.notes.append(f"node {index} does not report its distance to each of the {len(folders)} nodes")
             nodes.append(NumaNode(index, tuple(sorted(cores)), *self._memory(f"{_NODES}/node{index}/meminfo"), distances))
-        # Without any cores listed the folder says nothing about where anything is.
+        # A folder without any cores does not tell where anything is.
         return tuple(nodes) if any(node.cores for node in nodes) else ()
 
     def _memory(self, name: str) -> tuple[int | None, int | None]:
-        """Total and free bytes of a meminfo file, the machine's or a node's."""
+        """Total and free bytes in the meminfo file of the machine or of a node."""
         text = self._text(name) or ""
         found = {key: int(kib) * 1024 for key, kib in re.findall(r"(MemTotal|MemFree):\s+(\d+) kB", text)}
         return found.get("MemTotal"), found.get("MemFree")
 
     def _usable_cores(self, nodes: Sequence[NumaNode]) -> frozenset[int]:
-        """Cores that are online and that scheduler and cpuset leave to this process."""
+        """Online cores that the scheduler and the cpuset leave to this process."""
         name = f"{_CPUS}/online"
         text = self._text(name)
         online = parse_list(text, name) if text else frozenset(core for node in nodes for core in node.cores)
         if self.here and hasattr(os, "sched_getaffinity"):
             allowed = frozenset(os.sched_getaffinity(0))
-            # Where sysfs is hidden, the scheduler's word is all there is.
+            # If sysfs is hidden, only the scheduler's list is known.
             online = online & allowed or allowed
         cpuset = self._listed("cpus")
         usable = online if cpuset is None else online & cpuset
@@ -311,7 +308,7 @@ class _Reader:
         return tuple(sorted(groups))
 
     def _listed(self, kind: str) -> frozenset[int] | None:
-        """Cores ("cpus") or memory nodes ("mems") that the process' status and its cpuset allow; None: neither says."""
+        """Cores ("cpus") or memory nodes ("mems") that this process's status and cpuset allow; None: neither reports any."""
         match = re.search(rf"^{_STATUS[kind]}:[ \t]*(\S*)", self._text("proc/self/status") or "", re.MULTILINE)
         listed = parse_list(match[1], "proc/self/status") if match is not None else None
         for name in _CPUSETS[kind]:
@@ -354,12 +351,12 @@ class _Reader:
             return node
         if len(nodes) == 1:
             return nodes[0].index
-        # -1 is what virtual machines and some firmware say.
+        # Virtual machines and some firmware report -1.
         self.notes.append(f"GPU {index} ({pci}): its NUMA node is not reported")
         return None
 
     def _text(self, name: str) -> str | None:
-        """A file's stripped content; None where it is not there. One that may not be read is noted."""
+        """Stripped content of a file; None if it does not exist. An unreadable file is noted."""
         try:
             return (self.root / name).read_text(encoding="utf-8").strip()
         except (FileNotFoundError, NotADirectoryError):
@@ -370,7 +367,7 @@ class _Reader:
 
 
 def parse_list(text: str, where: str) -> frozenset[int]:
-    """The kernel's list format: ``0-3,8`` is {0, 1, 2, 3, 8}; an empty text is none. Raises UserError naming `where`."""
+    """Parse the kernel's list format: ``0-3,8`` is {0, 1, 2, 3, 8}, an empty text is the empty set. Raises UserError naming `where`."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
@@ -381,7 +378,7 @@ def parse_list(text: str, where: str) -> frozenset[int]:
 
 
 def format_list(numbers: Sequence[int] | frozenset[int] | set[int]) -> str:
-    """The kernel's list format, ascending: {0, 1, 2, 8} is ``0-2,8``."""
+    """Write the kernel's list format, ascending: {0, 1, 2, 8} is ``0-2,8``."""
     ranges: list[list[int]] = []
     for number in sorted(numbers):
         if ranges and number == ranges[-1][1] + 1:

@@ -1,10 +1,9 @@
 """Shared-memory slabs and spin-then-block signalling between the manager and its workers.
 
-A slab is anonymous memory (memfd) whose descriptor is handed to the workers over a socket: it has no name, so nothing can
-be left behind in /dev/shm, whichever process dies and however.
+A slab is anonymous memory (memfd) whose descriptor the workers receive over a socket. It has no name, so nothing stays behind in /dev/shm,
+whichever process dies and however.
 
-Memory order: a payload is written before the flag that announces it. x86 keeps the order of stores; elsewhere `fence`
-makes it so.
+Memory order: a payload is written before the flag that announces it. x86 keeps the order of stores; on other machines `fence` does.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from embodied_rl.stopping import waiting
 from embodied_rl.types import SimSpec, VariableSpec
 
 IDLE, PENDING, READY, ENDED, ABORTED = 0, 1, 2, 3, 4
-"""State of a slot: owned by the caller; owned by the worker; a step is ready; a step is ready and it ended an episode; the episode
-was given up because its simulator failed."""
+"""States of a slot: the caller owns it; the worker owns it; a step is ready; a step is ready and ended an episode; the episode was given up
+because its simulator failed."""
 
 _ALIGNMENT = 64
 _SPIN_S = 2e-6
-"""How long a waiter spins before it yields: about one hand-over between running processes; longer takes the core from others."""
+"""Seconds that a waiter spins before it yields: about one hand-over between running processes. More would take the core from others."""
 _YIELDS = 200
 MANAGER_YIELDS = 1000
-"""The manager waits for whole batches of steps, and there is one of it; many workers that yield for long would take each other's time."""
+"""Yields of the manager, which waits for whole batches and exists once; many workers that yield for long would take each other's time."""
 _YIELD_S = 1e-3
 _BLOCK_SLICE_S = 0.02
-"""Longest single block: bounds what a missed wake-up can cost, and how late a dead peer is noticed."""
+"""Longest single block in seconds: bounds the cost of a missed wake-up and the delay in noticing a dead peer."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,14 @@ class Layout:
 
 
 def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int = 1) -> Layout:
-    """Everything that crosses between manager and workers: one row per slot, one word per worker."""
+    """Everything that manager and workers exchange: one row per slot, one word per worker."""
     n = num_slots
     action_shape = (n, spec.action.dim) if chunk_size == 1 else (n, chunk_size, spec.action.dim)
     shapes: dict[str, tuple[tuple[int, ...], str]] = {
-        "slot_state": ((-(-n // 8) * 8,), "uint8"),  # filled up to whole words: see `Marks`
+        "slot_state": ((-(-n // 8) * 8,), "uint8"),  # padded to whole words, see `Marks`
         "begin": ((n,), "uint8"),
         "begin_seed": ((n,), "int64"),
-        "manager_doorbell": ((1,), "uint32"),  # every field begins a cache line
+        "manager_doorbell": ((1,), "uint32"),  # every field starts on a cache line
         "manager_waiting": ((1,), "uint32"),
         # A cache line each, so that workers do not slow each other down.
         "worker_doorbell": ((num_workers, 16), "uint32"),
@@ -96,7 +95,7 @@ def slab_layout(spec: SimSpec, num_slots: int, num_workers: int, chunk_size: int
             "executed": ((n, chunk_size), "bool"),
             "watched": ((n,), "bool"),
         }
-        # Memory that is never written is never taken.
+        # Memory that is never written is never allocated.
         for key, part in spec.tensors.items():
             shapes[f"inner_observation/{key}"] = ((n, chunk_size - 1, *part.shape), part.dtype)
         for key, buffer in spec.variables.items():
@@ -126,10 +125,10 @@ class Slab:
 
     @staticmethod
     def create(layout: Layout) -> Slab:
-        """Raises OSError when the memory cannot be had."""
+        """Allocate the memory. Raises OSError if it is not available."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("embodied_rl", os.MFD_CLOEXEC)
-        else:  # macOS: a file that has no name any more
+        else:  # macOS: an unlinked file
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
         os.ftruncate(fd, layout.num_bytes)
@@ -143,7 +142,7 @@ class Slab:
         return VariableLengthBuffers(name, spec, self.arrays, 0, len(self.arrays[f"buffer_size/{name}"]))
 
     def close(self) -> None:
-        """Drop the arrays and the descriptor; the memory goes when its last user does (views may still be held)."""
+        """Drop the arrays and the descriptor; the memory is freed with its last user, since views may still be held."""
         self.arrays = {}
         if self.fd >= 0:
             os.close(self.fd)
@@ -181,11 +180,11 @@ def memory_of(array: np.ndarray) -> memoryview:
 
 
 class Marks:
-    """Writes one mark to a run of slots, by single machine words.
+    """Writes one mark to a run of slots in single machine words.
 
-    Copying four or eight bytes at once (a slice assignment, memcpy) may store the same bytes *twice*. A writer that loses the processor
-    between the two stores finishes after the other side has answered, and undoes the answer: a slot would be stepped twice, or a
-    step that never was would be received. An element of a memoryview is one store.
+    Copying four or eight bytes at once (a slice assignment, memcpy) may store the same bytes *twice*. A writer that is preempted between
+    the two stores finishes after the other side has answered, and undoes the answer: a slot would be stepped twice, or a step that never
+    happened would be received. An element of a memoryview is one store.
     """
 
     def __init__(self, state: np.ndarray, start: int, stop: int) -> None:
@@ -193,7 +192,7 @@ class Marks:
         whole = memory_of(state).cast("B")
         views: dict[int, memoryview] = {8: whole.cast("Q"), 4: whole.cast("I"), 2: whole.cast("H"), 1: whole}
         self.words: list[tuple[memoryview, int, tuple[int, ...]]] = []
-        """(memory, index, value of each mark) of every store."""
+        """(memory, index, value for each mark) of every store."""
         while start < stop:
             size = next(size for size in (8, 4, 2, 1) if start % size == 0 and start + size <= stop)
             values = tuple(int.from_bytes(bytes([mark]) * size, "little") for mark in range(ABORTED + 1))
@@ -206,16 +205,16 @@ class Marks:
 
 
 class Doorbell:
-    """One process waits on it, any process may ring it: spin for some microseconds, yield, then block on a futex.
+    """Lets one process wait and any process ring: the waiter spins for some microseconds, yields, then blocks on a futex.
 
-    Where there is no futex the waiter sleeps in short naps instead.
+    Without a futex it takes short naps instead.
     """
 
     def __init__(self, word: np.ndarray, waiting: np.ndarray, yields: int = _YIELDS, *, spins: bool = True) -> None:
         """`word` and `waiting`: uint32 arrays of one element in shared memory; `yields`: how often a waiter yields before it blocks;
-        `spins`: whether it spins before that. Where there are more processes than cores, it has the core of one that it waits for."""
+        `spins`: whether it spins first. With more processes than cores, spinning would occupy the core of the process that it waits for."""
         self._yields, self._spin_s = yields, _SPIN_S if spins else 0.0
-        # Reading a memoryview costs a third of reading an array's element, and waiting is nothing but reading.
+        # Reading a memoryview costs a third of reading an array element, and waiting consists of reads.
         self._word = memory_of(word).cast("B").cast("I")
         self._waiting = memory_of(waiting).cast("B").cast("I")
         self._keep_alive = (word, waiting)
@@ -229,10 +228,10 @@ class Doorbell:
             self._syscall(_FUTEX_SYSCALL, self._address, _FUTEX_WAKE, 1, None, None, 0)
 
     def wait(self, ready: Callable[[], bool], deadline: float, on_slice: Callable[[], None] | None = None) -> bool:
-        """Return True once `ready()` holds, False after `deadline` (time.perf_counter seconds).
+        """Return True once `ready()` is true, False after `deadline` (time.perf_counter seconds).
 
-        `on_slice` runs about every 20 ms of blocking; it may raise (a dead peer). What `ready` looks at changes before the doorbell is
-        rung: until then the waiter looks at the doorbell's word only, which has its own cache line that no other waiter reads.
+        `on_slice` runs about every 20 ms of blocking and may raise (for a dead peer). The data that `ready` reads changes before the
+        doorbell rings; until then the waiter reads only the doorbell's word, on a cache line that no other waiter reads.
         """
         clock, word, give_way = time.perf_counter, self._word, os.sched_yield
         seen = word[0]
@@ -254,7 +253,7 @@ class Doorbell:
                 fence()
                 if ready():
                     return True
-            elif clock() > yield_until:  # on a busy machine a yield may last as long as another's time slice
+            elif clock() > yield_until:  # on a busy machine a yield may last another process's time slice
                 break
         return self._block(ready, deadline, on_slice)
 

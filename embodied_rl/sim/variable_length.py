@@ -1,7 +1,7 @@
 """Values of varying size in shared memory: text, JSON and arrays, each in its slot's own buffer of the slab.
 
-A buffer is a row of bytes and its used size. Pages that are never written take no memory, so that buffers may be generous; unlike a
-ring they cannot fill up because another slot's values were not fetched yet.
+A buffer is a row of bytes and its used size. Pages that are never written take no memory, so buffers can be generous. Unlike a ring, they
+cannot fill up with another slot's unread values.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from embodied_rl.specs import PartValue
 from embodied_rl.types import VariableSpec
 
 INFO_BUFFER = VariableSpec("json", 2**16)
-"""Room of an episode's final info."""
+"""Buffer of an episode's final info."""
 _INFO_ARRAY_LIMIT = 64
-"""Arrays of more elements are left out of a final info."""
+"""Most elements of an array in a final info; larger arrays are left out."""
 
 
 def buffer_fields(name: str, spec: VariableSpec, num_slots: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -28,7 +28,7 @@ def buffer_fields(name: str, spec: VariableSpec, num_slots: int) -> dict[str, tu
 
 
 class VariableLengthBuffers:
-    """Rows [start, stop) of one name's buffers in a slab."""
+    """Rows [start, stop) of one part's buffers in a slab."""
 
     def __init__(self, name: str, spec: VariableSpec, arrays: Mapping[str, np.ndarray], start: int, stop: int) -> None:
         self.name, self.spec, self._start = name, spec, start
@@ -36,7 +36,7 @@ class VariableLengthBuffers:
         self._sizes = arrays[f"buffer_size/{name}"][start:stop]
 
     def write(self, row: int, value: PartValue) -> None:
-        """Put a value into a row. Raises UserError when it is of another kind or outgrows its buffer."""
+        """Write a value into a row. Raises UserError if it has another kind or exceeds its buffer."""
         data = self._encode(value)
         if len(data) > self.spec.max_bytes:
             raise UserError(
@@ -47,7 +47,7 @@ class VariableLengthBuffers:
         self._sizes[row] = len(data)
 
     def read(self, row: int) -> Any:
-        """The value in a row; None where nothing was written yet."""
+        """Value of a row; None if nothing was written yet."""
         size = int(self._sizes[row])
         return None if size == 0 else self._decode(self._bytes[row, :size].tobytes())
 
@@ -61,7 +61,7 @@ class VariableLengthBuffers:
         into._bytes[row, :size] = self._bytes[row, :size]
         into._sizes[row] = size
 
-    # Every encoding begins with one byte, so that an empty text is not an empty buffer.
+    # Every encoding begins with one byte, so that an empty text differs from an empty buffer.
 
     def _encode(self, value: PartValue) -> bytes:
         if self.spec.kind == "text":
@@ -90,7 +90,7 @@ class VariableLengthBuffers:
 
 
 def plain_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What of a simulator's info can travel as JSON: numbers, strings, small arrays and nests of these; the rest is left out."""
+    """The part of a simulator's info that JSON can express: numbers, strings, small arrays and nests of these."""
     kept: dict[str, Any] = {}
     for key, value in (info or {}).items():
         plain = _plain(value)

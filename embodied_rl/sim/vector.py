@@ -1,4 +1,4 @@
-"""An EnvManager seen as a gymnasium.vector.VectorEnv or a gymnasium.Env, for libraries that know these interfaces."""
+"""An EnvManager as a gymnasium.vector.VectorEnv or a gymnasium.Env, for libraries that use these interfaces."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Stepped = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
 
 class WrongMaskError(UserError, TypeError):
-    """A reset mask of the wrong type: gymnasium's callers expect a TypeError."""
+    """A reset mask has the wrong type: gymnasium's callers expect a TypeError."""
 
 
 class AnyText(gymnasium.spaces.Text):
-    """Texts of any letters: gymnasium's own space holds the set of all that may occur. Samples are of ASCII."""
+    """Texts of any characters; gymnasium's own space lists all that may occur. Samples are ASCII."""
 
     def __init__(self, max_length: int) -> None:
         super().__init__(max_length, min_length=0, charset=string.printable)
@@ -51,12 +51,12 @@ def make_vec_env(
 
     Args:
         sim: a name of ``python -m embodied_rl.catalog sims``.
-        num_envs: environments; None: what the simulator's configuration says.
+        num_envs: environments; None: the number in the simulator's configuration.
         num_workers: processes; None: as many as there are cores.
         autoreset_mode: see `ManagerVectorEnv`.
-        seed: of the episodes, where `reset` is given none.
+        seed: seed of the episodes if `reset` gets none.
         task: another task of the same simulator.
-        kwargs: passed to the simulator, over what its configuration says.
+        kwargs: arguments of the simulator, which override its configuration.
 
     Raises UserError: a name, task or argument that is not known, or observations or actions without a fixed space.
     """
@@ -83,10 +83,10 @@ def make_env(sim: str, *, task: str | None = None, **kwargs: Any) -> ManagerEnv:
 
 
 class ManagerEnv(gymnasium.Env[Any, Any]):
-    """The only slot of a view whose autoreset is DISABLED, as a `gymnasium.Env`. Closing it closes the manager."""
+    """The only slot of a view with autoreset DISABLED, as a `gymnasium.Env`. Closing it closes the manager."""
 
     def __init__(self, view: ManagerVectorEnv) -> None:
-        """Raises UserError for a view of several slots or of another mode."""
+        """Raises UserError for a view with several slots or another mode."""
         if view.num_envs != 1 or view.metadata["autoreset_mode"] is not AutoresetMode.DISABLED:
             mode = view.metadata["autoreset_mode"].name
             raise UserError(f"A gymnasium.Env shows one slot with autoreset DISABLED; this view has {view.num_envs} with {mode}.")
@@ -96,20 +96,20 @@ class ManagerEnv(gymnasium.Env[Any, Any]):
         self.render_mode = view.render_mode
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """A new episode: of `seed`, in [0, 2**31), or of the next one that follows from the last seed given."""
+        """Begin an episode with `seed`, in [0, 2**31), or with the next one that follows from the last given seed."""
         super().reset(seed=seed)
         chosen = int(self.np_random.integers(2**30)) if seed is None else seed
         observation, infos = self.view.reset(seed=[chosen], options=options)
         return row_of(observation, 0), info_row(infos, 0)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """One step with an action in the simulator's units."""
+        """Take one step with an action in the simulator's units."""
         actions = {key: [part] for key, part in action.items()} if isinstance(action, Mapping) else [action]
         observation, reward, terminated, truncated, infos = self.view.step(actions)
         return row_of(observation, 0), float(reward[0]), bool(terminated[0]), bool(truncated[0]), info_row(infos, 0)
 
     def render(self) -> np.ndarray:
-        """A picture [H, W, 3] uint8. Raises UserError where the simulator cannot draw."""
+        """Picture [H, W, 3] uint8. Raises UserError if the simulator cannot draw."""
         return self.view.render()[0]
 
     def close(self) -> None:
@@ -119,21 +119,20 @@ class ManagerEnv(gymnasium.Env[Any, Any]):
 class ManagerVectorEnv(VectorEnv):
     """Lockstep view of a manager.
 
-    The spaces are those of the adapted gymnasium environment, bounds and dtypes included; the numbers are the slabs', which are float32.
-    Of a simulator that has no such spaces a lone ``state`` gives plain arrays [N, D], other observations dictionaries. Texts are tuples
-    of N. Observations are copies. ``infos["success"]`` [N] is that of the step, where the simulator knows it; ``infos["aborted"]`` [N] is
-    there when a fault made an episode be given up. Closing the view closes the manager.
+    The spaces are those of the adapted gymnasium environment, with its bounds and dtypes; the numbers are the slabs', in float32. For a
+    simulator without such spaces a lone ``state`` becomes plain arrays [N, D], and other observations become dictionaries. Texts are tuples
+    of N. Observations are copies. ``infos["success"]`` [N] is the step's, if the simulator reports it; ``infos["aborted"]`` [N] appears
+    when a fault ended an episode early. Closing the view closes the manager.
     """
 
     def __init__(self, manager: EnvManager, autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP) -> None:
-        """How the view reports an episode's end (https://farama.org/Vector-Autoreset-Mode).
+        """Choose how the view reports an episode's end (https://farama.org/Vector-Autoreset-Mode).
 
         Args:
-            autoreset_mode: SAME_STEP: the step that ends an episode gives the next one's first observation, and the last one in
-                ``infos["final_obs"]``. NEXT_STEP, gymnasium's own default, which some of its wrappers insist on: it gives the last
-                observation; the next step ignores the slot's action and gives the first one, with reward 0. DISABLED: a slot whose episode
-                is over must be begun by ``reset(options={"reset_mask": …})`` before the next step; the manager is one with
-                ``autoreset=False``.
+            autoreset_mode: SAME_STEP: the step that ends an episode returns the next one's first observation, and the last one in
+                ``infos["final_obs"]``. NEXT_STEP, gymnasium's default, which some of its wrappers require: that step returns the last
+                observation; the next step ignores the slot's action and returns the first one, with reward 0. DISABLED: call
+                ``reset(options={"reset_mask": …})`` for an ended slot before the next step; the manager needs ``autoreset=False``.
 
         Raises:
             UserError: a manager whose `autoreset` does not fit the mode, or with chunks, or observations or actions without a fixed space.
@@ -161,24 +160,24 @@ class ManagerVectorEnv(VectorEnv):
         self._mode, self._begun = mode, False
         self._over = np.zeros(self.num_envs, bool)
         self._current: dict[str, np.ndarray] = {}
-        """NEXT_STEP: {key: [N, ...]} of the running episodes; where one is over, the first of the next. DISABLED: what was shown last."""
+        """NEXT_STEP: {key: [N, ...]} of the running episodes, or of the next one after an end. DISABLED: the last observations shown."""
         self._streams: list[SeedStream] = []
         self._index = np.zeros(self.num_envs, np.int64)
-        """DISABLED: the seeds of each slot's episodes, and the number there of the present one."""
+        """DISABLED: number of each slot's present episode among its seeds."""
 
     def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin new episodes in all slots.
 
         Args:
-            seed: one, from which every slot's and every later episode's seed follows; or a list with that of each slot's next episode
-                (None: one that follows from the others), from which those of later episodes follow; None: go on with new ones.
+            seed: one seed, from which all slots' and later episodes' seeds follow; or a list with the seed of each slot's next episode
+                (None: it follows from the others), from which later ones follow; None: continue with new seeds.
             options: ``{"reconfigure": True}`` also forgets what the simulator keeps between episodes. Only for DISABLED:
-                ``{"reset_mask": [N] bool}`` begins new episodes in these slots, and leaves the others where they are; `seed` is then
-                of these slots. The first reset of all begins episodes in the others too.
+                ``{"reset_mask": [N] bool}`` begins new episodes in these slots and leaves the others as they are; `seed` then
+                belongs to these slots. The very first reset begins episodes in all slots.
 
         Raises:
             UserError: a list of another length, a seed out of [0, 2**31), a mask of another shape, or any other option.
-            WrongMaskError: a mask that is no array of bool.
+            WrongMaskError: a mask that is not an array of bool.
         """
         disabled = self._mode is AutoresetMode.DISABLED
         known = ["reconfigure", *(["reset_mask"] if disabled else [])]
@@ -204,7 +203,7 @@ class ManagerVectorEnv(VectorEnv):
         return self._copy(batch.observation), {}
 
     def _masked(self, reset_mask: Any, reconfigure: bool = False) -> np.ndarray:
-        """The slots that a mask names. Raises UserError and WrongMaskError."""
+        """Slots that a mask selects. Raises UserError and WrongMaskError."""
         if not isinstance(reset_mask, np.ndarray):
             raise WrongMaskError(f"`options['reset_mask']` must be a numpy array, got {type(reset_mask).__name__}.")
         if reset_mask.dtype != bool:
@@ -219,7 +218,7 @@ class ManagerVectorEnv(VectorEnv):
         return np.flatnonzero(reset_mask)
 
     def _reset_some(self, seed: int | Sequence[int | None] | None, slots: np.ndarray) -> Any:
-        """New episodes in some slots. Returns the observations of all."""
+        """Begin new episodes in some slots. Returns the observations of all."""
         self._index[slots] += 1
         if seed is not None:
             seeds = EpisodeSeeds.training(int(seed)) if isinstance(seed, SupportsIndex) else _seeds_of_slots(seed, self.num_envs)
@@ -232,13 +231,13 @@ class ManagerVectorEnv(VectorEnv):
         return self._copy(self._current)
 
     def step(self, actions: Any) -> Stepped:
-        """One step of every slot with actions of `action_space`, or a list of one of each slot, in the simulator's units."""
+        """Step every slot with actions of `action_space`, or a list of one action per slot, in the simulator's units."""
         if not self._begun:
             raise gymnasium.error.ResetNeeded("Call reset before the first step: it begins the episodes.")
         rows = action_rows(self.single_action_space, actions, self.num_envs)
         if self._mode is AutoresetMode.NEXT_STEP:
             return self._step_or_begin(rows)
-        if self._over.any():  # only in DISABLED
+        if self._over.any():  # only with DISABLED
             over = np.flatnonzero(self._over).tolist()
             raise UserError(f"The episodes of slots {over} are over: begin new ones first, reset(options={{'reset_mask': …}}).")
         batch = self.manager.step(rows)
@@ -262,7 +261,7 @@ class ManagerVectorEnv(VectorEnv):
         self.manager.close()
 
     def _step_or_begin(self, actions: np.ndarray | list[str]) -> Stepped:
-        """NEXT_STEP: slots whose episode is over show the first observation of the next, which is here already; the others step."""
+        """NEXT_STEP: slots with an ended episode show the next one's first observation, which is here already; the others step."""
         reward = np.zeros(self.num_envs)
         terminated, truncated = np.zeros(self.num_envs, bool), np.zeros(self.num_envs, bool)
         shown = {key: part.copy() for key, part in self._current.items()}
@@ -274,7 +273,7 @@ class ManagerVectorEnv(VectorEnv):
             done = batch.done
             for key, part in batch.observation.items():
                 self._current[key][going] = shown[key][going] = part
-                if done.any():  # texts of no episode's end are not there
+                if done.any():  # without an ended episode, text parts have no final observation
                     shown[key][going[done]] = batch.final_observation[key][done]
             reward[going], terminated[going], truncated[going] = batch.reward, batch.terminated, batch.truncated
             infos = self._infos(batch, going)
@@ -282,7 +281,7 @@ class ManagerVectorEnv(VectorEnv):
         return self._copy(shown), reward, terminated, truncated, infos
 
     def _infos(self, batch: StepBatch, slots: np.ndarray) -> dict[str, Any]:
-        """The ``infos`` of a step, as gymnasium lays them out: an entry per slot, and a mask of the slots that have one."""
+        """``infos`` of a step in gymnasium's layout: an entry per slot, and a mask of the slots that have one."""
         infos: dict[str, Any] = {}
         stepped = np.isin(np.arange(self.num_envs), slots)
         for key, values in (("success", batch.success if self.manager.spec.reports_success else None), ("aborted", batch.aborted)):
@@ -292,7 +291,7 @@ class ManagerVectorEnv(VectorEnv):
         return infos
 
     def _final_info(self, episodes: Sequence[EpisodeSummary]) -> dict[str, Any]:
-        """Return, length and success of the episodes that ended, with gymnasium's masks; one that was given up is in none."""
+        """Return, length and success of the ended episodes, with gymnasium's masks; aborted episodes are left out."""
         returns, lengths, success = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64), np.zeros(self.num_envs, bool)
         ended = np.zeros(self.num_envs, bool)
         for episode in episodes:
@@ -307,7 +306,7 @@ class ManagerVectorEnv(VectorEnv):
 
 
 def _seeds_of_slots(seeds: Sequence[int | None], num_slots: int) -> EpisodeSeeds:
-    """Each slot's first seed as given; the others follow from the list."""
+    """Each slot's first seed as given; later ones follow from the list."""
     first = tuple(None if seed is None else int(seed) for seed in seeds)
     if len(first) != num_slots:
         raise UserError(f"A list of seeds must have one for each of the {num_slots} slots, got {len(first)}.")
@@ -318,7 +317,7 @@ def _seeds_of_slots(seeds: Sequence[int | None], num_slots: int) -> EpisodeSeeds
 
 
 def _observation_space(spec: SimSpec) -> gymnasium.Space[Any]:
-    """The adapted environment's own where the parts are still those; else one of the parts."""
+    """The adapted environment's space if the parts are unchanged; else a space made of the parts."""
     if "observation" in spec.spaces:
         own = space_of(spec.spaces["observation"])
         if {part.name: part.spec for part in observation_parts(own)} == dict(spec.observation):

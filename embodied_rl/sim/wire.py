@@ -1,7 +1,7 @@
-"""How observations, actions and snapshots look as JSON: what `embodied_rl.sim.remote` and the environment service say to each other.
+"""JSON form of observations, actions and snapshots between `embodied_rl.sim.remote` and the environment service.
 
-Plain lists of numbers for requests typed by hand; raw bytes in base64, exact and small, for programs; pictures as PNG in both.
-What a value is follows from its part of the spec, so that no text can be mistaken for an array.
+Requests typed by hand use plain lists of numbers; programs use raw bytes in base64, exact and small; both use PNG for pictures. The spec
+decides what a value is, so that no text can be mistaken for an array.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ ENCODINGS: tuple[Encoding, ...] = ("lists", "base64")
 _KINDS = frozenset("biufc")
 _PNG_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _PNG_LEVEL = 1
-"""Of zlib: a simulator's frames shrink nearly as much at 1 as at 6, in a fifth of the time."""
+"""zlib level: a simulator's frames shrink nearly as much at 1 as at 6, in a fifth of the time."""
 
 
 class WireError(ValueError):
-    """What came from the other side is not what the protocol promises."""
+    """The other side sent something that violates the protocol."""
 
 
 # ---- arrays ---------------------------------------------------------------------------------------------------------
 
 
 def encode_array(array: np.ndarray, encoding: Encoding = "base64") -> Json:
-    """A picture ([..., H, W, 1, 3 or 4] uint8) as PNG, anything else as nested lists or base64."""
+    """Encode a picture ([..., H, W, 1, 3 or 4] uint8) as PNG, anything else as nested lists or base64."""
     array = np.ascontiguousarray(array) if array.ndim else np.array(array)
     if _is_picture(array):
         return {"png": base64.b64encode(_png(array)).decode("ascii"), "shape": list(array.shape)}
@@ -48,7 +48,7 @@ def encode_array(array: np.ndarray, encoding: Encoding = "base64") -> Json:
 
 
 def decode_array(data: Json, dtype: str | None = None) -> np.ndarray:
-    """The inverse of `encode_array`; `dtype` is what lists become. Raises WireError."""
+    """Decode what `encode_array` returns; lists become arrays of `dtype`. Raises WireError."""
     try:
         if not isinstance(data, dict):
             return np.asarray(data, dtype)
@@ -73,7 +73,7 @@ def _is_picture(array: np.ndarray) -> bool:
 
 
 def _png(array: np.ndarray) -> bytes:
-    """Several pictures of one array become one tall picture."""
+    """PNG in which several pictures of one array become one tall picture."""
     from PIL import Image
 
     channels = array.shape[-1]
@@ -89,7 +89,7 @@ def _read_png(data: bytes, shape: list[int]) -> np.ndarray:
     if len(shape) < 3 or shape[-1] not in _PNG_MODES:
         raise WireError(f"A picture cannot have the shape {shape}.")
     with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
-        # Before it is unpacked: a small file may hold a picture larger than the memory.
+        # Checked before it is unpacked: a small file may contain a picture larger than the memory.
         if (image.width, image.height) != (shape[-2], math.prod(shape[:-2])) or image.mode != _PNG_MODES[shape[-1]]:
             raise WireError(f"A picture of {image.width} x {image.height} ({image.mode}) was said to have the shape {shape}.")
         return np.array(image, np.uint8).reshape(shape)
@@ -99,14 +99,14 @@ def _read_png(data: bytes, shape: list[int]) -> np.ndarray:
 
 
 def encode_observation(spec: SimSpec, parts: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
-    """One environment's observation {key: value without the slot axis}."""
+    """Encode one environment's observation {key: value without the slot axis}."""
     return {
         key: encode_array(np.asarray(parts[key]), encoding) if _is_array(part) else parts[key] for key, part in spec.observation.items()
     }
 
 
 def decode_observation(spec: SimSpec, data: Json) -> dict[str, Any]:
-    """The inverse of `encode_observation`. Raises WireError where a part is missing or of another shape."""
+    """Decode what `encode_observation` returns. Raises WireError if a part is missing or has another shape."""
     if not isinstance(data, dict):
         raise WireError(f"An observation must be an object, got {type(data).__name__}.")
     found: dict[str, Any] = {}
@@ -135,7 +135,7 @@ def _decode_part(key: str, part: TensorSpec | VariableSpec, data: Json) -> PartV
 
 
 def encode_spec(spec: SimSpec) -> dict[str, Any]:
-    """A spec as JSON, which has no infinity: bounds that are none are the texts "inf" and "-inf"."""
+    """A spec as JSON, which has no infinity: infinite bounds become the texts "inf" and "-inf"."""
     data = spec.to_dict()
     for name in ("low", "high"):
         data["action"][name] = [bound if math.isfinite(bound) else str(bound) for bound in data["action"][name]]
@@ -143,7 +143,7 @@ def encode_spec(spec: SimSpec) -> dict[str, Any]:
 
 
 def decode_spec(data: Mapping[str, Any]) -> SimSpec:
-    """The inverse of `encode_spec`. Raises WireError for what is no spec."""
+    """Decode what `encode_spec` returns. Raises WireError for an invalid spec."""
     try:
         action = data["action"]
         bounds = {name: [float(bound) for bound in action[name]] for name in ("low", "high")}
@@ -156,14 +156,14 @@ def decode_spec(data: Mapping[str, Any]) -> SimSpec:
 
 
 def encode_action(action: str | np.ndarray) -> Json:
-    """One row of what `SimEnv.step` is given: a list of numbers, or a text. A float32 survives: its decimal form is exact."""
+    """Encode one row of `SimEnv.step`'s actions: a list of numbers, or a text. A float32 survives, since its decimal form is exact."""
     return action if isinstance(action, str) else np.asarray(action).tolist()
 
 
 def decode_action(spec: ActionSpec, data: Json) -> np.ndarray:
-    """[1, A] in the simulator's units, or an object array [1] of `str`: what `SimEnv.step` takes for one environment.
+    """Decode to [1, A] in the simulator's units, or an object array [1] of `str`: what `SimEnv.step` takes for one environment.
 
-    Raises UserError: of another kind or length, not finite, beyond the choices, or a text that outgrows its room.
+    Raises UserError: another kind or length, not finite, not among the choices, or a text that exceeds its buffer.
     """
     if spec.kind == "text":
         return _decode_text(spec, data)
@@ -179,7 +179,7 @@ def decode_action(spec: ActionSpec, data: Json) -> np.ndarray:
         raise refusal
     with np.errstate(over="ignore"):
         action = row.astype(spec.dtype)
-    if not np.isfinite(action).all():  # a number of 64 bits that is infinite in 32
+    if not np.isfinite(action).all():  # a finite 64-bit number may be infinite in 32 bits
         raise refusal
     return action[None]
 
@@ -198,7 +198,7 @@ def encode_snapshot(data: bytes) -> str:
 
 
 def decode_snapshot(data: Json) -> bytes:
-    """The inverse of `encode_snapshot`. Raises SnapshotError for what is not base64."""
+    """Decode what `encode_snapshot` returns. Raises SnapshotError for invalid base64."""
     with suppress(ValueError):
         if isinstance(data, str):
             return base64.b64decode(data, validate=True)

@@ -1,7 +1,7 @@
-"""The simulator process: `main` is called by `embodied_rl.sim.keeper` with SOCKET LIFE, and by nothing else.
+"""The simulator process; only `embodied_rl.sim.keeper` calls `main`, with SOCKET LIFE.
 
-It steps the slots that the manager marked and rings, answers rare requests over its socket, never imports torch by itself,
-and ends when the manager does.
+It steps the slots that the manager marked when it rings, answers rare requests over its socket, never imports torch, and ends when the
+manager does.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NEVER = float("inf")
 
 
 class Worker:
-    """The loop of the process: steps and requests, until the manager lets go."""
+    """Steps slots and answers requests until the manager lets go."""
 
     def __init__(
         self, channel: Channel, runners: list[SlotRunner], slab: Slab, released: threading.Event, *, awaits_resume: bool, spins: bool
     ) -> None:
         self.channel, self.runners, self._released, self._awaits_resume = channel, runners, released, awaits_resume
         self.current = runners[0]
-        """Whose simulator was called last."""
+        """Runner whose simulator was called last."""
         arrays, index = slab.arrays, runners[0].index
         self._control_pending = memory_of(arrays["control_pending"][index, :1]).cast("B").cast("I")
         self._states = [runner.state_bytes for runner in runners]
@@ -49,7 +49,7 @@ class Worker:
         self._parent = os.getppid()
 
     def run(self) -> None:
-        """Serve until the manager lets go (ChannelClosed). What the simulator raises goes up as it is."""
+        """Serve until the manager lets go (ChannelClosed). The simulator's exceptions pass through unchanged."""
         while True:
             self.doorbell.wait(self._has_work, _NEVER, self._check_parent)
             if self._control_pending[0]:
@@ -65,7 +65,7 @@ class Worker:
         if self._control_pending[0]:
             return True
         if not self._awaits_resume:
-            for state in self._states:  # a generator would cost more than the look
+            for state in self._states:  # a generator would cost more than the loop
                 if PENDING in state.tobytes():
                     return True
         return False
@@ -79,14 +79,14 @@ class Worker:
             raise ChannelClosed("the manager let go of this worker")
 
     def stepping(self) -> dict[str, Any]:
-        """Where the simulator was that raised, for a fault report."""
+        """Slots that were being stepped when the simulator raised, for a fault report."""
         return self.current.where(self.current.stepping())
 
     def _control(self) -> None:
         message, payload, _ = self.channel.next_request()
         try:
             self._answer(message, payload)
-        except UserError as error:  # what was asked cannot be done here (no pictures, say); stepping can go on
+        except UserError as error:  # this request is impossible (no pictures, say); stepping can continue
             self.channel.answer({"kind": "user_error", "message": str(error)})
 
     def _answer(self, message: dict[str, Any], payload: bytes) -> None:
@@ -120,7 +120,7 @@ class Worker:
 
 
 def _take_place(placement: dict[str, Any] | None) -> dict[str, Any]:
-    """Go to the planned cores and memory nodes, before the simulator is imported; returns what really holds."""
+    """Move to the planned cores and memory nodes before the simulator is imported; returns what the kernel reports."""
     if placement is None:
         return {}
     return apply_placement(Placement.from_dict(placement)).to_dict()
@@ -128,7 +128,7 @@ def _take_place(placement: dict[str, Any] | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _own_warnings() -> Iterator[list[str]]:
-    """What this package warns of in the block: the manager passes it on, for this process's output is read after a fault only."""
+    """Collect this package's warnings; the manager passes them on, because this process's output is read after a fault only."""
     said: list[str] = []
     show, package = warnings.showwarning, Path(__file__).parents[1]
 
@@ -149,10 +149,10 @@ def _own_warnings() -> Iterator[list[str]]:
 
 def _build(setup: dict[str, Any], sims: list[SimEnv]) -> dict[str, Any]:
     applied = _take_place(setup["placement"])
-    # One for each run of slots: runs of several groups are stepped apart.
+    # One simulator per run of slots, because the runs of different groups are stepped separately.
     with _own_warnings() as said:
         sims.extend(SimFactory(**setup["factory"]).make(num_envs) for num_envs in setup["num_envs"])
-    limit_threads(1)  # of pools that do not read the environment's variables
+    limit_threads(1)  # for pools that ignore the environment variables
     return {"placement": applied, "warnings": said}
 
 
@@ -184,6 +184,6 @@ def _report(channel: Channel, worker: Worker, message: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Take the set-up from the socket, go where it says, build the simulator, serve, close."""
+    """Read the set-up from the socket, move to the planned cores, build the simulator, serve, close."""
     released = threading.Event()
     live(_build, partial(_serve, released), lambda channel: released.set())

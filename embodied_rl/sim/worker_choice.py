@@ -1,5 +1,4 @@
-"""What `auto` stands for in `sim.num_workers`, `sim.pipeline_groups` and `sim.placement`: remembered for a simulator, its slots and this
-machine."""
+"""Choose and remember the `auto` values of `sim.num_workers`, `sim.pipeline_groups` and `sim.placement`."""
 
 from __future__ import annotations
 
@@ -22,37 +21,37 @@ from embodied_rl.files import RememberedAnswers
 from embodied_rl.sim.affinity import available_cores
 
 WORTH = 1.02
-"""More workers take more memory, slots that are not stepped together wake workers more often, bound workers cannot get out of the way of
-other programs: each of these must be so many times as fast."""
+"""Speed-up that justifies a costlier setting. More workers need more memory, unsynchronised slots wake workers more often, and bound
+workers cannot move away from other programs."""
 _PER_GPU = "embodied_rl.sim.robots.maniskill_gpu:"
 _FOLDER = "workers"
 _MEASURED = 11
-"""To be raised when the measurement changes, so that what is remembered is measured again."""
+"""Version of the measurement; raise it when the measurement changes, so that remembered results are measured again."""
 _TOLERANCE = 0.03
-"""A setting is out of the question once it is not so much faster than the fastest, beyond doubt."""
+"""Smallest relative speed-up over the leader that keeps a setting in the comparison."""
 _NOISE, _DOUBT = 0.1, 2.5
-"""How far apart samples of equal settings are taken to be while few are known; so many standard errors are beyond doubt."""
+"""Assumed spread of equal settings while samples are few, and the standard errors that make a difference count as measured."""
 LEAST_ROUNDS = 3
-"""Before these nothing is out."""
+"""Rounds that a setting takes part in before it may be dropped."""
 _STEADY = 1.5
-"""Times as slow as in its best moment the leader is at the start, where other work came in between."""
+"""Median time over best time of the leader from which a measurement counts as disturbed by other programs."""
 _SAMPLE_S = 0.1
-"""Rollouts that took so long together are a sample."""
+"""Seconds of rollouts that make one sample."""
 _FREE_S, _SHARE = 1.5, 0.02
-"""What trying slower settings may cost: so many seconds at once, and this share of the time that rollouts take."""
+"""Budget for trying slower settings: seconds available at once, and share of the rollout time added to them."""
 AS_READY = 0
-"""Number of turns where slots are stepped each by itself, and acted for as they are ready."""
+"""`num_turns` value for slots that are stepped one by one, each as soon as it is ready."""
 
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What is chosen."""
+    """One choice: how many workers, how their slots are stepped, and whether the workers are bound to cores."""
 
     num_workers: int
     num_turns: int
-    """Groups of slots that are stepped in turns; 1: all together; `AS_READY`: each slot by itself."""
+    """Groups of slots that are stepped in turns; 1: all together; `AS_READY`: one by one."""
     bound: bool = False
-    """Whether each worker keeps to its own cores."""
+    """Whether each worker is bound to its own cores."""
 
     def __str__(self) -> str:
         return f"{self.num_workers}x{self.num_turns}{'b' * self.bound}"
@@ -65,34 +64,33 @@ class Setting:
 
 
 class Comparison:
-    """Settings that are measured in turns, round by round, until the others are slower than the fastest, or no faster worth a word, beyond
-    doubt.
+    """Measures settings side by side, in rounds, and drops each one that is measurably slower than the leader or less than 3% faster.
 
-    Times of a round stand side by side: what the machine or the policy did meanwhile, it did to all of them. Compared are mean times, since
-    a run has the slow moments too.
+    All settings of a round see the same machine and policy, so the comparison uses differences within rounds. It compares means, because a
+    run has the slow moments too.
     """
 
     most_rounds = 60
-    """After these the leader is taken: the others are as fast, or what is measured is noise."""
+    """Rounds after which the leader is chosen; what is still open is as fast, or the measurement is noise."""
     leader: Setting
-    """The fastest of those that are in question, its price paid."""
+    """Fastest open setting after its price (`WORTH`) is added."""
 
     def __init__(self, settings: Iterable[Setting], rounds: Iterable[Mapping[Setting, float]] = ()) -> None:
-        """`rounds`: what was measured before. Raises KeyError as `add`."""
+        """Replay `rounds`, which were measured before. Raises KeyError as `add`."""
         self.open = sorted(settings)
-        """In question."""
+        """Settings that are still being compared."""
         if self.open:
             self.leader = self.open[0]
         self.rounds: list[dict[Setting, float]] = []
-        """Seconds a step."""
+        """Seconds per step of each setting, one dictionary per round."""
         numbers = sorted({each.num_workers for each in self.open})
         self._price = {each: WORTH ** (numbers.index(each.num_workers) + (each.num_turns != 1) + each.bound) for each in self.open}
         for each in rounds:
             self.add(each)
 
     def add(self, seconds: Mapping[Setting, float]) -> None:
-        """One more round: seconds a step, of all settings in the first one, later of the leader and others. Raises KeyError for one that is
-        missing or unknown."""
+        """Add a round of seconds per step: all settings in the first one, later the leader and any others. Raises KeyError for a missing or
+        unknown one."""
         asked = {self.leader} if self.rounds else set(self.open)
         if wrong := (asked - seconds.keys()) | (seconds.keys() - self._price.keys()):
             raise KeyError(", ".join(map(str, sorted(wrong))))
@@ -102,15 +100,15 @@ class Comparison:
 
     @property
     def met(self) -> Iterable[Setting]:
-        """All that were measured."""
+        """Settings that were measured."""
         return self.rounds[0] if self.rounds else ()
 
     def _both(self, setting: Setting, other: Setting) -> list[tuple[float, float]]:
-        """Their seconds in the rounds that both were in."""
+        """(seconds of `setting`, seconds of `other`) of each round that has both."""
         return [(each[setting], each[other]) for each in self.rounds if setting in each and other in each]
 
     def _behind(self, setting: Setting) -> list[float]:
-        """By what share of the leader's mean time it was slower, in each round that both were in, prices paid."""
+        """How much slower than the leader in each shared round, as a share of the leader's mean time; prices are included."""
         own, best = self._price[setting], self._price[self.leader]
         both = self._both(setting, self.leader)
         mean = self._middle([best * theirs for _, theirs in both])
@@ -133,23 +131,23 @@ class Comparison:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the leader was near its best in most rounds."""
+        """Whether the leader was near its best time in most rounds."""
         taken = [seconds[self.leader] for seconds in self.rounds if self.leader in seconds]
         return not taken or statistics.median(taken) < _STEADY * min(taken)
 
     def gain(self, setting: Setting, other: Setting) -> float:
-        """Times as fast, over the rounds that both were in; 1 where they never met."""
+        """How many times as fast `setting` is as `other` over their shared rounds; 1 if they share none."""
         both = self._both(setting, other)
         return 1.0 + self._middle([theirs - own for own, theirs in both]) / self._middle([own for own, _ in both]) if both else 1.0
 
 
 class NumberComparison(Comparison):
-    """Before a run: which number of workers. Of equally many, only the faster half goes on to the next round, until one is left, which
-    meets those of other numbers in all further rounds: the luckiest of four would seem faster than it is. Compared are medians: samples are
-    short, so that whatever holds one up makes it far longer, and the first ones are cold."""
+    """Finds the number of workers before a run. Each round keeps the faster half of the settings of each number, until one is left to meet
+    those of other numbers: the luckiest of four samples would seem faster than it is. It compares medians, because the samples are short,
+    the first ones are cold, and one interruption makes a sample far longer."""
 
     most_rounds = 20
-    """Of two or three starts: other workers are started for them."""
+    """Enough for two or three starts of a run; each start has to launch the other workers again."""
 
     def add(self, seconds: Mapping[Setting, float]) -> None:
         super().add(seconds)
@@ -159,7 +157,7 @@ class NumberComparison(Comparison):
             self.open = sorted(each for half in halves for each in half)
 
     def play(self, seconds: Callable[[Setting], float], longest_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Rounds until the number is known, at least one; none begins after `longest_s`. `seconds`: plays a sample; of a step in it."""
+        """Measure until the number is known or `longest_s` have passed, one round at least. `seconds` plays a sample: seconds per step."""
         until = clock() + longest_s
         while not self.rounds or (not self.has_number and clock() < until):
             order = self.open[:: -1 if len(self.rounds) % 2 else 1]
@@ -167,11 +165,11 @@ class NumberComparison(Comparison):
 
     @property
     def has_number(self) -> bool:
-        """Whether the number of workers is not in question."""
+        """Whether the number of workers is decided."""
         return len(self._numbers) == 1
 
     def rival(self, num_workers: int) -> Setting:
-        """The best of those with so many workers: what was in the most rounds, the fastest where several were."""
+        """Best measured setting with `num_workers`: the one in the most rounds, then the fastest."""
         own = [each for each in self.met if each.num_workers == num_workers]
         return min(own, key=lambda each: (-sum(each in one for one in self.rounds), self.gain(self.leader, each)))
 
@@ -185,40 +183,40 @@ class NumberComparison(Comparison):
 
 
 class Trials:
-    """The settings that are in question take turns over the rollouts of a run, until the fastest is known.
+    """Tries the open settings in turns during a run's rollouts, until the fastest is known.
 
-    Trying may cost `_FREE_S` and a share of the time: the slower a setting was, the less often it is tried, and the fastest so far plays
-    meanwhile.
+    Slower settings may cost `_FREE_S` and a share of the rollout time. The slower a setting was, the less often it is tried; the leader
+    plays meanwhile.
     """
 
     def __init__(self, comparison: Comparison, note: Callable[[], object]) -> None:
-        """`note` is called when it is decided, and when the run ends before."""
+        """`note` is called once the comparison is decided, or at the end of the run if it is still open."""
         self._comparison, self._note = comparison, note
         self._sample: list[tuple[float, int]] | None = None
-        """(seconds, steps) of rollouts with the present setting; None: the next one does not count, in which everything warms up."""
+        """(seconds, steps) of rollouts with the present setting; None: the next rollout is a warm-up and does not count."""
         self._affordable_s = _FREE_S
-        """What trying may cost yet."""
+        """Seconds that trying slower settings may still cost."""
         self._cost_s: dict[Setting, float] = {}
-        """How much longer than the leader's a sample took, at least."""
+        """Smallest extra seconds that a sample of each setting has cost over the leader's."""
         self._begin()
 
     @property
     def setting(self) -> Setting:
-        """Of the next rollout; what was decided stays."""
+        """Setting of the next rollout."""
         return self._left[0]
 
     @property
     def leader(self) -> Setting:
-        """The fastest so far."""
+        """Fastest setting so far."""
         return self._comparison.leader
 
     @property
     def decided(self) -> bool:
-        """Whether it is the only one left."""
+        """Whether one setting is left."""
         return len(self._comparison.open) == 1
 
     def took(self, seconds: float, num_steps: int) -> None:
-        """A rollout of so many steps with `setting` took so long."""
+        """Record a rollout of `num_steps` steps with `setting`."""
         if self._sample is None:
             self._sample = []
             return
@@ -234,12 +232,12 @@ class Trials:
                 self._note()
 
     def end(self) -> None:
-        """The run is over: what is known so far goes into the next one."""
+        """Save an undecided comparison at the end of the run, so that the next run continues it."""
         if not self.decided and self._comparison.rounds:
             self._note()
 
     def _begin(self) -> None:
-        """A round of the leader and of what may be tried, what costs least first. Each begins with another one."""
+        """Start a round of the leader and the settings that the budget allows, cheapest first. Rounds rotate which one begins."""
         left_s, self._left = self._affordable_s, [self.leader]
         for each in sorted(self._comparison.open, key=lambda each: self._cost_s.get(each, 0.0)):
             if each != self.leader and (left_s := left_s - self._cost_s.get(each, 0.0)) >= 0.0:
@@ -247,7 +245,7 @@ class Trials:
         first = len(self._comparison.rounds) % len(self._left)
         self._left = self._left[first:] + self._left[:first]
         self._round: dict[Setting, tuple[float, int]] = {}
-        """(seconds, steps) of its samples."""
+        """(seconds, steps) of each setting's sample in this round."""
 
     def _end_round(self) -> None:
         rates = {each: seconds / steps for each, (seconds, steps) in self._round.items()}
@@ -262,32 +260,32 @@ class Trials:
 
 @dataclass(frozen=True)
 class WorkerChoice:
-    """What was measured, and the setting that is the fastest."""
+    """What was measured, and the fastest setting."""
 
     sim: str
     num_slots: int
     start: NumberComparison
-    """Before a run began: which number of workers."""
+    """Comparison before the run, which finds the number of workers."""
     run: Comparison
-    """In rollouts, with so many; none where nothing is tried there."""
+    """Comparison in the run's rollouts with that number; empty if rollouts try nothing."""
 
     @property
     def setting(self) -> Setting:
-        """The fastest so far."""
+        """Fastest setting so far."""
         return self.run.leader if self.run.rounds else self.start.leader
 
     @property
     def decided(self) -> bool:
-        """Whether nothing is in question any more."""
+        """Whether nothing is left to compare."""
         return self.has_number and len(self.run.open) <= 1
 
     @property
     def has_number(self) -> bool:
-        """Whether the number of workers is not in question."""
+        """Whether the number of workers is decided."""
         return self.start.has_number
 
     def __str__(self) -> str:
-        """One line of what is known by now, and what it gains; empty: nothing is."""
+        """One line about the settings known so far and their gains; empty if nothing is known."""
         said = self._of_workers()
         if len(self.run.open) <= 1:
             said += self._of_the_rest(after=bool(said))
@@ -323,7 +321,7 @@ def _way(num_turns: int) -> str:
 
 
 def check_auto(config: SimConfig) -> None:
-    """Raises UserError for ``auto`` where a simulator runs a process for each GPU: no measurement of cores can say how many."""
+    """Reject ``auto`` with a UserError for a simulator with one process per GPU: measuring cores cannot tell how many."""
     if config.num_workers == "auto" and config.target.startswith(_PER_GPU):
         raise UserError(
             f"sim.num_workers=auto: '{config.name}' runs one process for each GPU. Give their number: sim.num_workers=1 for one GPU."
@@ -331,57 +329,57 @@ def check_auto(config: SimConfig) -> None:
 
 
 def candidates(num_slots: int) -> list[int]:
-    """Numbers of workers that are compared, ascending: one, half the cores, all cores; never more than slots."""
+    """Numbers of workers to compare, ascending: 1, half the cores and all cores, each at most `num_slots`."""
     cores = available_cores()
     return sorted({min(max(number, 1), num_slots) for number in (1, cores // 2, cores)})
 
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a choice depends on. It is remembered for these, on this machine."""
+    """What a choice depends on; the choice is remembered for these values on this machine."""
 
     config: SimConfig
     chunk_size: int = 1
     rollouts: bool = False
-    """Whether rollouts of all slots are played; False: episodes of groups, for which slots are stepped as they come."""
+    """Whether rollouts of all slots are played; False: episodes of groups, for which slots are stepped as they are ready."""
     policy: str | None = None
-    """Of the policy that plays while it is measured; None: time that passes stands for it."""
+    """Description of the policy that plays during the measurement; None: a pause replaces it."""
     tried: tuple[int, ...] = ()
-    """Numbers of turns that rollouts try; empty: they try nothing."""
+    """Values of `num_turns` that rollouts try; empty: none."""
     most_bound: int = 0
-    """So many workers may be bound to a core each now."""
+    """Most workers that can be bound to one core each now."""
 
     def at_start(self) -> list[Setting]:
-        """What is compared before the run, ascending: every number of workers, also bound where they may be, and several also stepped
-        together where rollouts may go on so. One worker steps its slots in groups, and the policy acts meanwhile."""
+        """Settings to compare before the run, ascending: every number of workers, also bound if allowed; several workers also together if
+        rollouts may use that. One worker always steps its slots in groups, because the policy acts meanwhile."""
         groups = self.config.num_groups
         several = sorted({*(turns for turns in self.tried if turns != AS_READY), groups})
         return [each for number in candidates(self.config.num_slots) for each in self._with(number, several if number > 1 else [groups])]
 
     def in_run(self, start: NumberComparison) -> list[Setting]:
-        """What rollouts try with the number of workers that was chosen."""
+        """Settings that rollouts try with the chosen number of workers; empty if there is only one."""
         number = start.leader.num_workers
         found = self._with(number, [each for each in self.tried if each != AS_READY or number > 1])
         return found if len(found) > 1 else []
 
     def _with(self, number: int, turns: Iterable[int]) -> list[Setting]:
-        """Bound workers are not stepped one by one: where they are the fastest, that is no faster."""
+        """Settings of `number` workers with these turns. Bound workers are not stepped one by one, which would not be faster."""
         may_bind = 1 < number <= self.most_bound
         return [Setting(number, each, bound) for each in turns for bound in ((False, True) if may_bind and each != AS_READY else (False,))]
 
     def compared(self, rounds: Sequence[Mapping[Setting, float]] = ()) -> NumberComparison:
-        """Before the run, in these rounds. Raises KeyError for rounds of other settings."""
+        """Comparison before the run that starts from `rounds`. Raises KeyError for rounds of other settings."""
         settings = self.at_start()
         if rounds and not rounds[0].keys() <= set(settings):
             raise KeyError(str(rounds[0]))
         return NumberComparison([each for each in settings if not rounds or each in rounds[0]], rounds)
 
     def choice(self, start: NumberComparison, run: Iterable[Mapping[Setting, float]] = ()) -> WorkerChoice:
-        """What comes of these measurements. Raises KeyError for rounds of other settings."""
+        """Choice that follows from these measurements. Raises KeyError for rounds of other settings."""
         return WorkerChoice(self.config.name, self.config.num_slots, start, Comparison(self.in_run(start), run))
 
     def remembered(self) -> WorkerChoice | None:
-        """What was measured before; None: nothing was."""
+        """Choice from earlier measurements; None if there are none."""
         answer: Any = RememberedAnswers(_FOLDER).read(*self._question())
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             start, run = (
@@ -392,8 +390,7 @@ class Circumstances:
         return None
 
     def remember(self, choice: WorkerChoice) -> None:
-        """Keep what was measured, unless something else took the machine meanwhile. A folder that cannot be written keeps nothing: it is
-        measured again next time."""
+        """Save the measurements, unless other programs disturbed them. If the folder is not writable, the next run measures again."""
         if not choice.start.is_steady:
             return
         kept = {
@@ -418,9 +415,7 @@ def _positive(seconds: float) -> float:
 
 
 def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | None:
-    """`config.num_workers` as a number for so many slots, as any training found it; None: as many as there are cores.
-
-    Raises UserError as `check_auto`."""
+    """`config.num_workers` as a number, if need be from earlier training; None: one per core. Raises UserError as `check_auto`."""
     check_auto(config)
     number = config.fixed_workers
     if config.num_workers == "auto" and num_slots == config.num_slots:
@@ -430,7 +425,7 @@ def auto_workers(config: SimConfig, num_slots: int, chunk_size: int) -> int | No
 
 
 def _simulator(config: SimConfig, chunk_size: int) -> tuple[str, object]:
-    """A simulator, its slots and this machine."""
+    """Key of a simulator with its slots on this machine."""
     code = [__version__, _source(config.target)]
     simulator = [config.target, code, config.task, sorted(config.kwargs.items(), key=str), config.num_slots, chunk_size]
     machine = [platform.node(), platform.machine(), available_cores(), config.placement]
@@ -438,7 +433,7 @@ def _simulator(config: SimConfig, chunk_size: int) -> tuple[str, object]:
 
 
 def _source(target: str) -> int | None:
-    """A sum over a simulator's file, which is not imported: edited, its steps may cost something else. None: there is no such file."""
+    """Checksum of the simulator's source file (not imported), because an edit may change the cost of a step; None: no such file."""
     places = [Path(folder, *target.partition(":")[0].split(".")) for folder in sys.path]
     files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
     return next((zlib.crc32(file.read_bytes()) for file in files if file.is_file()), None)

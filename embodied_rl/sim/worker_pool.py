@@ -1,4 +1,4 @@
-"""The worker processes of one simulator, and the shared memory between them and their manager."""
+"""Worker processes of one simulator, and the memory that they share with their manager."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ from embodied_rl.types import SimSpec, VariableSpec
 
 @dataclass(frozen=True)
 class WorkerPoolPlan:
-    """How many workers, with what slots, where, and how long they may take."""
+    """How many workers, with which slots, on which cores, and with which timeouts."""
 
     num_slots: int
     num_workers: int
     num_groups: int = 1
-    """Each worker has a share of each of this many contiguous groups of slots: while one group waits for its next actions, all workers
-    step another."""
+    """Contiguous groups of slots, of which each worker has a share: while one group waits for actions, all workers step another."""
     chunk_size: int = 1
     autoreset: bool = True
     max_episode_steps: int | None = None
@@ -37,31 +36,31 @@ class WorkerPoolPlan:
     step_timeout_s: float = 60.0
     start_timeout_s: float = 180.0
     reset_timeout_s: float | None = None
-    """None: learned from the resets so far."""
+    """Seconds for a reset; None: learned from earlier resets."""
     placements: Sequence[dict[str, Any]] | None = None
-    """Of each worker, as `Placement.to_dict`; None: wherever the scheduler puts it."""
+    """`Placement.to_dict` of each worker; None: the scheduler chooses the cores."""
     spare_workers: int = 0
-    """Workers built ahead that take a failed one's place without the time that building takes."""
+    """Workers built ahead, so that replacing a failed one does not wait for a build."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for chunks of less than one step."""
+        """Raises ValueError for a chunk size below 1."""
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}.")
 
     def reset_patience(self, built_s: float) -> Patience:
-        """How long a reset of all slots may take, where building the simulators took `built_s`."""
+        """Timeout for a reset of all slots, if building the simulators took `built_s`."""
         if self.reset_timeout_s is not None:
             return Patience(self.reset_timeout_s)
         return LearnedPatience(self.start_timeout_s, self.num_workers, built_s)
 
     @property
     def runs(self) -> list[list[range]]:
-        """Slots of each worker: a contiguous run of each group, as equal as can be."""
+        """Slots of each worker: one contiguous run per group, with sizes as equal as possible."""
         runs: list[list[range]] = [[] for _ in range(self.num_workers)]
         load = [0] * self.num_workers
         for group in split_slots(range(self.num_slots), self.num_groups):
             least = sorted(range(self.num_workers), key=lambda worker: (load[worker], worker))
-            share, more = divmod(len(group), self.num_workers)  # `more` workers get one slot more: those that have least
+            share, more = divmod(len(group), self.num_workers)  # the workers with the fewest slots get one more
             first = group.start
             for worker in range(self.num_workers):
                 size = share + (worker in least[:more])
@@ -72,7 +71,7 @@ class WorkerPoolPlan:
 
 
 def worker_pool_size(num_workers: int | None, num_slots: int) -> int:
-    """Processes for so many slots: as many as asked for, or as there are cores; never more than slots. Warns of more than cores."""
+    """Number of processes: as requested, or one per core, and at most one per slot. Warns if there are more than cores."""
     if isinstance(num_workers, str):
         raise UserError(f"EnvManager needs a number of workers, or None for one per core, got {num_workers!r}.")
     cores = available_cores()
@@ -85,9 +84,9 @@ def worker_pool_size(num_workers: int | None, num_slots: int) -> int:
 
 
 class WorkerPool:
-    """`begin` starts the processes, which build their simulators side by side with whatever comes next; `finish` waits for them.
+    """Starts and replaces workers. `begin` starts the processes, which build their simulators in parallel; `finish` waits for them.
 
-    `processes` lists every process that runs; its owner, the `EnvManager`, closes them.
+    `processes` lists every running process; the owner, `EnvManager`, closes them.
     """
 
     def __init__(self, factory: SimFactory, plan: WorkerPoolPlan, processes: list[WorkerProcess]) -> None:
@@ -101,13 +100,13 @@ class WorkerPool:
         self.spares: list[WorkerProcess] = []
         self._were_spares: list[WorkerProcess] = []
         self.applied: list[dict[str, Any]] = [{} for _ in self.runs]
-        """What each worker says about its cores and memory nodes."""
+        """Cores and memory that each worker reports."""
         self._said: set[str] = set()
-        """What simulators warned of."""
+        """Warnings of simulators that were passed on already."""
         self.built_s = 0.0
         """Seconds from the start of the processes until all had built their simulators."""
         self._spins = plan.num_workers < available_cores()
-        """Whether each process that waits, the manager included, can have its own core."""
+        """Whether each waiting process, the manager included, can have its own core."""
         self.slab: Slab | None = None
         self.spec: SimSpec
         self._processes = processes
@@ -118,9 +117,8 @@ class WorkerPool:
         self.workers = [self._spawn(index) for index in range(self.plan.num_workers)]
 
     def finish(self) -> None:
-        """Wait until all workers have built their simulators, and share the memory with them.
-        Raises SimFault: a worker failed to build; UserError: the simulator rejects its configuration, or there is not enough shared memory.
-        """
+        """Wait until all workers have built their simulators, and share the memory with them. Raises SimFault: a worker failed to build;
+        UserError: the simulator rejects its configuration, or shared memory is too small."""
         specs = [self.receive_spec(index) for index in range(len(self.workers))]
         self.built_s = time.perf_counter() - self._begun
         self.spec = specs[0]
@@ -147,7 +145,7 @@ class WorkerPool:
         self.refill_spares()
 
     def receive_spec(self, index: int) -> SimSpec:
-        """A worker's first message. What its simulator warned of while it was built is passed on, each text once.
+        """Receive a worker's first message, and pass on warnings from building its simulator, each text once.
 
         Raises SimFault or UserError.
         """
@@ -163,9 +161,9 @@ class WorkerPool:
         return spec
 
     def share(self, index: int, *, awaits_resume: bool = False) -> None:
-        """Hand a worker the slab and its slots; it answers when it has mapped it.
+        """Send a worker the slab and its slots; it answers once it has mapped the slab.
 
-        `awaits_resume`: slots may be marked already, and the worker must not step them before it has taken up their episodes.
+        `awaits_resume`: slots may be marked already, and the worker must not step them before it has resumed their episodes.
         """
         assert self.slab is not None, "finish() comes first"
         plan, worker = self.plan, self.workers[index]
@@ -185,7 +183,7 @@ class WorkerPool:
         worker.request({"fields": dict(layout.fields), "num_bytes": layout.num_bytes, "assignment": assignment}, fds=[self.slab.fd])
 
     def replace(self, index: int) -> bool:
-        """Put a new worker in the place of one that is gone; True when it was a spare, whose simulator is (being) built already."""
+        """Replace a worker that is gone. Returns True if the new one was a spare, whose simulator is built or being built."""
         sizes = self._sizes(index)
         for spare in self.spares:
             if spare.num_envs == sizes and spare.alive():
@@ -198,7 +196,7 @@ class WorkerPool:
         return False
 
     def remove(self, index: int) -> None:
-        """End a failed worker and clean its words in the slab; nothing of it writes there afterwards."""
+        """End a failed worker and clear its words in the slab, so that it writes nothing afterwards."""
         worker = self.workers[index]
         worker.kill()
         if worker in self._processes:
@@ -208,13 +206,13 @@ class WorkerPool:
                 self.slab.arrays[name][index] = 0
 
     def refill_spares(self) -> None:
-        """Start spares until there are as many as planned."""
+        """Start spares up to the planned number."""
         self.spares = [spare for spare in self.spares if spare.alive()]
         while len(self.spares) < self.plan.spare_workers:
             self.spares.append(self._spawn(0, spare=True))
 
     def stop(self) -> None:
-        """End all processes; the slab stays."""
+        """End all processes and keep the slab."""
         own = [*self.workers, *self.spares]
         for worker in own:
             worker.release()
@@ -225,14 +223,14 @@ class WorkerPool:
         self.workers, self.spares = [], []
 
     def close(self) -> None:
-        """End all processes and let go of the memory."""
+        """End all processes and release the memory."""
         self.stop()
         if self.slab is not None:
             self.slab.close()
             self.slab = None
 
     def observation(self, slot: int) -> dict[str, Any]:
-        """Copy of the observation of one slot, parts of varying size included."""
+        """Copy of a slot's observation, parts of varying size included."""
         assert self.slab is not None
         rows = {key: self.slab.arrays[f"observation/{key}"][slot].copy() for key in self.spec.tensors}
         return rows | {key: self.slab.buffers(f"observation/{key}", buffer).read(slot) for key, buffer in self.spec.variables.items()}
@@ -242,14 +240,14 @@ class WorkerPool:
         return self.slab.buffers("action", VariableSpec("text", self.spec.action.max_bytes))
 
     def _sizes(self, index: int) -> list[int]:
-        """Environments of each of a worker's runs."""
+        """Number of environments in each run of a worker."""
         return [len(run) for run in self.runs[index]]
 
     def _placement(self, index: int) -> dict[str, Any] | None:
         return None if self.plan.placements is None else self.plan.placements[index]
 
     def _spawn(self, index: int, *, spare: bool = False) -> WorkerProcess:
-        """A spare takes its place when it knows which one it is."""
+        """Start a process. A spare moves to its cores once it has its index."""
         setup = {
             "factory": dataclasses.asdict(self.factory),
             "num_envs": self._sizes(index),
@@ -265,6 +263,6 @@ def _read_spec(message: Mapping[str, Any], payload: bytes) -> tuple[SimSpec, dic
 
 
 def split_slots(slots: range, parts: int) -> list[range]:
-    """Contiguous parts, as equal as can be; empty ones where there are more parts than slots."""
+    """Contiguous parts with sizes as equal as possible; some are empty if there are more parts than slots."""
     bounds = [slots.start + round(part * len(slots) / parts) for part in range(parts + 1)]
     return [range(first, last) for first, last in itertools.pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""Worker processes behind slots, and what is done with them beside stepping: started and closed, drawn, saved and taken up, exchanged."""
+"""Worker processes behind slots, and everything but stepping: start, close, render, snapshot, restore, and switch tasks."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from embodied_rl.types import SimSpec, StepBatch
 _MEMORY_EVERY_S = 1.0
 _SETTLE_NAP_S = 0.002
 _COMES_S = 5.0
-"""For an answer of which something can be read already."""
+"""Seconds to read an answer that has begun to arrive."""
 _LOOK_S = 0.5
 _AT_ONCE = frozenset({FaultKind.RAISED, FaultKind.NON_FINITE, FaultKind.WRONG_SHAPE})
-"""Kinds that end the run when no step ever succeeded: a simulator that fails at once will fail again."""
+"""Kinds that end the run if no step ever succeeded, because such a simulator would fail again."""
 
 Message = tuple[dict[str, Any], bytes]
 Answer = TypeVar("Answer")
@@ -56,32 +56,32 @@ class _Phase(enum.Enum):
 
 @dataclass
 class _Watch:
-    """What is known about one worker."""
+    """State of one worker as the supervisor knows it."""
 
     phase: _Phase = _Phase.LIVE
     deadline: float = 0.0
-    """Of the phase: when a pause ends, or when the worker is too late."""
+    """Time when the phase ends: when a pause is over, or when the worker is late."""
     progress: int = 0
     moved_at: float = 0.0
-    """When it was last seen to do, or not to have, work."""
+    """Time when the worker last made progress or had no work."""
     failures: int = 0
-    """In a row, without a step in between."""
+    """Failures in a row without a step in between."""
     progress_at_failure: int = -1
     aborts: int = 0
-    """Episodes given up since one finished."""
+    """Episodes given up since the last one finished."""
     open_faults: list[FaultRecord] = field(default_factory=list)
     noticed_at: float = 0.0
     items: list[dict[str, Any]] = field(default_factory=list)
     back_at: int = -1
-    """Its progress when it came back from a fault."""
+    """Progress of the worker when it came back from a fault."""
 
     def is_cautious(self, progress: int) -> bool:
-        """Whether it has not finished a step since it came back."""
+        """Whether the worker has not finished a step since it came back."""
         return progress == self.back_at
 
 
 class Supervisor:
-    """Deadlines, deaths, restarts and records for one `WorkerPool`. `poll` never waits for a simulator."""
+    """Watches the workers of one `WorkerPool`: deadlines, deaths, restarts and fault records. `poll` never waits for a simulator."""
 
     def __init__(self, pool: WorkerPool, policy: FaultPolicy, episode_log: EpisodeLog) -> None:
         self.pool, self.policy, self.episode_log = pool, policy, episode_log
@@ -95,7 +95,7 @@ class Supervisor:
     # ---- called by the manager --------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Look after every worker once. Raises SimFault when the policy says to stop, and UserError as the simulator does."""
+        """Check every worker once. Raises SimFault if the policy ends the run, and UserError as the simulator does."""
         now = time.perf_counter()
         check_memory = self.policy.memory_limit_mb is not None and now - self._memory_at > _MEMORY_EVERY_S
         if check_memory:
@@ -110,12 +110,12 @@ class Supervisor:
                 self._on_fault(index, fault)
 
     def catch_up(self) -> None:
-        """Take in what workers on their way back have said."""
+        """Process the messages of workers that are being replaced."""
         if self.pool.workers and any(watch.phase is not _Phase.LIVE for watch in self._watches):
             self.poll()
 
     def settle(self) -> None:
-        """Wait until every worker is there. Raises as `poll`."""
+        """Wait until every worker is live. Raises as `poll`."""
         while any(watch.phase is not _Phase.LIVE for watch in self._watches):
             self.poll()
             with waiting:
@@ -124,11 +124,11 @@ class Supervisor:
     def command(
         self, messages: Mapping[int, Message], patience: Patience, doing: str, read: Callable[[dict[str, Any], bytes], Answer]
     ) -> dict[int, Answer]:
-        """Send a request to some workers and collect the answers; a worker that fails is replaced and asked again.
+        """Send a request to some workers and collect the answers; a worker that fails is replaced and gets the request again.
 
-        `read` makes an answer out; what it raises says that the answer is none, which is a failure too.
+        `read` decodes an answer; an exception in it counts as a failure of the worker.
 
-        Raises SimFault when the policy says to stop, and UserError when a worker refuses (after all have answered).
+        Raises SimFault if the policy ends the run, and UserError if a worker refuses (after all have answered).
         """
         unasked, refusal = dict(messages), None
         answers: dict[int, Answer] = {}
@@ -160,7 +160,7 @@ class Supervisor:
         return answers
 
     def _next_to_answer(self, asked: Mapping[int, float], limit_s: float) -> tuple[int, bool]:
-        """The next worker of {worker: when it was asked} with something to read, or the first that is too late, and whether it is."""
+        """(worker, whether it is late): the next of {worker: time of its request} with an answer to read, or the first that is late."""
         poll, of = select.poll(), {}
         for index in asked:
             of[self.pool.workers[index].channel.socket.fileno()] = index
@@ -176,7 +176,7 @@ class Supervisor:
                 return first, True
 
     def forget_aborts(self) -> None:
-        """All slots begin new episodes: what was to be given up is."""
+        """Forget pending aborts, because all slots begin new episodes."""
         self._to_abort.clear()
         self._strikes.clear()
 
@@ -189,7 +189,7 @@ class Supervisor:
         self._strikes.pop(slot, None)
 
     def revive_all(self) -> None:
-        """After the workers' processes were ended on purpose: start them, and take every slot's episode up again."""
+        """Start the workers again after they were ended on purpose, and resume every slot's episode."""
         for watch in self._watches:
             watch.phase, watch.open_faults, watch.noticed_at = _Phase.STARTING, [], time.perf_counter()
             watch.deadline = time.perf_counter() + self.pool.plan.start_timeout_s
@@ -211,7 +211,7 @@ class Supervisor:
             raise SimFault(FaultKind.OUT_OF_MEMORY, index, f"{used:.0f} MB resident; the limit is {limit:.0f} MB.")
 
     def _advance(self, index: int, watch: _Watch, now: float) -> None:
-        """The next stage of a worker on its way back, if it is due."""
+        """Move a worker that is being replaced to its next stage, if it is ready."""
         worker = self.pool.workers[index]
         timeout = self.pool.plan.start_timeout_s
         if watch.phase is _Phase.PAUSED:
@@ -257,13 +257,13 @@ class Supervisor:
         for record in watch.open_faults:
             self.records.append(dataclasses.replace(record, slots=slots, recovery_s=now - watch.noticed_at))
         watch.open_faults, watch.items = [], []
-        self.pool.doorbells[index].ring()  # its slots may have been sent actions while it was away
+        self.pool.doorbells[index].ring()  # its slots may have received actions meanwhile
         self.pool.refill_spares()
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
     def _on_fault(self, index: int, fault: SimFault) -> None:
-        """Record it, decide what it means for the slots, and send the worker on its way back. Raises `fault` when the run is to end."""
+        """Record a fault, decide what happens to the slots, and schedule the replacement. Raises `fault` if the run must end."""
         watch, worker = self._watches[index], self.pool.workers[index]
         if fault.kind in self.policy.stop_on:
             raise fault
@@ -291,10 +291,10 @@ class Supervisor:
         watch.phase, watch.deadline = _Phase.PAUSED, time.perf_counter() + self.policy.pause_s(watch.failures)
 
     def _culprits(self, index: int, fault: SimFault) -> list[int]:
-        """Slots that the worker was stepping: as it left word, or as it says, or all that were pending.
+        """Slots that the worker was stepping: the one that it marked, those that it reports, or all pending ones.
 
-        A worker on its way back, or in its first step after that, leaves word of every slot that it touches: one that is killed there
-        without having done so was stepping none, and no episode is to blame.
+        A worker that is being replaced, or in its first step afterwards, marks every slot before it touches it. If it dies without a mark,
+        it was stepping none, and no episode is to blame.
         """
         slots, watch = self.pool.slots_of[index], self._watches[index]
         single = int(self._arrays()["stepping"][index, 0])
@@ -308,7 +308,7 @@ class Supervisor:
         return [slot for slot in slots if self.pool.state[slot] == PENDING]
 
     def _judge(self, index: int, culprits: list[int]) -> None:
-        """Decide which episodes are given up: those that failed at the same point before, and all that cannot be restored."""
+        """Decide which episodes to give up: those that failed at the same point before, and those that cannot be restored."""
         watch, together = self._watches[index], self.pool.spec.steps_together
         doomed = set()
         for slot in culprits:
@@ -334,22 +334,22 @@ class Supervisor:
             num_actions = self.episode_log.point(slot)[1]
             abort = slot in self._to_abort and mark not in (ENDED, ABORTED)
             if mark == PENDING and (abort or not self.episode_log.is_lost(slot)):
-                # What was asked for without an action is a beginning; who ended in the middle of it may have taken the word away already.
+                # A request without an action begins an episode; a worker that died in the middle of it may have cleared `begin` already.
                 begin[slot] = not (abort or num_actions)
-            # Without autoreset a slot that waits for its next episode shows the end of the last one.
+            # Without autoreset, a slot that waits for its next episode shows the end of the last one.
             waits = not self.pool.plan.autoreset and (mark == ENDED or not num_actions)
             seen = None if mark == PENDING or waits else self.pool.observation(slot)
             items.append(self.episode_log.resume_item(slot, mark, seen, abort=abort, cautious=faulty))
         return items
 
     def _request(self, index: int, message: dict[str, Any], payload: bytes = b"") -> None:
-        # Before the message: one that the socket cannot hold as a whole is not sent until the worker reads.
+        # Set before the message, because the worker reads a message that exceeds the socket's buffer only once this is set.
         self._arrays()["control_pending"][index, 0] = 1
         self.pool.doorbells[index].ring()
         self.pool.workers[index].request(message, payload)
 
     def _progress(self, index: int) -> int:
-        """Batches of slots that the worker of this number has stepped; who takes its place goes on counting."""
+        """Batches of slots that this worker index has stepped; a replacement continues the count."""
         return int(self._arrays()["progress"][index, 0])
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -358,16 +358,16 @@ class Supervisor:
 
 
 def read_drift(message: Mapping[str, Any], payload: bytes) -> dict[int, float | None]:
-    """{slot: how far its observation was from the one seen before} of the answer to "resume"."""
+    """Decode the answer to "resume": {slot: difference between its observation and the one seen before}."""
     return {int(slot): None if drift is None else float(drift) for slot, drift in message["drift"].items()}
 
 
 class WorkerSimulators(Simulators):
-    """What `EnvManager` does with its workers beside stepping; see there for what every call raises."""
+    """Everything that `EnvManager` does with its workers except stepping; `EnvManager` documents what each call raises."""
 
     spec: SimSpec
     last_drift: dict[int, float | None]
-    """{slot: largest difference between the saved observation and the replayed one} of the last `restore`; None: not replayed."""
+    """{slot: largest difference between the saved and the replayed observation} of the last `restore`; None: not replayed."""
     _pool: WorkerPool | None = None
 
     def __init__(self, factory: SimFactory, plan: WorkerPoolPlan, faults: FaultPolicy) -> None:
@@ -380,11 +380,11 @@ class WorkerSimulators(Simulators):
         self._idle_pools: dict[str, WorkerPool] = {}
         self._offloaded = False
         self.core_binding: CoreBinding | None = None
-        """May keep the workers on cores of their own, as long as nothing else wants these."""
+        """Binding that may keep the workers on their own cores as long as no other program wants these."""
         self.trials: Trials | None = None
         cores = {core for placement in plan.placements or () for core in placement["cores"]}
         self._core_locks = CoreLocks.take(sorted(cores)) if cores else None
-        """Held so that no other run binds its workers to the same cores by its own choice."""
+        """Locks that keep other runs from binding their workers to the same cores."""
         try:
             pool = WorkerPool(factory, plan, self._processes)
             pool.begin()
@@ -396,7 +396,7 @@ class WorkerSimulators(Simulators):
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the workers and let go of the memory; may be called twice. Views that were handed out stay readable."""
+        """End the workers and release the memory; may be called twice. Views that were handed out stay readable."""
         if self.trials is not None:
             self.trials.end()
             self.trials = None
@@ -418,7 +418,7 @@ class WorkerSimulators(Simulators):
     # ---- how slots are stepped ----------------------------------------------------------------------------------------
 
     def step_as(self, setting: Setting, *, for_good: bool = False) -> None:
-        """Step slots so from the next rollout on, with the workers that are there. `for_good`: it is not changed any more."""
+        """Step slots as `setting` says from the next rollout on, with the present workers. `for_good`: the setting is final."""
         self.num_turns = setting.num_turns
         if self.core_binding is None:
             return
@@ -431,14 +431,14 @@ class WorkerSimulators(Simulators):
             self.core_binding = None
 
     def try_settings(self, trials: Trials) -> None:
-        """Let the next rollouts try them, until one is known to be the fastest."""
+        """Let the next rollouts try settings until the fastest is known."""
         self.trials = trials
         self.step_as(trials.setting)
 
     def rollout_took(self, seconds: float, num_steps: int) -> None:
         if self.trials is None:
             return
-        if self.core_binding is not None and self.core_binding.released:  # others take time: what is measured says nothing
+        if self.core_binding is not None and self.core_binding.released:  # other programs take time, so the measurement is worthless
             self.step_as(dataclasses.replace(self.trials.leader, bound=False), for_good=True)
             self.trials = None
             return
@@ -465,14 +465,14 @@ class WorkerSimulators(Simulators):
         return self._pool
 
     def _drain(self) -> None:
-        """Let steps in flight finish, so that a worker's next message is the answer to the next request."""
+        """Let steps in flight finish, so that a worker's next message answers the next request."""
         pool = self._live_pool()
         if PENDING in bytes(pool.state):
             pool.doorbell.wait(lambda: PENDING not in bytes(pool.state), math.inf, self._supervisor.poll)
         self._supervisor.settle()
 
     def render(self, slots: Sequence[int]) -> list[np.ndarray]:
-        """One picture [H, W, 3] uint8 of each slot; the workers draw side by side. Raises UserError where the simulator cannot draw."""
+        """One picture [H, W, 3] uint8 of each slot, drawn by the workers in parallel. Raises UserError if the simulator cannot draw."""
         pool = self._live_pool()
         frames: dict[int, np.ndarray] = {}
         while left := [int(slot) for slot in slots if int(slot) not in frames]:
@@ -488,9 +488,9 @@ class WorkerSimulators(Simulators):
     # ---- snapshots and offload --------------------------------------------------------------------------------------
 
     def snapshot(self, slots: Slots) -> list[Snapshot]:
-        """Save the running episodes of these slots; steps in flight finish first (and stay ready to be received).
+        """Save the running episodes of these slots. Steps in flight finish first and stay ready to be received.
 
-        Raises UserError where the simulator's episodes cannot be saved (`spec.snapshots`).
+        Raises UserError if the simulator cannot save episodes (`spec.snapshots`).
         """
         pool = self._live_pool()
         self._require_snapshots()
@@ -505,10 +505,10 @@ class WorkerSimulators(Simulators):
         ]
 
     def restore(self, slots: Slots, snapshots: Sequence[Snapshot]) -> StepBatch:
-        """Take up saved episodes in these slots, whatever they were doing; their seeds, and those of later episodes, come along.
+        """Resume saved episodes in these slots, whatever the slots were doing; the seeds of later episodes are restored too.
 
-        Returns the batch of these slots: `observation` as it was saved. `last_drift` then holds how far each replayed one was off.
-        Raises SnapshotError: a snapshot of another task or chunk size.
+        Returns the slots' batch with the saved `observation`. `last_drift` then tells how far each replayed one was off. Raises
+        SnapshotError: a snapshot of another task or chunk size.
         """
         pool = self._live_pool()
         self._drain()
@@ -522,19 +522,19 @@ class WorkerSimulators(Simulators):
             self._episode_log.load(int(slot), snapshot)
             item = self._episode_log.resume_item(int(slot), IDLE, snapshot.observation, abort=False, cautious=False)
             items.setdefault(int(pool.worker_of[slot]), []).append({**item, "publish": True})
-            self._supervisor.episode_aborted(int(slot))  # whatever was to be given up there is gone
+            self._supervisor.episode_aborted(int(slot))  # an abort that was pending for this slot is void
         requests = {index: ({"operation": "resume"}, encode_state(own)) for index, own in items.items()}
         answers = self._supervisor.command(requests, Patience(self._plan.start_timeout_s), "restore episodes", read_drift)
         self.last_drift = {slot: drift for drifts in answers.values() for slot, drift in drifts.items()}
         views = self._views.of([int(slot) for slot in slots])
-        views.mark(IDLE)  # a step that was ready belonged to what the slot did before
+        views.mark(IDLE)  # a step that was ready belonged to the previous episode
         views.clear_outcome()
         return views.batch(None)
 
     def offload(self) -> int:
-        """Save every slot's episode and end the processes, so that their memory is free; returns the bytes that are kept instead.
+        """Save every slot's episode and end the processes to free their memory; returns the bytes kept instead.
 
-        What was received, or is ready to be, stays; `onload` brings the rest back. Raises UserError as `snapshot`.
+        Batches that were received or are ready stay. `onload` restores the rest. Raises UserError as `snapshot`.
         """
         kept = sum(len(snapshot.to_bytes()) for snapshot in self.snapshot(range(self.num_slots)))
         self._live_pool().stop()
@@ -542,7 +542,7 @@ class WorkerSimulators(Simulators):
         return kept
 
     def onload(self) -> None:
-        """Start the processes again and take up every episode where it was."""
+        """Start the processes again and resume every episode."""
         if self._offloaded:
             assert self._pool is not None, "the manager is closed"
             self._offloaded = False
@@ -559,7 +559,7 @@ class WorkerSimulators(Simulators):
         for index, own in wanted.items():
             for slot, state in zip(own, answers[index], strict=True):
                 if pool.state[slot] > READY:
-                    continue  # the next episode has just begun, and its seed says all
+                    continue  # the next episode has just begun; its seed is enough
                 self._episode_log.rebase(slot, {**state, "observation": pool.observation(slot)})
 
     def _require_snapshots(self) -> None:
@@ -569,15 +569,15 @@ class WorkerSimulators(Simulators):
     # ---- warm pool --------------------------------------------------------------------------------------------------
 
     def prepare(self, factory: SimFactory) -> None:
-        """Start to build the workers of another task or scene in the background; `switch` then takes them."""
+        """Build workers of another task or scene in the background, for `switch`."""
         if (key := factory.key) not in self._idle_pools:
             self._idle_pools[key] = WorkerPool(factory, self._plan, self._processes)
             self._idle_pools[key].begin()
 
     def switch(self, factory: SimFactory, *, keep: bool = False) -> None:
-        """Go over to another task: at once where `prepare` was called in time. `reset` comes next.
+        """Change to another task, at once if `prepare` was called early enough. Call `reset` next.
 
-        `keep`: leave the present task's workers as they are, so that switching back is immediate too.
+        `keep`: leave the present task's workers running, so that switching back is immediate too.
         """
         pool = self._live_pool()
         if factory.key == pool.factory.key:
@@ -595,21 +595,21 @@ class WorkerSimulators(Simulators):
 
     @property
     def fault_records(self) -> list[FaultRecord]:
-        """All faults so far, oldest first; one that is being recovered from comes when its worker is back."""
+        """All faults so far, oldest first; a fault appears once its worker is back."""
         self._supervisor.catch_up()
         return self._supervisor.records
 
     @property
     def num_restarts(self) -> int:
-        """Workers that were replaced."""
+        """Number of workers that were replaced."""
         return self._supervisor.restarts
 
     def placement_report(self) -> list[dict[str, Any]]:
-        """For each worker what it read back about its cores and memory nodes; empty entries where none were asked for."""
+        """Cores and memory nodes that each worker reports; empty entries if none were requested."""
         return list(self._live_pool().applied)
 
     def peek(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
-        """Copies of what lies in the slab for these slots (observation, action, reward), also after a fault: for a dump."""
+        """Copies of the slab's observation, action and reward for these slots; works after a fault too, for a dump."""
         assert self._pool is not None, "the manager is closed"
         assert self._pool.slab is not None, "the manager is closed"
         arrays = self._pool.slab.arrays
@@ -626,7 +626,7 @@ def _read_frame(message: Mapping[str, Any], payload: bytes) -> np.ndarray:
 
 
 def _read_states(message: Mapping[str, Any], payload: bytes) -> list[dict[str, Any]]:
-    """Of the slots that were asked for: the simulator's own state and the counters."""
+    """Decode the answer with each requested slot's simulator state and counters."""
     return [{"sim": state["sim"], "counters": dict(state["counters"])} for state in decode_state(payload)]
 
 

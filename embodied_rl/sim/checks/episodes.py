@@ -1,6 +1,6 @@
-"""Episodes played with a bare `SimEnv` and kept as arrays, so that two of them can be compared bit by bit.
+"""Play episodes with a bare `SimEnv` and keep them as arrays, to compare two of them bit by bit.
 
-Used by `embodied_rl.sim.check`, in the process that checks and in the new interpreters that it starts.
+`embodied_rl.sim.check` uses this in its own process and in the new interpreters that it starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCALARS = ("reward", "terminated", "truncated", "success")
 
 @dataclass(frozen=True)
 class Part:
-    """What one environment plays: a seed, and the actions it takes whatever happens."""
+    """One environment's seed and fixed actions."""
 
     seed: int
     actions: np.ndarray
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass
 class Trajectory:
-    """Everything one environment put out. Observations begin with the reset's (or, after a restore, with the first step's)."""
+    """Everything that one environment put out. Observations begin with the reset's, or, after a restore, with the first step's."""
 
     observation: dict[str, list[np.ndarray]] = field(default_factory=dict)
     """{key: [rows]} of parts of fixed size."""
@@ -59,7 +59,7 @@ class Trajectory:
         return self.num_steps > 0 and bool(self.scalars["terminated"][-1] or self.scalars["truncated"][-1])
 
     def tail(self, steps: int) -> Trajectory:
-        """What came after the first `steps` steps, as a restored environment shows it."""
+        """Steps after the first `steps`, as a restored environment shows them."""
         return Trajectory(
             {key: rows[steps + 1 :] for key, rows in self.observation.items()},
             {key: rows[steps + 1 :] for key, rows in self.variables.items()},
@@ -80,11 +80,11 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two episodes part."""
+    """First difference between two episodes."""
 
     what: str
     step: int
-    """0 is the reset."""
+    """Step of the difference; 0 is the reset."""
     drift: float
     """Largest absolute difference of any observed number or reward over the steps that both have."""
 
@@ -94,7 +94,7 @@ class Difference:
 
 
 def difference(expected: Trajectory, actual: Trajectory, first_step: int = 0) -> Difference | None:
-    """Compare bit by bit; None when nothing differs. `first_step` is the number of the observations' first row."""
+    """Compare bit by bit; None if nothing differs. `first_step`: number of the first observation."""
     found: list[tuple[int, str]] = []
     drift = 0.0
     for key, rows in expected.observation.items():
@@ -118,7 +118,7 @@ def difference(expected: Trajectory, actual: Trajectory, first_step: int = 0) ->
         return Difference(f"the length, {actual.num_steps} steps instead of {expected.num_steps},", shift + actual.num_steps, drift)
     if not found:
         return None
-    step, what = min(found, key=lambda one: one[0])  # of those of one step, an observation comes first
+    step, what = min(found, key=lambda one: one[0])  # of differences in one step, the observation's comes first
     return Difference(what, step, drift)
 
 
@@ -127,7 +127,7 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def canonical(value: PartValue) -> str:
-    """A value of a part of varying size as text that is equal exactly where the values are."""
+    """Text form of a value of varying size; texts are equal exactly if the values are."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype.str}{value.shape}{base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()}"
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=repr)
@@ -141,20 +141,20 @@ def random_actions(spec: SimSpec, num_steps: int, seed: int) -> np.ndarray:
         return np.fromiter(texts, object, num_steps)
     if action.kind == "discrete":
         return rng.integers(0, action.num_actions, (num_steps, 1))
-    low, high = np.nan_to_num(action.low, neginf=-1.0), np.nan_to_num(action.high, posinf=1.0)  # the check "spec" will report it
+    low, high = np.nan_to_num(action.low, neginf=-1.0), np.nan_to_num(action.high, posinf=1.0)  # the check "spec" reports infinite bounds
     return rng.uniform(low, high, (num_steps, action.dim)).astype(np.float32)
 
 
 class Player:
-    """Plays `Part`s in the environments of one simulator. An environment whose episode has ended is not stepped again.
+    """Plays `Part`s in the environments of one simulator. It stops stepping an environment whose episode has ended.
 
-    A simulator that steps all environments together gets all of them at every step; those without a `Part`, or whose
-    episode is over, play on unrecorded.
+    A simulator that steps all environments together gets all of them in every step; those without a `Part`, or with a finished episode,
+    play on unrecorded.
 
     Args:
         out: rows for the simulator to fill; None: plain memory.
-        before: called before every reset and step with the rows.
-        after_step: called after every step with the actions that the simulator was given and must not have kept.
+        before: called with the rows before every reset and step.
+        after_step: called after every step with the simulator's actions, which it must not have kept.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Player:
         self.trajectories: dict[int, Trajectory] = {}
 
     def reset(self, parts: Mapping[int, Part], options: Mapping[str, Any] | None = None) -> None:
-        """Begin the episodes of `parts` in their order; forgets what was played before."""
+        """Begin the episodes of `parts` in their order; forget earlier ones."""
         chosen = dict(parts)
         if self.sim.spec.steps_together:
             length = len(next(iter(parts.values())).actions)
@@ -190,7 +190,7 @@ class Player:
             self._record_observation(i, trajectory)
 
     def adopt(self, env_id: int, part: Part, position: int) -> None:
-        """Record an environment from now on that was restored after `position` steps of `part`; forgets the others."""
+        """Record an environment that was restored after `position` steps of `part`; forget the others."""
         self._parts = {**(self._parts if self.sim.spec.steps_together else {}), env_id: part}
         self._position[env_id] = position
         self.trajectories = {env_id: Trajectory({key: [] for key in self.sim.spec.tensors}, {key: [] for key in self.sim.spec.variables})}
@@ -228,7 +228,7 @@ class Player:
             self._restart_the_others(ids)
 
     def _restart_the_others(self, ids: list[int]) -> None:
-        """Where all are stepped together, an episode that is over begins again, as it would under a manager."""
+        """Restart finished episodes if all environments are stepped together, as a manager would."""
         over = [i for i in ids if self.out.terminated[i] or self.out.truncated[i]]
         waits = any(not t.ended for t in self._live.values())
         if over and waits:
@@ -242,7 +242,7 @@ class Player:
 
 
 def companion(spec: SimSpec, env_id: int, num_steps: int) -> Part:
-    """Something to play for an environment that is only there beside others."""
+    """A `Part` for an environment that only accompanies others."""
     return Part(900_001 + env_id, random_actions(spec, num_steps, 900_001 + env_id))
 
 
@@ -250,15 +250,15 @@ def companion(spec: SimSpec, env_id: int, num_steps: int) -> Part:
 
 
 class Failed(Exception):
-    """A property that does not hold; the message is the report's line."""
+    """A property does not hold; the message is the report's line."""
 
 
 class Skipped(Exception):
-    """A property that cannot be asked for; the message says why."""
+    """A property cannot be checked; the message says why."""
 
 
 class Elsewhere(Protocol):
-    """Plays in a new process; raises Skipped where that is not possible."""
+    """Plays in a new process; raises Skipped if that is impossible."""
 
     def __call__(
         self,
@@ -270,9 +270,9 @@ class Elsewhere(Protocol):
 
 
 class Session:
-    """The simulator under test, and the episodes that everything is compared with: its first ones.
+    """The simulator under test, and its first episodes, the reference for every comparison.
 
-    Raises whatever the simulator raises while it is built, reset and stepped for the first time.
+    Raises what the simulator raises while it is built, reset and stepped for the first time.
     """
 
     def __init__(
@@ -290,9 +290,9 @@ class Session:
         self.elsewhere = elsewhere
         self.broken: set[str] = set()
         self.options: dict[str, Any] | None = None
-        """With which a used environment begins an episode that owes nothing to earlier ones."""
+        """Reset options with which a used environment begins an episode that is independent of earlier ones."""
         self.played_out: dict[int, tuple[Part, Trajectory]] | None = None
-        """Episodes of up to `longest_episode` steps, once a check has asked for them."""
+        """Episodes of up to `longest_episode` steps; None until a check needs them."""
         self.sim = build(num_envs)
         self.spec: SimSpec = self.sim.spec
         self.parts = {i: self.part(i) for i in range(num_envs)}
@@ -310,7 +310,7 @@ class Session:
 
     @contextmanager
     def fresh(self, num_envs: int | None = None) -> Iterator[SimEnv]:
-        """A simulator that has played nothing yet."""
+        """A simulator that has not played yet."""
         sim = self.build(num_envs or self.num_envs)
         try:
             yield sim
@@ -321,7 +321,7 @@ class Session:
     def exact(
         self, *, before: Callable[[StepBuffers], object] | None = None, after_step: Callable[[np.ndarray], object] | None = None
     ) -> Iterator[Player]:
-        """A player whose episodes can be compared with the reference: of the used simulator, or of a new one where histories show."""
+        """Player whose episodes can be compared with the reference: of the used simulator, or of a new one if its history shows."""
         if "history" in self.broken:
             with self.fresh() as sim:
                 yield Player(sim, self.num_envs, before=before, after_step=after_step)
@@ -329,7 +329,7 @@ class Session:
             yield Player(self.sim, self.num_envs, before=before, after_step=after_step)
 
     def same_again(self, parts: Mapping[int, Part], what: str, **watched: Callable[[Any], object]) -> None:
-        """Play `parts` as `exact` says. Raises Failed where one of the reference's goes otherwise; what else plays beside it is free."""
+        """Play `parts` with `exact`. Raises Failed if an episode of the reference differs; other environments may play anything."""
         with self.exact(**watched) as player:
             played = player.play(parts, self.steps, self.options)
         same(self.reference, {i: played[i] for i in played if parts[i] is self.parts[i]}, what)
@@ -344,7 +344,7 @@ class Session:
 
 
 def same(expected: Mapping[int, Trajectory], actual: Mapping[int, Trajectory], what: str) -> None:
-    """Raises Failed for the first difference."""
+    """Raise Failed for the first difference."""
     for i, trajectory in actual.items():
         found = difference(expected[i], trajectory)
         if found is not None:

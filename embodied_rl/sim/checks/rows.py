@@ -1,4 +1,4 @@
-"""What the simulator says of itself, and what it writes into its rows: each check returns a line, or raises `Failed` or `Skipped`."""
+"""Checks of the simulator's spec and of what it writes into its rows. Each returns a line, or raises `Failed` or `Skipped`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from embodied_rl.types import SimSpec, StepBuffers
 
 
 SENTINEL = "(never written)"
-"""Stands in rows of parts of varying size."""
+"""Initial value of rows of parts of varying size."""
 
 
 def poison_of(dtype: np.dtype[Any], which: int) -> Any:
-    """One of two values (`which` 0 or 1) that a row holds before the simulator writes; a place that keeps both was not written."""
+    """One of two values (`which` 0 or 1) that fill a row before the simulator writes. An element that keeps both was not written."""
     if dtype.kind == "f":
         return (np.nan, 12345.0)[which]
     if dtype.kind == "b":
         return bool(which)
-    return (17, 113)[which]  # fits int8 and uint8
+    return (17, 113)[which]  # both fit int8 and uint8
 
 
 class WatchedRows(np.ndarray):
-    """An array that notes assignments which numpy accepts silently but which are mistakes. Its views note into the same list."""
+    """Array that records assignments which numpy accepts silently but which are mistakes. Its views share the record."""
 
     notes: list[str]
     label: str
@@ -59,7 +59,7 @@ def _fits(values: np.ndarray, dtype: np.dtype[Any]) -> bool:
 
 
 def watched_buffers(spec: SimSpec, num_envs: int) -> tuple[StepBuffers, list[str]]:
-    """Buffers whose arrays watch assignments, and the list that fills with what they notice."""
+    """Buffers with arrays that watch assignments, and the list of what they notice."""
     notes: list[str] = []
     plain = StepBuffers.allocate(spec, num_envs)
     observation = {
@@ -91,7 +91,7 @@ def copy_of(out: StepBuffers) -> dict[str, np.ndarray]:
 
 
 def unwritten(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Where two equal runs over different poisons left both: bool, of the arrays' shape."""
+    """Elements that two equal runs over different poisons left unchanged: bool, of the arrays' shape."""
     if first.dtype == object:
         return np.array([a is SENTINEL or b is SENTINEL for a, b in zip(first, second, strict=True)], bool)
     kind = first.dtype
@@ -129,7 +129,7 @@ def spec_is_sound(s: Session) -> str:
 
 
 def spaces_are_kept(s: Session) -> str:
-    """Shapes, dtypes, finite numbers, and every element written: the same steps over two different poisons leave neither."""
+    """Check shapes, dtypes, finite numbers, and that the same steps over two poisons overwrite every element."""
     spec, seen = s.spec, []
     out, notes = watched_buffers(spec, s.num_envs)
     for which in (0, 1):
@@ -221,7 +221,7 @@ def _untouched(before: dict[str, np.ndarray], after: dict[str, np.ndarray], own:
 
 
 def nothing_is_kept(s: Session) -> str:
-    """Rows are shared memory: a simulator that keeps a reference to its observation or action finds other values there later."""
+    """Rows are shared memory: a simulator that keeps a reference to its observation or action later reads other values."""
 
     def spoil(actions: np.ndarray) -> None:
         actions.fill({"continuous": np.nan, "discrete": 0, "text": SENTINEL}[s.spec.action.kind])

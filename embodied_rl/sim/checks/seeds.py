@@ -1,4 +1,4 @@
-"""An episode is a function of its seed and its actions: each check returns a line, or raises `Failed` or `Skipped`."""
+"""Checks that an episode is a function of its seed and actions. Each returns a line, or raises `Failed` or `Skipped`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def deterministic_elsewhere(s: Session) -> str:
 
 
 def independent_of_history(s: Session) -> str:
-    """Plain resets first; where they drift, with "reconfigure", which is then what the other checks begin episodes with."""
+    """Try plain resets first. If they drift, try "reconfigure", with which the other checks then begin episodes."""
 
     def again(options: dict[str, Any] | None) -> Difference | None:
-        for number, length in ((100, 2 * s.steps), (200, min(s.steps, 7))):  # a long one, and one left in the middle
+        for number, length in ((100, 2 * s.steps), (200, min(s.steps, 7))):  # a long episode, and one that is left in the middle
             Player(s.sim, s.num_envs).play({i: s.part(number + i, length) for i in range(s.num_envs)}, length, options)
         played = Player(s.sim, s.num_envs).play(s.parts, s.steps, options)
         found = [difference(s.reference[i], trajectory) for i, trajectory in played.items()]
@@ -77,7 +77,7 @@ def _play_to_the_end(s: Session) -> dict[int, Part]:
 
 
 def keeps_its_limit(s: Session) -> str:
-    """A spec that names a limit promises that the simulator truncates there by itself."""
+    """A spec that names a limit promises that the simulator truncates there."""
     limit = s.spec.max_episode_steps
     if limit is None:
         raise Skipped("the spec names no max_episode_steps: sim.max_episode_steps cuts episodes, where it is given")
@@ -93,10 +93,10 @@ def keeps_its_limit(s: Session) -> str:
 
 
 def never_resets_by_itself(s: Session) -> str:
-    """The last observation must be the episode's own.
+    """The last observation must belong to the episode that ended.
 
-    Two signs of a new episode in its place, both only where the next step is not over as well: it looks like a first observation
-    while the one before it does not, or (episodes cut by a limit) it is the same whatever was done before.
+    Two signs show a new episode instead, both only if the next step does not end too: the last observation looks like a first one while the
+    one before does not, or (for episodes cut by a limit) it is the same whatever was done before.
     """
     ended = _play_to_the_end(s)
     first = [s.reference[i].flat(0) for i in s.reference]
@@ -131,7 +131,7 @@ def _goes_on(player: Player, env_id: int) -> bool:
     together = player.sim.spec.steps_together
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # gymnasium's, about just this
+            warnings.simplefilter("ignore")  # gymnasium warns about this step
             player.step(list(range(player.num_envs)) if together else [env_id])
     except Exception:
         return False
@@ -154,7 +154,7 @@ def seeds_matter(s: Session) -> str:
 
 
 def independent_of_siblings(s: Session) -> str:
-    # Where all are stepped together, the others play something else.
+    # If all are stepped together, the others play something else.
     s.same_again({0: s.parts[0]}, "beside other neighbours" if s.spec.steps_together else "without its neighbours")
     others = {i: s.part(500 + i) for i in range(1, s.num_envs)}
     s.same_again({0: s.parts[0], **others}, "beside neighbours that play other episodes")
@@ -192,11 +192,11 @@ def independent_of_global_random(s: Session) -> str:
 
 
 EVERY = 4
-"""Steps of a chunk: after them, and at an episode's end, an observation is made."""
+"""Steps of a chunk; an observation is made after each chunk and at an episode's end."""
 
 
 class _InChunks(SimWrapper):
-    """A simulator that is observed after every `EVERY`-th step of an episode and at its end, twice each."""
+    """Observes a simulator after every `EVERY`-th step of an episode and at its end, twice each."""
 
     def __init__(self, sim: SimEnv, num_envs: int) -> None:
         super().__init__(sim)
@@ -210,7 +210,7 @@ class _InChunks(SimWrapper):
         self._sim.advance(env_ids, actions, out)
         self._elapsed[list(env_ids)] += 1
         due = [i for i in env_ids if self._elapsed[i] % EVERY == 0 or out.terminated[i] or out.truncated[i]]
-        for _ in range(2):  # the second must write the same, and change nothing either
+        for _ in range(2):  # the second call must write the same, and change nothing
             if due:
                 self._sim.observe(due, out)
 
@@ -224,7 +224,7 @@ def unread_observations_change_nothing(s: Session) -> str:
 
 
 def _read(episode: Trajectory) -> Trajectory:
-    """The episode, each of its observations the one that was made last."""
+    """Episode in which every observation is the one that was made last."""
     made = [step - step % EVERY for step in range(episode.num_steps + 1)]
     if episode.ended:
         made[-1] = episode.num_steps
@@ -251,7 +251,7 @@ def continued(
 
 
 def _onward(player: Player, env_id: int, part: Part, num_steps: int, options: Mapping[str, Any] | None) -> list[Trajectory]:
-    """`num_steps` steps: the rest of the episode, and then the next ones, for a restored environment must also reset well."""
+    """Play `num_steps` steps: the rest of the episode and the next ones, because a restored environment must also reset well."""
     first = player.trajectories[env_id]
     already = first.num_steps
     player.run(num_steps)
@@ -263,7 +263,7 @@ def _onward(player: Player, env_id: int, part: Part, num_steps: int, options: Ma
 
 
 class _Saved:
-    """An episode interrupted by a snapshot, and how it went on."""
+    """An episode interrupted by a snapshot, and its continuation."""
 
     def __init__(self, s: Session) -> None:
         kind = type(s.sim)
@@ -354,7 +354,7 @@ def snapshots_travel(s: Session) -> str:
 
 
 def replays(s: Session) -> str:
-    """Playing the actions again from the seed takes up an episode: in a used environment, and in a new process."""
+    """Replaying the actions from the seed restores an episode, in a used environment and in a new process."""
     if s.spec.snapshots != "replay":
         raise Skipped(f"the spec says snapshots={s.spec.snapshots!r}")
     total = 20 + s.continuation_steps

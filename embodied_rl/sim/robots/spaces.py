@@ -1,4 +1,4 @@
-"""Gymnasium spaces as our specs and as JSON; how a nested observation is written into rows, and how rows become one again."""
+"""Gymnasium spaces as our specs and as JSON, and nested observations to and from rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.types import ActionSpec, Observation, TensorSpec, VariableSpec
 
 SUCCESS_KEYS = ("success", "is_success")
-"""Where simulators put success in their info; the first that is there counts."""
+"""Keys of success in a simulator's info; the first that is present counts."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class ObservationPart:
 
     @property
     def is_plain_vector(self) -> bool:
-        """Whether the simulator's observation itself can be assigned to a row."""
+        """Whether the whole observation can be assigned to a row."""
         return not self.path and isinstance(self.space, spaces.Box) and len(self.space.shape) == 1
 
 
 def observation_parts(space: gymnasium.Space) -> list[ObservationPart]:
     """Flatten an observation space into named parts.
 
-    Raises UserError: a space that is neither Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict nor Tuple.
+    Raises UserError: a space that is not Box, Discrete, MultiDiscrete, MultiBinary, Text, Dict or Tuple.
     """
     return _parts(space, ())
 
@@ -68,7 +68,7 @@ def _name(space: gymnasium.Space, path: tuple[Any, ...]) -> str:
 
 
 def _text_room(space: spaces.Text) -> int:
-    """Bytes for the longest text, in UTF-8."""
+    """Bytes of the longest text in UTF-8."""
     return max(2**16, 4 * space.max_length)
 
 
@@ -101,7 +101,7 @@ def action_spec(space: gymnasium.Space) -> ActionSpec:
 
 
 def action_splits(space: gymnasium.Space) -> dict[str, slice]:
-    """Which columns of a flat action belong to which key of a Dict of Boxes (several robots, say); empty for other spaces."""
+    """{key of a Dict of Boxes (several robots, say): its columns of a flat action}; empty for other spaces."""
     splits: dict[str, slice] = {}
     start = 0
     for key, inner in space.spaces.items() if isinstance(space, spaces.Dict) else ():
@@ -111,7 +111,7 @@ def action_splits(space: gymnasium.Space) -> dict[str, slice]:
 
 
 def row_writer(parts: list[ObservationPart]) -> Callable[[Observation, int, Any], None]:
-    """A function ``write(observation, row, value)`` that puts one environment's nested observation into its row of each part."""
+    """Function ``write(observation, row, value)`` that writes one environment's nested observation into its row of each part."""
     writers = [(part.name, part.path, _leaf(part)) for part in parts]
 
     def write(observation: Observation, row: int, value: Any) -> None:
@@ -130,11 +130,11 @@ def _leaf(part: ObservationPart) -> Callable[[Any], Any] | None:
         return None if len(space.shape) == 1 or _is_image(space) else lambda value: np.asarray(value).reshape(-1)
     if isinstance(space, spaces.Text):
         return str
-    return lambda value: spaces.flatten(space, value)  # one-hot for choices
+    return lambda value: spaces.flatten(space, value)  # one-hot for discrete choices
 
 
 def control_hz(env: gymnasium.Env | gymnasium.vector.VectorEnv) -> float | None:
-    """Control steps a second: from the environment's ``dt`` (seconds) where it has one, else its frame rate."""
+    """Control steps per second: from the environment's ``dt`` (seconds) if it has one, else its frame rate."""
     base = env.unwrapped
     dt = base.dt if hasattr(base, "dt") else None  # an attribute, or MuJoCo's property
     if isinstance(dt, (int, float)) and dt > 0:
@@ -144,7 +144,7 @@ def control_hz(env: gymnasium.Env | gymnasium.vector.VectorEnv) -> float | None:
 
 
 def action_converter(space: gymnasium.Space) -> Callable[[np.ndarray], Any]:
-    """From rows [n, A] to what `env.step` takes; a copy, because rows may lie in shared memory and tasks keep their last action."""
+    """Converter of rows [n, A] to `env.step`'s actions. It copies: rows may be shared memory, and tasks keep their last action."""
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
         return lambda actions: [start + int(action) for action in actions[:, 0]]
@@ -169,7 +169,7 @@ def action_converter(space: gymnasium.Space) -> Callable[[np.ndarray], Any]:
 
 
 def describe(space: gymnasium.Space) -> dict[str, Any]:
-    """A space that `observation_parts` or `action_spec` takes, as JSON; a bound that is none is null, equal bounds are one number."""
+    """A space that `observation_parts` or `action_spec` accepts, as JSON; infinite bounds become null, equal bounds one number."""
     if isinstance(space, spaces.Dict):
         return {"type": "Dict", "spaces": {str(key): describe(inner) for key, inner in space.spaces.items()}}
     if isinstance(space, spaces.Tuple):
@@ -194,7 +194,7 @@ def _bounds(bounds: np.ndarray, bounded: np.ndarray) -> Any:
 
 
 def space_of(data: Mapping[str, Any]) -> gymnasium.Space[Any]:
-    """The inverse of `describe`. Raises KeyError, TypeError or ValueError for what it did not write."""
+    """Space from the JSON of `describe`. Raises KeyError, TypeError or ValueError for anything else."""
     kind = data["type"]
     if kind == "Dict":
         return spaces.Dict({key: space_of(inner) for key, inner in data["spaces"].items()})
@@ -219,14 +219,14 @@ def space_of(data: Mapping[str, Any]) -> gymnasium.Space[Any]:
 def _filled(bounds: float | list[float | None] | None, none: float, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     values = bounds if isinstance(bounds, list) else [bounds] * math.prod(shape)
     known = [none if value is None else value for value in values]
-    # gymnasium takes an infinite bound of integers as a float only.
+    # gymnasium accepts an infinite bound of integers only as a float.
     return np.array(known, np.float64 if None in values and dtype.kind in "iu" else dtype).reshape(shape)
 
 
 def gather(space: gymnasium.Space, observation: Observation, path: tuple[Any, ...] = ()) -> Any:
-    """What a vector environment whose environments have `space` gives for rows {name: [n, ...]}: the inverse of `row_writer` for all rows.
+    """Observation of a vector environment with `space` from rows {name: [n, ...]}: the inverse of `row_writer` for all rows.
 
-    Arrays are copies of the space's dtype; texts are a tuple of n.
+    Arrays are copies in the space's dtype; texts are a tuple of n.
     """
     if isinstance(space, spaces.Dict):
         return {key: gather(inner, observation, (*path, key)) for key, inner in space.spaces.items()}
@@ -246,7 +246,7 @@ def gather(space: gymnasium.Space, observation: Observation, path: tuple[Any, ..
 
 
 def _within(values: np.ndarray, space: spaces.Box) -> np.ndarray:
-    """Rows are float32: a value at a bound of a float64 space may have been rounded to just beyond it."""
+    """Clip to the space: rows are float32, and a value at a float64 bound may have been rounded beyond it."""
     clipped = np.clip(values, space.low, space.high)
     return np.where(np.isclose(values, clipped, rtol=1e-6, atol=0), clipped, values)
 
@@ -261,15 +261,15 @@ def row_of(value: Any, i: int) -> Any:
 
 
 class LoneActionError(UserError, TypeError):
-    """One action where a row for each environment is needed: gymnasium's callers expect a TypeError."""
+    """One action was given instead of a row per environment: gymnasium's callers expect a TypeError."""
 
 
 def action_rows(space: gymnasium.Space, actions: Any, num_envs: int) -> np.ndarray | list[str]:
-    """Actions [num_envs] of environments whose action space is `space` as rows [num_envs, A], or as texts.
+    """Actions of `num_envs` environments with action space `space` as rows [num_envs, A], or as texts.
 
     Raises:
-        LoneActionError: one number in place of a row for each environment.
-        UserError: another number of actions, or of another kind or size.
+        LoneActionError: one number instead of a row per environment.
+        UserError: another number of actions, or another kind or size.
     """
     if isinstance(actions, int | float | np.number):
         raise LoneActionError(f"A step takes {num_envs} actions of {space}, got {_described(actions)}.")
