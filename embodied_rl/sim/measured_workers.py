@@ -163,13 +163,11 @@ class _Measurement:
         """Steps of each slot in a short rollout."""
 
     def chosen(self, before: WorkerChoice | None) -> tuple[EnvManager, WorkerChoice | None]:
-        """Manager to use and the choice; as many workers as there are cores, and None, if measuring is impossible. `before`: earlier
-        measurements."""
+        """Manager to use and the choice; without a measurement as many workers as cores, and None. `before`: earlier measurements."""
         began, most = time.perf_counter(), self._numbers[-1]
         first = self._found[most] = self._manager(most)
         slow = _starts_slowly(first, time.perf_counter() - began)
-        # Models and judges answer text, and they cost. A simulator that steps all its environments together may draw for all of them at
-        # once.
+        # Models and judges that answer text cost. A simulator that steps all environments together may draw for all at once.
         if first.spec.action.kind == "text" or first.spec.steps_together:
             return first, None
         if slow:  # only how these workers are stepped is still open; their time before the run is compared with nothing
@@ -236,8 +234,7 @@ class _Measurement:
         return self._asked.compared([{each: taken_s[each] / steps for each in taken_s}] * LEAST_ROUNDS)
 
     def _seconds(self, setting: Setting) -> float:
-        """Seconds per step in one window after a pause like an update; a first play shorter than the window does not count, since it wakes
-        the workers."""
+        """Seconds per step in one window after a pause like an update; a first play that only wakes the workers does not count."""
         manager = self._found[setting.num_workers]
         manager.num_turns = setting.num_turns
         if self._binding is not None and setting.bound:

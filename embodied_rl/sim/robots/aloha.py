@@ -1,7 +1,7 @@
 """gym-aloha: two ViperX arms that hand over a cube or put a peg into a socket (Zhao et al. 2023, arXiv:2304.13705).
 
-gym-aloha draws three pictures in every step, which is most of its time (5 steps a second on a CPU core), and has no observation of
-the state. Its scenes, rewards and starting positions are used here as they are, and only the pictures that were asked for are drawn.
+gym-aloha draws three pictures in every step, which takes most of its time (5 steps a second on a CPU core), and has no state observation.
+This simulator uses its scenes, rewards and starting positions unchanged, and draws only the requested pictures.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ TASKS = {
     "AlohaTransferCube-v0": ("transfer_cube", "pick up the cube with the right arm and hand it over to the left arm"),
     "AlohaInsertion-v0": ("insertion", "insert the peg into the socket"),
 }
-"""Id → scene and instruction."""
+"""{id: (scene, instruction)}."""
 
 OBSERVATIONS = ("state", "pixels", "pixels_agent_pos")
 MAX_EPISODE_STEPS = 300
 SUCCESS_REWARD = 4
-"""gym-aloha's reward counts stages, 0 to 4; the last one is success."""
+"""Reward of success: gym-aloha's reward counts stages, 0 to 4."""
 
 ARM_JOINTS = 6
 JOINTS = 2 * (ARM_JOINTS + 1)
 
 
 def tasks() -> list[str]:
-    """Task ids. Raises MissingExtraError where gym-aloha is not installed."""
+    """Task ids. Raises MissingExtraError if gym-aloha is not installed."""
     _gym_aloha()
     return sorted(TASKS)
 
@@ -50,11 +50,11 @@ class AlohaSim(MujocoSim):
     Args:
         task: "AlohaTransferCube-v0" or "AlohaInsertion-v0".
         observation: "state" is ``state`` [35] or [42]: joint positions 14 and velocities 14 (grippers normalised), then the objects'
-            poses, position and quaternion; "pixels" the camera as ``rgb``; "pixels_agent_pos" the same and ``agent_pos`` [14].
+            poses, position and quaternion; "pixels" the camera as ``rgb``; "pixels_agent_pos" also ``agent_pos`` [14].
         camera: observed camera: "top", "angle", "front_close", "left_pillar" or "right_pillar".
         max_episode_steps: steps until an episode is truncated, 50 a second.
-        max_target_step_rad: a joint's target is moved to within this of its present position, because the physics of these scenes
-            diverges under targets far away (random ones, say); recorded demonstrations stay well below it. None: as gym-aloha, no limit.
+        max_target_step_rad: largest distance of a joint's target from its position, because distant targets (random ones, say) make
+            the physics diverge; recorded demonstrations stay well below. None: no limit, as in gym-aloha.
 
     Raises MissingExtraError; UserError: unknown task, observation or camera.
     """
@@ -108,7 +108,7 @@ class AlohaSim(MujocoSim):
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         for i, seed in zip(env_ids, seeds, strict=True):
             physics = self._physics[i]
-            # gym-aloha places its objects by a seed of 32 bits, handed over in a variable of its module.
+            # gym-aloha places its objects with a 32-bit seed, which a variable of its module passes on.
             sample = self._library.utils.sample_box_pose if self._scene == "transfer_cube" else self._library.utils.sample_insertion_pose
             self._library.tasks.sim.BOX_POSE[0] = np.concatenate(np.atleast_2d(sample(int(seed) % 2**32)))
             with physics.reset_context():
@@ -149,7 +149,7 @@ make = AlohaSim
 
 
 def _load(scene: str) -> tuple[BimanualViperXTask, Physics]:
-    """gym-aloha's task object and its scene as dm_control's Physics."""
+    """gym-aloha's task object, and its scene as dm_control's Physics."""
     from dm_control import mujoco as dm_mujoco
     from gym_aloha.constants import ASSETS_DIR
     from gym_aloha.tasks.sim import InsertionTask, TransferCubeTask
@@ -159,9 +159,9 @@ def _load(scene: str) -> tuple[BimanualViperXTask, Physics]:
 
 
 def _action_bounds(model: MjModel) -> tuple[np.ndarray, np.ndarray]:
-    """The actuators' ranges: gym-aloha's own action space says [-1, 1], where the arms cannot even keep their starting pose.
+    """Ranges of the actuators. gym-aloha's action space says [-1, 1], in which the arms cannot even keep their starting pose.
 
-    The model has two actuators for each gripper, one a finger; its action is one number in [0, 1].
+    The model has one actuator per finger, two for each gripper; the gripper's action is one number in [0, 1].
     """
     low, high = model.actuator_ctrlrange.T
     one_arm = ARM_JOINTS + 2

@@ -1,6 +1,7 @@
-"""Which expert solves which task: scripted controllers that stand beside their simulator and may read its state.
+"""Experts of simulators' tasks: scripted controllers that may read the simulator's state.
 
-Each is an `Expert` (see `embodied_rl.sim.instrumented`): from one environment's observation to its action in the simulator's units.
+Each is an `Expert` (see `embodied_rl.sim.instrumented`): a function from one environment's observation to its action in the simulator's
+units.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ EXPERTS: dict[str, dict[str, str]] = {
     f"{_HERE}.pixel_tasks:PixelTasks": {ANY_TASK: f"{_HERE}.pixel_tasks:PixelTasksExpert"},
     f"{_HERE}.key_door:KeyDoor": {"KeyDoor": f"{_HERE}.key_door:KeyDoorExpert"},
 }
-"""{target of the simulator: {task without its version: target of the expert}}; `ANY_TASK` stands for all of a simulator's."""
+"""{target of the simulator: {task without its version: target of the expert}}; `ANY_TASK` covers all tasks of a simulator."""
 
 
 def expert_target(config: SimConfig) -> str:
-    """The expert of a simulator's task. Raises UserError naming the tasks that have one."""
+    """Target of the expert for a simulator's task. Raises UserError naming the tasks that have one."""
     of_target = EXPERTS.get(config.target, {})
     task = re.sub(r"-v\d+$", "", config.task or "")
     found = of_target.get(task, of_target.get(ANY_TASK))
@@ -63,7 +64,7 @@ def expert_target(config: SimConfig) -> str:
 
 
 class PixelReachExpert:
-    """Straight to the disc: one control step moves the tip by the speed times its duration."""
+    """Moves straight to the disc: one control step moves the tip by the speed times its duration."""
 
     def __init__(self, sim: SimEnv, env_id: int) -> None:
         from embodied_rl.sim.robots.pixel_reach import PixelReach
@@ -73,7 +74,7 @@ class PixelReachExpert:
         self._env_id = env_id
 
     def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:
-        """The action [2] of this moment, out of the simulator's own positions."""
+        """The action [2], from the simulator's positions."""
         from embodied_rl.sim.robots.pixel_reach import CONTROL_HZ, MAX_SPEED
 
         tip, disc = self._sim.positions(self._env_id)
@@ -86,13 +87,13 @@ class MetaWorldExpert:
     def __init__(self, sim: SimEnv, env_id: int) -> None:
         from metaworld.policies import ENV_POLICY_MAP
 
-        # Each policy says that it asks for more than a whole step, which is meant, and clipped here.
+        # Each policy says that it asks for more than a whole step; that is intended, and clipped here.
         warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")
         policies: Mapping[str, Callable[[], Policy]] = ENV_POLICY_MAP
         self._policy = policies[sim.task_at(env_id)]()
 
     def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:
-        """From ``state`` [39 or more] to the action [4]."""
+        """Action [4] for ``state`` [39 or more]."""
         action = self._policy.get_action(np.asarray(observation["state"][:39], np.float64))
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
@@ -101,26 +102,26 @@ class MetaWorldExpert:
 
 
 STEP_M = 0.05
-"""The gripper's way along one axis at action 1, as the task commands it; it arrives with some delay."""
+"""Distance in metres that the task commands the gripper to move along one axis at action 1; the gripper arrives with some delay."""
 _BOX_M = 0.025
-"""Half a side."""
+"""Half the side of the box in metres."""
 _TRAVEL_ABOVE_M = 0.12
 
 
 class FetchReachExpert:
-    """Straight to the goal."""
+    """Moves straight to the goal."""
 
     def __call__(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        """From ``state`` [13] = gripper (3), …, goal (3) to the action [4] float32."""
+        """Action [4] float32 for ``state`` [13] = gripper (3), …, goal (3)."""
         state = observation["state"]
         return towards(state[-3:] - state[:3])
 
 
 class FetchPushExpert:
-    """Goes above the far side of the box, down to the table, and pushes the box towards the goal, keeping behind it."""
+    """Goes above the far side of the box, down to the table, and pushes the box towards the goal from behind."""
 
     def __call__(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        """From ``state`` [28] = gripper (3), box (3), …, goal (3) to the action [4] float32."""
+        """Action [4] float32 for ``state`` [28] = gripper (3), box (3), …, goal (3)."""
         state = observation["state"].astype(np.float64)
         gripper, box, goal = state[:3], state[3:6], state[-3:]
         to_goal = goal[:2] - box[:2]
@@ -132,7 +133,7 @@ class FetchPushExpert:
         from_box = gripper[:2] - box[:2]
         along, aside = float(from_box @ ahead), float(abs(from_box @ np.array([-ahead[1], ahead[0]])))
         if along < -_BOX_M and aside < 0.015 and gripper[2] < box[2] + 0.02:
-            # Slower near the goal, for the box slides on; the line from the gripper through the box is kept on the goal.
+            # Slower near the goal, because the box slides on; the line from the gripper through the box stays on the goal.
             target = box[:2] - ahead * _BOX_M + ahead * min(0.05, 0.6 * distance)
             return towards(np.append(target - gripper[:2], box[2] - gripper[2]), gain=0.6)
         if np.linalg.norm(gripper[:2] - behind) < 0.012:
@@ -143,16 +144,15 @@ class FetchPushExpert:
 
 
 def towards(way: np.ndarray, gain: float = 1.0) -> np.ndarray:
-    """The action [4] that moves the gripper by `way` [3] metres, as far as one step goes; the fingers stay as they are."""
+    """The action [4] that moves the gripper by `way` [3] metres, or as far as one step goes; the fingers do not move."""
     return np.append(np.clip(gain * way / STEP_M, -1.0, 1.0), 0.0).astype(np.float32)
 
 
 # ---- ManiSkill's Panda arm --------------------------------------------------------------------------------------------
 
-# A controller reads the simulator's own poses and keeps no memory, so that it can take over at any moment. It says where the gripper's
-# centre (tcp) should go; `PandaMotion` turns that into an action of the control mode: a displacement where the mode is one of the end
-# effector, and where it is one of the joints, the joint displacements that bring it about (damped least squares, Wampler 1986), with the
-# gripper kept pointing down.
+# These controllers read the simulator's poses and keep no memory, so that they can take over at any moment. Each chooses where the
+# gripper's centre (tcp) should go; `PandaMotion` turns that into an action of the control mode: a displacement of the end effector, or the
+# joint displacements that produce it (damped least squares, Wampler 1986), with the gripper pointing down.
 
 OPEN, CLOSED = 1.0, -1.0
 MODES = ("pd_ee_delta_pos", "pd_ee_delta_pose", "pd_joint_delta_pos")
@@ -160,13 +160,13 @@ _DAMPING = 0.05
 _DOWN = np.array([0.0, 0.0, -1.0])
 _HOVER_M, _CARRY_M = 0.08, 0.04
 _HASTE = 2.0
-"""Joint displacements are asked for beyond where they should lead: within one control step the drives do some 40% of the way."""
+"""Factor on joint displacements, because the drives do some 40% of the way within one control step."""
 _GRASP_M = 0.012
-"""The gripper closes when its centre is this near to the cube's."""
+"""Distance in metres from the cube's centre at which the gripper closes."""
 
 
 class PandaMotion:
-    """Displacements of the gripper as actions of the environment's control mode.
+    """Turns displacements of the gripper into actions of the environment's control mode.
 
     `env`: a ManiSkill environment of one scene with a single Panda. Raises UserError: another robot or control mode.
     """
@@ -193,12 +193,12 @@ class PandaMotion:
 
     @property
     def tcp(self) -> np.ndarray:
-        """[3] metres."""
+        """[3] metres, the gripper's centre."""
         return position(self.agent.tcp)
 
     @property
     def axis(self) -> np.ndarray:
-        """[3] unit vector that the fingers point along."""
+        """[3] unit vector along the fingers."""
         w, x, y, z = self.agent.tcp.pose.q[0].numpy().astype(np.float64)
         return np.array([2 * (x * z + w * y), 2 * (y * z - w * x), 1 - 2 * (x * x + y * y)])
 
@@ -212,16 +212,16 @@ class PandaMotion:
             arm = way / self._reach
             if self._mode == "pd_ee_delta_pose":
                 arm = np.append(arm, np.zeros(3))
-        # The whole motion is slowed down, so that its direction stays.
+        # Slow the whole motion down, so that its direction stays.
         return np.append(arm / max(1.0, float(np.abs(arm).max())), gripper).astype(np.float32)
 
     def _joints(self, way: np.ndarray) -> np.ndarray:
-        """[7] rad"""
+        """[7] rad, joint displacements that move the tcp by `way`."""
         qpos = np.asarray(self._articulation.qpos, np.float64)
         self._model.compute_full_jacobian(qpos)
         jacobian = np.asarray(self._model.get_link_jacobian(self._link, local=False))[:, self._arm_joints]
-        # Rows: velocity of the origin of coordinates moving with the link, then angular velocity, both in the base's frame. The base
-        # stands upright and unturned, and its frame is the world's but for the place.
+        # Rows: velocity of the point on the link at the origin, then angular velocity, both in the base's frame. The base stands upright
+        # and unturned, so its frame differs from the world's by a translation only.
         tcp = self.tcp - np.asarray(self._articulation.root_pose.p)
         linear = jacobian[:3] + np.cross(jacobian[3:], tcp, axisa=0, axisc=0)
         tilt = np.cross(self.axis, _DOWN)
@@ -239,10 +239,10 @@ class _PandaExpert:
         self.motion = PandaMotion(self.env)
 
     def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:
-        """The action of this moment; `observation` is not looked at."""
+        """The present action; ignores `observation`."""
         import torch
 
-        if self.motion.agent is not self.env.agent:  # the scene was built anew: a snapshot was taken
+        if self.motion.agent is not self.env.agent:  # a snapshot rebuilt the scene
             self.motion = PandaMotion(self.env)
         with torch.inference_mode():
             return self.act()
@@ -252,14 +252,14 @@ class _PandaExpert:
 
 
 class PushCubeExpert(_PandaExpert):
-    """Behind the cube in the air, down to the table, and straight ahead."""
+    """Goes behind the cube in the air, down to the table, and straight ahead."""
 
     def act(self) -> np.ndarray:
         tcp, cube, goal = self.motion.tcp, position(self.env.obj), position(self.env.goal_region)
         low, half = 0.02, float(self.env.cube_half_size)
         behind, aside = cube[0] - tcp[0], abs(cube[1] - tcp[1])
         if behind > half and aside < 0.02 and tcp[2] < 2 * half:
-            # As far beyond the goal's middle as the cube still has to go.
+            # As far beyond the goal's middle as the cube is still away from it.
             target = np.array([tcp[0] + (goal[0] - cube[0]) + 0.05, cube[1], low])
             return self.motion.action(target - tcp, CLOSED, fastest_m=0.06)
         start = np.array([cube[0] - half - 0.06, cube[1], low])
@@ -269,7 +269,7 @@ class PushCubeExpert(_PandaExpert):
 
 
 class PickCubeExpert(_PandaExpert):
-    """Above the cube, down, close, and to the goal."""
+    """Goes above the cube, down, closes, and moves to the goal."""
 
     def act(self) -> np.ndarray:
         if bool(self.env.agent.is_grasping(self.env.cube)):
@@ -288,13 +288,13 @@ class StackCubeExpert(_PandaExpert):
         from_place = a - b - np.array([0.0, 0.0, height])
         over = float(np.linalg.norm(from_place[:2]))
         if over < 0.012 and abs(from_place[2]) < 0.004:
-            # Upwards only when the fingers have let go.
+            # Move up only once the fingers have let go.
             up = np.array([0.0, 0.0, 0.03]) if not bool(env.agent.is_grasping(env.cubeA)) else np.zeros(3)
             return motion.action(up, OPEN)
         if not bool(env.agent.is_grasping(env.cubeA)):
             return grasp(motion, a)
         if over > 0.008:
-            # Up and across at once, but for the last cubes' width, where A must be above B first.
+            # Move up and across at once, except for the last cubes' width, where A must first be above B.
             clear = over > 0.07 or from_place[2] > 0.015
             across = -from_place[:2] if clear else np.zeros(2)
             return motion.action(np.append(across, _CARRY_M - from_place[2]), CLOSED)
@@ -302,7 +302,7 @@ class StackCubeExpert(_PandaExpert):
 
 
 def grasp(motion: PandaMotion, cube: np.ndarray) -> np.ndarray:
-    """Towards a grasp of a cube at [3]: above it, then down with open fingers, then close."""
+    """Action towards a grasp of a cube at [3]: above it, then down with open fingers, then close."""
     way = cube - motion.tcp
     if np.linalg.norm(way) < _GRASP_M:
         return motion.action(way, CLOSED)

@@ -1,4 +1,4 @@
-"""Packages that collect garbage each time they build a scene anew, which looks through everything that was ever imported."""
+"""Faster resets with packages that run the garbage collector over everything imported whenever they rebuild a scene."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _settled = False
 
 
 def quick_rebuild() -> None:
-    """Take what is in memory now, the imported packages above all, out of the garbage collector's sight; once per process.
+    """Exclude everything in memory, mainly imported packages, from garbage collection; once per process.
 
-    Looking through torch's and its own modules is 180 of the 210 ms in which ManiSkill builds a scene, and 63 of the 107 ms of a reset of
-    robosuite's. To be called after the imports and before the first scene.
+    Scanning torch's and its own modules takes 180 of the 210 ms in which ManiSkill builds a scene, and 63 of the 107 ms of a reset of
+    robosuite's. Call this after the imports and before the first scene.
     """
     global _settled
     if not _settled:

@@ -1,4 +1,4 @@
-"""Any `gymnasium.Env` or `gymnasium.vector.VectorEnv` as a SimEnv: the adapter that most simulators need and nothing more.
+"""Adapter of any `gymnasium.Env` or `gymnasium.vector.VectorEnv` to SimEnv, sufficient for most simulators.
 
 Gymnasium (Towers et al. 2024, "Gymnasium: A Standard Interface for Reinforcement Learning Environments").
 """
@@ -37,27 +37,27 @@ _PASS_OBSERVATIONS_ON = (
     OrderEnforcing.step,
     TimeLimit.step,
 )
-"""What wrappers do in `step` that neither read nor change an observation."""
+"""`step` methods of wrappers that neither read nor change an observation."""
 
 
 @runtime_checkable
 class ObservesOnDemand(Protocol):
-    """Two methods of a `gymnasium.Env` or wrapper that makes its observations at some cost (it draws them, say).
+    """Two methods of a `gymnasium.Env` or wrapper whose observations are expensive (it draws them, say).
 
-    They are used where every wrapper around it hands observations through as they are: those of `gymnasium.make`, and wrappers of
-    actions and rewards. Around others (a stack of frames) every step is observed, unless the outer wrapper has the two methods as well.
+    They are used if every wrapper around it passes observations through unchanged: those of `gymnasium.make`, and wrappers of actions and
+    rewards. Inside others (a stack of frames) every step is observed, unless the outer wrapper has the two methods as well.
     """
 
     def set_observing(self, observing: bool) -> None:
-        """False: the observations of the steps that follow are not read, and `step` may return anything in their place, such as None.
-        True: `step` observes again. Every `reset` happens while it observes, which is also how it begins."""
+        """False: the next steps' observations are not read, and `step` may return anything instead, such as None. True: `step` observes
+        again. Environments start in this state, and every `reset` happens in it."""
 
     def observe(self) -> Any:
-        """The observation of the present state, as `step` would have returned it. It changes nothing and draws no random number."""
+        """The present observation, as `step` would have returned it. Changes nothing and draws no random number."""
 
 
 def on_demand(env: gymnasium.Env) -> ObservesOnDemand | None:
-    """The outermost layer of an environment that observes on demand; None where there is none, or one around it needs every observation."""
+    """Outermost layer of an environment that observes on demand; None: there is none, or a wrapper around it needs every observation."""
     for layer in layers_of(env):
         if isinstance(layer, ObservesOnDemand):
             return layer
@@ -70,7 +70,7 @@ def on_demand(env: gymnasium.Env) -> ObservesOnDemand | None:
 
 
 SAVED_WHOLE = ("gymnasium.envs.classic_control.", "gymnasium.envs.mujoco.")
-"""Where the tasks live whose whole state `EnvState` is tested to save."""
+"""Modules of the tasks for which tests show that `EnvState` saves the whole state."""
 
 
 def tasks() -> list[str]:
@@ -79,7 +79,7 @@ def tasks() -> list[str]:
 
 
 def newest(ids: Iterable[str]) -> list[str]:
-    """Keep the highest version of each id: of ``A-v1, A-v2, B-v0`` these are ``A-v2, B-v0``. Ids without a version stay."""
+    """Highest version of each id: of ``A-v1, A-v2, B-v0`` these are ``A-v2, B-v0``. Ids without a version stay."""
     best: dict[str, tuple[int, str]] = {}
     for task in ids:
         name, _, version = task.rpartition("-v")
@@ -89,9 +89,9 @@ def newest(ids: Iterable[str]) -> list[str]:
 
 
 def make(task: str, num_envs: int, **kwargs: Any) -> GymnasiumSim:
-    """`num_envs` times ``gymnasium.make(task, **kwargs)``; the step limit is the one of gymnasium's registry.
+    """`num_envs` times ``gymnasium.make(task, **kwargs)``, with the step limit of gymnasium's registry.
 
-    Of ``package:Task-v0`` the package is imported first, which registers it.
+    For ``package:Task-v0`` the package is imported first, which registers the task.
 
     Raises:
         UserError: the id is not registered, the task rejects `kwargs`, or it has spaces that cannot be adapted.
@@ -107,9 +107,9 @@ def saved_whole(task: str) -> bool:
 
 
 def find_spec(task: str) -> gymnasium.envs.registration.EnvSpec:
-    """What is registered as `task`, or as the second part of ``package:task`` once the package is imported.
+    """Specification registered as `task`, or as the second part of ``package:task`` once the package is imported.
 
-    Raises UserError: nothing is, or the package cannot be imported.
+    Raises UserError: not registered, or the package cannot be imported.
     """
     package, colon, name = task.partition(":")
     if not colon:
@@ -126,7 +126,7 @@ def find_spec(task: str) -> gymnasium.envs.registration.EnvSpec:
 
 
 def make_one(task: str, extra: str = "all", **kwargs: Any) -> gymnasium.Env:
-    """``gymnasium.make`` whose errors name the nearest id or the missing extra; rendering to arrays where the task offers it."""
+    """``gymnasium.make`` with errors that name the nearest id or the missing extra, and with rendering to arrays if the task offers it."""
     env_spec = find_spec(task)
     try:
         if "render_mode" not in kwargs and "rgb_array" in _render_modes(env_spec.entry_point):
@@ -146,7 +146,7 @@ def _render_modes(entry_point: EnvCreator | str | None) -> list[str]:
 
 
 def _check_alike(envs: Sequence[gymnasium.Env]) -> None:
-    """Raises UserError where an environment shows other parts than the first, or takes other actions: one slab holds all of them."""
+    """Raise UserError if an environment's spaces differ from the first one's: one slab holds all of them."""
 
     def shown(env: gymnasium.Env) -> list[tuple[Any, ...]]:
         return [(part.path, part.spec) for part in spaces.observation_parts(env.observation_space)]
@@ -161,7 +161,7 @@ def _check_alike(envs: Sequence[gymnasium.Env]) -> None:
 
 
 def short_step(env: gymnasium.Env) -> Callable[[Any], tuple[Any, Any, Any, Any, Any]]:
-    """`env.step` without calls that only hand on: whether a reset came first need not be asked for, and a limit counts in one place."""
+    """`env.step` without the calls of wrappers that only pass on: the order check is dropped, and a limit counts in one place."""
     while type(env).step in (gymnasium.Wrapper.step, OrderEnforcing.step) and "step" not in vars(env):
         assert isinstance(env, gymnasium.Wrapper), env
         env = env.env
@@ -187,18 +187,18 @@ class Limit(Protocol):
 class GymnasiumSim(SimEnv):
     """A list of gymnasium environments stepped one after the other in this process.
 
-    Box, Discrete (one-hot), MultiBinary, Text and image observations become named parts: a vector is "state", an image [H, W, 3] uint8
-    is "rgb", a text "text", and the entries of a Dict keep their keys, nested ones joined by dots. Actions are a Box, Discrete or Text.
+    Box, Discrete (one-hot), MultiBinary, Text and image observations become named parts: a vector is "state", an image [H, W, 3] uint8 is
+    "rgb", a text "text", and the entries of a Dict keep their keys, nested ones joined by dots. Actions are a Box, Discrete or Text.
 
-    An episode depends only on its seed: the simulator seeds the process-wide generators (`numpy.random`, `random`) around every
-    reset, and where a task also draws from them while stepping, each environment has its own copy.
+    An episode depends only on its seed: the simulator seeds the process-wide generators (`numpy.random`, `random`) around every reset, and
+    if a task also draws from them while stepping, each environment has its own copy.
 
-    Environments that have the hook of `ObservesOnDemand` are not observed where nothing reads it; others are at every step.
+    Environments with the methods of `ObservesOnDemand` are observed only if the observation is read; others are observed in every step.
 
     Args:
         task: name in the spec; by default the registered id.
-        exact_snapshots: the whole state of these environments is known to lie where `EnvState` looks for it. Otherwise the spec
-            says "replay": the state of an unknown environment may be anywhere.
+        exact_snapshots: the whole state of these environments is known to be where `EnvState` looks. Otherwise the spec says
+            "replay", since an unknown environment may keep its state anywhere.
 
     Raises UserError: an observation or action space that cannot be adapted, or that differs from one environment to the next.
     """
@@ -209,7 +209,7 @@ class GymnasiumSim(SimEnv):
         self._states = [EnvState(env, shared) for env in self.envs] if exact_snapshots else None  # before the first reset
         first = self.envs[0]
         self._random = [PrivateRandom() for _ in self.envs]
-        self._physics: dict[int, Physics] = {}  # looked up when it is asked for
+        self._physics: dict[int, Physics] = {}  # filled on demand
         success_key, self._draws_while_stepping = self._probe(first)
         self._success_key = success_key
         parts = spaces.observation_parts(first.observation_space)
@@ -224,7 +224,7 @@ class GymnasiumSim(SimEnv):
         self._on_demand: list[ObservesOnDemand] = [hook for hook in found if hook is not None] if None not in found else []
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        # "reconfigure" asks for what every reset of gymnasium promises already, and tasks may reject options they do not know.
+        # Every reset of gymnasium does what "reconfigure" requests, and tasks may reject options that they do not know.
         passed = {key: value for key, value in (options or {}).items() if key != "reconfigure"} or None
         for i, seed in zip(env_ids, seeds, strict=True):
             env, seed = self.envs[i], int(seed)
@@ -278,7 +278,7 @@ class GymnasiumSim(SimEnv):
         return WrongShapeError(f"A step of '{self.spec.task}' does not fit its own observation space {shapes}: {error}.")
 
     def _step_rows(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        # Plain tasks take about 20 µs a step, so this loop has no call and no look-up that it does not need.
+        # Plain tasks take about 20 µs per step, so this loop avoids every call and look-up.
         reward, terminated, truncated, success, infos = out.reward, out.terminated, out.truncated, out.success, out.info
         steps, key, write, observation = self._steps, self._success_key, self._write, out.observation
         state = observation["state"] if self._plain_state else None
@@ -291,14 +291,14 @@ class GymnasiumSim(SimEnv):
             success[i] = False if key is None else bool(infos[i].get(key, False))  # type: ignore[union-attr]
 
     def render(self, env_id: int) -> np.ndarray:
-        """One frame [H, W, 3] uint8. Raises UserError where the task or this machine cannot render."""
+        """One frame [H, W, 3] uint8. Raises UserError if the task or this machine cannot render."""
         if not self.spec.can_render:
             raise UserError(f"Task '{self.spec.task}' was made without render_mode='rgb_array', or cannot render.")
         frame = self.envs[env_id].render()
         return np.asarray(frame, np.uint8)
 
     def film_cameras(self, env_id: int) -> list[str]:
-        """See `SimEnv`: those of a MuJoCo model; none for others."""
+        """See `SimEnv`: cameras of a MuJoCo model; none for other environments."""
         return model_cameras(self.envs[env_id])
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
@@ -345,7 +345,7 @@ class GymnasiumSim(SimEnv):
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether it was raised where we write what a simulator returned, not inside the simulator."""
+    """Whether the error was raised by our code that writes the results, not inside the simulator."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -356,12 +356,12 @@ def _is_ours(error: Exception) -> bool:
 
 
 class VectorEnvSim(SimEnv):
-    """Steps all environments of one VectorEnv together; resets the ones it is asked to.
+    """Steps all environments of one VectorEnv together, and resets individual ones.
 
-    The vector environment must not reset by itself (autoreset mode DISABLED), because the worker keeps final observations
-    and chooses seeds. A SyncVectorEnv is switched over; others are made with ``autoreset_mode="Disabled"``.
+    The vector environment must not reset by itself (autoreset mode DISABLED), because the worker keeps final observations and chooses
+    seeds. A SyncVectorEnv is switched to that mode; make others with ``autoreset_mode="Disabled"``.
 
-    Its episodes cannot be taken up again one by one: to replay one's actions would step all the others.
+    Single episodes cannot be resumed: replaying one's actions would step all the others.
 
     `task`: name in the spec; by default the registered id. Raises UserError: it resets by itself, or has spaces that cannot be adapted.
     """
@@ -385,7 +385,7 @@ class VectorEnvSim(SimEnv):
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         chosen = np.zeros(self.env.num_envs, bool)
-        asked: Any = [0] * self.env.num_envs  # gymnasium's annotation says int; vector environments take a list
+        asked: Any = [0] * self.env.num_envs  # gymnasium annotates int; vector environments take a list
         for i, seed in zip(env_ids, seeds, strict=True):
             chosen[i], asked[i] = True, int(seed)
         passed: dict[str, Any] = {key: value for key, value in (options or {}).items() if key != "reconfigure"}
@@ -411,7 +411,7 @@ class VectorEnvSim(SimEnv):
             out.info[i] = spaces.info_row(info, i)
 
     def render(self, env_id: int) -> np.ndarray:
-        """One frame [H, W, 3] uint8. Raises UserError where the vector environment cannot render."""
+        """One frame [H, W, 3] uint8. Raises UserError if the vector environment cannot render."""
         if not self.spec.can_render:
             raise UserError(f"Task '{self.spec.task}' was made without render_mode='rgb_array', or cannot render.")
         frames = self.env.render()
@@ -428,7 +428,7 @@ class VectorEnvSim(SimEnv):
 
 
 def _spec_of(env: Any, seen: gymnasium.Space, acted: gymnasium.Space, task: str | None, success_key: str | None) -> SimSpec:
-    """What an environment, or a vector of them, says of one environment with these spaces; snapshots are the caller's."""
+    """Spec of an environment, or of a vector of them, with these spaces; the caller sets `snapshots`."""
     registered = env.spec
     return SimSpec(
         task=task or (registered.id if registered is not None else type(env.unwrapped).__name__),

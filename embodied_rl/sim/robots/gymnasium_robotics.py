@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from mujoco import MjData, MjModel
 
 FAMILIES = ("fetch", "shadow_dexterous_hand", "adroit_hand", "franka_kitchen", "maze")
-"""Modules of gymnasium_robotics.envs whose tasks work; its old copies of gymnasium's own tasks need a discontinued package."""
+"""Modules of gymnasium_robotics.envs with working tasks; its old copies of gymnasium's own tasks need a discontinued package."""
 
 INNER = ("robot_env", "point_env", "ant_env")
-"""Attributes of kitchen and mazes that hold the environment with the MuJoCo model."""
+"""Attributes in which kitchen and mazes keep the environment with the MuJoCo model."""
 
 INSTRUCTIONS = {
     "FetchReach": "move the gripper to the goal",
@@ -51,11 +51,11 @@ INSTRUCTIONS = {
     "PointMaze": "go to the goal",
     "AntMaze": "walk to the goal",
 }
-"""Beginning of an id → instruction; the kitchen's follows from its list of tasks."""
+"""{beginning of an id: instruction}; the kitchen's instruction follows from its list of tasks."""
 
 
 KITCHEN_TASKS = ("microwave", "kettle", "bottom burner", "light switch")
-"""The tasks of D4RL's data set kitchen-complete, in its order: the default of ``tasks_to_complete``."""
+"""Tasks of D4RL's data set kitchen-complete, in its order: the default of ``tasks_to_complete``."""
 
 KITCHEN_WORDS = {
     "microwave": "open the microwave",
@@ -69,7 +69,7 @@ KITCHEN_WORDS = {
 
 
 def tasks() -> list[str]:
-    """Newest version of each task. Raises MissingExtraError where gymnasium-robotics is not installed."""
+    """Newest version of each task. Raises MissingExtraError if gymnasium-robotics is not installed."""
     _register()
     return newest(task for task, spec in gymnasium.registry.items() if _family(str(spec.entry_point)) in FAMILIES)
 
@@ -77,14 +77,14 @@ def tasks() -> list[str]:
 def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> GymnasiumSim:
     """`num_envs` environments of one task; goal tasks show one flat ``state``: observation, then desired goal.
 
-    The achieved goal is left out where the observation holds it (gripper, finger tips or object), and comes in between for the ant maze,
-    where it does not. The kitchen's ``state`` is its observation, which holds every object; success is that all of
-    ``tasks_to_complete`` are done. Success ends nothing by itself. Ids with "Dense" have a reward that guides, the others minus one
-    (mazes: zero) until success.
+    The achieved goal is left out if the observation contains it (gripper, finger tips or object); for the ant maze, whose observation does
+    not, it comes in between. The kitchen's ``state`` is its observation, which contains every object; it succeeds once all
+    ``tasks_to_complete`` are done. Success does not end an episode. Ids with "Dense" have a shaped reward, the others minus one (mazes:
+    zero) until success.
 
     Args:
         task: id such as "FetchPushDense-v4", "HandReachDense-v3", "AdroitHandDoor-v1", "FrankaKitchen-v1" or "AntMaze_UMazeDense-v5".
-        **kwargs: passed to the task: ``max_episode_steps``, the kitchen's ``tasks_to_complete``, a maze's ``maze_map``, …
+        **kwargs: arguments of the task: ``max_episode_steps``, the kitchen's ``tasks_to_complete``, a maze's ``maze_map``, …
 
     Raises MissingExtraError; UserError: unknown task or argument.
     """
@@ -101,13 +101,13 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
     wrapped = [_flat(env, family) for env in envs]
     sim = GymnasiumSim(wrapped, task=task, exact_snapshots=True)
     words = ", ".join(KITCHEN_WORDS[name] for name in kwargs["tasks_to_complete"]) if family == "franka_kitchen" else _instruction(task)
-    # Kitchen and mazes name a frame rate that is not their control rate.
+    # The frame rate that kitchen and mazes report is not their control rate.
     sim.spec = dataclasses.replace(sim.spec, instruction=words, control_hz=control_hz(inner(envs[0])))
     return sim
 
 
 def inner(env: gymnasium.Env) -> gymnasium.Env:
-    """The environment that holds the MuJoCo model and data: kitchen and mazes are built around another one."""
+    """The environment with the MuJoCo model and data, which kitchen and mazes wrap."""
     held = vars(env.unwrapped)
     return next((held[name] for name in INNER if name in held), env)
 
@@ -125,7 +125,7 @@ def _instruction(task: str) -> str | None:
 
 
 def _family(entry_point: str) -> str:
-    """Of "gymnasium_robotics.envs.fetch.push:MujocoFetchPushEnv" that is "fetch"."""
+    """Family in an entry point: "fetch" for "gymnasium_robotics.envs.fetch.push:MujocoFetchPushEnv"."""
     module = entry_point.partition(":")[0].split(".")
     return module[2] if module[:2] == ["gymnasium_robotics", "envs"] and len(module) > 2 else ""
 
@@ -143,7 +143,7 @@ def _parts_of(env: gymnasium.Env) -> spaces.Dict:
 
 
 class GoalState(gymnasium.ObservationWrapper):
-    """The goal dictionary {observation, achieved_goal, desired_goal} as one vector: observation, (achieved goal,) desired goal."""
+    """Flattens the goal dictionary {observation, achieved_goal, desired_goal}: observation, (achieved goal,) desired goal."""
 
     def __init__(self, env: gymnasium.Env, with_achieved: bool = False) -> None:
         super().__init__(env)
@@ -158,7 +158,7 @@ class GoalState(gymnasium.ObservationWrapper):
 
 
 class KitchenState(gymnasium.ObservationWrapper):
-    """Only the kitchen's array ``observation``, and its success: no task left to complete."""
+    """Shows only the kitchen's array ``observation``, and reports success once no task is left."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
@@ -174,7 +174,7 @@ class KitchenState(gymnasium.ObservationWrapper):
 
 
 def _register() -> None:
-    # Its import prints a notice about other tasks (the Adroit hand) to every process that imports it.
+    # Its import prints a notice about other tasks (the Adroit hand) in every process.
     with from_extra("gymnasium-robotics", "robotics"), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         import gymnasium_robotics
@@ -182,15 +182,15 @@ def _register() -> None:
         gymnasium.register_envs(gymnasium_robotics)
 
 
-# ---- Fetch arm, Shadow hand and point maze without detours in their steps ---------------------------------------------
-# gymnasium-robotics finds each joint, site and weld anew in every step, by name and one after the other. Here the same functions know
-# where things are, and read and write them at once; the point maze measures its distance to the goal once, not four times. The numbers
-# are the same bit for bit (tests/sim/robots/test_known_indices.py).
+# ---- Fetch arm, Shadow hand and point maze with faster steps ---------------------------------------------------------------
+# gymnasium-robotics looks up each joint, site and weld by name in every step. The functions below know where these are and access
+# them at once; the point maze measures its distance to the goal once, not four times. The numbers are the same bit for bit
+# (tests/sim/robots/test_known_indices.py).
 
 
 def know_indices(env: gymnasium.Env) -> None:
-    """Have a Fetch arm or Shadow hand of gymnasium-robotics use functions that know its model, and a point maze step in plain numbers; any
-    other environment stays as it is."""
+    """Give a Fetch arm or Shadow hand of gymnasium-robotics functions that know its model, and let a point maze step in plain numbers;
+    other environments stay unchanged."""
     from gymnasium_robotics.envs.maze.point import PointEnv
     from gymnasium_robotics.envs.maze.point_maze import PointMazeEnv
     from gymnasium_robotics.envs.robot_env import MujocoRobotEnv
@@ -204,7 +204,7 @@ def know_indices(env: gymnasium.Env) -> None:
 
 
 class ShortMazeStep:
-    """`PointMazeEnv.step` with `PointEnv.step`, for views of MuJoCo's memory that are made once."""
+    """`PointMazeEnv.step` with `PointEnv.step`, on views of MuJoCo's memory that are made once."""
 
     def __init__(self, maze: PointMazeEnv) -> None:
         import mujoco
@@ -218,7 +218,7 @@ class ShortMazeStep:
         maze, model, data, qvel, ctrl = self._maze, self._model, self._data, self._qvel, self._ctrl
         vx, vy = qvel.tolist()
         if not (-5.0 <= vx <= 5.0 and -5.0 <= vy <= 5.0):
-            np.clip(qvel, -5.0, 5.0, out=qvel)  # a ball that is pushed would grow ever faster
+            np.clip(qvel, -5.0, 5.0, out=qvel)  # otherwise a ball that is pushed would accelerate without limit
         self._forward(model, data)
         x, y = action.tolist()
         ctrl[0], ctrl[1] = min(max(x, -1.0), 1.0), min(max(y, -1.0), 1.0)
@@ -228,7 +228,7 @@ class ShortMazeStep:
         achieved, goal = np.array((x, y)), np.array((goal_x, goal_y))
         away_x, away_y = x - goal_x, y - goal_y
         squared = away_x * away_x + away_y * away_y
-        near = not squared > 0.25 and bool(np.linalg.norm(achieved - goal) <= 0.45)  # whose square may have another last bit
+        near = not squared > 0.25 and bool(np.linalg.norm(achieved - goal) <= 0.45)  # the square may differ in the last bit
         if maze.reward_type == "dense":
             reward = np.exp(-math.sqrt(squared))
         else:
@@ -240,11 +240,11 @@ class ShortMazeStep:
 
 
 class KnownIndices:
-    """The functions of ``gymnasium_robotics.utils.mujoco_utils`` that a step calls, for one model.
+    """Functions of ``gymnasium_robotics.utils.mujoco_utils`` that a step calls, for one model.
 
     Args:
-        utils: that module; it does what is not here.
-        model: MjModel, whose joints, actuators and welds stay what they are (their numbers may change).
+        utils: that module, which provides everything else.
+        model: MjModel, whose joints, actuators and welds stay the same (their numbers may change).
     """
 
     def __init__(self, utils: ModuleType, model: MjModel, joint_names: tuple[str, ...]) -> None:
@@ -258,7 +258,7 @@ class KnownIndices:
         """Whether each joint of the robot has one position and one velocity."""
         self._qpos, self._qvel = model.jnt_qposadr[robot], model.jnt_dofadr[robot]
         self._relative = np.flatnonzero(model.actuator_biastype != 0)
-        """Actuators whose target is relative to the joint's position."""
+        """Actuators with a target relative to the joint's position."""
         self._actuated = model.jnt_qposadr[model.actuator_trnid[self._relative, 0]]
         self._sites = {model.site(index).name: index for index in range(model.nsite)}
         self._welds = [
@@ -269,7 +269,7 @@ class KnownIndices:
         ]
 
     def functions(self) -> SimpleNamespace:
-        """All names of the module."""
+        """All names of the module `utils`."""
         own = {
             "robot_get_obs": self.robot_get_obs,
             "ctrl_set_action": self.ctrl_set_action,
@@ -288,7 +288,7 @@ class KnownIndices:
         return self._utils.robot_get_obs(model, data, joint_names)
 
     def ctrl_set_action(self, model: MjModel, data: MjData, action: np.ndarray) -> None:
-        """The part of an action that is the actuators'."""
+        """Apply the actuators' part of an action."""
         own = action[7 * self._num_mocap :]
         if len(own) != len(data.ctrl):
             self._utils.ctrl_set_action(model, data, action)
@@ -297,7 +297,7 @@ class KnownIndices:
         data.ctrl[self._relative] = data.qpos[self._actuated] + own[self._relative]
 
     def mocap_set_action(self, model: MjModel, data: MjData, action: np.ndarray) -> None:
-        """The part of an action that moves the mocap bodies, from where the bodies are that are welded to them."""
+        """Apply the part of an action that moves the mocap bodies, starting from the bodies welded to them."""
         if any(mocap == -1 for mocap, _ in self._welds):
             self._utils.mocap_set_action(model, data, action)
         elif self._num_mocap:

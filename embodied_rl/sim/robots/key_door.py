@@ -1,8 +1,7 @@
-"""KeyDoor: a point robot fetches a key, passes the door that it opens, and drives to a goal; a long task whose only reward is at its end.
+"""KeyDoor: a point robot fetches a key, passes the door that it opens, and drives to a goal; a long task with a reward only at the end.
 
-The floor is 2 m × 1 m, with a wall across the middle at x = 1 m. The robot starts at the lower left, the key lies at the upper left,
-the door is in the middle of the wall, and the goal at the lower right: 60 steps at full speed, in an order that random motion does
-not find.
+The floor is 2 m × 1 m, with a wall across the middle at x = 1 m. The robot starts at the lower left, the key lies at the upper left, the
+door is in the middle of the wall, and the goal at the lower right: 60 steps at full speed, in an order that random motion does not find.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec
 MAX_EPISODE_STEPS = 160
 CONTROL_HZ = 10.0
 MAX_STEP_M = 0.04
-"""Along each axis, at action 1."""
+"""Metres that a step moves along each axis at action 1."""
 SIZE_M = np.array([2.0, 1.0])
 WALL_X_M = 1.0
 DOOR_Y_M = (0.35, 0.65)
 START_M, KEY_M, GOAL_M = np.array([0.15, 0.15]), np.array([0.15, 0.85]), np.array([1.85, 0.15])
 START_SPREAD_M = 0.1
 REACH_M = 0.1
-"""Key and goal are reached within this distance."""
+"""Distance in metres within which key and goal are reached."""
 
 _X, _Y, _HAS_KEY, _STEPS = range(4)
 
@@ -36,12 +35,12 @@ def tasks() -> list[str]:
 
 
 class KeyDoor(SimEnv):
-    """Actions are velocities along x and y in [-1, 1]; the reward is 1 at the goal, where the episode terminates, and 0 before.
+    """KeyDoor environments. Actions are velocities along x and y in [-1, 1]; the reward is 1 at the goal, which ends the episode, else 0.
 
     Observation "state" [3] = (x − 1, 2 y − 1, 1 with the key and −1 without it), positions in metres. Starts differ by ± 0.1 m.
 
     Args:
-        num_envs: environments in this process; stepping many costs hardly more than one.
+        num_envs: environments in this process; many cost hardly more than one.
         render_size: width in pixels of `render`'s picture; its height is half of it.
 
     Raises UserError: another task.
@@ -126,7 +125,7 @@ class KeyDoorExpert:
     """Drives straight to the key, through the door and to the goal."""
 
     def __call__(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        """From ``state`` [3] of one environment to its action [2] float32."""
+        """Action [2] float32 for one environment's ``state`` [3]."""
         x, y, key = (float(number) for number in observation["state"])
         position = np.array([x + 1.0, (y + 1.0) / 2.0])
         if key < 0:
@@ -139,10 +138,10 @@ class KeyDoorExpert:
 
 
 def _near(state: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """[n] bool"""
+    """[n] bool: whether each environment's robot is within reach of `place`."""
     return np.hypot(state[:, _X] - place[0], state[:, _Y] - place[1]) <= REACH_M
 
 
 def _in_door(y: np.ndarray) -> np.ndarray:
-    """Whether a height along the wall is the door's."""
+    """Whether a position y along the wall lies in the door."""
     return (y >= DOOR_Y_M[0]) & (y <= DOOR_Y_M[1])

@@ -40,9 +40,9 @@ _TEXTS = ["b", "latin1", "f8", "<"]
 
 
 def chosen_states(which: str, seed: int) -> range:
-    """Numbers of the states that an episode of this seed may start from.
+    """Numbers of the states that an episode with this seed may start from.
 
-    "train" are 0…39, "test" 40…49, "all" 0…49; "split" is "test" for held-out seeds and "train" for training seeds.
+    "train" is 0…39, "test" 40…49, "all" 0…49; "split" is "test" for held-out seeds and "train" for training seeds.
     """
     if which == "split":
         which = "test" if seed >= HELD_OUT_START else "train"
@@ -50,11 +50,11 @@ def chosen_states(which: str, seed: int) -> range:
 
 
 def read_init_states(path: Path) -> np.ndarray:
-    """[50, 1 + nq + nv] float64: time, positions and velocities of MuJoCo, a row for each state.
+    """[50, 1 + nq + nv] float64: time, positions and velocities of MuJoCo, one row per state.
 
-    The files were written by `torch.save`, a zip archive around one pickled array. Nothing is unpickled: the pickle's instructions are
-    listed, must be those of a plain array of 64-bit floats, and the numbers are taken from their text.
-    Raises UserError: the file is missing, damaged or holds something else.
+    The files were written by `torch.save`, a zip archive around one pickled array. Nothing is unpickled: this function lists the pickle's
+    instructions, which must be those of a plain array of 64-bit floats, and reads the numbers from their bytes. Raises UserError: the file
+    is missing, damaged or contains anything else.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -75,24 +75,24 @@ def _plain_array(instructions: list[tuple[str, Any]]) -> np.ndarray:
     first, version, rows, columns, *rest = [argument for name, argument in instructions if name.startswith("BININT")]
     order = [name for name, _ in instructions if name in ("NEWTRUE", "NEWFALSE")]
     plain = names == _NAMES and texts[:4] == _TEXTS and len(texts) == 5 and [first, version, *rest] == [0, 1, 3, -1, -1, 0]
-    if not plain or order != ["NEWFALSE", "NEWTRUE", "NEWFALSE"]:  # the last: rows before columns
+    if not plain or order != ["NEWFALSE", "NEWTRUE", "NEWFALSE"]:  # the last is the order: rows before columns
         raise ValueError("not a plain array of 64-bit floats")
     return np.frombuffer(texts[4].encode("latin1"), "<f8").reshape(rows, columns).astype(np.float64)
 
 
 STEP_LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_90": 400, "libero_10": 520}
-"""Suite → steps; OpenVLA's (arXiv:2406.09246), which others follow."""
+"""{suite: steps}, OpenVLA's (arXiv:2406.09246), which others adopted."""
 
 SETS = tuple(STEP_LIMITS)
-"""Tasks of `make` that stand for several: the suites."""
+"""Suites, which `make` accepts as tasks."""
 
 SETTLING_STEPS = 10
 NO_MOTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
-"""No motion of the arm, gripper open."""
+"""Action without motion of the arm, with an open gripper."""
 
 OBSERVATIONS = ("rgb", "state")
 ORIENTATIONS = {"upright": (1, 1), "raw": (-1, 1), "rotated": (1, -1)}
-"""Name → steps along rows and columns of an upright picture. LIBERO's data sets store pictures bottom row first ("raw"); OpenVLA and its
+"""{name: steps along rows and columns of an upright picture}. LIBERO's data sets store pictures bottom row first ("raw"); OpenVLA and its
 successors turn those by 180 degrees ("rotated"), which mirrors left and right."""
 
 ASSET_FOLDERS = ("articulated_objects", "scenes", "stable_hope_objects", "stable_scanned_objects", "textures", "turbosquid_objects")
@@ -100,12 +100,12 @@ ASSETS_REPOSITORY = "lerobot/libero-assets"
 
 
 def tasks() -> list[str]:
-    """The 130 tasks as "suite/task name". Raises MissingExtraError where LIBERO is not installed; needs no assets."""
+    """The 130 tasks as "suite/task name"; needs no assets. Raises MissingExtraError if LIBERO is not installed."""
     return [f"{suite}/{name}" for suite, names in suites().items() for name in names]
 
 
 def instruction(task: str) -> str:
-    """What a task ("suite/name") asks for, as the benchmark puts it: the name as a sentence, without its scene."""
+    """Instruction of a task ("suite/name") in the benchmark's words: the name as a sentence, without its scene."""
     name = task.partition("/")[2]
     if name[:1].isupper():  # "KITCHEN_SCENE3_turn_on_the_stove"
         name = name.partition("SCENE")[2].partition("_")[2]
@@ -113,11 +113,11 @@ def instruction(task: str) -> str:
 
 
 class LiberoSim(RobosuiteSim):
-    """One task, or a whole suite, whose tasks take turns from episode to episode.
+    """One task, or a whole suite, whose tasks alternate from episode to episode.
 
-    Actions [7] are OSC_POSE deltas of the end effector (position, axis-angle) and the gripper (-1 open, 1 closed); the reward is 1
-    at success. An episode is a function of its seed: of n tasks, seed s takes number s mod n and its stored state
-    (s // n) mod (number of states); as many consecutive seeds as there are pairs visit each pair once.
+    Actions [7] are OSC_POSE deltas of the end effector (position, axis-angle) and the gripper (-1 open, 1 closed); the reward is 1 at
+    success. An episode is a function of its seed: of n tasks, seed s plays number s mod n from its stored state (s // n) mod (number of
+    states); as many consecutive seeds as there are pairs visit each pair once.
 
     Args:
         task: "libero_spatial/3" (number in its suite), "libero_goal/put_the_bowl_on_the_stove", or a suite, "libero_spatial".
@@ -125,7 +125,7 @@ class LiberoSim(RobosuiteSim):
             positions of the two fingers. "state": the robot's and the objects' state as one vector, without cameras; a single task only.
         init_states: which of the 50 stored states episodes start from. "split": the last ten for held-out seeds (evaluation), the first
             forty for training seeds, so that the two never meet. "train" or "test": those parts for all seeds. "all": all 50,
-            as published results have it (policies trained on recorded data that never saw these states).
+            as in published results (policies trained on recorded data that never saw these states).
         cameras: the first is ``rgb``, the others ``rgb.<camera>``.
         orientation: "upright", "raw" or "rotated": see `ORIENTATIONS`.
         assets_dir: folder of the meshes and textures; None: see `assets_folder`.
@@ -173,7 +173,7 @@ class LiberoSim(RobosuiteSim):
             render_camera="agentview",
             render_size=render_size,
             instruction=instruction(self.tasks[0]) if len(self.tasks) == 1 else None,
-            multisampling=True,  # as LIBERO's own pictures, pixel by pixel
+            multisampling=True,  # as in LIBERO's own pictures, pixel by pixel
         )
         if len(self.tasks) > 1:
             parts: dict[str, TensorSpec | VariableSpec] = {**self.spec.observation, "instruction": VariableSpec("text", 1024)}
@@ -184,7 +184,7 @@ class LiberoSim(RobosuiteSim):
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         super().advance(env_ids, actions, out)
-        out.terminated[list(env_ids)] = False  # LIBERO's "done" is success: reported, and no end by itself
+        out.terminated[list(env_ids)] = False  # LIBERO's "done" is success, which we report without ending the episode
         for i in env_ids:
             out.info[i] = {**(out.info[i] or {}), "task": self._present[i]}
 
@@ -196,7 +196,7 @@ class LiberoSim(RobosuiteSim):
             self.envs[i].close()
             self.envs[i], self._present[i] = _build(task), task
         env, states = self.envs[i], _init_states(task)
-        # The stored state holds every joint; what LIBERO places at random besides (cabinets, stoves) is the same at every reset.
+        # The stored state holds every joint; LIBERO's other random placements (cabinets, stoves) are the same at every reset.
         np.random.seed(0)  # noqa: NPY002  (LIBERO draws from it)
         for attempt in range(100):
             try:
@@ -235,7 +235,7 @@ make = LiberoSim
 
 
 def episode_of(tasks: Sequence[str], which: str, seed: int) -> tuple[str, int]:
-    """The task of an episode and the number of its initial state: see `LiberoSim` and `chosen_states`."""
+    """Task of an episode and number of its initial state: see `LiberoSim` and `chosen_states`."""
     number, task = divmod(seed, len(tasks))
     states = chosen_states(which, seed)
     return tasks[task], states[number % len(states)]
@@ -250,9 +250,9 @@ def axis_angle(quaternion: np.ndarray) -> np.ndarray:
 
 
 def assets_folder(assets_dir: Path | None = None) -> Path:
-    """Where LIBERO's meshes and textures are: `assets_dir`, the package's own folder, or ``~/.cache/libero/assets``.
+    """Folder of LIBERO's meshes and textures: `assets_dir`, the package's own folder, or ``~/.cache/libero/assets``.
 
-    Raises MissingAssetsError: nowhere; the message holds the command that fetches them.
+    Raises MissingAssetsError with the command that fetches them.
     """
     download = Path("~/.cache/libero/assets").expanduser()
     places = [assets_dir] if assets_dir is not None else [_package() / "assets", download]
@@ -308,18 +308,18 @@ def _init_states(task: str) -> np.ndarray:
 
 
 def _import_libero(assets_dir: Path | None) -> None:
-    """Import LIBERO with a configuration file, without which its first import asks a question and waits for the answer."""
+    """Import LIBERO with a configuration file, without which its first import asks a question and waits for an answer."""
     folder = assets_folder(assets_dir)
     os.environ["LIBERO_CONFIG_PATH"] = str(configuration_folder())
     with quiet_import(), from_extra("LIBERO", "libero"):
         libero: Any = importlib.import_module("libero.libero")
         importlib.import_module("libero.libero.envs")
-    # Its own search would go to the network where it finds nothing.
+    # Its own search would use the network if it finds nothing.
     libero._assets_path_cache = str(folder)
 
 
 def configuration_folder() -> Path:
-    """A folder with LIBERO's configuration file: the user's own where there is one, else one of ours in the user's cache."""
+    """Folder with LIBERO's configuration file: the user's own if it exists, else one of ours in the user's cache."""
     chosen = Path(os.environ.get("LIBERO_CONFIG_PATH") or "~/.libero").expanduser()
     if (chosen / "config.yaml").is_file():
         return chosen
@@ -345,7 +345,7 @@ def configuration_folder() -> Path:
 def _package() -> Path:
     """The folder of ``libero.libero``, found without importing it. Raises MissingExtraError."""
     try:
-        found = importlib.util.find_spec("libero")  # a namespace around the package proper
+        found = importlib.util.find_spec("libero")  # the distribution nests the package in a namespace package
     except ImportError:
         found = None
     for place in (found.submodule_search_locations or []) if found is not None else []:
@@ -356,8 +356,8 @@ def _package() -> Path:
 
 @lru_cache(maxsize=1)
 def suites() -> dict[str, list[str]]:
-    """{suite: task names in the benchmark's order}, read from LIBERO's source: the package around it would import torch, and ask its
-    question. Raises MissingExtraError where LIBERO is not installed."""
+    """{suite: task names in the benchmark's order}, read from LIBERO's source, because importing its package would import torch and ask its
+    question. Raises MissingExtraError if LIBERO is not installed."""
     source = (_package() / "benchmark" / "libero_suite_task_map.py").read_text(encoding="utf-8")
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == "libero_task_map":

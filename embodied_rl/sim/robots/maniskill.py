@@ -1,7 +1,7 @@
 """ManiSkill 3 (Tao et al. 2024, arXiv:2410.00425) on the CPU: manipulation tasks on SAPIEN's physics.
 
-The CPU backend holds one environment per scene, so a process steps `num_envs` separate ones. From state it runs on a
-machine without any Vulkan; pictures need a Vulkan device and ``render: true``, which may be Mesa's lavapipe (software).
+The CPU backend has one environment per scene, so a process steps `num_envs` separate ones. State tasks run on a machine without any Vulkan;
+pictures need a Vulkan device and ``render: true``. The device may be Mesa's lavapipe (software).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from embodied_rl.sim.robots.maniskill_sim import ManiSkillSim, require_vulkan
 
 
 BATCH_FROM = 16
-"""Environments in a simulator from which they are stepped as a batch without being asked to."""
+"""Environments in a simulator from which they are stepped as a batch by default."""
 WRITTEN_FOR = {"mani-skill": "3.0.", "sapien": "3.0."}
-"""Versions whose inside we know; others are not tried."""
+"""Supported versions, since the batch depends on internals; others are not tried."""
 _FOLDER = "maniskill_batch"
 _CHECK = 1
-"""To be raised when the batch or its check changes, so that what is remembered is asked again."""
+"""Version of the batch and its check; raise it when they change, so that remembered verdicts are checked again."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a task's batch gives the numbers of environments by themselves."""
+    """Whether a task's batch gives the same numbers as separate environments."""
 
     task: str
     equal: bool
     reason: str
-    """Of a difference; empty where there is none."""
+    """Description of the difference; empty if there is none."""
     versions: dict[str, str]
-    """Of the packages that it was found with."""
+    """{package: version} with which the verdict was found."""
 
     def __str__(self) -> str:
         packages = ", ".join(f"{name} {number}" for name, number in self.versions.items())
@@ -47,11 +47,11 @@ class Verdict:
 
 
 def batches(task: str, num_envs: int, asked: bool | None, arguments: Mapping[str, Any]) -> bool:
-    """Whether environments are to be stepped as a batch; says in one line why not, where they were to be.
+    """Whether to step the environments as a batch; prints one line with the reason if a batch was wanted but is impossible.
 
     Args:
-        asked: True and False are the user's; None: from `BATCH_FROM` on.
-        arguments: of `ManiSkillSim`, from ``kwargs``.
+        asked: the user's choice; None: from `BATCH_FROM` environments on.
+        arguments: arguments of `ManiSkillSim`, from ``kwargs``.
 
     Raises UserError: the task cannot be made with these arguments, batch or not.
     """
@@ -67,7 +67,7 @@ def batches(task: str, num_envs: int, asked: bool | None, arguments: Mapping[str
 
 
 def verdict(task: str, arguments: Mapping[str, Any], num_envs: int = BATCH_FROM) -> Verdict:
-    """Remembered, or found out now, which takes a second or two. Raises UserError where the task cannot be made at all."""
+    """Remembered verdict, or a new one, which takes a second or two. Raises UserError if the task cannot be made at all."""
     versions = {name: version(name) for name in WRITTEN_FOR}
     for name, known in WRITTEN_FOR.items():
         if not versions[name].startswith(known):
@@ -85,14 +85,14 @@ def verdict(task: str, arguments: Mapping[str, Any], num_envs: int = BATCH_FROM)
 
 
 def remembered() -> list[Verdict]:
-    """What is remembered of the versions installed now, by task; a task with several arguments several times."""
+    """Remembered verdicts for the installed versions, by task; a task with several sets of arguments appears several times."""
     versions = {name: version(name) for name in WRITTEN_FOR}
     found = [_read(answer) for answer in RememberedAnswers(_FOLDER)]
     return [verdict for verdict in found if verdict is not None and verdict.versions == versions]
 
 
 def _read(answer: object) -> Verdict | None:
-    """What a file remembers; None where it holds something else."""
+    """Verdict in a file of `RememberedAnswers`; None if the file holds something else."""
     with suppress(TypeError):
         if isinstance(answer, dict) and type((found := Verdict(**answer)).equal) is bool:
             return found
@@ -115,7 +115,7 @@ def _say(task: str, reason: str) -> None:
 
 
 def tasks() -> list[str]:
-    """Ids of the tasks that run with what is on this machine. Raises MissingExtraError where ManiSkill is not installed."""
+    """Ids of the tasks that run with this machine's assets. Raises MissingExtraError if ManiSkill is not installed."""
     registered = registered_tasks()
     return sorted(task for task in registered if not any(name in task for name in UNDECLARED_NEEDS) and not missing_assets(task))
 
@@ -134,15 +134,15 @@ def make(
     Args:
         task: id such as "PushCube-v1".
         render: prepare for `render`; needs Vulkan, and costs seconds of start-up and memory.
-        camera_size: pixels a side of the cameras of an image `obs_mode`; None: what the task says. ``sensor_configs`` of one
-            camera, by its name, goes before it.
+        camera_size: pixels a side of the cameras of an image `obs_mode`; None: the task's size. ``sensor_configs`` of one
+            camera, by its name, override it.
         batched: step all environments through ManiSkill's batched code (`maniskill_batch`), with equal numbers in a quarter of the
-            time; None: where there are 16 or more. A task that does not come out equal in a check, made once and remembered, is
-            stepped one environment at a time, and a line says so.
+            time; None: if there are 16 or more. A task that fails a check, made once and remembered, is stepped one environment
+            at a time, and a line reports that.
         **kwargs: ManiSkill's own: ``obs_mode`` ("state", "rgb", "rgb+segmentation+state", …; see `maniskill_observation`),
             ``control_mode``, ``reward_mode``, ``robot_uids``, ``sensor_configs``, …
 
-    Raises MissingExtraError, MissingAssetsError; UserError: unknown task, rejected argument, or no Vulkan where pictures are asked for.
+    Raises MissingExtraError, MissingAssetsError; UserError: unknown task, rejected argument, or pictures without Vulkan.
     """
     if render:
         require_vulkan(task)  # before ManiSkill is imported, which takes seconds
@@ -157,7 +157,7 @@ def make(
 
 
 def batch_verdict(task: str, kwargs: Mapping[str, Any]) -> Verdict:
-    """Whether a task can be stepped as a batch, with these arguments of `make`; found out now where it is not remembered."""
+    """Whether a task can be stepped as a batch with these arguments of `make`; checked now if not remembered."""
     registered_tasks()
     ours = ("render", "render_size", "camera_size", "batched")
     return verdict(task, {"camera_size": kwargs.get("camera_size"), "kwargs": {k: v for k, v in kwargs.items() if k not in ours}})

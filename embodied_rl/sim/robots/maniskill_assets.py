@@ -1,4 +1,4 @@
-"""ManiSkill's registry and which of its tasks have their meshes and data sets on this machine."""
+"""ManiSkill's registry, and which of its tasks have their meshes and data sets on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from embodied_rl.errors import MissingAssetsError, UserError, did_you_mean, from_extra
 
 UNDECLARED_NEEDS = ("SceneManipulation", "OpenCabinetDoor", "DrawSVG", "PushT", "WidowXAI")
-"""Tasks that need more than ManiSkill's registry says (scene data sets, svgpathtools, a renderer, a robot): left out of `tasks`."""
+"""Tasks that need more than ManiSkill's registry declares (scene data sets, svgpathtools, a renderer, a robot); `tasks` omits them."""
 
 _SELDOM_USED = {
     "cv2": "Install it: pip install opencv-python",
@@ -23,25 +23,25 @@ _SELDOM_USED = {
     "IPython": "Install it: pip install ipython",
     "IPython.display": "Install it: pip install ipython",
 }
-"""Modules of ManiSkill's digital twins, recordings and notebooks, and what brings them."""
+"""{module of ManiSkill's digital twins, recordings and notebooks: how to install it}."""
 
 
 def registered_tasks() -> Mapping[str, Any]:
-    """ManiSkill's registry, id → specification. Raises MissingExtraError where it is not installed. The first call takes seconds."""
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # some of its modules import GitPython, which insists on a git command
+    """ManiSkill's registry, id → specification. Raises MissingExtraError if it is not installed. The first call takes seconds."""
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # some of its modules import GitPython, which requires a git command
     with from_extra("ManiSkill", "maniskill"), _placeholders(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "Failed to find system libvulkan": true, harmless, and said by us where it matters
+        warnings.simplefilter("ignore")  # "Failed to find system libvulkan": true and harmless; we report it when it matters
         import mani_skill.envs
         from mani_skill.utils.logging_utils import logger
         from mani_skill.utils.registration import REGISTERED_ENVS
     assert mani_skill.envs
-    logger.setLevel("ERROR")  # its tasks warn about their own scenes, a line for each object
+    logger.setLevel("ERROR")  # its tasks warn about their own scenes, one line per object
     return REGISTERED_ENVS
 
 
 @contextmanager
 def _placeholders() -> Iterator[None]:
-    """What ManiSkill imports with all its tasks and few of them use need not be installed: a placeholder stands there meanwhile."""
+    """Replace modules that ManiSkill imports with all its tasks, but few tasks use, by placeholders if they are not installed."""
     absent = [name for name in _SELDOM_USED if name not in sys.modules and importlib.util.find_spec(name.partition(".")[0]) is None]
     sys.modules.update({name: _Placeholder(name) for name in absent})
     try:
@@ -52,7 +52,7 @@ def _placeholders() -> Iterator[None]:
 
 
 class _Placeholder(ModuleType):
-    """A module that is not installed. What is called of it says so."""
+    """Replaces a module that is not installed; calling anything in it raises an error that says so."""
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         if name.startswith("__"):
@@ -65,7 +65,7 @@ class _Placeholder(ModuleType):
 
 
 def missing_assets(task: str) -> list[str]:
-    """Names of the data sources of the task and of its default robot that are not on this machine, sorted."""
+    """Data sources of the task and its default robot that are not on this machine, sorted."""
     from mani_skill.agents.registration import REGISTERED_AGENTS
     from mani_skill.utils import assets
 
@@ -82,13 +82,13 @@ def missing_assets(task: str) -> list[str]:
 
 
 def require_known(task: str) -> None:
-    """Raises UserError with the nearest id where ManiSkill has no such task, and MissingExtraError where it is not installed."""
+    """Raise UserError with the nearest id if ManiSkill has no such task, and MissingExtraError if it is not installed."""
     if task not in (registered := registered_tasks()):
         raise UserError(f"ManiSkill task '{task}' is not known.{did_you_mean(task, registered)}")
 
 
 def require_assets(task: str) -> None:
-    """Raises MissingAssetsError with the command that fetches what `missing_assets` names."""
+    """Raise MissingAssetsError with the command that fetches what `missing_assets` names."""
     if missing := missing_assets(task):
         raise MissingAssetsError(assets_message(task, missing))
 
@@ -103,7 +103,7 @@ def assets_message(task: str, missing: Sequence[str]) -> str:
 
 
 def check_arguments(task: str, made: Mapping[str, Any]) -> None:
-    """Raises UserError for a ``reward_mode`` that the task has not, and ``robot_uids`` (a name, or several) that ManiSkill has not."""
+    """Raise UserError for a ``reward_mode`` that the task lacks, or ``robot_uids`` (one name or several) that ManiSkill lacks."""
     cls, mode = registered_tasks()[task].cls, str(made["reward_mode"])
     if made["reward_mode"] not in cls.SUPPORTED_REWARD_MODES:
         raise UserError(f"ManiSkill task '{task}' has no reward_mode '{mode}'.{did_you_mean(mode, cls.SUPPORTED_REWARD_MODES)}")

@@ -1,7 +1,7 @@
 """ManiSkill 3 (Tao et al. 2024, arXiv:2410.00425) on a CUDA device: all environments of a process in one simulation.
 
-They advance together, in one call of the physics engine. A step's results cross from the device into pinned memory once, all parts
-at a time, and from there into the rows. Run one process for each GPU: ``num_workers`` is their number, ``pipeline_groups`` 1.
+They advance together, in one call of the physics engine. A step's results move from the device into pinned memory in one go, and from there
+into the rows. Run one process per GPU: set ``num_workers`` to the number of GPUs and ``pipeline_groups`` to 1.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def make(
     Args:
         task: id such as "PushCube-v1".
         num_envs: environments, all in one scene graph.
-        device: "cuda" or "cuda:1"; "cpu" runs the same code for a single environment, which is how it is tested without a GPU.
+        device: "cuda" or "cuda:1"; "cpu" runs the same code for a single environment, to test it without a GPU.
         render: prepare for `render`; needs Vulkan.
-        camera_size: pixels a side of the cameras of an image `obs_mode`; None: what the task says.
+        camera_size: pixels a side of the cameras of an image `obs_mode`; None: the task's size.
         **kwargs: ManiSkill's own: ``obs_mode``, ``control_mode``, ``reward_mode``, ``robot_uids``, ``sim_config``, …
 
     Raises:
         MissingExtraError: ManiSkill is not installed.
-        MissingAssetsError: the task's meshes are not on this machine; the message holds the command that fetches them.
-        UserError: unknown task, rejected argument, no such CUDA device, or no Vulkan where pictures are asked for.
+        MissingAssetsError: the task's meshes are not on this machine; the message has the command that fetches them.
+        UserError: unknown task, rejected argument, no such CUDA device, or pictures without Vulkan.
     """
     require_known(task)
     for name in _RESERVED:
@@ -67,7 +67,7 @@ def make(
 
 
 def physics_backend(task: str, device: str, num_envs: int) -> str:
-    """ManiSkill's name of the physics engine on a device. Raises UserError where the device does not exist or cannot do it."""
+    """ManiSkill's name of the physics engine on a device. Raises UserError if the device does not exist or does not support it."""
     kind, _, index = str(device).partition(":")
     if kind == "cpu" and not index:
         if num_envs != 1:
@@ -92,16 +92,16 @@ def physics_backend(task: str, device: str, num_envs: int) -> str:
 
 
 class HostBuffers:
-    """Memory of the host, pinned where the source is a GPU, into which tensors are copied all at once.
+    """Host memory, pinned if the source is a GPU, into which tensors are copied together.
 
-    A copy into pinned memory runs beside the others and beside the CPU; there is one wait for all of them.
+    Copies into pinned memory run in parallel with each other and with the CPU; one wait covers all.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def fetch(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        """Arrays that hold the tensors' values until the next call; shapes and dtypes must stay the same from call to call."""
+        """Arrays with the tensors' values, valid until the next call; shapes and dtypes must stay the same from call to call."""
         import torch
 
         on_gpu = False
@@ -120,13 +120,13 @@ class HostBuffers:
 
 
 class ManiSkillGpuSim(ManiSkillBase):
-    """See `make`.
+    """One simulation of all environments on a GPU; see `make`.
 
-    Seeds: ManiSkill draws the initial states of all environments that are reset together from one generator, seeded with the first
-    one's seed. Here each environment draws for itself, so that its initial state follows from its own seed. Physics on a GPU is
-    not reproducible beyond that, and controllers with targets (``…_target_…``) lose theirs when a neighbour is reset.
+    Seeds: ManiSkill draws the initial states of all environments that are reset together from one generator, seeded with the first one's
+    seed. Here each environment draws its own, so that its initial state follows from its own seed. GPU physics is not reproducible beyond
+    that, and controllers with targets (``…_target_…``) lose theirs when a neighbour is reset.
 
-    Snapshots hold the simulation's poses and velocities, not the caches of the physics engine nor the controllers: approximate.
+    Snapshots contain the simulation's poses and velocities, but neither the physics engine's caches nor the controllers: approximate.
     """
 
     snapshots, steps_together = "approximate", True
@@ -140,7 +140,7 @@ class ManiSkillGpuSim(ManiSkillBase):
         return self.env
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        """Resets these environments and no other. ``options={"reconfigure": True}`` needs all of them: it builds the scene anew."""
+        """Reset these environments and no others. ``options={"reconfigure": True}`` needs all of them, because it rebuilds the scene."""
         reconfigure = bool((options or {}).get("reconfigure"))
         if reconfigure and len(env_ids) != self.num_envs:
             raise UserError(
@@ -157,7 +157,7 @@ class ManiSkillGpuSim(ManiSkillBase):
         self._write(out, env_ids, self._host.fetch(named_parts(observation)))
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """One control step of all environments. Raises UserError when asked for some of them only."""
+        """Take one control step in all environments. Raises UserError for a subset."""
         if len(env_ids) != self.num_envs:
             raise UserError(
                 f"'{self.spec.task}' steps its {self.num_envs} environments together and was asked for {len(env_ids)} of them: "
@@ -182,7 +182,7 @@ class ManiSkillGpuSim(ManiSkillBase):
             out.info[i] = {key: column[i] for key, column in columns.items()}
 
     def _saved(self, env_id: int) -> dict[str, Any]:
-        """Poses and velocities of one environment, what the task adds to them, and the steps that it has taken."""
+        """Poses and velocities of one environment, the task's additions to them, and the number of its steps."""
         with self._torch.inference_mode():
             state = map_tree(self.env.get_state_dict(), lambda tensor: tensor[env_id : env_id + 1].cpu().numpy())
         return {"state": state, "elapsed": int(self._elapsed[env_id]), "seed": int(self._seeds[env_id])}
@@ -196,20 +196,20 @@ class ManiSkillGpuSim(ManiSkillBase):
         self._elapsed[env_id], self._seeds[env_id] = saved["elapsed"], saved["seed"]
 
     def render(self, env_id: int) -> np.ndarray:
-        """The task's human camera, [H, W, 3] uint8. Raises UserError where the simulator was made without ``render=True``."""
+        """Picture of the task's human camera, [H, W, 3] uint8. Raises UserError if the simulator was made without ``render=True``."""
         self._require_pictures()
         with self._torch.inference_mode():
             return self.env.render()[env_id].cpu().numpy()
 
     def objects(self) -> dict[int, str]:
-        """{number in segmentation pictures: name of the object or robot link}; 0 is the background and has no name."""
+        """{number in segmentation pictures: name of the object or robot link}; 0 is the unnamed background."""
         return numbered_objects(self.env)
 
     def close(self) -> None:
         self.env.close()
 
     def _write(self, out: StepBuffers, env_ids: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        """Rows of the named environments; the whole block at once where all of them are meant."""
+        """Write the rows of the given environments, or the whole block at once if all are given."""
         for key, array in arrays.items():
             if len(env_ids) == self.num_envs:
                 out.observation[key][: self.num_envs] = array
@@ -219,10 +219,10 @@ class ManiSkillGpuSim(ManiSkillBase):
 
     @contextmanager
     def _own_draws(self, env_ids: Sequence[int]) -> Iterator[None]:
-        """While the body resets, let each environment draw its initial state from generators with its own seed.
+        """Let each environment draw its initial state from generators with its own seed during the reset in the block.
 
-        ManiSkill's reset seeds torch with the seed of the first environment and numpy's generators of all of them, those in
-        mid-episode included; these are put back.
+        ManiSkill's reset seeds torch with the first environment's seed, and numpy's generators of all environments, those in mid-episode
+        included; these are restored.
         """
         env = self.env
         initialize = env._initialize_episode

@@ -1,4 +1,4 @@
-"""What ManiSkill 3.0.1 needs to run headless and fast on a CPU; each patch leaves every number of a fresh process bit for bit as it was."""
+"""Patches with which ManiSkill 3.0.1 runs headless and fast on a CPU. Each keeps every number of a fresh process bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _NullMaterial:
-    """Stands in for `sapien.render.RenderMaterial`, whose constructor fails where there is no rendering device."""
+    """Replaces `sapien.render.RenderMaterial`, whose constructor fails without a rendering device."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.__dict__.update(kwargs)
@@ -37,7 +37,7 @@ class _NullMaterial:
 def no_render_materials(active: bool) -> Iterator[None]:
     """While a scene without pictures is built, give tasks materials that need no rendering device.
 
-    Even ``render_backend="none"`` makes materials, and their constructor asks for a Vulkan device.
+    Even ``render_backend="none"`` makes materials, and their constructor requires a Vulkan device.
     """
     if not active:
         yield
@@ -54,7 +54,7 @@ def no_render_materials(active: bool) -> Iterator[None]:
 
 @contextmanager
 def no_asset_prompt(task: str) -> Iterator[None]:
-    """Turn ManiSkill's question whether to download assets, which waits on the keyboard, into an error with the command."""
+    """Turn ManiSkill's question whether to download assets, which waits for the keyboard, into an error with the command."""
     from mani_skill.utils import download_asset
 
     def refuse(message: str) -> bool:
@@ -67,12 +67,12 @@ def no_asset_prompt(task: str) -> Iterator[None]:
     try:
         with mock.patch.object(download_asset, "prompt_yes_no", refuse):
             yield
-    except SystemExit as error:  # how it ends where there is nothing to download
+    except SystemExit as error:  # raised if there is nothing to download
         raise MissingAssetsError(f"ManiSkill task '{task}' needs a robot whose files are not on this machine.") from error
 
 
 def contacts_of_their_own() -> None:
-    """Have every robot and scene from an MJCF file keep or lose its contacts by what this file says.
+    """Make every robot and scene from an MJCF file follow this file's contact flags.
 
     ManiSkill writes a file's flags into its own defaults: after MS-CartpoleBalance-v1, whose file disables contacts, the parts of every
     humanoid and hopper pass through each other for the rest of the process.
@@ -92,7 +92,7 @@ def contacts_of_their_own() -> None:
 
 
 def fast_tensors() -> None:
-    """Replace two hot spots that build small tensors one number at a time, for the CPU case of one scene; others go the old way.
+    """Replace two hot spots that build small tensors number by number, for one scene on the CPU; other cases stay unchanged.
 
     A Panda step reads about eleven poses and sets eleven joint targets; together that is a fifth of the step.
     """
@@ -132,10 +132,10 @@ def fast_tensors() -> None:
 
 
 def quick_torch() -> None:
-    """Give ManiSkill's tasks a torch that seeds and names the device as quickly as a machine without CUDA can.
+    """Give ManiSkill's tasks a torch that seeds and names the device as fast as a machine without CUDA allows.
 
-    `torch.manual_seed` takes 120 µs to seed devices that are not there, too; ``with torch.device("cpu")`` sends every operation in it
-    through Python, for nothing: a third of StackCube's reset.
+    `torch.manual_seed` takes 120 µs to seed absent devices too, and ``with torch.device("cpu")`` sends every operation in it through Python
+    without effect: a third of StackCube's reset.
     """
     import torch
 
@@ -149,7 +149,7 @@ def quick_torch() -> None:
 
     def device(name: str | torch.device) -> torch.device | AbstractContextManager[None]:
         found = named(name)
-        return nullcontext() if found.type == "cpu" else found  # tasks use it after `with` and nowhere else
+        return nullcontext() if found.type == "cpu" else found  # tasks use it only after `with`
 
     vars(quick).update(manual_seed=manual_seed, device=device)
     concerned = ("mani_skill.envs.sapien_env", "mani_skill.envs.tasks.", "mani_skill.utils.scene_builder.")

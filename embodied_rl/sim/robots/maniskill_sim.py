@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from embodied_rl.sim.robots.maniskill_state import Tensors
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse", "none")
-"""In the order in which we prefer them."""
+"""Reward modes in the order of preference."""
 
 INSTRUCTIONS = {
     "PushCube-v1": "push the cube to the target",
@@ -62,9 +62,8 @@ INSTRUCTIONS = {
 
 
 class ManiSkillBase(SimEnv):
-    """A ManiSkill task, however many scenes there are: how it is made, what its spec says, its pictures. ``terminated`` is ManiSkill's
-    "fail": success is reported, and ends nothing by itself. A subclass makes the environments (`_build`).
-    """
+    """A ManiSkill task with any number of scenes: construction, spec, pictures. ``terminated`` is ManiSkill's "fail"; success is reported
+    and does not end the episode. A subclass makes the environments (`_build`)."""
 
     snapshots: SnapshotKind
     steps_together = False
@@ -100,9 +99,9 @@ class ManiSkillBase(SimEnv):
 
         self._torch = torch
         contacts_of_their_own()
-        # Inference mode from the first tensor on: nothing here is ever differentiated, and each small operation gets cheaper.
+        # Inference mode from the first tensor on: nothing here is differentiated, and each small operation gets cheaper.
         with torch.inference_mode(), no_asset_prompt(task), no_render_materials(active=not self._render), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about its own spaces' precision
+            warnings.simplefilter("ignore")  # about the precision of its own spaces
             try:
                 first = self._build(registered, made, num_envs)
             except (UserError, UnsupportedTask):
@@ -113,7 +112,7 @@ class ManiSkillBase(SimEnv):
                 raise UserError(f"ManiSkill task '{task}' cannot be made with {made}: {type(error).__name__}: {error}") from error
             observation, info = first.reset(seed=0 if first.num_envs == 1 else list(range(first.num_envs)))
         self.cameras = cameras(observation)
-        """Names of the cameras of an image mode; the parts of the first one carry no name: "rgb", "rgb.<second camera>"."""
+        """Names of the cameras of an image mode. Parts of the first camera have plain names: "rgb"; others "rgb.<second camera>"."""
         self._robots = action_splits(first.single_action_space)
         self._limit: int | None = registered.max_episode_steps
         self.spec = SimSpec(
@@ -130,11 +129,11 @@ class ManiSkillBase(SimEnv):
         )
 
     def _build(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> BaseEnv:
-        """Make the environments of a registered task; returns one that is reset to see what it shows."""
+        """Make the environments of a registered task; returns one, after a reset, as an example."""
         raise NotImplementedError
 
     def _by_robot(self, rows: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Actions [n, A] as the task takes them: with several robots by their names."""
+        """Actions [n, A] in the task's form: with several robots a dictionary by their names."""
         return {robot: rows[:, columns] for robot, columns in self._robots.items()} if self._robots else rows
 
     def _require_pictures(self) -> None:
@@ -145,10 +144,10 @@ class ManiSkillBase(SimEnv):
 
 
 class ManiSkillSim(ManiSkillBase):
-    """See `maniskill.make`.
+    """ManiSkill environments that are stepped one by one; see `maniskill.make`.
 
-    Seeds: an episode is a function of its seed in a fresh environment. ManiSkill keeps traces of earlier episodes in the physics
-    engine's caches; ``options={"reconfigure": True}`` builds the scene anew and makes the episode exact (some 20 ms, more with cameras).
+    Seeds: an episode is a function of its seed in a fresh environment. ManiSkill keeps traces of earlier episodes in the physics engine's
+    caches; ``options={"reconfigure": True}`` rebuilds the scene and makes the episode exact (some 20 ms, more with cameras).
     """
 
     snapshots = "exact"
@@ -163,7 +162,7 @@ class ManiSkillSim(ManiSkillBase):
         return self._build_each(registered, made, num_envs)
 
     def _build_each(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> BaseEnv:
-        """Make the environments, and what saves and restores the episode of each."""
+        """Make the environments, and the objects that save and restore each one's episode."""
         self.envs: list[BaseEnv] = [registered.make(**made) for _ in range(num_envs)]
         self._states: Sequence[EpisodeState | GraftedState] = [EpisodeState(env, self._render) for env in self.envs]
         return self.envs[0]
@@ -190,7 +189,7 @@ class ManiSkillSim(ManiSkillBase):
     def _step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers, observed: bool) -> None:
         limit = self._limit
         with self._torch.inference_mode():
-            rows = self._torch.tensor(actions)  # a copy: the rows may lie in shared memory, and controllers keep their last action
+            rows = self._torch.tensor(actions)  # a copy: rows may be shared memory, and controllers keep their last action
             for row, i in enumerate(env_ids):
                 action = self._by_robot(rows[row : row + 1])
                 with observing(self.envs[i], observed):
@@ -207,13 +206,13 @@ class ManiSkillSim(ManiSkillBase):
                 out.info[i] = {key: value.item() for key, value in info.items() if hasattr(value, "item") and value.numel() == 1}
 
     def render(self, env_id: int) -> np.ndarray:
-        """The task's human camera, [H, W, 3] uint8. Raises UserError where the simulator was made without ``render=True``."""
+        """Picture of the task's human camera, [H, W, 3] uint8. Raises UserError if the simulator was made without ``render=True``."""
         self._require_pictures()
         with self._torch.inference_mode():
             return self.envs[env_id].render().numpy()[0]
 
     def film_cameras(self, env_id: int) -> list[str]:
-        """See `SimEnv`: ManiSkill's cameras for people, then those that are sensors."""
+        """See `SimEnv`: ManiSkill's cameras for people, then the sensor cameras."""
         return film_cameras(self.envs[env_id]) if self._render else []
 
     def film_from(self, env_id: int, camera: str) -> np.ndarray:
@@ -222,11 +221,11 @@ class ManiSkillSim(ManiSkillBase):
             return film_from(self.envs[env_id], camera)
 
     def objects(self, env_id: int = 0) -> dict[int, str]:
-        """{number in segmentation pictures: name of the object or robot link}; 0 is the background and has no name."""
+        """{number in segmentation pictures: name of the object or robot link}; 0 is the unnamed background."""
         return numbered_objects(self.envs[env_id])
 
     def snapshot(self, env_id: int) -> bytes:
-        """See `SimEnv`; the live environment builds its scene anew as well, so that both continue alike (`maniskill_state`)."""
+        """See `SimEnv`. The live environment rebuilds its scene too, so that both continue alike (`maniskill_state`)."""
         data = super().snapshot(env_id)
         self.restore(env_id, data)
         return data
@@ -262,7 +261,7 @@ class ManiSkillSim(ManiSkillBase):
 
 
 def require_vulkan(task: str) -> None:
-    """Raise UserError where pictures cannot be drawn."""
+    """Raise UserError if pictures cannot be drawn."""
     from embodied_rl.sim.rendering import vulkan_available
 
     if not vulkan_available():

@@ -1,8 +1,8 @@
-"""Saves and restores one ManiSkill environment on the CPU.
+"""Save and restore one ManiSkill environment on the CPU.
 
-PhysX keeps caches (contacts, islands, the broad phase) that can be neither read nor set, and that change the last bits of what
-follows. So both the restored and the saved environment build their scene anew and set the same state: from then on they are equal
-bit by bit, while an environment that was never saved differs from them by about 1e-6, in contact by up to some 1e-2.
+PhysX keeps caches (contacts, islands, the broad phase) that can be neither read nor set, and that change the last bits of later steps. So
+both the restored and the saved environment rebuild their scene and set the same state. From then on they are equal bit by bit; an
+environment that was never saved differs from them by about 1e-6, in contact by up to some 1e-2.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 
 TEXTURES = ("rgb", "depth", "segmentation", "position", "normal", "albedo")
-"""What a camera can be asked for, joined by "+" in an observation mode."""
+"""Textures that a camera can produce, joined by "+" in an observation mode."""
 
 MODES = ("state", "state_dict", "rgbd", "pointcloud", *TEXTURES)
-"""Observation modes by themselves; textures, "state" and "state_dict" also combine: "rgb+segmentation+state"."""
+"""Observation modes; textures, "state" and "state_dict" also combine: "rgb+segmentation+state"."""
 
 
 def check_mode(task: str, obs_mode: str) -> bool:
-    """Whether an observation mode needs pictures. Raises UserError for one that cannot be adapted."""
+    """Whether an observation mode needs pictures. Raises UserError for a mode that cannot be adapted."""
     if obs_mode in ("state", "state_dict", "rgbd", "pointcloud"):
         return obs_mode in ("rgbd", "pointcloud")
     for word in str(obs_mode).split("+"):
@@ -59,18 +59,18 @@ def check_mode(task: str, obs_mode: str) -> bool:
 
 
 def cameras(observation: Tensors) -> tuple[str, ...]:
-    """Names of the cameras, in the order of the parts: the first one's parts carry no name."""
+    """Names of the cameras, in the order of the parts; parts of the first camera have plain names."""
     return tuple(observation.get("sensor_data", {})) if isinstance(observation, Mapping) else ()
 
 
 def named_parts(observation: Tensors) -> dict[str, torch.Tensor]:
     """Tensors [n, ...] by the names of our parts.
 
-    ``state`` is flat: all that the task shows of the simulation where the mode has "state", else the robot's own joints and what
-    the task adds to them. Of the first camera ``rgb`` [H, W, 3] uint8, ``depth`` [H, W, 1] int16 in millimetres, ``segmentation``
-    [H, W, 1] int16 with the number of the object (0: background) and ``position`` [H, W, 3] int16 in millimetres; of every further
-    camera ``rgb.<camera>`` and so on. A point cloud is ``pointcloud`` [P, 4] float32 (metres, and 1 where there is a surface),
-    with ``pointcloud.rgb`` and ``pointcloud.segmentation``.
+    ``state`` is flat: the task's whole view of the simulation if the mode has "state", else the robot's own joints and what the task adds
+    to them. The first camera has ``rgb`` [H, W, 3] uint8, ``depth`` [H, W, 1] int16 in millimetres, ``segmentation`` [H, W, 1] int16 with
+    the number of the object (0: background) and ``position`` [H, W, 3] int16 in millimetres; every further camera has ``rgb.<camera>`` and
+    so on. A point cloud is ``pointcloud`` [P, 4] float32 (metres, and 1 where there is a surface), with ``pointcloud.rgb`` and
+    ``pointcloud.segmentation``.
     """
     if not isinstance(observation, Mapping):
         return {"state": observation}
@@ -92,10 +92,10 @@ def named_parts(observation: Tensors) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def observing(env: BaseEnv, observed: bool) -> Iterator[None]:
-    """Around ``env.step`` or ``env.reset``: unless `observed`, no observation is made, but for one that the task's reward reads. What is
-    returned in its place is not to be used.
+    """Unless `observed`, let ``env.step`` or ``env.reset`` in the block make no observation, except one that the task's reward reads. Do
+    not use the returned observation then.
 
-    `env` is ManiSkill's own (`BaseEnv`), of one scene or of many.
+    `env` is ManiSkill's own (`BaseEnv`), with one scene or many.
     """
     if observed:
         yield
@@ -110,7 +110,7 @@ def observing(env: BaseEnv, observed: bool) -> Iterator[None]:
 
 
 class _WhenRead(Mapping[str, Any]):
-    """An observation that is made when a part of it is asked for."""
+    """An observation that is made once a part of it is read."""
 
     def __init__(self, make: Callable[[], Mapping[str, Any]]) -> None:
         self._make = make
@@ -130,7 +130,7 @@ class _WhenRead(Mapping[str, Any]):
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """numpy's name of a tensor's dtype: "float32" of torch.float32."""
+    """numpy's name of a tensor's dtype: "float32" for torch.float32."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -143,7 +143,7 @@ def numbered_objects(env: BaseEnv) -> dict[int, str]:
 
 
 def film_cameras(env: BaseEnv) -> list[str]:
-    """Names of the cameras for people, then of those that are sensors."""
+    """Names of the cameras for people, then of the sensor cameras."""
     scene = env.unwrapped.scene
     return list(dict.fromkeys([*scene.human_render_cameras, *scene.sensors]))
 
@@ -153,7 +153,7 @@ def film_from(env: BaseEnv, camera: str) -> np.ndarray:
     base = env.unwrapped
     if camera in base.scene.human_render_cameras:
         return base.render_rgb_array(camera).cpu().numpy()[0]
-    # What ManiSkill hides from sensors (the marker of a goal, say) stays hidden: the picture is what the sensor sees.
+    # Objects that ManiSkill hides from sensors (a goal's marker, say) stay hidden: the picture shows what the sensor sees.
     for hidden in base._hidden_objects:
         hidden.hide_visual()
     base.scene.update_render(update_sensors=True, update_human_render_cameras=False)
@@ -164,20 +164,20 @@ def film_from(env: BaseEnv, camera: str) -> np.ndarray:
 
 
 LEFT = frozenset({"_last_obs", "_init_raw_obs", "_init_raw_state", "segmentation_id_map"})
-"""Attributes that nothing but a reset to a given state reads, or of which only shapes are read, and what building the scene sets anew."""
+"""Attributes that are not saved: only a reset to a given state reads them, or only their shapes matter, or building the scene sets them."""
 
 
 class EpisodeState:
-    """Captures and restores the episode of one environment; must be made before its first reset.
+    """Captures and restores the episode of one environment; make it before the environment's first reset.
 
     Args:
         env: a ManiSkill environment of one scene (`physx_cpu`).
-        renders: it was made with a rendering device.
+        renders: whether it was made with a rendering device.
     """
 
     def __init__(self, env: BaseEnv, renders: bool) -> None:
         self._env, self._renders = env, renders
-        # What a scene holds (the size of a peg, say) follows from the seed it was built with, which a plain reset does not change.
+        # A scene's contents (the size of a peg, say) follow from the seed of its construction, which a plain reset does not change.
         self.scene_seed = int(env._episode_seed[0])
         build = env._reconfigure
 
@@ -188,19 +188,19 @@ class EpisodeState:
         env._reconfigure = build_and_remember
 
     def capture(self) -> dict[str, Any]:
-        """A tree for `encode_state`; `restore` must follow also in the environment it was taken from."""
+        """State as a tree for `encode_state`; call `restore` afterwards, also in this environment."""
         attributes = {name: vars(owner) for name, owner in owners_of(self._env)}
         return self.pack(self.scene_seed, int(self._env._episode_seed[0]), physics_of(bodies_of(self._env.scene)), attributes)
 
     @staticmethod
     def pack(scene_seed: int, episode_seed: int, physics: dict[str, Any], attributes: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        """What `restore` takes, of the attributes of each owner (`owners_of`) and the state of the bodies (`physics_of`)."""
+        """Argument of `restore`, from the attributes of each owner (`owners_of`) and the state of the bodies (`physics_of`)."""
         packer = _TorchPacker()
         packed = {name: packer.attributes(SimpleNamespace(**values)) for name, values in attributes.items()}
         return {"scene_seed": scene_seed, "episode_seed": episode_seed, "physics": physics, "attributes": packed}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Build the scene anew and set what `capture` gave; some 20 ms, more with cameras.
+        """Rebuild the scene and set the captured state; takes some 20 ms, more with cameras.
 
         Raises SnapshotError: the state is of another task or robot.
         """
@@ -210,7 +210,7 @@ class EpisodeState:
             with observing(self._env, False):  # the worker has the observation
                 self._env.reset(seed=state["scene_seed"], options={"reconfigure": True})
                 if self._env.reconfiguration_freq == 0 and state["episode_seed"] != state["scene_seed"]:
-                    self._env.reset(seed=state["episode_seed"])  # what the episode drew beside what is saved
+                    self._env.reset(seed=state["episode_seed"])  # for random draws of the episode that are not part of the saved state
             owners = dict(owners_of(self._env))
             if owners.keys() != state["attributes"].keys():
                 raise SnapshotError(
@@ -238,15 +238,15 @@ def owners_of(env: BaseEnv) -> Iterator[tuple[str, BaseEnv | BaseAgent | BaseCon
 
 @dataclass(frozen=True)
 class Bodies:
-    """SAPIEN's objects in one scene, by the names of ManiSkill's actors and articulations, in the order in which they were built."""
+    """SAPIEN's objects in one scene, by the names of ManiSkill's actors and articulations, in the order of their construction."""
 
     articulations: dict[str, PhysxArticulation]
     actors: dict[str, tuple[Entity, PhysxRigidDynamicComponent | None]]
-    """An entity, and its body where that is dynamic."""
+    """{name: (entity, its body, None unless dynamic)}."""
 
 
 def bodies_of(scene: ManiSkillScene, i: int = 0) -> Bodies:
-    """What the `i`-th of a scene's separate scenes holds."""
+    """Bodies in the `i`-th of a scene's separate scenes."""
     articulations, actors = {}, {}
     for name, articulation in scene.articulations.items():
         for k in (place for place, number in enumerate(articulation._scene_idxs.tolist()) if number == i):
@@ -258,7 +258,7 @@ def bodies_of(scene: ManiSkillScene, i: int = 0) -> Bodies:
 
 
 def physics_of(bodies: Bodies) -> dict[str, Any]:
-    """State of every body of a scene, registered for ManiSkill's own state or not."""
+    """State of every body of a scene, whether ManiSkill's own state includes it or not."""
     articulations, actors = {}, {}
     for name, body in bodies.articulations.items():
         articulations[name] = {
@@ -306,7 +306,7 @@ def _to_pose(row: np.ndarray) -> Pose:
 
 
 class _TorchPacker(Packer):
-    """Knows tensors, ManiSkill's poses and its lists of random generators beside what `Packer` knows."""
+    """A `Packer` that also handles tensors, ManiSkill's poses and its lists of random generators."""
 
     def _attribute(self, name: str, value: object) -> Node | Leaf:
         if name in LEFT:
@@ -327,7 +327,7 @@ class _TorchPacker(Packer):
         return None
 
     def _tensor(self, tensor: torch.Tensor) -> Node:
-        """As for arrays: the storage, once, and where in it the tensor lies."""
+        """As for arrays: the storage, once, and the tensor's position in it."""
         if tensor.device.type != "cpu" or tensor.layout.__repr__() != "torch.strided":
             raise Unsavable
         storage = tensor.untyped_storage()

@@ -1,7 +1,7 @@
-"""Meta-World v3 (Yu et al. 2020, arXiv:1910.10897; McLean et al. 2025): fifty tasks of a Sawyer arm, each by its name.
+"""Meta-World v3 (Yu et al. 2020, arXiv:1910.10897; McLean et al. 2025): fifty tasks of a Sawyer arm, selected by name.
 
-The goal is part of the observation, and goal and object are placed anew by every seed. Multi-task: "MT10", "MT25", "MT50" or a list of
-tasks, whose tasks take turns from episode to episode, each with its language instruction.
+The goal is part of the observation, and each seed places goal and object anew. Multi-task: "MT10", "MT25", "MT50" or a list of tasks, which
+alternate from episode to episode, each with its language instruction.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from metaworld.sawyer_xyz_env import SawyerXYZEnv
 
 SETS = ("MT10", "MT25", "MT50")
-"""Tasks of `make` that stand for several: Meta-World's own sets for multi-task learning."""
+"""Meta-World's own multi-task sets, which `make` accepts as tasks."""
 
 ONE_HOT = ("none", "part", "state")
 
 UPSIDE_DOWN_CAMERAS = frozenset({"corner", "corner2", "corner3", "corner4"})
-"""Cameras of Meta-World's scenes whose pictures come out turned by 180 degrees."""
+"""Cameras of Meta-World's scenes whose pictures are turned by 180 degrees."""
 
 
 def tasks() -> list[str]:
-    """The fifty task names, such as "reach-v3". Raises MissingExtraError where Meta-World is not installed."""
+    """The fifty task names, such as "reach-v3". Raises MissingExtraError if Meta-World is not installed."""
     return sorted(_classes())
 
 
@@ -52,12 +52,12 @@ def make(
     one_hot: str = "none",
     ahead: bool = False,
 ) -> GymnasiumSim | MultiTaskSim:
-    """`num_envs` environments; dense reward in [0, 10], 500 steps, success from Meta-World's own measure.
+    """`num_envs` environments; dense reward in [0, 10], 500 steps, success as Meta-World defines it.
 
     Args:
         task: name such as "drawer-open-v3"; or "MT10", "MT25" or "MT50"; with `tasks`, a name for that list.
         camera: "corner", "corner2", "corner3", "corner4", "topview", "behindGripper" or "gripperPOV".
-        tasks: names of the tasks of a multi-task simulator of your own.
+        tasks: names of the tasks of a custom multi-task simulator.
         one_hot: multi-task: "part" adds the task, one-hot over the tasks, as the part ``task``; "state" appends it to ``state``, for
             policies that read one vector (Meta-World's own convention); with "none" only the instruction distinguishes the tasks.
         ahead: multi-task: build an environment of every task at the start, instead of when its first episode begins.
@@ -101,10 +101,10 @@ def instruction(task: str) -> str:
 
 
 class MultiTaskSim(SimEnv):
-    """Environments whose episodes are of several tasks: the seed chooses, ``tasks[seed % len(tasks)]``, and places goal and object.
+    """Environments with episodes of several tasks: the seed chooses ``tasks[seed % len(tasks)]``, and places goal and object.
 
-    Every episode has the part ``instruction``, the task as text. An environment of a task is built when it is first needed, goes back
-    to the process's stock when its slot begins an episode of another task, and is taken from there by the next slot that needs it.
+    Every episode has the part ``instruction``, the task as text. An environment of a task is built on first use. When its slot begins an
+    episode of another task, it returns to the process's pool, from which the next slot that needs it takes it.
 
     `name`: task in the spec.
     """
@@ -186,7 +186,7 @@ class MultiTaskSim(SimEnv):
         return running
 
     def _take(self, i: int, task: str) -> GymnasiumSim:
-        """The slot's environment, exchanged at the stock where it is not of this task."""
+        """The slot's environment, exchanged for one of this task from the pool if necessary."""
         running = self._running[i]
         if running is not None:
             if running[0] == task:
@@ -209,7 +209,7 @@ class MultiTaskSim(SimEnv):
 
 
 class SeededTask(gymnasium.Wrapper):
-    """A Meta-World task whose episodes follow from the seed of `reset`, which Meta-World itself ignores."""
+    """A Meta-World task whose episodes follow from the seed of `reset`, which Meta-World ignores."""
 
     def __init__(self, task_class: type, camera: str, render_size: int) -> None:
         env: SawyerXYZEnv = task_class(render_mode="rgb_array", camera_name=camera, width=render_size, height=render_size)
@@ -220,8 +220,8 @@ class SeededTask(gymnasium.Wrapper):
         shorten_steps(env)
         self.task = env
         self.max_path_length = int(env.max_path_length)
-        # What its benchmark classes set through set_task, except that positions are drawn at every reset, from the
-        # environment's own generator, instead of frozen.
+        # Meta-World's benchmark classes set this through set_task; here the environment's own generator draws positions at every reset,
+        # instead of freezing them.
         env._partially_observable = False
         del env.sawyer_observation_space  # cached while the goal was hidden: its bounds would clip the goal to zero at every step
         env._set_task_called = True
@@ -245,13 +245,13 @@ def _classes() -> Mapping[str, type]:
     return ALL_V3_ENVIRONMENTS
 
 
-# ---- steps without detours --------------------------------------------------------------------------------------------
+# ---- faster steps ----------------------------------------------------------------------------------------------------------
 # Meta-World finds bodies and sites by name in every step, makes an object of every contact, and computes with arrays of one to three
-# numbers. The numbers are the same bit for bit (tests/sim/robots/test_known_indices.py).
+# numbers. The numbers here are the same bit for bit (tests/sim/robots/test_known_indices.py).
 
 
 def shorten_steps(env: SawyerXYZEnv) -> None:
-    """Have a task use what is here; methods of its own stay its own."""
+    """Make a task use the methods below; methods that the task overrides stay."""
     from metaworld.sawyer_xyz_env import SawyerMocapBase, SawyerXYZEnv
 
     scene = KnownScene(env)
@@ -282,7 +282,7 @@ def shorten_steps(env: SawyerXYZEnv) -> None:
 
 
 class KnownScene:
-    """The methods of a task's `SawyerXYZEnv`, for one scene: where things are in MuJoCo's memory is known."""
+    """Methods of a task's `SawyerXYZEnv` for one scene with known positions in MuJoCo's memory."""
 
     def __init__(self, env: SawyerXYZEnv) -> None:
         import mujoco
@@ -302,7 +302,7 @@ class KnownScene:
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, SupportsFloat, bool, bool, dict[str, Any]]:
-        """`SawyerXYZEnv.step`, which also has what is to be said of a step that cannot be taken."""
+        """`SawyerXYZEnv.step`, including its errors for an impossible step."""
         env, model, data = self._env, self._model, self._data
         if len(action) != 4 or not env._set_task_called or env._did_see_sim_exception or env.curr_path_length >= env.max_path_length:
             return type(env).step(env, action)
@@ -321,7 +321,7 @@ class KnownScene:
         return seen.copy(), reward, False, env.curr_path_length == env.max_path_length, info
 
     def move_hand(self, action: np.ndarray) -> None:
-        """`set_xyz_action`: the mocap body goes by an action [3]."""
+        """`set_xyz_action`: move the mocap body by an action [3]."""
         env = self._env
         bounded = action if all(-1.0 <= part <= 1.0 for part in action.tolist()) else np.clip(action, -1, 1)
         moves = (bounded * env.action_scale).tolist()  # in the action's precision
@@ -332,11 +332,11 @@ class KnownScene:
     # ---- what is where ----------------------------------------------------------------------------------------------
 
     def body(self, body_name: str) -> np.ndarray:
-        """[3]: `get_body_com`, a view of where the body is."""
+        """[3]: `get_body_com`, a view of the body's position."""
         return self._bodies[body_name]
 
     def site(self, site_name: str) -> np.ndarray:
-        """[3]"""
+        """[3], position of a site."""
         return self._sites[site_name].copy()
 
     def place_site(self, name: str, pos: np.ndarray) -> None:
@@ -359,7 +359,7 @@ class KnownScene:
     # ---- observations -----------------------------------------------------------------------------------------------
 
     def observe(self) -> np.ndarray:
-        """[39]: what is seen, what was seen before, and the goal."""
+        """[39]: the present view, the previous view, and the goal."""
         env = self._env
         goal, seen = env._get_pos_goal(), env._get_curr_obs_combined_no_goal()
         both = np.concatenate((seen, env._prev_obs, np.zeros_like(goal) if env._partially_observable else goal))
@@ -367,7 +367,7 @@ class KnownScene:
         return both
 
     def seen(self) -> np.ndarray:
-        """[18]: the hand's place, how far the fingers are apart, each object's place and turn, zeros."""
+        """[18]: position of the hand, opening of the fingers, position and orientation of each object, zeros."""
         env, seen = self._env, np.zeros(4 + self._env._obs_obj_max_len)
         seen[:3] = self._hand
         apart = self._right - self._left
@@ -393,7 +393,7 @@ class KnownScene:
         high_density: bool = False,
         medium_density: bool = False,
     ) -> float:
-        """`_gripper_caging_reward`: how well the gripper is around the object; parameters as there."""
+        """`_gripper_caging_reward`: how well the gripper surrounds the object; same parameters."""
         if high_density and medium_density:
             raise ValueError("Can only be either high_density or medium_density")
         env, center = self._env, self.tool_center()
@@ -426,7 +426,7 @@ def _length(vector: np.ndarray) -> float:
 
 
 def quick_center(own: property) -> property:
-    """`SawyerXYZEnv.tcp_center` of a task that knows its scene; of others it is Meta-World's own."""
+    """`SawyerXYZEnv.tcp_center` for a task with a `KnownScene`; Meta-World's own for others."""
     plain = own.fget
     assert plain is not None, "a property that can be read"
 
@@ -438,7 +438,7 @@ def quick_center(own: property) -> property:
 
 
 def turn_quickly(env: SawyerXYZEnv) -> None:
-    """Have a task that says how an object is turned compute the quaternion itself: scipy first makes sure, for 25 microseconds a step, that
+    """Let a task with an object's orientation compute the quaternion without scipy, which takes 25 microseconds per step to check that
     MuJoCo's matrix is a rotation."""
     task = type(env)
     own: Any = task._get_quat_objects
@@ -448,14 +448,14 @@ def turn_quickly(env: SawyerXYZEnv) -> None:
 
 
 class _Turned:
-    """What tasks use of scipy's `Rotation`."""
+    """The part of scipy's `Rotation` that tasks use."""
 
     def __init__(self, quaternion: np.ndarray) -> None:
         self._quaternion = quaternion
 
     @staticmethod
     def from_matrix(matrix: np.ndarray) -> _Turned:
-        """Markley 2008, "Unit quaternion from rotation matrix", as scipy has it: divided by the largest of four, real part last."""
+        """Markley 2008, "Unit quaternion from rotation matrix", as in scipy: divided by the largest of four, real part last."""
         a, b, c, d, e, f, g, h, i = matrix.ravel().tolist()
         trace = a + e + i
         largest = max(a, e, i, trace)
@@ -476,8 +476,8 @@ class _Turned:
 
 
 def quick_tolerance(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of which Meta-World's rewards are made, in plain numbers for a number and the sigmoid that nearly all of them take. It
-    takes the package's place in the whole process, with the same numbers bit for bit."""
+    """The function behind Meta-World's rewards, in plain numbers for a number and the most common sigmoid. It replaces the package's
+    function in the whole process, with the same numbers bit for bit."""
     scales = {0.1: math.sqrt(1 / 0.1 - 1)}
 
     @functools.wraps(own)

@@ -1,7 +1,7 @@
-"""An MJCF file of your own as a simulator: MuJoCo (Todorov et al. 2012) with the model's actuators as the action.
+"""Your own MJCF file as a simulator: MuJoCo (Todorov et al. 2012) with the model's actuators as the action.
 
-Reward and success are Python functions of (model, data), named in the configuration. All environments of a process share
-one model and one drawing context.
+Reward and success are Python functions of (model, data), named in the configuration. All environments of a process share one model and one
+drawing context.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from mujoco import MjData, MjModel
 
 STATE_PARTS = ("qpos", "qvel", "sensors", "act", "mocap")
-"""What the observation ``state`` can be made of, each flat: generalised positions and velocities, sensor readings, actuator
-activations, positions (3) then quaternions (4) of the mocap bodies."""
+"""Possible parts of the observation ``state``, each flat: generalised positions and velocities, sensor readings, actuator activations,
+positions (3) then quaternions (4) of the mocap bodies."""
 
 
 def tasks() -> list[str]:
-    """Names of the scenes that come with the package (assets/mujoco); the path of any other MJCF file is a task as well."""
+    """Names of the package's scenes (assets/mujoco); the path of any other MJCF file is a task too."""
     return sorted(path.stem for path in (assets_dir() / "mujoco").glob("*.xml"))
 
 
@@ -45,13 +45,13 @@ class MjcfSim(MujocoSim):
         observe: parts of the observation ``state``, in this order: see `STATE_PARTS`.
         reward: ``package.module:function`` of (model, data) → float, called after each control step with everything in
             ``data`` computed for the new state; None: no reward.
-        success: as `reward`, → bool; None: the task has no notion of success.
+        success: as `reward`, → bool; None: the task does not define success.
         terminated: as `reward`, → bool: the task's own end.
         keyframe: name or number of the keyframe that episodes start from; None: ``qpos0`` at rest.
         reset_noise: episodes start with uniform noise in [-reset_noise, reset_noise] on every joint's position and velocity (in the
-            tangent space, so that quaternions stay of unit length).
-        randomise: ``package.module:function`` of (model, data, rng: numpy.random.Generator) → None, called after that: places goals, say.
-            All environments share the model: the function must change only `data`.
+            tangent space, so that quaternions keep unit length).
+        randomise: ``package.module:function`` of (model, data, rng: numpy.random.Generator) → None, called afterwards; places
+            goals, say. All environments share the model, so the function must change only `data`.
         camera: also observe ``rgb`` [image_size, image_size, 3] from this camera; None: no picture.
         render_camera: camera of `render`: a name, or -1, the free camera.
 
@@ -82,7 +82,7 @@ class MjcfSim(MujocoSim):
         _check_numbers(frame_skip, max_episode_steps, reset_noise)
         self._mujoco = _mujoco()
         model = load_model(task)
-        # A diverging simulation shows as NaN, which is noticed, instead of jumping back to the start, which is not.
+        # A diverging simulation then shows NaN, which is noticed, instead of jumping back to the start unnoticed.
         model.opt.disableflags |= self._mujoco.mjtDisableBit.mjDSBL_AUTORESET
         data = [self._mujoco.MjData(model) for _ in range(num_envs)]
         super().__init__(model, data, Drawing(model), render_camera, render_size)
@@ -133,7 +133,7 @@ class MjcfSim(MujocoSim):
             data = self.data[i]
             data.ctrl[:] = controls
             self._mujoco.mj_step(model, data, self._frame_skip)
-            self._mujoco.mj_forward(model, data)  # mj_step leaves sensors and positions of bodies one physics step behind
+            self._mujoco.mj_forward(model, data)  # mj_step leaves sensors and body positions one physics step behind
             self._elapsed[i] += 1
             out.reward[i] = 0.0 if self._reward is None else float(self._reward(model, data))
             out.success[i] = self._success is not None and bool(self._success(model, data))
@@ -166,7 +166,7 @@ class MjcfSim(MujocoSim):
 
 
 def _state_parts(data: MjData, observe: Sequence[str]) -> list[np.ndarray]:
-    """What ``state`` is made of, where MuJoCo keeps it."""
+    """Parts of ``state`` as views of MuJoCo's memory."""
     for name in observe:
         require_known(name, STATE_PARTS, f"'{name}' cannot be observed of an MJCF model.")
     parts = {"qpos": [data.qpos], "qvel": [data.qvel], "sensors": [data.sensordata], "act": [data.act]}
@@ -179,7 +179,7 @@ make = MjcfSim
 
 
 def load_model(task: str) -> MjModel:
-    """The MjModel of an MJCF file or of a scene of this package.
+    """MjModel of an MJCF file or of a scene of this package.
 
     Raises MissingExtraError; UserError: there is no such file, or MuJoCo rejects it (the message is MuJoCo's own).
     """
@@ -193,7 +193,7 @@ def load_model(task: str) -> MjModel:
 
 
 def action_spec(model: MjModel) -> ActionSpec:
-    """The controls of all actuators within their ``ctrlrange``. Raises UserError naming those that have none."""
+    """Controls of all actuators within their ``ctrlrange``. Raises UserError naming the actuators without one."""
     if model.nu == 0:
         raise UserError("The model has no actuator, so there is nothing to act with: add an <actuator> section.")
     free = [model.actuator(index).name or f"actuator {index}" for index in range(model.nu) if not model.actuator_ctrllimited[index]]
@@ -218,7 +218,7 @@ def _check_numbers(frame_skip: int, max_episode_steps: int, reset_noise: float) 
 
 
 def _signature(mujoco: ModuleType, model: MjModel) -> str:
-    """What two processes that loaded the same file have in common, and models that differ in any number have not."""
+    """Signature that is equal for models from the same file, and different for models that differ in any number."""
     saved = np.empty(mujoco.mj_sizeModel(model), np.uint8)
     mujoco.mj_saveModel(model, None, saved)
     return hashlib.blake2b(saved.tobytes(), digest_size=16).hexdigest()

@@ -1,9 +1,9 @@
-"""MuJoCo (Todorov et al. 2012): gymnasium's tasks such as HalfCheetah-v5, with cheap rendering and quick walkers.
+"""MuJoCo (Todorov et al. 2012): gymnasium's tasks such as HalfCheetah-v5, with cheap rendering and fast walkers.
 
-A third of a walker's step in gymnasium (HalfCheetah, Hopper, Walker2d, Ant; version 5) is Python around the physics: attribute look-ups,
-small arrays, wrappers. Here the physics is called directly and observations and rewards are computed for all environments of a process at
-once, with the same operations in the same precision, so that every number equals gymnasium's bit for bit
-(tests/sim/robots/test_locomotion.py). Resets, rendering and snapshots are gymnasium's own: the environments stay what they are.
+In gymnasium, a third of a walker's step (HalfCheetah, Hopper, Walker2d, Ant; version 5) is Python around the physics: attribute look-ups,
+small arrays, wrappers. Here the physics is called directly, and observations and rewards are computed for all environments of a process at
+once, with the same operations in the same precision. So every number equals gymnasium's bit for bit (tests/sim/robots/test_locomotion.py).
+Resets, rendering and snapshots are gymnasium's.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _MODULES = {
     "gymnasium.envs.mujoco.walker2d_v5": "Walker2dEnv",
     "gymnasium.envs.mujoco.ant_v5": "AntEnv",
 }
-"""The classes that are known; of each exactly this one, for a subclass may do anything."""
+"""Supported classes, without their subclasses, which may do anything."""
 
 
 @dataclass(frozen=True)
 class _Body:
-    """One environment's memory: views that MuJoCo writes into, and our rows that they are copied to."""
+    """One environment's memory: views that MuJoCo writes into, and our rows that receive the copies."""
 
     model: MjModel
     data: MjData
     ctrl: np.ndarray
     copies: tuple[tuple[np.ndarray, np.ndarray], ...]
-    """(our row, MuJoCo's memory): qpos, qvel and, for Ant, cfrc_ext and where the main body is."""
+    """(our row, MuJoCo's memory): qpos, qvel and, for Ant, cfrc_ext and the main body's position."""
     limit: Limit | None
-    """What cuts its episodes."""
+    """Counter of the step limit."""
 
 
 class _Info(Mapping[str, float]):
-    """An environment's info, worked out when it is read: that is once an episode, and building it cost as much as the rewards."""
+    """An environment's info, computed when it is read, once per episode: building it cost as much as the rewards."""
 
     def __init__(self, columns: Callable[[], dict[str, float]]) -> None:
         self._columns = columns
@@ -68,7 +68,7 @@ class _Info(Mapping[str, float]):
 
 
 class _Terms(NamedTuple):
-    """What a reward is made of, one entry per environment."""
+    """Terms of a reward, one entry per environment."""
 
     velocity: np.ndarray
     """[n, 2] m/s, from the positions before and after"""
@@ -77,12 +77,12 @@ class _Terms(NamedTuple):
     contact: np.ndarray | None
     """[n]; None for every task but Ant"""
     healthy: np.ndarray | None
-    """[n] bool; None where the task knows no falling over"""
+    """[n] bool; None if the task cannot fall over"""
     survive: np.ndarray | None
 
 
 def is_known(env: gymnasium.Env) -> bool:
-    """Whether `LocomotionSim` can step this environment: a known task inside no other wrappers than those of gymnasium's registry."""
+    """Whether `LocomotionSim` can step this environment: a known task inside wrappers of gymnasium's registry only."""
     while isinstance(env, gymnasium.Wrapper):
         if type(env) not in (TimeLimit, OrderEnforcing):
             return False
@@ -91,7 +91,7 @@ def is_known(env: gymnasium.Env) -> bool:
 
 
 class LocomotionSim(GymnasiumSim):
-    """Environments of one walking task, all alike. See `GymnasiumSim`; raises AssertionError for one that is not `is_known`."""
+    """Environments of one walking task, all alike. See `GymnasiumSim`. Raises AssertionError for one that is not `is_known`."""
 
     def __init__(self, envs: Sequence[gymnasium.Env], task: str | None = None, exact_snapshots: bool = False) -> None:
         super().__init__(envs, task, exact_snapshots)
@@ -101,19 +101,19 @@ class LocomotionSim(GymnasiumSim):
         first: Any = envs[0].unwrapped
         self._advance = mujoco.mj_step
         self._is_ant = type(first).__name__ == "AntEnv"
-        # Gymnasium works contact forces out after every step of every task; only Ant reads them, and the motion does not depend on them.
+        # Gymnasium computes contact forces after every step of every task; only Ant reads them, and the motion does not depend on them.
         self._forces = mujoco.mj_rnePostConstraint if self._is_ant else None
         self._frame_skip, self._dt = int(first.frame_skip), float(first.dt)
         num_envs, self._nq, self._nv = len(envs), int(first.model.nq), int(first.model.nv)
         self._joints = np.zeros((num_envs, self._nq + self._nv))
         self._contact = np.zeros((num_envs, 6 * int(first.model.nbody)))
         self._position = np.zeros((num_envs, 2)) if self._is_ant else self._joints[:, :2]
-        """Where x is measured: the main body or the root joint; column 0 is x, for Ant 1 is y."""
+        """Position of the main body or the root joint; column 0 is x, for Ant column 1 is y."""
         self._before = np.zeros((num_envs, 2))
         self._bodies = [self._body(i, env) for i, env in enumerate(envs)]
         self._infos: list[Mapping[str, float]] = [_Info(partial(self._info, i)) for i in range(num_envs)]
         self._terms = first
-        """Where the reward's weights and the healthy ranges stand; the environments were made with the same arguments."""
+        """Environment with the reward's weights and the healthy ranges; all were made with the same arguments."""
         kinds: dict[str, Callable[[Rows], np.ndarray | None]] = {
             "HalfCheetahEnv": lambda rows: None,
             "HopperEnv": self._hopper_is_healthy,
@@ -155,7 +155,7 @@ class LocomotionSim(GymnasiumSim):
         self._look(env_id)
 
     def _look(self, env_id: int) -> None:
-        """Bring our rows up to date: the next step measures from where the body is now."""
+        """Update our rows: the next step measures from the present position."""
         for row, source in self._bodies[env_id].copies:
             row[:] = source
 
@@ -196,7 +196,7 @@ class LocomotionSim(GymnasiumSim):
             return
         state[rows, :end] = self._joints[rows, skipped:]
         if self._shows_contact:
-            state[rows, end:] = self._contact[rows, 6:]  # without the world's
+            state[rows, end:] = self._contact[rows, 6:]  # without the world's forces
         if self._clips_velocity:
             state[rows, end - self._nv : end] = np.clip(self._joints[rows, self._nq :], -10, 10)
 
@@ -212,7 +212,7 @@ class LocomotionSim(GymnasiumSim):
         out.success[rows] = False
 
     def _reward_terms(self, rows: Rows, actions: np.ndarray) -> _Terms:
-        """Gymnasium's order of operations and mixture of precisions is kept: see the tests."""
+        """Terms in gymnasium's order of operations and mixture of precisions: see the tests."""
         terms = self._terms
         velocity = (self._position[rows] - self._before[rows]) / self._dt
         forward = terms._forward_reward_weight * velocity[:, 0]
@@ -224,7 +224,7 @@ class LocomotionSim(GymnasiumSim):
     def _info(self, env_id: int) -> dict[str, float]:
         """Gymnasium's info of the last step of one environment."""
         rows = slice(env_id, env_id + 1)
-        # The action was a float32, and its squares are summed as such.
+        # The action was a float32, and its squares are summed in float32.
         terms = self._reward_terms(rows, self._bodies[env_id].ctrl[None].astype(np.float32))
         columns = {"x_position": self._joints[rows, 0], "x_velocity": terms.velocity[:, 0], "reward_forward": terms.forward}
         columns["reward_ctrl"] = -terms.control
@@ -267,7 +267,7 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
 
     Args:
         task: id such as "HalfCheetah-v5".
-        **kwargs: passed to the task: ``camera_name``, ``frame_skip``, reward weights, …
+        **kwargs: arguments of the task: ``camera_name``, ``frame_skip``, reward weights, …
 
     Raises MissingExtraError; UserError: unknown task or argument.
     """
@@ -279,7 +279,7 @@ def make(task: str, num_envs: int, render_size: int = 256, **kwargs: Any) -> Gym
 
 
 def cheapen_rendering(env: gymnasium.Env) -> None:
-    """Limit the shadow map and turn multisampling off, before the first frame: 3–4 times as many a second on a CPU, nearly the same."""
+    """Limit the shadow map and disable multisampling before the first frame: 3–4 times as fast on a CPU, with nearly equal pictures."""
     model = vars(env.unwrapped).get("model")
     if model is None:
         raise UserError(f"'{env}' is not a MuJoCo environment.")

@@ -1,4 +1,4 @@
-"""What our adapters share about MuJoCo: pictures of a model, its cameras, and the physical state of an environment by name."""
+"""Shared parts of the MuJoCo adapters: pictures of a model, its cameras, and an environment's physical state by name."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from mujoco import MjData, MjModel, Renderer
 
 MAX_SHADOW_MAP = 1024
-"""Pixels a side. Models ask for up to 8192; on a CPU the shadow map is then most of a frame."""
+"""Side in pixels. Models request up to 8192, which on a CPU takes most of a frame's time."""
 
 
 def limit_quality(model: MjModel, multisampling: bool = False) -> None:
-    """Limit the shadow map, and multisampling unless it is to stay. MuJoCo reads these when a rendering context is made."""
+    """Limit the shadow map, and disable multisampling unless `multisampling`. MuJoCo reads both when a rendering context is made."""
     quality = model.vis.quality
     quality.shadowsize = min(int(quality.shadowsize), MAX_SHADOW_MAP)
     if not multisampling:
@@ -35,13 +35,13 @@ def limit_quality(model: MjModel, multisampling: bool = False) -> None:
 
 
 class Drawing:
-    """Off-screen pictures of one MjModel. Nothing is drawn, and no graphics driver needed, before the first `frame`.
+    """Off-screen pictures of one MjModel. Needs no graphics driver before the first `frame`.
 
     Args:
         model: the MjModel; its shadow map is limited.
-        hidden_groups: groups of geoms left out, such as robosuite's collision shapes (group 0).
-        multisampling: keep the model's; off, edges are jagged and frames come faster.
-        without: names of what is not drawn, of ``mujoco.mjtRndFlag``.
+        hidden_groups: groups of geoms to leave out, such as robosuite's collision shapes (group 0).
+        multisampling: keep the model's; without it edges are jagged and frames are faster.
+        without: names of ``mujoco.mjtRndFlag`` that are not drawn.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Drawing:
         return [self.model.camera(index).name for index in range(self.model.ncam)]
 
     def check_camera(self, camera: str) -> None:
-        """Raises UserError with the nearest name where the model has no such camera."""
+        """Raise UserError with the nearest name if the model lacks the camera."""
         require_known(camera, self.cameras(), f"Camera '{camera}' is not known.")
 
     def frame(self, data: MjData, camera: str | int = -1, height: int = 256, width: int = 256, out: np.ndarray | None = None) -> np.ndarray:
@@ -84,7 +84,8 @@ class Drawing:
     def _new(self, height: int, width: int) -> Renderer:
         buffer = self.model.vis.global_
         before = buffer.offheight, buffer.offwidth
-        # Read when the context is made, and cleared whole for each frame: as large as this renderer's pictures, and no larger.
+        # MuJoCo reads these when the context is made and clears the whole buffer for each frame, so it is as large as the pictures and no
+        # larger.
         buffer.offheight, buffer.offwidth = height, width
         try:
             renderer = _new_renderer(self._mujoco, self.model, height, width)
@@ -93,7 +94,7 @@ class Drawing:
         for flag in self._flags:
             renderer.scene.flags[flag] = 0
         if not self._renderers:
-            # Runs before MuJoCo takes its display down, which registered earlier; a drawing that is gone by then has closed itself.
+            # Runs before MuJoCo closes its display, which it registered earlier; a deleted drawing has closed itself already.
             atexit.register(_close, weakref.ref(self))
             weakref.finalize(self, _close_all, self._renderers).atexit = False
         self._renderers[height, width] = renderer
@@ -112,10 +113,10 @@ def _close_all(renderers: dict[tuple[int, int], Renderer]) -> None:
 
 
 def _new_renderer(mujoco: ModuleType, model: MjModel, height: int, width: int) -> Renderer:
-    """``mujoco.Renderer``. Raises UserError where this machine cannot draw."""
+    """``mujoco.Renderer``. Raises UserError if this machine cannot draw."""
     try:
         return mujoco.Renderer(model, height, width)
-    except Exception as error:  # what fails without a driver differs: ImportError, AttributeError, RuntimeError, mujoco.FatalError
+    except Exception as error:  # without a driver this may be ImportError, AttributeError, RuntimeError or mujoco.FatalError
         raise UserError(
             f"MuJoCo cannot draw on this machine ({type(error).__name__}: {error}). Install libegl1 with Mesa, or libosmesa6; "
             "`python -m embodied_rl.doctor` says what is there."
@@ -126,7 +127,7 @@ def _new_renderer(mujoco: ModuleType, model: MjModel, height: int, width: int) -
 
 
 def model_cameras(env: gymnasium.Env) -> list[str]:
-    """Names of the model's fixed cameras, those without one left out; empty where the environment is not drawn by MuJoCo."""
+    """Names of the model's fixed cameras, unnamed ones left out; empty if MuJoCo does not draw the environment."""
     renderer = _renderer(env)
     if renderer is None:
         return []
@@ -135,7 +136,7 @@ def model_cameras(env: gymnasium.Env) -> list[str]:
 
 
 def draw_from(env: gymnasium.Env, camera: str) -> np.ndarray:
-    """What ``env.render()`` gives with another camera. Raises UserError for a camera that there is not."""
+    """Picture of ``env.render()`` from another camera. Raises UserError for an unknown camera."""
     require_camera(camera, model_cameras(env))
     renderer = _renderer(env)
     assert renderer is not None, "it has cameras"
@@ -148,13 +149,13 @@ def draw_from(env: gymnasium.Env, camera: str) -> np.ndarray:
 
 
 def camera_in_use(env: gymnasium.Env) -> str | None:
-    """Name of the camera that ``env.render()`` draws with; None: the free one."""
+    """Name of the camera of ``env.render()``; None: the free camera."""
     renderer = _renderer(env)
     return renderer.model.camera(renderer.camera_id).name if renderer is not None and renderer.camera_id >= 0 else None
 
 
 def require_camera(camera: str, known: list[str]) -> None:
-    """Raises UserError with the nearest name where `camera` is not among `known`."""
+    """Raise UserError with the nearest name if `camera` is not among `known`."""
     if camera not in known:
         raise UserError(f"Camera '{camera}' is not known.{did_you_mean(camera, ['default', *known])}")
 
@@ -168,7 +169,7 @@ def _renderer(env: gymnasium.Env) -> MujocoRenderer | None:
 
 
 MUJOCO_PARTS = ("qpos", "qvel", "act", "qacc_warmstart", "ctrl", "mocap_pos", "mocap_quat", "eq_active", "userdata")
-"""Arrays of MjData that the next physics step depends on, in MuJoCo's names; forces applied from outside are not among them."""
+"""Arrays of MjData that the next physics step depends on, by MuJoCo's names, without forces applied from outside."""
 
 
 class Physics(Protocol):
@@ -201,7 +202,7 @@ class MujocoPhysics:
 
 
 class AttributeState:
-    """``state``: the array of that name in which gymnasium's classic control tasks keep all they have."""
+    """``state``: the array of that name with the whole state of gymnasium's classic control tasks."""
 
     def __init__(self, env: CartPoleEnv) -> None:
         self._env = env
@@ -216,7 +217,7 @@ class AttributeState:
 
 
 def physics_of(env: gymnasium.Env) -> Physics:
-    """Of an environment that has been reset. Raises UserError where its state is not found."""
+    """State of an environment that has been reset. Raises UserError if it is not found."""
     layers = layers_of(env)
     held = [value for layer in layers for value in vars(layer).values()]
     models, data = unique_held(held, "MjModel"), unique_held(held, "MjData")
@@ -236,7 +237,7 @@ def physics_of(env: gymnasium.Env) -> Physics:
 
 
 class DrawnSim(SimEnv):
-    """Environments whose pictures a `Drawing` draws. A subclass says which one (`_drawn`) and observes one environment (`_observe`)."""
+    """Environments drawn by a `Drawing`. A subclass returns it (`_drawn`) and observes one environment (`_observe`)."""
 
     _render_camera: str | int
     _render_size: int
@@ -263,7 +264,7 @@ class DrawnSim(SimEnv):
         drawing.frame(data, camera, frame.shape[0], frame.shape[1], out=frame)
 
     def _drawn(self, i: int) -> tuple[Drawing, MjData]:
-        """What draws one environment, and its state."""
+        """Drawing of one environment, and its state."""
         raise NotImplementedError
 
     def _observe(self, i: int, out: StepBuffers) -> None:
@@ -272,9 +273,8 @@ class DrawnSim(SimEnv):
 
 
 class MujocoSim(DrawnSim):
-    """Environments that share one MjModel and one drawing context, each with its own MjData. A subclass sets `spec`, resets, advances
-    (and counts in `_elapsed`), observes and, where that is not the default, says what an episode consists of (`_saved`, `_take_up`).
-    """
+    """Environments that share one MjModel and one drawing context, each with its own MjData. A subclass sets `spec`, resets, advances (and
+    counts in `_elapsed`), observes and may override what an episode consists of (`_saved`, `_take_up`)."""
 
     def __init__(self, model: MjModel, data: Sequence[MjData], drawing: Drawing, camera: str | int, render_size: int) -> None:
         self.model, self.data, self._drawing = model, list(data), drawing
@@ -295,7 +295,7 @@ class MujocoSim(DrawnSim):
 
     def _saved(self, env_id: int) -> dict[str, Any]:
         """MuJoCo's integration state (positions, velocities, activations, warm start, controls, applied forces, mocap poses) and the
-        elapsed steps, which is all that most tasks depend on."""
+        elapsed steps, the whole state of most tasks."""
         import mujoco
 
         kind = mujoco.mjtState.mjSTATE_INTEGRATION
@@ -304,12 +304,12 @@ class MujocoSim(DrawnSim):
         return {"state": state, "elapsed": self._elapsed[env_id]}
 
     def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
-        """The inverse of `_saved`. Everything else in the MjData is derived here, for the next step may need it."""
+        """Restore what `_saved` returns, and derive everything else in the MjData, since the next step may need it."""
         import mujoco
 
         kind, data = mujoco.mjtState.mjSTATE_INTEGRATION, self.data[env_id]
         mujoco.mj_setState(self.model, data, saved["state"], kind)
         mujoco.mj_forward(self.model, data)
-        # mj_forward leaves its own solution as the next warm start; the saved one is what the uninterrupted run would use.
+        # mj_forward leaves its own solution as the next warm start; the uninterrupted run would use the saved one.
         mujoco.mj_setState(self.model, data, saved["state"], kind)
         self._elapsed[env_id] = saved["elapsed"]

@@ -1,7 +1,7 @@
 """PixelReach: a gantry moves its tip onto a disc, seen from above in a small picture; our own MuJoCo scene that draws fast on a CPU.
 
-It is also the model for a simulator with its own state: one file, one class, rows written in place. All environments of a
-process share one model and one drawing context.
+It is also the example of a simulator with its own state: one file, one class, rows written in place. All environments of a process share
+one model and one drawing context.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORKSPACE_M = 0.22
 """Tip and disc start within this of the centre, along both axes."""
 REWARD_SCALE_M = 0.2
 NOT_DRAWN = ("mjRND_SHADOW", "mjRND_REFLECTION", "mjRND_SKYBOX", "mjRND_FOG", "mjRND_HAZE")
-"""What its pictures leave out, so that they draw fast."""
+"""Effects that its pictures leave out for speed."""
 
 
 def tasks() -> list[str]:
@@ -36,10 +36,10 @@ def tasks() -> list[str]:
 
 
 class PixelReach(MujocoSim):
-    """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1]; the reward is
-    ``1 - tanh(distance / 0.2 m)``, success within 3 cm.
+    """Environments of the task. Actions are the velocities of bridge (x) and carriage (y) in [-1, 1]; the reward is ``1 - tanh(distance /
+    0.2 m)``, success within 3 cm.
 
-    The gantry has no momentum to speak of at the end of a control step, so that one picture is the whole state.
+    The gantry has almost no momentum at the end of a control step, so that one picture is the whole state.
 
     Args:
         pixels: observe "rgb" [image_size, image_size, 3]; False: "state" [4] = tip (x, y) and disc (x, y) in metres.
@@ -84,7 +84,7 @@ class PixelReach(MujocoSim):
             data = self.data[i]
             data.ctrl[:] = command
             self._mujoco.mj_step(self.model, data, SUBSTEPS)
-            self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves positions of bodies one physics step behind
+            self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves body positions one physics step behind
             distance = self.distance(i)
             self._elapsed[i] += 1
             out.reward[i] = 1.0 - np.tanh(distance / REWARD_SCALE_M)

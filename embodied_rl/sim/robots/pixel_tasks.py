@@ -1,7 +1,7 @@
-"""PixelTasks: a gantry reaches coloured discs and pushes a block, as an instruction says, seen from above in a small picture.
+"""PixelTasks: a gantry reaches coloured discs and pushes a block by instruction, seen from above in a small picture.
 
 Our own MuJoCo scene, which draws in a tenth of a millisecond on a CPU: for vision-language-action policies without a GPU. All tasks share
-one scene; only the instruction says which of them an episode is about.
+one scene; only the instruction tells an episode's task.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ SUBSTEPS = 5
 MAX_SPEED = 0.5
 """Velocity of bridge and carriage at action 1, m/s."""
 REACHED_M = 0.03
-"""The tip is on a disc within this distance of its centre."""
+"""Distance in metres of the tip from a disc's centre that counts as reached."""
 STRIP_M = 0.17
-"""The block is at a side where its centre is this far from the middle."""
+"""Distance in metres of the block from the middle that counts as at a side."""
 RAIL_M = 0.24
-"""The tip moves within ± this along both axes."""
+"""Range ± in metres of the tip along both axes."""
 WORKSPACE_M = 0.2
-"""Tip and discs start within this of the centre, along both axes."""
+"""Range ± in metres around the centre in which tip and discs start, along both axes."""
 APART_M = 0.085
-"""Tip, discs and block start at least this far from one another."""
+"""Smallest distance in metres between tip, discs and block at the start."""
 
 INSTRUCTIONS = {
     "reach_red": "move the tip onto the red disc",
@@ -42,10 +42,10 @@ INSTRUCTIONS = {
     "push_left": "push the block to the left",
     "push_right": "push the block to the right",
 }
-"""{task: what it asks for}"""
+"""{task: its instruction}"""
 DISCS = ("red", "green", "blue")
 SETS = ("all", "reach", "push")
-"""Tasks of `PixelTasks` that stand for several, which take turns from episode to episode."""
+"""Sets of tasks that `PixelTasks` accepts; their tasks alternate from episode to episode."""
 REWARDS = ("sparse", "dense")
 
 
@@ -54,23 +54,23 @@ def tasks() -> list[str]:
 
 
 def task_set(name: str) -> tuple[str, ...]:
-    """The tasks of a set, or the one that is named. Raises UserError with the nearest name."""
+    """Tasks of a set, or the named task. Raises UserError with the nearest name."""
     if name not in (*SETS, *INSTRUCTIONS):
         raise UserError(f"Task '{name}' is not known.{did_you_mean(name, [*SETS, *INSTRUCTIONS])}")
     return (name,) if name in INSTRUCTIONS else tuple(task for task in INSTRUCTIONS if name == "all" or task.startswith(name))
 
 
 class PixelTasks(MujocoSim):
-    """Actions are the velocities of bridge (x) and carriage (y) in [-1, 1].
+    """Environments of one task or a set. Actions are the velocities of bridge (x) and carriage (y) in [-1, 1].
 
-    Observation "rgb" [image_size, image_size, 3] uint8, "state" [2] = the tip's place, ± 1 at the ends of its rails, and "instruction"
-    where `task` is a set; seed s plays task s mod n of its n tasks. The gantry and the block have no momentum to speak of at the end of a
-    control step, so that one picture is the whole state.
+    Observation "rgb" [image_size, image_size, 3] uint8, "state" [2] = the tip's position, ± 1 at the ends of its rails, and "instruction"
+    if `task` is a set; seed s plays task s mod n of its n tasks. The gantry and the block have almost no momentum at the end of a control
+    step, so that one picture is the whole state.
 
     Args:
-        task: a task, or a set of them: see `INSTRUCTIONS` and `SETS`.
-        reward: "sparse": 1 at a step that succeeds, else 0. "dense": that, and the decimetres by which the step came nearer (to the disc;
-            of the block to its side, and of the tip to the block).
+        task: a task, or a set of tasks: see `INSTRUCTIONS` and `SETS`.
+        reward: "sparse": 1 at a step that succeeds, else 0. "dense": also the decimetres by which the step came nearer (tip to disc;
+            or block to its side plus tip to block).
         render_size: pixels a side of `render`'s picture, at most 512.
 
     Raises MissingExtraError; UserError: an unknown task or reward, or this machine cannot draw off-screen.
@@ -88,7 +88,7 @@ class PixelTasks(MujocoSim):
         data = [mujoco.MjData(model) for _ in range(num_envs)]
         super().__init__(model, data, Drawing(model, multisampling=True), "top", render_size)
         self._states = [DataState(each) for each in self.data]
-        # Views of where MuJoCo keeps them: they show the present state, and to ask MjData for an array costs as much as the arithmetic.
+        # Views of MuJoCo's memory: they show the present state, and requesting an array from MjData costs as much as the arithmetic.
         tip = model.site("tip").id
         self._tips, self._blocks = [each.site_xpos[tip, :2] for each in data], [each.qpos[:2] for each in data]
         self._discs, self._commands = [each.mocap_pos[:, :2] for each in data], [each.ctrl for each in data]
@@ -130,7 +130,7 @@ class PixelTasks(MujocoSim):
             data, before = self.data[i], self.distance(i)
             self._commands[i][:] = command
             self._mujoco.mj_step(self.model, data, SUBSTEPS)
-            self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves positions of bodies one physics step behind
+            self._mujoco.mj_kinematics(self.model, data)  # mj_step leaves body positions one physics step behind
             self._elapsed[i] += 1
             distance = self.distance(i)
             success = self._succeeded(i, distance)
@@ -141,7 +141,7 @@ class PixelTasks(MujocoSim):
             out.info[i] = {"distance_m": distance, "task": self._present[i]}
 
     def distance(self, env_id: int) -> float:
-        """Metres that are left: from the tip to its disc, or of the block to its strip and of the tip to the block."""
+        """Remaining metres: from the tip to its disc, or from the block to its strip plus from the tip to the block."""
         task, tip, block = self._present[env_id], self.tip(env_id), self.block(env_id)
         if task.startswith("reach_"):
             return float(np.hypot(*(tip - self.disc(env_id, task.removeprefix("reach_")))))
@@ -181,7 +181,7 @@ class PixelTasks(MujocoSim):
 
 
 def _places(rng: np.random.Generator) -> list[np.ndarray]:
-    """[2] metres each: tip, block (near the middle) and the three discs, none too near another."""
+    """[2] metres each: tip, block (near the middle) and the three discs, `APART_M` or more from each other."""
     placed: list[np.ndarray] = []
     while len(placed) < 5:
         spread = np.array([0.09, 0.13]) if len(placed) == 1 else WORKSPACE_M
@@ -192,12 +192,12 @@ def _places(rng: np.random.Generator) -> list[np.ndarray]:
 
 
 class PixelTasksExpert:
-    """Straight to the disc; or around the block to its far side, and then against it. Reads the simulator's own positions."""
+    """Moves straight to the disc; or around the block to its far side, then against it. Reads the simulator's positions."""
 
     BEHIND_M = 0.062
-    """Distance of tip and block, centre to centre, from which pushing starts."""
+    """Distance in metres between the centres of tip and block from which pushing starts."""
     CLEAR_M = 0.06
-    """Distance along y at which the tip passes the block."""
+    """Distance in metres along y at which the tip passes the block."""
     ALIGNED_M = 0.012
 
     def __init__(self, sim: SimEnv, env_id: int) -> None:
@@ -206,7 +206,7 @@ class PixelTasksExpert:
         self._env_id = env_id
 
     def __call__(self, observation: Mapping[str, Any]) -> np.ndarray:
-        """The action [2] of this moment."""
+        """The present action [2]."""
         tip = self._sim.tip(self._env_id)
         return np.clip((self._target(tip) - tip) * CONTROL_HZ / MAX_SPEED, -1.0, 1.0).astype(np.float32)
 

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from shapely import MultiPolygon
 
 OBSERVATIONS = {"state": "state", "pixels": "pixels", "keypoints": "environment_state_agent_pos", "pixels_agent_pos": "pixels_agent_pos"}
-"""Our name: gym-pusht's."""
+"""{our name: gym-pusht's name}."""
 
 
 def tasks() -> list[str]:
-    """The one task, "PushT-v0". Raises MissingExtraError where gym-pusht is not installed."""
+    """The one task, "PushT-v0". Raises MissingExtraError if gym-pusht is not installed."""
     with from_extra("gym-pusht", "pusht"):
         import gym_pusht
     assert gym_pusht
@@ -55,10 +55,10 @@ def make(task: str, num_envs: int, observation: str = "state", image_size: int =
 
 
 class SuccessGoesOn(gymnasium.Wrapper):
-    """gym-pusht terminates at success, which makes the value of a solved state 0 under a reward that is largest there.
+    """Undoes gym-pusht's termination at success, which makes the value of a solved state 0 although its reward is the largest.
 
-    As in the other simulators, success is reported and ends nothing by itself; ``sim.success_ends_episode`` decides.
-    Observes on demand (`ObservesOnDemand`): gym-pusht draws pixels in every step.
+    As in the other simulators, success is reported and does not end the episode; ``sim.success_ends_episode`` decides. Observes on demand
+    (`ObservesOnDemand`), because gym-pusht draws pixels in every step.
     """
 
     def __init__(self, env: gymnasium.Env) -> None:
@@ -80,8 +80,8 @@ class SuccessGoesOn(gymnasium.Wrapper):
 
 
 def shorten_steps(task: PushTEnv) -> None:
-    """Take detours out of gym-pusht's steps: objects for vectors and contact points, and a goal that is cut out anew each time. The numbers
-    are the same bit for bit (tests/sim/robots/test_known_indices.py)."""
+    """Speed up gym-pusht's steps, which make objects for vectors and contact points and cut out the goal in each step. The numbers are the
+    same bit for bit (tests/sim/robots/test_known_indices.py)."""
     from gym_pusht.envs.pusht import PushTEnv
 
     if type(task).step is PushTEnv.step:
@@ -100,19 +100,19 @@ class ShortStep:
         self._task, self._lib = task, lib
         space = lib.cpSpaceNew()
         self._uncounted = lib.cpSpaceAddCollisionHandler(space, 0, 0).postSolveFunc
-        """What Chipmunk does about a contact unless told otherwise: nothing."""
+        """Chipmunk's default contact handler, which does nothing."""
         lib.cpSpaceFree(space)
         self._covered: tuple[tuple[float, ...], float] = (), 0.0
-        """Where the T was last, and which share of the goal it covered: in most steps it rests."""
+        """Last pose of the T and its share of the goal: in most steps the T rests."""
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """The agent is drawn towards the action; the reward is the covered share of the goal."""
+        """Pull the agent towards the action; the reward is the covered share of the goal."""
         task, lib = self._task, self._lib
         task.n_contact_points, task._last_action = 0, action
         task.collision_handeler._handler.postSolveFunc = lib.ext_cpCollisionPostSolveFunc
         space, body, dt, pull, brake, (x, y) = task.space._space, task.agent._body, task.dt, task.k_p, task.k_v, action.tolist()
         place, push, advance, moving = lib.cpBodyGetPosition, lib.cpBodySetVelocity, lib.cpSpaceStep, lib.cpBodyGetVelocity(body)
-        vx, vy = moving.x, moving.y  # a kinematic body: nothing that it meets changes them
+        vx, vy = moving.x, moving.y  # a kinematic body: contacts do not change its velocity
         for _ in range(int(1 / (dt * task.control_hz))):
             at = place(body)
             vx += (pull * (x - at.x) + brake * (0 - vx)) * dt
@@ -142,18 +142,18 @@ class ShortStep:
         }
 
     def count_contacts(self, arbiter: Arbiter, space: object, data: object) -> None:
-        """`PushTEnv._handle_collision`, for a step's first contact: `info` divides them by a thousand and rounds up."""
+        """`PushTEnv._handle_collision`, for a step's first contact; `info` divides the count by a thousand and rounds up."""
         self._task.n_contact_points += self._lib.cpArbiterGetCount(arbiter._arbiter)
         self._task.collision_handeler._handler.postSolveFunc = self._uncounted
 
     def _agent(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Where it is, and its velocity."""
+        """Position and velocity of the agent."""
         body, lib = self._task.agent._body, self._lib
         at, moving = lib.cpBodyGetPosition(body), lib.cpBodyGetVelocity(body)
         return (at.x, at.y), (moving.x, moving.y)
 
     def _pose(self) -> tuple[float, float, float]:
-        """Of the T: x, y, angle."""
+        """x, y and angle of the T."""
         body, lib = self._task.block._body, self._lib
         at = lib.cpBodyGetPosition(body)
         return at.x, at.y, lib.cpBodyGetAngle(body)
@@ -167,17 +167,17 @@ class ShortStep:
 
     @cached_property
     def _goal(self) -> tuple[MultiPolygon, float]:
-        """The T where it should be, and its area."""
+        """The T at its goal, and its area."""
         goal = self._t_at(*self._place(self._task.get_goal_pose_body(self._task.goal_pose)))
         return goal, goal.area
 
     def _place(self, body: Body) -> tuple[float, float, float, float]:
-        """How a body is turned (cosine and sine), and where its origin is."""
+        """Rotation of a body (cosine and sine), and its origin."""
         turned, origin = self._lib.cpBodyGetRotation(body._body), self._lib.cpBodyLocalToWorld(body._body, (0.0, 0.0))
         return turned.x, turned.y, origin.x, origin.y
 
     def _t_at(self, cos: float, sin: float, x: float, y: float) -> MultiPolygon:
-        """The T at a place."""
+        """The T at a pose."""
         import shapely
 
         corners, shape = self._corners
@@ -185,7 +185,7 @@ class ShortStep:
 
     @cached_property
     def _corners(self) -> tuple[list[tuple[float, float]], MultiPolygon]:
-        """Of the T's two boxes, in its own coordinates, the first of each again at the end; and the shape that they make."""
+        """Corners of the T's two boxes in its own coordinates, each box closed by its first corner; and the shape of both."""
         import shapely
 
         boxes = [[tuple(corner) for corner in shape.get_vertices()] for shape in self._task._block_shapes]

@@ -1,7 +1,7 @@
 """robosuite (Zhu et al. 2020, arXiv:2009.12293): manipulation tasks with operational-space and joint controllers.
 
-robosuite draws from the process-wide random generators and builds its model anew at every reset; both are kept so that an
-episode depends only on its seed.
+robosuite draws from the process-wide random generators and rebuilds its model at every reset. The adapter keeps both, and isolates the
+generators, so that an episode depends only on its seed.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ INSTRUCTIONS = {
 }
 
 COLLISION_GROUP = 0
-"""robosuite's group of collision shapes, which its own pictures leave out."""
+"""robosuite's group of collision shapes, which its own pictures omit."""
 
 
 def tasks() -> list[str]:
-    """robosuite's own tasks, such as "Lift". Raises MissingExtraError where robosuite is not installed."""
+    """robosuite's own tasks, such as "Lift". Raises MissingExtraError if robosuite is not installed."""
     import_robosuite()
     return sorted(INSTRUCTIONS)
 
@@ -130,7 +130,7 @@ def make(
 
 
 def _checked(suite: ModuleType, task: str, observation: str, robots: str | Sequence[str], controller: str) -> list[str]:
-    """The robots' names, one for each arm of the task; raises UserError for a name that is not known."""
+    """Robots' names, one for each arm of the task. Raises UserError for an unknown name."""
     check_name("task", task, INSTRUCTIONS)
     check_name("observation", observation, OBSERVATIONS)
     check_name("controller", controller, suite.ALL_CONTROLLERS)
@@ -148,20 +148,20 @@ FIXED_ARGUMENTS: dict[str, Any] = {
     "ignore_done": True,
     "hard_reset": True,
 }
-"""What the adapter relies on. A hard reset builds the model anew: some tasks draw the sizes of their objects there."""
+"""Arguments that the adapter relies on. A hard reset rebuilds the model, in which some tasks draw the sizes of their objects."""
 
 
 class RobosuiteSim(DrawnSim):
-    """Environments of robosuite's interface (robosuite's own tasks, LIBERO's) as a SimEnv.
+    """Environments with robosuite's interface (robosuite's own tasks, LIBERO's) as a SimEnv.
 
-    robosuite has no way to save what its controllers and sensors hold, and its state set into another environment drifts
-    away; with the process-wide generators set by the seed, an episode that is played again is the same bit by bit, in a new
-    process as well. So ``spec.snapshots`` is "replay".
+    robosuite cannot save the contents of its controllers and sensors, and its state drifts when set into another environment. But a
+    replayed episode is the same bit by bit, in a new process too, since the seed sets the process-wide generators. So ``spec.snapshots`` is
+    "replay".
 
     Args:
-        observe_objects: whether ``state`` holds the objects' state after the robots'.
+        observe_objects: whether ``state`` contains the objects' state after the robots'.
         image_size: (height, width) of the observed pictures.
-        multisampling: draw with the model's multisampling, as robosuite itself does.
+        multisampling: draw with the model's multisampling, as robosuite does.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class RobosuiteSim(DrawnSim):
         self._shorten_steps = shorten_steps
         self._elapsed = [0] * len(self.envs)
         self._sensed: list[Mapping[str, np.ndarray]] = [{} for _ in self.envs]
-        """The last readings of robosuite's sensors; pictures are drawn separately, when they are observed."""
+        """Last readings of robosuite's sensors; pictures are drawn separately, on observation."""
         self._drawings: list[Drawing | None] = [None] * len(self.envs)
         self._multisampling, self._render_size = multisampling, render_size
         self._objects, self._limit = observe_objects, int(max_episode_steps)
@@ -243,7 +243,7 @@ class RobosuiteSim(DrawnSim):
         return self.envs[i].reset()
 
     def _state(self, observation: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Robots' proprioception in order, then the objects' state where it is observed."""
+        """Robots' proprioception in order, then the objects' state if observed."""
         robots = [observation[f"robot{k}_proprio-state"] for k in range(len(self.envs[0].robots))]
         return np.concatenate([*robots, observation["object-state"]] if self._objects else robots)
 
@@ -253,7 +253,7 @@ class RobosuiteSim(DrawnSim):
             self._draw(i, camera, out.observation[key][i])
 
     def _drawn(self, i: int) -> tuple[Drawing, MjData]:
-        """Of the environment's present model: a reset builds a new one."""
+        """Drawing and data of the environment's present model, which each reset rebuilds."""
         sim, drawing = self.envs[i].sim, self._drawings[i]
         if drawing is None or drawing.model is not sim.model._model:
             if drawing is not None:
@@ -263,15 +263,15 @@ class RobosuiteSim(DrawnSim):
 
 
 def check_name(kind: str, name: str, known: Collection[str]) -> None:
-    """Raises UserError with the nearest name where `name` is not among the known ones."""
+    """Raise UserError with the nearest name if `name` is not among the known ones."""
     require_known(name, known, f"robosuite {kind} '{name}' is not known.")
 
 
 def import_robosuite() -> ModuleType:
-    """The package, without its log file and warnings. Raises MissingExtraError where it is not installed."""
+    """Import robosuite without its log file and warnings. Raises MissingExtraError if it is not installed."""
     with quiet_import(), from_extra("robosuite", "robosuite"):
         suite = importlib.import_module("robosuite")
-    # Wipe prints a line in every step at a joint's limit, which is a part of its reward and no news.
+    # Wipe prints a line in every step at a joint's limit, which its reward covers.
     vars(importlib.import_module("robosuite.robots.robot"))["print"] = lambda *args, **kwargs: None
     keep_models()
     quick_rebuild()
@@ -280,15 +280,15 @@ def import_robosuite() -> ModuleType:
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Around the import of robosuite or of what imports it.
+    """Around the import of robosuite or of a package that imports it.
 
-    It opens a log in the system's folder for temporary files under a fixed name, which fails for the second user of a machine,
-    asks for a file of private settings, and chooses EGL unless MUJOCO_GL says otherwise, even where nothing is ever drawn.
+    On import robosuite opens a log with a fixed name in the system's temporary folder, which fails for a machine's second user; it asks for
+    a file of private settings; and it chooses EGL unless MUJOCO_GL is set, even if nothing is ever drawn.
     """
     original, logger = logging.FileHandler, logging.getLogger("robosuite_logs")
     chosen = os.environ.get("MUJOCO_GL")
     if mujoco_backend() is None and not has_display():
-        os.environ["MUJOCO_GL"] = "glx"  # loaded when the first window opens, which is never
+        os.environ["MUJOCO_GL"] = "glx"  # loaded when the first window opens, so never
     logging.FileHandler = lambda *args, **kwargs: logging.NullHandler()  # type: ignore[misc, assignment]
     logger.setLevel(logging.ERROR)
     try:
@@ -301,14 +301,14 @@ def quiet_import() -> Iterator[None]:
             os.environ["MUJOCO_GL"] = chosen
 
 
-# ---- steps and resets without detours ---------------------------------------------------------------------------------
-# In each of the 25 physics steps of a control step robosuite looks its arm up by name, works out each Jacobian twice and all places,
-# contacts and velocities three times, and each reset compiles the model anew. The numbers are the same bit for bit
+# ---- faster steps and resets -----------------------------------------------------------------------------------------------
+# In each of the 25 physics steps of a control step robosuite looks its arm up by name, computes each Jacobian twice and all
+# positions, contacts and velocities three times, and each reset recompiles the model. The numbers here are the same bit for bit
 # (tests/sim/robots/test_known_indices.py).
 
 
 def shorten_steps(env: MujocoEnv) -> None:
-    """Have a robosuite environment, its robots and their controllers know the present model. A hard reset makes all of them anew."""
+    """Give a robosuite environment, its robots and their controllers the present model. A hard reset rebuilds all of them."""
     from robosuite.controllers.base_controller import Controller
     from robosuite.controllers.osc import OperationalSpaceController
     from robosuite.environments.base import MujocoEnv
@@ -336,10 +336,10 @@ def shorten_steps(env: MujocoEnv) -> None:
 
 
 class Physics:
-    """MuJoCo's part of a physics step: ``sim.forward``, the same again in a controller, and ``sim.step``.
+    """MuJoCo's part of a physics step: ``sim.forward``, its repetition in a controller, and ``sim.step``.
 
-    Places, contacts and velocities are worked out by the first of these only. The solver runs in all three, because it starts from what it
-    found last, which shows in the last bits.
+    Only the first of these computes positions, contacts and velocities. The solver runs in all three, because it starts from its last
+    solution, which shows in the last bits.
     """
 
     def __init__(self, sim: MjSim) -> None:
@@ -348,16 +348,16 @@ class Physics:
         self._mujoco, self._model, self._data = mujoco, sim.model._model, sim.data._data
         self._qpos, self._qvel = self._data.qpos, self._data.qvel
         self._known = b""
-        """Positions and velocities for which everything was worked out."""
-        self._plain = self._model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4  # which mj_step2 does not know
+        """Positions and velocities of the last full computation."""
+        self._plain = self._model.opt.integrator == mujoco.mjtIntegrator.mjINT_RK4  # mj_step2 does not support it
 
     def forward(self) -> None:
-        """Work out everything."""
+        """Compute everything."""
         self._mujoco.mj_forward(self._model, self._data)
         self._known = self._state()
 
     def forward_again(self) -> None:
-        """The same, where nothing but controls changed since."""
+        """The same, if only controls changed since."""
         if self._state() == self._known:
             self._mujoco.mj_forwardSkip(self._model, self._data, self._mujoco.mjtStage.mjSTAGE_VEL, 0)
         else:
@@ -378,7 +378,7 @@ class Physics:
 
 
 class KnownSite:
-    """What a controller of robosuite reads of its arm: ``Controller.update`` for one model."""
+    """Controller's view of its arm: ``Controller.update`` for one model."""
 
     def __init__(self, controller: Controller, physics: Physics) -> None:
         import mujoco
@@ -393,10 +393,10 @@ class KnownSite:
         self._inertia = np.empty((self._model.nv, self._model.nv))
 
     def update(self, force: bool = False) -> None:
-        """Place, velocity, Jacobian and inertia of the arm, after ``mj_forward``, as the controller keeps them.
+        """Update position, velocity, Jacobian and inertia of the arm in the controller, after ``mj_forward``.
 
-        Each Jacobian is computed once where robosuite computes it twice. Copies are made where robosuite makes them: the layout of an
-        array decides in which order the controller's products are summed.
+        Each Jacobian is computed once instead of twice. Copies are made where robosuite makes them, because an array's layout decides the
+        order in which the controller's products are summed.
         """
         own = self._controller
         if not (own.new_update or force):
@@ -420,7 +420,7 @@ class KnownSite:
 
 
 def _operational_space(own: OperationalSpaceController, sums: ModuleType) -> np.ndarray:
-    """Torques towards the goal (Khatib 1987), the sums of ``OperationalSpaceController.run_controller`` without its copies."""
+    """Torques towards the goal (Khatib 1987): the sums of ``OperationalSpaceController.run_controller`` without its copies."""
     own.update()
     kp, kd = own.kp, own.kd
     force = (own.goal_pos - own.ee_pos) * kp[:3] - own.ee_pos_vel * kd[:3]
@@ -437,7 +437,7 @@ def _operational_space(own: OperationalSpaceController, sums: ModuleType) -> np.
 
 
 class _KnownRobot:
-    """Mixed into a class of ``robosuite.robots``: what a robot works out in each physics step, though its model does not change."""
+    """Mixin for a class of ``robosuite.robots``: caches what a robot recomputes in each physics step for an unchanged model."""
 
     @functools.cached_property
     def action_dim(self) -> int:
@@ -449,7 +449,7 @@ class _KnownRobot:
 
     @functools.cached_property
     def _grips(self) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, Callable[[np.ndarray], np.ndarray]]]:
-        """{id of a gripper: its actuators, the middle and half the width of their ranges, what makes an action theirs}"""
+        """{id of a gripper: (its actuators, middle of their ranges, half their width, converter of an action)}"""
         return {}
 
     def grip_action(self, gripper: GripperModel, gripper_action: np.ndarray) -> None:
@@ -480,25 +480,25 @@ def _open_or_close(gripper: GripperModel, action: np.ndarray) -> np.ndarray:
 
 
 _KNOWN: dict[type, type] = {}
-"""{class of a robot: the same that knows its model}"""
+"""{class of a robot: its subclass with `_KnownRobot`}"""
 
 
 def _known_class(robot: type) -> type:
-    """The class of a robot that knows its model; itself where it does already."""
+    """Subclass of a robot's class with `_KnownRobot`, or the class itself if it is one."""
     return robot if issubclass(robot, _KnownRobot) else _KNOWN.setdefault(robot, type(robot.__name__, (_KnownRobot, robot), {}))
 
 
 class Contacts:
-    """Whether shapes touch, all contacts at once, where robosuite makes an object of each and asks for its names."""
+    """Tells whether shapes touch, for all contacts at once; robosuite makes an object of each and compares names."""
 
     def __init__(self, env: MujocoEnv) -> None:
         self._env, self._sim = env, env.sim
         self._masks: dict[tuple[str, ...], np.ndarray] = {}
-        """{names of shapes: of each shape of the model, whether it is one of them}"""
+        """{names of shapes: mask over the model's shapes}"""
 
     def between(self, geoms_1: str | Sequence[str] | MujocoModel, geoms_2: str | Sequence[str] | MujocoModel | None = None) -> bool:
-        """Whether a shape of the first touches one of the second, or any other (None)."""
-        if self._env.sim is not self._sim:  # in the midst of a reset
+        """Whether a shape of the first touches a shape of the second, or any other (None)."""
+        if self._env.sim is not self._sim:  # during a reset
             self._sim, self._masks = self._env.sim, {}
         pairs = self._sim.data._data.contact.geom
         if not len(pairs):
@@ -515,7 +515,7 @@ class Contacts:
 
 
 def _update_observables(env: MujocoEnv, force: bool = False) -> None:
-    """Let time pass for all observables; those that are due, once in a control step, are read."""
+    """Advance all observables in time; those that are due, once per control step, are read."""
     passed = env.model_timestep
     for each in env._observables.values():
         since = each._time_since_last_sample + passed
@@ -527,8 +527,8 @@ def _update_observables(env: MujocoEnv, force: bool = False) -> None:
 
 
 def _left_to_wipe(env: Wipe, sim: MjSim, bodies: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-    """How far the marks that are left lie from their middle, the middle, and the way there from the hand."""
-    if env.sim is not sim:  # in the midst of a reset
+    """(largest distance of the remaining marks from their centre, the centre, the vector to it from the hand)."""
+    if env.sim is not sim:  # during a reset
         return type(env)._get_wipe_information(env)
     wiped = {id(marker) for marker in env.wiped_markers}
     left = np.array([id(marker) not in wiped for marker in env.model.mujoco_arena.markers], bool)
@@ -540,8 +540,8 @@ def _left_to_wipe(env: Wipe, sim: MjSim, bodies: np.ndarray) -> tuple[float, np.
 
 
 class CompiledModels:
-    """Models by their XML. One that comes a second time in a row is kept, and copied from then on, in an eighth of the time; a task that
-    draws the sizes of its objects writes another XML each time."""
+    """Compiled models by their XML. A model that comes a second time in a row is kept, and then copied in an eighth of the time; a task
+    that draws object sizes writes another XML each time."""
 
     def __init__(self) -> None:
         self._last, self._kept = "", ("", None)
@@ -561,7 +561,7 @@ class CompiledModels:
 
 
 def keep_models() -> None:
-    """Have all robosuite environments of this process share what was compiled."""
+    """Let all robosuite environments of this process share compiled models."""
     from robosuite.environments import base
 
     if base.MjSim.__name__ != "KeptSim":

@@ -1,14 +1,14 @@
-"""Saves and restores a gymnasium environment with all its wrappers: Python attributes, random generators and MuJoCo state.
+"""Save and restore a gymnasium environment with all its wrappers: Python attributes, random generators and MuJoCo state.
 
-Exact for environments whose state is in plain attributes, numpy arrays, random generators and MuJoCo's MjData and MjModel, which
-is for each family of tasks a claim to be tested (tests/sim/robots/test_snapshots.py), not a property that could be seen from outside.
+Exact for environments whose state is in plain attributes, numpy arrays, random generators and MuJoCo's MjData and MjModel. This cannot be
+seen from outside; it is tested for each family of tasks (tests/sim/robots/test_snapshots.py).
 
-``mjSTATE_INTEGRATION`` makes the physics continue exactly, and yet the first reward after it may differ: Ant's and Humanoid's
-rewards read positions that were derived *before* the last integration step. So every array of MjData whose size is fixed is
-saved, 10 to 60 kB. What depends on the number of contacts lives in MjData's arena and is computed anew by the next step.
+``mjSTATE_INTEGRATION`` makes the physics continue exactly, yet the next reward may differ: Ant's and Humanoid's rewards read positions
+derived *before* the last integration step. So every array of MjData with a fixed size is saved, 10 to 60 kB. Arrays that depend on the
+number of contacts are in MjData's arena, and the next step recomputes them.
 
-Some tasks change their model when they reset (Meta-World moves bodies and sites). Of the model's arrays, those are saved that differ
-from a copy taken when the environment was made.
+Some tasks change their model on reset (Meta-World moves bodies and sites). Of the model's arrays, those are saved that differ from a copy
+taken when the environment was made.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 _ARENA = ("efc_", "island_", "dof_island", "tendon_efcadr", "contact", "iefc_", "iM_", "iLD", "idof_", "map_")
-"""Arrays of MjData whose sizes follow the contacts."""
+"""Arrays of MjData whose sizes depend on the contacts."""
 _BOOKKEEPING = ("maxuse_", "solver_", "plugin_data", "mapM", "mapD", "bvh_", "timer", "warning")
 """Statistics, pointers, index maps that follow from the model, and the collision tree, which every step rebuilds."""
 _INDICES = ("_colind", "_rowadr", "_rownnz", "_rowsuper")
 _ASSETS = ("mesh_", "tex_", "bvh_", "skin_", "hfield_", "flex_", "oct_", "names_map", "text_", "key_", "paths")
-"""Megabytes of a model that no task changes while it runs."""
+"""Megabytes of a model that no task changes at run time."""
 
 
 class DataState:
-    """Captures and restores one MjData. `data`: kept; its arrays' addresses are looked up once."""
+    """Captures and restores one MjData. `data`: kept, because its arrays' addresses are looked up once."""
 
     def __init__(self, data: MjData) -> None:
         self._data = data
@@ -59,11 +59,11 @@ class DataState:
         self._size, self._layout = size, zlib.crc32(";".join(layout).encode())
 
     def capture(self) -> dict[str, Any]:
-        """A tree for `encode_state`."""
+        """State as a tree for `encode_state`."""
         return {"layout": self._layout, "time": float(self._data.time), "arrays": np.concatenate(list(self.regions.values()))}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Set what `capture` gave; no MuJoCo function is called, since each would change the solver's warm start.
+        """Set a captured state without calling MuJoCo, since each of its functions would change the solver's warm start.
 
         Raises SnapshotError: the state is of another model or of another version of MuJoCo.
         """
@@ -81,11 +81,11 @@ class DataState:
 
 
 class ModelChanges:
-    """Captures and restores what an environment changes in its MjModel after it was made.
+    """Captures and restores an environment's changes to its MjModel.
 
     Args:
         model: an MjModel as its environment's constructor left it.
-        shared: contents of arrays that other environments of this process hold already, by name; equal ones are held once.
+        shared: {name: contents} of arrays that other environments of this process keep already; equal ones are kept once.
     """
 
     def __init__(self, model: MjModel, shared: dict[str, bytes] | None = None) -> None:
@@ -104,12 +104,12 @@ class ModelChanges:
         self._layout = zlib.crc32(sizes.encode() + model.names)
 
     def capture(self) -> dict[str, Any]:
-        """A tree for `encode_state`: the arrays that differ from the model as it was made."""
+        """Arrays that differ from the original model, as a tree for `encode_state`."""
         changed = {name: content for name, content in self._contents() if content != self._original[name]}
         return {"layout": self._layout, "changed": changed}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Set what `capture` gave, and everything else back to what the model was made with.
+        """Set captured changes, and reset everything else to the original model.
 
         Raises SnapshotError: the state is of another model.
         """
@@ -164,21 +164,21 @@ _CONSTANT = frozenset(
         "render_mode",
     }
 )
-"""Attributes that follow from the arguments (some hold this machine's paths)."""
+"""Attributes that follow from the arguments (some contain this machine's paths)."""
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _PLAIN_OBJECTS = frozenset({"gymnasium.wrappers.utils.RunningMeanStd"})
-"""Classes of attributes that are themselves a set of plain attributes."""
+"""Classes of attributes that consist of plain attributes."""
 _NUMBERS = frozenset("biufcUS")
 
 Regions = dict[str, np.ndarray]
 AnyGenerator = np.random.Generator | np.random.RandomState | random.Random
 Leaf = bool | int | float | str | bytes | np.generic | None
 Node = tuple[Any, ...]
-"""(its kind, …): a value as `Packer` writes it; a `Leaf` stands for itself."""
+"""(kind, …): a value as `Packer` writes it; a `Leaf` represents itself."""
 
 
 class EnvState:
-    """Captures and restores one environment; must be made before its first reset, while its MuJoCo model is as constructed.
+    """Captures and restores one environment; make it before the first reset, while its MuJoCo model is as constructed.
 
     `shared`: see `ModelChanges`.
     """
@@ -204,7 +204,7 @@ class EnvState:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Set what `capture` gave. Raises SnapshotError: the state is of another task, or of another version of its packages."""
+        """Set a captured state. Raises SnapshotError: the state is of another task, or of another version of its packages."""
         if state["layers"] != self._names:
             saved, present = " > ".join(state["layers"]), " > ".join(self._names)
             raise SnapshotError(f"Snapshot was taken from the environment {saved} and cannot be restored into {present}.")
@@ -218,7 +218,7 @@ class EnvState:
 
 
 def capture_generator(generator: AnyGenerator) -> Node:
-    """The state of a numpy Generator or RandomState or a `random.Random`, as a tree for `encode_state`."""
+    """State of a numpy Generator or RandomState or a `random.Random`, as a tree for `encode_state`."""
     if isinstance(generator, np.random.Generator):
         return ("generator", dict(generator.bit_generator.state))
     if isinstance(generator, np.random.RandomState):
@@ -228,7 +228,7 @@ def capture_generator(generator: AnyGenerator) -> Node:
 
 
 def new_generator(state: Node) -> AnyGenerator:
-    """A fresh generator in the state that `capture_generator` gave. Raises SnapshotError for a kind that numpy does not have."""
+    """Fresh generator with a state of `capture_generator`. Raises SnapshotError for a kind that numpy lacks."""
     kind, content, *rest = state
     if kind == "random":
         made = random.Random()
@@ -245,14 +245,14 @@ def new_generator(state: Node) -> AnyGenerator:
 
 
 class Unsavable(Exception):
-    """An attribute that is left as it is: a renderer, a space, a function, a view into the simulator's own memory."""
+    """An attribute that is not saved: a renderer, a space, a function, a view into the simulator's own memory."""
 
 
 class Packer:
-    """Python values as a tree of tuples, each beginning with its kind. What is referred to twice is saved once and referred to, so
-    that attributes which share an array or a list still share it afterwards.
+    """Turns Python values into a tree of tuples, each beginning with its kind. Objects with several references are saved once, so that
+    attributes which share an array or a list still share it after a restore.
 
-    `regions`: memory of the simulator, by name; arrays that are views into it are saved as their place in it.
+    `regions`: memory of the simulator, by name; arrays that are views into it are saved as their position in it.
     """
 
     def __init__(self, regions: Regions | None = None) -> None:
@@ -268,14 +268,14 @@ class Packer:
                 saved[name] = self._attribute(name, value)
             except Unsavable:
                 left.append(name)
-                while len(self._seen) > known:  # parts of it that were counted already
+                while len(self._seen) > known:  # parts that were counted already
                     self._seen.popitem()
         return {"saved": saved, "left": left}
 
     def _attribute(self, name: str, value: object) -> Node | Leaf:
         if name in _CONSTANT:
             raise Unsavable
-        if isinstance(value, gymnasium.spaces.Space):  # constant but for the generators that `sample` draws from
+        if isinstance(value, gymnasium.spaces.Space):  # constant except for the generators that `sample` draws from
             generators = [space._np_random for space in _spaces(value)]
             return ("space", [None if generator is None else capture_generator(generator) for generator in generators])
         if f"{type(value).__module__}.{type(value).__qualname__}" in _PLAIN_OBJECTS:
@@ -302,7 +302,7 @@ class Packer:
         return self._container(value)
 
     def _special(self, value: object) -> Node | None:
-        """A node for a value of a kind that a subclass knows; None for others."""
+        """Node for a value that a subclass handles; None for others."""
         return None
 
     def _container(self, value: object) -> Node:
@@ -317,7 +317,7 @@ class Packer:
         raise Unsavable
 
     def _array(self, array: np.ndarray) -> Node:
-        """The memory that the array is a view of, and where in it the array lies."""
+        """Memory behind the array, and the array's position in it."""
         root = array
         while isinstance(root.base, np.ndarray):
             root = root.base
@@ -345,7 +345,7 @@ class Packer:
 
 
 class Unpacker:
-    """The inverse of `Packer`. Everything mutable is made anew; only spaces and listed objects are changed in place."""
+    """Inverse of `Packer`. Makes everything mutable anew, except for spaces and listed objects, which it changes in place."""
 
     packer: type[Packer] = Packer
 
@@ -359,7 +359,7 @@ class Unpacker:
             self._attribute(present, name, node)
         keep = {*state["saved"], *state["left"]}
         for name in [name for name, value in present.items() if name not in keep and self._savable(value)]:
-            del present[name]  # the environment acquired it in an episode that the saved one has not had
+            del present[name]  # an earlier episode of this environment added it, the saved one did not
 
     def _savable(self, value: object) -> bool:
         try:
@@ -376,7 +376,7 @@ class Unpacker:
             vars(present[name]).update({part: self.node(item) for part, item in node[1].items()})
         else:
             value = self.node(node)
-            # A window, say, stays where the snapshot has None: the saved environment had not drawn yet.
+            # A window, say, stays if the snapshot has None: the saved environment had not drawn yet.
             if value is not None or self._savable(present.get(name)):
                 present[name] = value
 
@@ -406,11 +406,11 @@ class Unpacker:
         return value
 
     def _special(self, node: Node) -> Any:
-        """What a subclass's `Packer` wrote; here, random generators."""
+        """Read a node of a subclass's `Packer`; here, random generators."""
         return new_generator(node)
 
     def _container(self, node: Node, place: int) -> list[Any] | dict[Any, Any] | deque[Any]:
-        # It is known before its items are, since one of them may refer to it.
+        # Registered before its items are read, since one of them may refer to it.
         value: list[Any] | dict[Any, Any] | deque[Any]
         value = deque(maxlen=node[2]) if node[0] == "deque" else {} if node[0] == "dict" else []
         self._seen[place] = value
@@ -432,7 +432,7 @@ class Unpacker:
 
 
 def layers_of(env: gymnasium.Env) -> list[Any]:
-    """The environment, its wrappers from the outside in, and environments that one of them is built around (kitchen, mazes)."""
+    """The environment, its wrappers from the outside in, and environments that one of them wraps (kitchen, mazes)."""
     found: list[Any] = []
     waiting: list[Any] = [env]
     while waiting:

@@ -1,6 +1,6 @@
 """ALFWorld (Shridhar et al. 2021, arXiv:2010.03768): household tasks as text, from ALFRED's scenes.
 
-The games come from ``alfworld-download``; they are played by TextWorld's PDDL engine, one file an episode, chosen by the seed.
+``alfworld-download`` fetches the games; TextWorld's PDDL engine plays them, one file per episode, chosen by the seed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make(
         data: the folder that alfworld-download filled; None: $ALFWORLD_DATA, or ~/.cache/alfworld.
         split: train, valid_seen or valid_unseen, for training seeds.
         held_out_split: for held-out seeds.
-        show_commands: list the commands that are possible, as verl-agent does.
+        show_commands: list the possible commands, as verl-agent does.
 
     Raises MissingExtraError, MissingAssetsError; UserError: an unknown task or split.
     """
@@ -71,18 +71,18 @@ def make(
 
 
 def import_engine() -> Any:
-    """alfworld's environments. Raises MissingExtraError where they, or the PDDL engine below them, are not installed."""
+    """alfworld's environments. Raises MissingExtraError if they, or the PDDL engine below them, are not installed."""
     with from_extra("ALFWorld", "alfworld"):
         importlib.import_module("fast_downward")
         return importlib.import_module("alfworld.agents.environment.alfred_tw_env")
 
 
 def game_files(folder: Path, split: str, task: str) -> list[Path]:
-    """The solvable games of a split, by name. Raises MissingAssetsError where there is none."""
+    """Solvable games of a split, sorted by name. Raises MissingAssetsError if there is none."""
     root = folder / "json_2.1.1" / SPLITS[split]
     found = []
     for path in sorted(root.rglob("game.tw-pddl")):
-        if "movable" in str(path) or "Sliced" in str(path):  # ALFWorld leaves these out as well
+        if "movable" in str(path) or "Sliced" in str(path):  # ALFWorld skips these too
             continue
         kind = json.loads((path.parent / "traj_data.json").read_text(encoding="utf-8")).get("task_type")
         if kind in (TASK_TYPES if task == "all" else (task,)) and json.loads(path.read_text(encoding="utf-8")).get("solvable"):
@@ -111,7 +111,7 @@ class HouseGame(TextGame):
         return self._text()
 
     def step(self, action: str) -> TextTurn:
-        """Reward 1 for a task that is done."""
+        """Play a command; a finished task gives reward 1."""
         command = " ".join(action.split())
         valid = command in (self._state["admissible_commands"] or [])
         self._state, _, done = self._env.step(command)

@@ -13,10 +13,10 @@ from fractions import Fraction
 from embodied_rl.errors import require_known
 
 KINDS = ("auto", "number", "choice", "text")
-"""What an answer is: auto decides by the right answer."""
+"""Kinds of answers; auto decides by the right answer."""
 
 MAX_CHARS = 500
-"""Of an answer that is looked at: a longer one is no answer."""
+"""Most characters of an answer that is examined; a longer one counts as no answer."""
 _MAX_EXPONENT = 1000
 _MARKS = ("final answer is", "final answer:", "the answer is", "answer is", "answer:", "####")
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.)?(?:[eE][-+]?\d{1,4})?")
@@ -25,7 +25,7 @@ _LAST_NUMBER = re.compile(
 )
 _CHOICE = re.compile(r"(?<![A-Za-z0-9])\(?([A-Z])\)?(?![A-Za-z0-9'])")
 _WORDS = re.compile(r"\b[AI]\b(?= (?!or\b|and\b|is\b|does\b|fits\b)[a-z])")
-"""The letters that are words: "A cat", "I think"."""
+"""The letters A and I as words: "A cat", "I think"."""
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _MIXED = re.compile(r"([-+]?)(\d+) (\d+)/(\d+)")
 _UNITS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\{([^{}]*)\}")
@@ -62,8 +62,8 @@ def equal(given: str, wanted: str, *, kind: str = "auto", tolerance: float = 0.0
     """Whether two answers mean the same.
 
     Args:
-        kind: of `KINDS`; auto: a number or a single capital letter, where `wanted` is one.
-        tolerance: of numbers, relative to `wanted` (absolute where that is 0).
+        kind: one of `KINDS`; auto: a number or a single capital letter if `wanted` is one, else text.
+        tolerance: for numbers, relative to `wanted` (absolute if that is 0).
 
     Raises UserError: `kind` is not known.
     """
@@ -79,7 +79,7 @@ def equal(given: str, wanted: str, *, kind: str = "auto", tolerance: float = 0.0
 
 
 def kind_of(wanted: str, kind: str = "auto") -> str:
-    """The kind of a right answer. Raises UserError for a kind that is not known."""
+    """Kind of a right answer. Raises UserError for an unknown kind."""
     require_known(kind, KINDS, f"kind='{kind}' is not a kind of answers.")
     if kind != "auto":
         return kind
@@ -89,7 +89,7 @@ def kind_of(wanted: str, kind: str = "auto") -> str:
 
 
 def number(text: str) -> Fraction | None:
-    """The number that a text is, exactly; None: it is none. There may be a unit behind it, a currency or a name (``x = 3``) before it."""
+    """Exact number that a text states; None: it states none. A unit may follow, and a currency or a name (``x = 3``) may precede it."""
     text = _without_decoration(text)
     text = text.rpartition("=")[2].strip() if text.count("=") == 1 else text
     if len(text) > MAX_CHARS:
@@ -104,7 +104,7 @@ def number(text: str) -> Fraction | None:
 
 
 def choice(text: str) -> str | None:
-    """The letter of a choice: "B", "(b)", "b.", "B) four" and "option B"; None: there is none, or there are several."""
+    """Letter of a choice: "B", "(b)", "b.", "B) four" and "option B"; None: none, or several."""
     text = _without_decoration(text)
     if (single := re.fullmatch(r"\(?([A-Za-z])\s*[).:]?", text)) is not None:
         return single.group(1).upper()
@@ -115,7 +115,7 @@ def choice(text: str) -> str | None:
 
 
 def plain(text: str) -> str:
-    """A text without LaTeX's decorations, case, spaces and a full stop at its end."""
+    """Text without LaTeX's decorations, case, spaces and a final full stop."""
     text = _without_decoration(text).removesuffix(".")
     return re.sub(r"\s+", "", text.replace("\\ ", "")).casefold()
 
@@ -183,7 +183,7 @@ def _is(text: str, kind: str) -> bool:
 
 
 def _named(text: str, kind: str, *, first: bool) -> str | None:
-    """The last number, letter or line of a text; the first one where the text follows "the answer is"."""
+    """The last number, letter or line of a text, or the first one if the text follows "the answer is"."""
     if kind == "number":
         found = [number.group().strip() for number in _LAST_NUMBER.finditer(text) if any(letter.isdigit() for letter in number.group())]
     elif kind == "choice":

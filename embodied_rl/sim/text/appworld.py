@@ -38,8 +38,8 @@ def make(
     Args:
         task: data set of training seeds.
         held_out: data set of held-out seeds.
-        partial_reward: the share of a task's tests that pass; False: 1 if all do.
-        max_turns: blocks of code, until an episode is cut (and judged).
+        partial_reward: reward the share of a task's tests that pass; False: 1 if all do.
+        max_turns: blocks of code after which an episode is truncated (and judged).
         experiment: name of AppWorld's folder of outputs.
 
     Raises MissingExtraError, MissingAssetsError; UserError: an unknown data set.
@@ -59,16 +59,16 @@ def make(
 
 
 def import_appworld() -> Any:
-    """The package. Raises MissingExtraError where it is not installed."""
+    """Import the package. Raises MissingExtraError if it is not installed."""
     with from_extra("AppWorld", "appworld"):
         return importlib.import_module("appworld")
 
 
 def task_ids(appworld: Any, dataset: str) -> list[str]:
-    """Ids of a data set. Raises MissingAssetsError where it is not here."""
+    """Ids of a data set. Raises MissingAssetsError if it is missing."""
     try:
         found = list(appworld.load_task_ids(dataset))
-    except Exception as error:  # AppWorld says it in several ways
+    except Exception as error:  # AppWorld reports it in several ways
         raise MissingAssetsError(
             f"AppWorld's data set '{dataset}' cannot be read ({type(error).__name__}: {error}). Fetch it: {_FETCH}.", _FETCH
         ) from error
@@ -97,7 +97,7 @@ class AppGame(TextGame):
         return f"{INSTRUCTION}\nYour supervisor is {who}.\nTask: {self._world.task.instruction}"
 
     def step(self, action: str) -> TextTurn:
-        """An action is a block of code, with or without a Markdown fence."""
+        """Run a block of code, with or without a Markdown fence."""
         self._turns += 1
         output = str(self._world.execute(code_of(action)))
         done = bool(self._world.task_completed())
@@ -110,7 +110,7 @@ class AppGame(TextGame):
         return TextTurn(output, reward, terminated=done, truncated=not done, success=success, info={"passed": float(share)})
 
     def sample_action(self, random: np.random.Generator) -> str:
-        """Looks into the documentation."""
+        """An action that reads the documentation."""
         return "print(apis.api_docs.show_app_descriptions())"
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class AppGame(TextGame):
 
 
 def code_of(action: str) -> str:
-    """The code of an answer: what stands in its first fence of Markdown, else all of it."""
+    """Code of an answer: the contents of its first Markdown fence, else the whole answer."""
     _, fence, rest = action.partition("```")
     if not fence:
         return action

@@ -1,6 +1,6 @@
-"""Programs as answers, run against tests in the sandbox: what a program must print, or what its functions must give.
+"""Programs as answers, run against tests in the sandbox: the tests check what a program prints, or what its functions return.
 
-Right values never enter the program's process: they are compared here.
+Expected values never enter the program's process; they are compared here.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from embodied_rl.sim.text.tasks import TaskSim, TextTask
 from embodied_rl.specs import Json
 
 Score = Literal["all", "share"]
-"""all: 1 for a program that passes every test, else 0. share: the share of tests that it passes."""
+"""all: 1 for a program that passes every test, else 0. share: the share of passed tests."""
 
 _BLOCK = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _TOLERANCE = 1e-6
 _SHOWN = 300
-"""Characters of a value that feedback shows."""
+"""Most characters of a value in feedback."""
 _HARNESS = """
 import sys
 names = {{"__name__": "solution"}}
@@ -44,7 +44,7 @@ for number, call in enumerate({calls!r}):
 
 @dataclass(frozen=True)
 class CodeTest:
-    """One test: a call and its value, or an input and what the program prints."""
+    """One test: a call and its value, or an input and the expected output."""
 
     call: str | None = None
     result: Json = None
@@ -53,7 +53,7 @@ class CodeTest:
 
     @property
     def wanted(self) -> str:
-        """For the agent."""
+        """The expectation in words for the agent."""
         if self.call is not None:
             return f"{self.call} must give {_short(repr(self.result))}"
         return f"the input {_short(repr(self.stdin))} must print {_short(repr(self.stdout))}"
@@ -61,7 +61,7 @@ class CodeTest:
 
 @dataclass(frozen=True)
 class CodeProblem:
-    """What is asked, and how an answer is tested."""
+    """A question, and the tests of its answers."""
 
     text: str
     tests: tuple[CodeTest, ...]
@@ -69,11 +69,11 @@ class CodeProblem:
 
 @dataclass(frozen=True)
 class CodeReport:
-    """What the tests say."""
+    """Result of the tests."""
 
     passed: tuple[bool, ...]
     first_failure: str
-    """What the first test that failed wanted and got; empty: all passed."""
+    """Expected and actual value of the first failed test; empty: all passed."""
 
     @property
     def share(self) -> float:
@@ -81,13 +81,13 @@ class CodeReport:
 
 
 def program_of(answer: str) -> str:
-    """The last block of Python between triple backticks, or the whole answer where there is none."""
+    """Last block of Python between triple backticks, or the whole answer if there is none."""
     blocks = _BLOCK.findall(answer)
     return blocks[-1] if blocks else answer
 
 
 def run_tests(code: str, tests: Sequence[CodeTest], limits: PythonLimits, level: Level, *, network: bool = False) -> CodeReport:
-    """Run a program against tests: all calls in one process, each input in a separate one. `level`: the sandbox's."""
+    """Run a program against tests: all calls in one process, each input in a separate one. `level`: protection of the sandbox."""
 
     def run(source: str, stdin: str = "") -> ProgramEnd:
         return run_program(source, limits, level, network=network, stdin=stdin, separate=True)
@@ -106,8 +106,8 @@ def run_tests(code: str, tests: Sequence[CodeTest], limits: PythonLimits, level:
 
 
 def _call(run: Callable[..., ProgramEnd], code: str, calls: list[str], limits: PythonLimits) -> list[tuple[str, str]]:
-    """(value as Python writes it, why there is none) of each call."""
-    mark = secrets.token_hex(16)  # what a program prints by itself is no result
+    """(value in Python's notation, reason why there is none) of each call."""
+    mark = secrets.token_hex(16)  # distinguishes results from the program's own output
     ended = run(_HARNESS.format(code=code, calls=calls, mark=mark))
     found: dict[int, str] = {}
     for line in ended.output.splitlines():
@@ -120,7 +120,7 @@ def _call(run: Callable[..., ProgramEnd], code: str, calls: list[str], limits: P
 
 
 def _print(run: Callable[..., ProgramEnd], code: str, test: CodeTest, limits: PythonLimits) -> str:
-    """Why a test of what is printed failed; empty: it passed."""
+    """Reason why a test of printed output failed; empty: it passed."""
     ended = run(code, test.stdin)
     if ended.timed_out or ended.status != 0:
         return f"{test.wanted}; {_short(_why(ended, limits))}"
@@ -147,7 +147,7 @@ def _same(written: str, wanted: Json) -> bool:
 
 
 def _equal(given: object, wanted: Json) -> bool:
-    """As JSON knows values: tuples are lists; numbers to a millionth; true is not 1."""
+    """Compare as JSON values: tuples are lists; numbers agree to a millionth; true is not 1."""
     if isinstance(given, bool) or isinstance(wanted, bool):
         return given is wanted
     if isinstance(given, (int, float)) and isinstance(wanted, (int, float)):
@@ -189,12 +189,11 @@ class CodeTask(TextTask):
         sandbox: str = "landlock",
         show_tests: bool = True,
     ) -> None:
-        """
-        Args:
-            timeout_s: of one run; all calls of a problem are one run.
-            allow_network: programs may use the network; all else is held back as without.
-            sandbox: the weakest protection that will do (`embodied_rl.sandbox.box`).
-            show_tests: the first failing test is shown before the next attempt.
+        """Args:
+            timeout_s: seconds for one run; all calls of a problem are one run.
+            allow_network: programs may use the network; all other limits stay.
+            sandbox: weakest acceptable protection (`embodied_rl.sandbox.box`).
+            show_tests: show the first failed test before the next attempt.
 
         Raises UserError: a number out of its range, or this machine's protection is weaker than `sandbox`.
         """
@@ -254,8 +253,8 @@ def make(
 
     Args:
         path: a .jsonl file of {"question": text, "tests": [test, …]}; a test is {"call": "add(1, 2)", "result": 3} or
-            {"stdin": text, "stdout": text}. None: a few examples of ours.
-        attempts, score, timeout_s, memory_mb, allow_network, sandbox, show_tests: of `CodeTask`.
+            {"stdin": text, "stdout": text}. None: a few of our own examples.
+        attempts, score, timeout_s, memory_mb, allow_network, sandbox, show_tests: see `CodeTask`.
 
     Raises UserError: the file cannot be read, a line is not a problem, or this machine's protection is weaker than `sandbox`.
     """

@@ -1,7 +1,7 @@
 """FrozenLake as a text game: walk over the ice to the goal without falling into a hole; a new map for every seed.
 
-The rules are those of gymnasium's toy game; maps are random, 4 × 4 to 8 × 8, and always have a way. Letters: P the player, G the goal,
-H a hole, ``.`` ice.
+The rules are those of gymnasium's toy game; maps are random, 4 × 4 to 8 × 8, and always solvable. Letters: P the player, G the goal, H a
+hole, ``.`` ice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from embodied_rl.sim.text import grid_games as grid
 INSTRUCTION = "P is you. Walk over the ice (.) to G and keep out of the holes (H). Answer with one word: up, down, left or right."
 COLOURS = {".": (214, 234, 248), "H": (52, 73, 94), "G": (130, 224, 170), "P": (245, 176, 65)}
 STEPS_PER_SIDE = 4
-"""An episode is cut after so many steps for each cell of a side."""
+"""Steps per cell of a side after which an episode is truncated."""
 _TRIES = 1000
 
 
@@ -42,11 +42,11 @@ def make(
     Args:
         size: cells of a side, 4 to 8; a pair draws it anew for each episode.
         hole_share: probability that a cell is a hole.
-        slippery: a move goes where it should in one of three cases, and to one of the two sides otherwise.
-        num_maps: play these many maps again and again, whatever the seed; None: a new one for every seed.
-        hole_reward: for falling into a hole; the goal gives 1.
-        hints: a line below the board says what lies on each side of the player, and how far the goal is down and to the right.
-        picture_size: observations also hold ``rgb``, the board as a picture of about so many pixels a side; None: they do not.
+        slippery: a move goes in its direction in one of three cases, and to one of the two sides otherwise.
+        num_maps: number of maps that repeat, whatever the seed; None: a new one for every seed.
+        hole_reward: reward for falling into a hole; the goal gives 1.
+        hints: add a line below the board with the cells on each side of the player, and the distance to the goal.
+        picture_size: also observe ``rgb``, the board as a picture of about so many pixels a side; None: no picture.
 
     Raises UserError: a value out of its range.
     """
@@ -88,7 +88,7 @@ class FrozenLake(grid.GridGame):
         self._goal: grid.Cell = (3, 3)
 
     def reset(self, seed: int) -> None:
-        """A map whose goal is at least a side's length away on foot."""
+        """Draw a map whose goal is at least a side's length of steps away."""
         self._random = np.random.default_rng(seed if self._num_maps is None else seed % self._num_maps)
         size = grid.choose_size(self._size, self._random, least=4, most=8, name="FrozenLake")
         for _ in range(_TRIES):
@@ -133,7 +133,7 @@ class FrozenLake(grid.GridGame):
 
 
 def shortest_path(holes: np.ndarray, start: grid.Cell, goal: grid.Cell) -> list[str] | None:
-    """Words of a shortest way around the holes [H, W] bool; None: there is none."""
+    """Words of a shortest path around the holes [H, W] bool; None: there is none."""
 
     def after(here: grid.Cell, move: grid.Cell) -> grid.Cell | None:
         there = grid.add(here, move)
@@ -144,7 +144,7 @@ def shortest_path(holes: np.ndarray, start: grid.Cell, goal: grid.Cell) -> list[
 
 
 def player(observation: str) -> str:
-    """The scripted player: the next word of a shortest way on the board that it is shown. Raises ValueError for another text."""
+    """Scripted player: the next word of a shortest path on the shown board. Raises ValueError for another text."""
     letters = grid.board_of(observation)
     (start,), (goal,) = (list(zip(*np.nonzero(letters == letter), strict=True)) for letter in "PG")
     path = shortest_path(letters == "H", (int(start[0]), int(start[1])), (int(goal[0]), int(goal[1])))

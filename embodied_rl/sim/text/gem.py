@@ -1,8 +1,8 @@
 """GEM (Liu et al. 2025, "GEM: A Gym for Agentic LLMs", arXiv:2510.01051): games and reasoning tasks in text.
 
-An observation is the part ``text``, an action a string; what counts in it is what stands inside ``\\boxed{}``. No torch and no
-tokenizer is needed here. `make_rock` has the games run in ROCK's sandboxes ("ROCK", Alibaba 2025) instead, by its routes
-``POST /apis/v1/envs/gem/{make,reset,step,close}``; texts, turns and successes are put together as for games in this process.
+An observation is the part ``text``, an action a string of which only the contents of ``\\boxed{}`` count. This module needs neither torch
+nor a tokenizer. `make_rock` runs the games in ROCK's sandboxes ("ROCK", Alibaba 2025) instead, through the routes ``POST
+/apis/v1/envs/gem/{make,reset,step,close}``; texts, turns and successes are computed as for games in this process.
 """
 
 from __future__ import annotations
@@ -35,32 +35,31 @@ if TYPE_CHECKING:
 
 
 OFFLINE_FAMILIES = ("game", "rg")
-"""Environments that make their own problems: GEM's games, and the procedural data sets of reasoning-gym. The others (math, code,
-qa, logic, eval) read data sets from a model hub."""
+"""Families that make their own problems: GEM's games, and the procedural data sets of reasoning-gym. The others (math, code, qa, logic,
+eval) read data sets from a model hub."""
 
 NEEDS_WORD_LIST = ("Wordle", "Hangman", "WordSearch")
-"""Games that read nltk's corpus "words", which no package brings."""
+"""Games that read nltk's corpus "words", which no package includes."""
 
 NEEDS_SAT_SOLVER = "rg:zebra_puzzles"
-"""Solves with pycosat, which comes as source code in C."""
+"""Task that needs pycosat, which is distributed as C source."""
 
 BROKEN = {
     "game:Crosswords-v0-random": "GEM 0.1.0 looks for words before it has drawn how hard they are",
     "game:FifteenPuzzle-v0-random": "GEM 0.1.0 computes with its number of rows before it has drawn one",
     "rg:composite": "reasoning-gym asks for a list of data sets here, and GEM 0.1.0 has no way to give one",
 }
-"""Registered ids that cannot be made, and why."""
+"""{registered id that cannot be made: the reason}."""
 
 
 HASH_ORDERED = frozenset({"rg:isomorphic_strings", "rg:polynomial_multiplication", "rg:ransom_note"})
-"""Tasks whose questions follow the order of sets of strings, which every Python process shuffles in its own way unless
-PYTHONHASHSEED is fixed."""
+"""Tasks whose questions depend on the order of sets of strings, which differs between Python processes unless PYTHONHASHSEED is fixed."""
 
 
 def registered() -> Mapping[str, EnvSpec]:
-    """GEM's registry, id → specification. Raises MissingExtraError where GEM is not installed. The first call takes a second."""
+    """GEM's registry, id → specification. Raises MissingExtraError if GEM is not installed. The first call takes a second."""
     if not has_sat_solver():
-        sys.modules.setdefault("pycosat", ModuleType("pycosat"))  # reasoning-gym imports it for the one task that solves with it
+        sys.modules.setdefault("pycosat", ModuleType("pycosat"))  # reasoning-gym imports it for a single task
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -70,7 +69,7 @@ def registered() -> Mapping[str, EnvSpec]:
         version = "GEM" if sys.version_info < (3, 12) else "GEM, which wants Python 3.11 or older,"
         raise MissingExtraError(version, "text", error) from error
     finally:
-        # Importing GEM configures the process's logging, which is not a library's to decide.
+        # Importing GEM configures the process's logging; undo that.
         root.handlers[:] = handlers
         root.setLevel(level)
     assert gem.envs
@@ -78,7 +77,7 @@ def registered() -> Mapping[str, EnvSpec]:
 
 
 def tasks() -> list[str]:
-    """Ids of the environments that need nothing which is not here, sorted. Raises MissingExtraError where GEM is not installed."""
+    """Ids of the environments that run with what is installed, sorted. Raises MissingExtraError if GEM is not installed."""
     known = registered()
     without = () if word_list_installed() else NEEDS_WORD_LIST
     solvable = has_sat_solver()
@@ -93,18 +92,18 @@ def tasks() -> list[str]:
 
 
 def same_in_every_process(task: str) -> bool:
-    """Whether a seed means the same question in another process as in this one."""
+    """Whether a seed gives the same question in every process."""
     return task not in HASH_ORDERED or os.environ.get("PYTHONHASHSEED", "random") not in ("", "random")
 
 
 def has_sat_solver() -> bool:
-    """Whether pycosat itself is here, and not what stands in for it."""
+    """Whether the real pycosat is installed, not its placeholder."""
     found = sys.modules.get("pycosat")
     return importlib.util.find_spec("pycosat") is not None if found is None else hasattr(found, "itersolve")
 
 
 def word_list_installed() -> bool:
-    """Whether nltk finds its corpus "words", without asking the network (GEM's games would)."""
+    """Whether nltk finds its corpus "words" locally (GEM's games would use the network)."""
     import nltk
 
     for place in ("corpora/words", "corpora/words.zip"):
@@ -117,7 +116,7 @@ def word_list_installed() -> bool:
 
 
 def require(task: str) -> None:
-    """Refuse a task that cannot be made here.
+    """Reject a task that cannot be made here.
 
     Raises MissingExtraError, MissingAssetsError; UserError: the id is unknown, or known not to work.
     """
@@ -142,10 +141,10 @@ def require(task: str) -> None:
 HISTORIES = ("none", "observations", "conversation")
 
 _FIXED = frozenset({"env_id", "entry_point", "word_list", "words"})
-"""Attributes of a game that its construction sets and nothing changes."""
+"""Attributes of a game that its constructor sets and nothing changes."""
 
 _TOLERANCE = 1e-6
-"""Rewards for progress are fractions; their sum is 1 only up to rounding."""
+"""Tolerance for the sum of a game's rewards, which are fractions and add up to 1 only up to rounding."""
 
 
 def make(
@@ -161,10 +160,10 @@ def make(
 
     Args:
         task: id such as "game:GuessTheNumber-v0-easy" or "rg:basic_arithmetic".
-        history: what the text holds: "none", the reply to the last action (and the board, where the game shows one); "observations",
+        history: contents of the text: "none", the reply to the last action (and the board, if the game shows one); "observations",
             all replies so far; "conversation", all replies and actions so far.
-        success_return: an episode succeeds when the sum of its rewards reaches this at its end. GEM's games give 1 in all for
-            a game that is won and less otherwise, reasoning-gym 1 for a right answer.
+        success_return: an episode succeeds if the sum of its rewards reaches this at its end. GEM's games give 1 in all for
+            a won game and less otherwise, reasoning-gym 1 for a right answer.
         **kwargs: GEM's own, such as ``max_turns`` of a game, or ``size`` and ``seed`` of a reasoning data set.
 
     Raises MissingExtraError, MissingAssetsError; UserError: unknown task or argument.
@@ -176,7 +175,7 @@ def make(
 
 @dataclass
 class _Episode:
-    """What is ours about the running episode of one environment."""
+    """Adapter's data about one environment's running episode."""
 
     replies: list[str] = field(default_factory=list)
     actions: list[str] = field(default_factory=list)
@@ -185,15 +184,15 @@ class _Episode:
 
 
 class GemSim(TurnSim):
-    """See `make`. An episode is a function of its seed and actions: GEM draws from the process-wide random generators, so every
-    environment has its own state of these, and `GemSim` first puts back what an environment carries from one episode to the next.
+    """GEM environments; see `make`. An episode is a function of its seed and actions: GEM draws from the process-wide random generators, so
+    every environment has its own state of these, and `GemSim` first resets what an environment carries over from earlier episodes.
 
-    ``terminated`` is GEM's; its turn limits are rules of the game, which the player reads, and so terminate the episode:
-    ``truncated`` is set only where GEM truncates without terminating.
+    ``terminated`` is GEM's. Its turn limits are rules of the game that the player reads, so they terminate the episode: ``truncated`` is
+    set only if GEM truncates without terminating.
     """
 
     def __init__(self, task: str, num_envs: int, history: str, success_return: float, kwargs: Mapping[str, Any], **room_bytes: Any) -> None:
-        """`room_bytes`: of texts, see `TurnSim`."""
+        """`room_bytes`: sizes of texts, see `TurnSim`."""
         self._random = [PrivateRandom() for _ in range(num_envs)]
         self._history, self._success_return = history, success_return
         self._family = task.partition(":")[0]
@@ -209,7 +208,7 @@ class GemSim(TurnSim):
         )
 
     def sample_action(self, env_id: int, seed: int) -> str:
-        """A random action in the form that the task asks for; the episode is left as it is.
+        """Random action in the task's format; does not change the episode.
 
         Games: a move that may break a rule. reasoning-gym: the right answer of a random question of the data set. Others: nothing boxed.
         """
@@ -217,10 +216,10 @@ class GemSim(TurnSim):
             return _random_action(self.envs[env_id])
 
     def _begin(self, env_id: int, seed: int) -> str:
-        env, seed = self.envs[env_id], seed % 2**31  # numpy takes 32 bits, and Sokoban counts on from the seed
+        env, seed = self.envs[env_id], seed % 2**31  # numpy takes 32 bits, and Sokoban adds to the seed
         if hasattr(env, "idx"):
-            env.idx = 0  # reasoning-gym's adapter makes another data set after as many episodes as the first one has questions
-        with self._random[env_id].active(seed), redirect_stdout(io.StringIO()):  # some draw dots while they search
+            env.idx = 0  # reasoning-gym's adapter makes another data set after as many episodes as the first has questions
+        with self._random[env_id].active(seed), redirect_stdout(io.StringIO()):  # some print dots while they search
             reply, info = env.reset(seed=seed)
         self._episodes[env_id] = _Episode(replies=[reply])
         return self._text(env_id, info)
@@ -250,12 +249,12 @@ class GemSim(TurnSim):
         }
 
     def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
-        """Raises SnapshotError for a game saved by another version of GEM, or what is no game's state."""
+        """Restore a saved game. Raises SnapshotError for another version of GEM, or an invalid state."""
         self._require_snapshots()
         if saved["gem"] != version("gem-llm"):
             raise SnapshotError(f"Snapshot is of GEM {saved['gem']} and cannot be restored into GEM {version('gem-llm')}.")
         own, taken = vars(self.envs[env_id]), saved["env"]
-        if not self._episodes[env_id].replies and taken.keys() - own.keys():  # a new environment lacks what its first reset sets
+        if not self._episodes[env_id].replies and taken.keys() - own.keys():  # a new environment lacks attributes that its first reset sets
             with self._random[env_id].active(0), redirect_stdout(io.StringIO()):
                 self.envs[env_id].reset(seed=0)
         if strange := taken.keys() - (own.keys() - _FIXED):
@@ -273,7 +272,7 @@ class GemSim(TurnSim):
         import gem
 
         try:
-            with generator.active(0):  # games draw a first problem when they are made
+            with generator.active(0):  # games draw a first problem in their constructor
                 return gem.make(task, **kwargs)
         except (UserError, MemoryError):
             raise
@@ -291,7 +290,7 @@ class GemSim(TurnSim):
             raise SnapshotError(f"GEM task '{self.spec.task}' has no snapshot: an episode is taken up again by its seed and actions.")
 
     def _text(self, i: int, info: Mapping[str, Any]) -> str:
-        """Replies on lines of their own, then the suffix, which holds the board in games that have one."""
+        """Replies on separate lines, then the suffix, which contains the board in games that have one."""
         episode = self._episodes[i]
         if self._history == "conversation":
             lines = [text for pair in zip(episode.replies, [*episode.actions, ""], strict=True) for text in pair]
@@ -302,7 +301,7 @@ class GemSim(TurnSim):
 
 
 def _turn_limit(family: str, env: Env | Sandbox) -> int | None:
-    """Most steps of an episode; None where it is drawn anew for each."""
+    """Most steps of an episode; None if each episode draws it."""
     if family == "rg":
         return 1
     own = vars(env)
@@ -311,7 +310,7 @@ def _turn_limit(family: str, env: Env | Sandbox) -> int | None:
 
 
 def _check_arguments(task: str, specification: EnvSpec, kwargs: Mapping[str, Any]) -> None:
-    """GEM's environments swallow arguments that they do not know. Raises UserError naming those."""
+    """Raise UserError naming unknown arguments, which GEM's environments ignore."""
     import inspect
 
     entry = specification.entry_point
@@ -324,14 +323,14 @@ def _check_arguments(task: str, specification: EnvSpec, kwargs: Mapping[str, Any
 
 def _random_action(env: Env) -> str:
     if hasattr(env, "ds"):
-        answer = str(env.ds[random.randrange(len(env.ds))]["answer"])  # None where a question has more than one
+        answer = str(env.ds[random.randrange(len(env.ds))]["answer"])  # None if a question has more than one
     elif type(env).__name__ == "SudokuEnv":
         answer = " ".join(str(random.randint(1, env.scale)) for _ in range(3))
     elif type(env).__name__ == "TowerofHanoiEnv":
         answer = " ".join(random.sample("ABC", 2))
     else:
         try:
-            answer = env.sample_random_action().replace("[", "").replace("]", "")  # Crosswords and WordSearch box a list, and refuse it
+            answer = env.sample_random_action().replace("[", "").replace("]", "")  # Crosswords and WordSearch box a list, and reject it
         except NotImplementedError:
             return ""
     return answer if "\\boxed{" in answer else f"\\boxed{{{answer}}}"
@@ -366,8 +365,8 @@ def make_rock(
 class RockSim(GemSim):
     """`GemSim` whose environments are sandboxes. See `make_rock`.
 
-    ROCK's routes know no request numbers, so that a step whose answer is lost is not sent again: the worker fails, and the manager takes
-    its episodes up.
+    ROCK's routes have no request numbers, so a step whose answer is lost is not sent again: the worker fails, and the manager resumes its
+    episodes.
     """
 
     def __init__(self, client: JsonClient, task: str, num_envs: int, history: str, success_return: float, **room_bytes: Any) -> None:
@@ -378,15 +377,15 @@ class RockSim(GemSim):
         except BaseException:
             self.close()
             raise
-        # A game begins anew from its seed; of other environments it is not known.
+        # A game restarts from its seed; for other environments this is unknown.
         self.spec = replace(self.spec, snapshots="replay" if self._family == "game" else "none", max_episode_steps=None)
 
     def sample_action(self, env_id: int, seed: int) -> str:
-        """Raises UserError: the game, which knows its moves, is not here."""
+        """Raises UserError: the game, which knows its moves, runs elsewhere."""
         raise UserError(f"ROCK cannot draw a random move of '{self.spec.task}': the game is behind {self._client.url}.")
 
     def close(self) -> None:
-        """Close the sandboxes; one that cannot be reached is left to the server."""
+        """Close the sandboxes; unreachable ones are left to the server."""
         sandboxes, self._sandboxes, self.envs = self._sandboxes, [], []
         for sandbox in sandboxes:
             try:
@@ -405,7 +404,7 @@ class Sandbox:
     """One environment of the service, with GEM's own interface."""
 
     def __init__(self, client: JsonClient, task: str) -> None:
-        """Make it. Raises UserError when the server refuses."""
+        """Make the environment. Raises UserError if the server refuses."""
         self._client = client
         try:
             answer = client.call("POST", f"{_ROUTES}/make", {"env_id": task}, repeat=False, deadline_s=_MAKE_S)
@@ -431,7 +430,7 @@ class Sandbox:
             raise RemoteFault("bad_response", f"A step's answer of {self._client.url} is malformed: {error!r}") from error
 
     def close(self) -> None:
-        """Raises RemoteFault where the server cannot be reached."""
+        """Close the environment. Raises RemoteFault if the server is unreachable."""
         self._client.call("POST", f"{_ROUTES}/close", {"sandbox_id": self.sandbox_id}, deadline_s=2.0)
 
     def _ask(self, route: str, body: Mapping[str, Any], *, repeat: bool) -> dict[str, Any]:
@@ -444,6 +443,6 @@ class Sandbox:
 
 
 def _result(answer: Answer) -> dict[str, Any]:
-    """Newer servers put what older ones answer into ``result``, beside a status of their own."""
+    """Content of an answer, which newer servers put into ``result`` beside a status."""
     inner = answer.body.get("result")
     return inner if isinstance(inner, dict) else answer.body

@@ -1,4 +1,4 @@
-"""Games on a grid, observed and played as text: what our own text games share. Numpy only; pictures are drawn with Pillow."""
+"""Games on a grid as text: the shared parts of our own text games. Numpy only; Pillow draws the pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from embodied_rl.types import StepBuffers, VariableSpec
 
 Node = TypeVar("Node", bound=Hashable)
 Cell = tuple[int, int]
-"""(row, column), from the upper left corner."""
+"""(row, column) from the upper left corner."""
 
 MOVES: dict[str, Cell] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 """{word: change of (row, column)}"""
@@ -26,32 +26,32 @@ _TEXT_BYTES = 2**12
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one move."""
+    """Result of one move."""
 
     reward: float
     terminated: bool
     success: bool
     valid: bool
-    """False: the word was no move; nothing happened."""
+    """Whether the word was a move; False: nothing happened."""
 
 
 class GridGame(ABC):
-    """One game; the simulator around it does the rest."""
+    """Rules of one game, without the simulator around it."""
 
     @abstractmethod
     def reset(self, seed: int) -> None:
-        """Begin the game that this seed means."""
+        """Begin the game of this seed."""
 
     @abstractmethod
     def step(self, word: str) -> Outcome:
-        """Play one word of `MOVES`; any other word leaves everything as it is."""
+        """Play one word of `MOVES`; any other word changes nothing."""
 
     @abstractmethod
     def text(self) -> str:
-        """The board, a line for each row."""
+        """Board with one line per row."""
 
     def hint(self) -> str:
-        """What lies around the player and where the goal is, in one line with spaces; empty where the board says all."""
+        """Player's surroundings and the goal's position in one line with spaces; empty if the board shows everything."""
         return ""
 
     @abstractmethod
@@ -60,13 +60,14 @@ class GridGame(ABC):
 
     @abstractmethod
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave."""
+        """Continue from a `state`."""
 
 
 class GridSim(TurnSim):
     """`num_envs` grid games in this process: text in, text out.
 
-    An action is one word; spaces around it and its case do not matter. A word that is no move costs a step, and ``info["valid"]`` says so.
+    An action is one word; surrounding spaces and case do not matter. A word that is no move costs a step, and sets ``info["valid"]`` to
+    False.
     """
 
     def __init__(
@@ -82,11 +83,10 @@ class GridSim(TurnSim):
         render_size: int = 256,
         picture_size: int | None = None,
     ) -> None:
-        """
-        Args:
-            picture_size: observations also hold ``rgb``, a picture whose longer side has about so many pixels; None: they do not.
-            colours: {letter of `GridGame.text`: colour of its tile} for pictures.
-            hints: `GridGame.hint` stands below the board.
+        """Args:
+        picture_size: also observe ``rgb``, a picture whose longer side has about so many pixels; None: no picture.
+        colours: {letter of `GridGame.text`: colour of its tile} for pictures.
+        hints: show `GridGame.hint` below the board.
         """
         self._hints = hints
         self._games = [make() for _ in range(num_envs)]
@@ -107,7 +107,7 @@ class GridSim(TurnSim):
         return list(MOVES)[int(np.random.default_rng(seed).integers(len(MOVES)))]
 
     def render(self, env_id: int) -> np.ndarray:
-        """[H, W, 3] uint8: a coloured tile for each letter of the board, with the letter on it."""
+        """[H, W, 3] uint8: a coloured tile with its letter for each cell of the board."""
         return draw_board(self._games[env_id].text(), self._colours, self._render_size)
 
     def _begin(self, env_id: int, seed: int) -> str:
@@ -140,12 +140,12 @@ class GridSim(TurnSim):
             return {}
         if not 8 <= size <= 1024:
             raise UserError(f"picture_size must be between 8 and 1024 pixels or null, got {size}.")
-        # A tile has at least four pixels a side, whatever is asked for.
+        # A tile has at least four pixels a side, whatever the requested size.
         return {"rgb": VariableSpec("array", 3 * max(size, 64) ** 2)}
 
 
 def draw_board(text: str, colours: Mapping[str, tuple[int, int, int]], size: int) -> np.ndarray:
-    """A picture [H, W, 3] uint8 of a board of letters whose longer side has about `size` pixels; letters without a colour are grey."""
+    """Picture [H, W, 3] uint8 of a board of letters whose longer side has about `size` pixels; letters without a colour are grey."""
     from PIL import Image, ImageDraw, ImageFont
 
     rows = text.splitlines()
@@ -165,7 +165,7 @@ def draw_board(text: str, colours: Mapping[str, tuple[int, int, int]], size: int
 
 
 def board_of(observation: str) -> np.ndarray:
-    """[H, W] letters of what a player was shown, a hint left out."""
+    """[H, W] letters of a shown board, without the hint."""
     return np.array([list(line) for line in observation.splitlines() if line and " " not in line])
 
 
@@ -180,7 +180,7 @@ def look_around(letters: np.ndarray, here: Cell, distance: int = 1) -> str:
 
 
 def way_to(here: Cell, there: Cell) -> str:
-    """``down 2 left 1``, and ``down 0`` where nothing is to be gone."""
+    """``down 2 left 1``, with ``down 0`` for no distance."""
     rows, columns = there[0] - here[0], there[1] - here[1]
     return f"{'up' if rows < 0 else 'down'} {abs(rows)} {'left' if columns < 0 else 'right'} {abs(columns)}"
 
@@ -191,7 +191,7 @@ def add(cell: Cell, move: Cell) -> Cell:
 
 
 def shortest_way(start: Node, arrived: Callable[[Node], bool], after: Callable[[Node, Cell], Node | None]) -> list[str] | None:
-    """Words of a shortest way, found breadth first; None: there is none. `after`: where a move leads; None: it cannot be made."""
+    """Words of a shortest path, found breadth first; None: there is none. `after`: result of a move; None: it is impossible."""
     came_from: dict[Node, tuple[Node, str]] = {}
     queue, seen = deque([start]), {start}
     while queue:
@@ -212,7 +212,7 @@ def shortest_way(start: Node, arrived: Callable[[Node], bool], after: Callable[[
 
 
 def choose_size(size: int | Sequence[int], random: np.random.Generator, *, least: int, most: int, name: str) -> int:
-    """A number, or one drawn from (smallest, largest). Raises UserError outside of `least` … `most`."""
+    """A number, or one drawn from (smallest, largest). Raises UserError outside `least` … `most`."""
     low, high = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
     if not least <= low <= high <= most:
         raise UserError(f"{name}: size must be between {least} and {most}, or a pair of these, got {size}.")
@@ -220,5 +220,5 @@ def choose_size(size: int | Sequence[int], random: np.random.Generator, *, least
 
 
 def largest(size: int | Sequence[int]) -> int:
-    """The largest side that `choose_size` may draw."""
+    """Largest side that `choose_size` may draw."""
     return size if isinstance(size, int) else int(size[-1])

@@ -1,7 +1,7 @@
-"""Answers that a judge scores: a model behind an OpenAI-compatible HTTP server, asked with retries and deadlines.
+"""Answers scored by a judge, a model behind an OpenAI-compatible HTTP server, with retries and deadlines.
 
-A judge that cannot be reached, or does not answer as it is asked to, is never a bad mark: the episode ends with a typed failure
-(``info["failure"]``) and is not learned from.
+A judge that is unreachable or gives no valid answer never counts as a bad mark: the episode ends with a typed failure (``info["failure"]``)
+and is excluded from learning.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from embodied_rl.sim.text.questions import read_rows
 from embodied_rl.sim.text.tasks import TaskSim, TextTask
 
 JudgeFailureKind = Literal["timeout", "connection", "rejected", "server_error", "bad_response", "no_score"]
-"""rejected: the server refuses (4xx). server_error: 5xx after the last attempt. bad_response: not what the protocol promises.
-no_score: the judge's words hold no score between 0 and `max_score`."""
+"""rejected: the server refuses (4xx). server_error: 5xx after the last attempt. bad_response: violates the protocol. no_score: the judge's
+text has no score between 0 and `max_score`."""
 
 TEMPLATE = (
     "Question:\n{question}\n\nReference answer:\n{reference}\n\nAnswer to be judged:\n{answer}\n\n"
@@ -35,7 +35,7 @@ _FIELDS = ("question", "reference", "answer", "max_score")
 
 
 class JudgeError(RuntimeError):
-    """No score, and why."""
+    """No score could be obtained; has the kind of failure."""
 
     def __init__(self, kind: JudgeFailureKind, message: str) -> None:
         super().__init__(message)
@@ -44,26 +44,26 @@ class JudgeError(RuntimeError):
 
 @dataclass(frozen=True)
 class JudgeOptions:
-    """Where the judge is, and how it is asked. Raises UserError for what makes no sense."""
+    """Address, model and prompt of the judge. Raises UserError for an invalid value."""
 
     base_url: str
-    """With the version: ``http://127.0.0.1:8000/v1``."""
+    """URL with the version: ``http://127.0.0.1:8000/v1``."""
     model: str
     """The server's name of the model."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the key; None: no key."""
+    """Environment variable with the key; None: no key."""
     template: str = TEMPLATE
-    """Names {question}, {reference}, {answer} and {max_score}; the judge's words must hold ``<score>NUMBER</score>``."""
+    """Prompt with {question}, {reference}, {answer} and {max_score}; the judge's text must contain ``<score>NUMBER</score>``."""
     max_score: float = 1.0
     max_attempts: int = 3
-    """How often a judge is asked whose words hold no score, or whose server fails."""
+    """Attempts at a judge that gives no score, or whose server fails."""
     max_tokens: int = 512
     timeout_s: float = 20.0
-    """Of one request."""
+    """Seconds for one request."""
     deadline_s: float = 50.0
-    """Of all attempts at one answer together; less than `sim.step_timeout_s`."""
+    """Seconds for all attempts at one answer; keep it below `sim.step_timeout_s`."""
     answer_chars: int = 8000
-    """Of an answer that the judge reads."""
+    """Most characters of an answer that the judge reads."""
 
     def __post_init__(self) -> None:
         for name in ("max_score", "timeout_s", "deadline_s"):
@@ -83,10 +83,10 @@ class JudgeOptions:
 
 
 class Judge:
-    """Asks one server; for one thread."""
+    """Sends answers to one server, from one thread."""
 
     def __init__(self, options: JudgeOptions) -> None:
-        """Nothing is sent yet. Raises UserError for what is no URL."""
+        """Prepare without sending anything. Raises UserError if the URL is invalid."""
         self.options = options
         token = None if options.api_key_env is None else os.environ[options.api_key_env]
         self._client = JsonClient(
@@ -94,7 +94,7 @@ class Judge:
         )
 
     def score(self, question: str, reference: str, answer: str) -> tuple[float, str]:
-        """Ask until there is a score: (the score in [0, 1], the judge's words). Raises JudgeError."""
+        """Request until there is a score; returns (score in [0, 1], the judge's text). Raises JudgeError."""
         options = self.options
         shown = answer if len(answer) <= options.answer_chars else answer[: options.answer_chars] + "…"
         prompt = options.template.format(question=question, reference=reference, answer=shown, max_score=f"{options.max_score:g}")
@@ -104,7 +104,7 @@ class Judge:
                 return self._ask(prompt, attempt)
             except JudgeError as error:
                 failure = error
-                if error.kind in ("rejected", "connection", "timeout"):  # these were tried again as long as there was time
+                if error.kind in ("rejected", "connection", "timeout"):  # these were retried already as long as there was time
                     break
         raise failure
 
@@ -117,7 +117,7 @@ class Judge:
             "model": options.model,
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": options.max_tokens,
-            "temperature": 0.0 if attempt == 0 else 0.7,  # the same words again would hold no score again
+            "temperature": 0.0 if attempt == 0 else 0.7,  # at temperature 0 the judge would give the same text again
             "seed": attempt,
         }
         try:
@@ -141,7 +141,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class JudgedQuestion:
-    """What is asked, and what a judge is shown as a good answer."""
+    """A question, and a good answer as reference for the judge."""
 
     text: str
     reference: str
@@ -154,7 +154,7 @@ class JudgedTask(TextTask):
     instruction: str | None = None
 
     def __init__(self, questions: Sequence[JudgedQuestion], judge: Judge, *, success_score: float = 0.5) -> None:
-        """`success_score`: an answer succeeds from here on."""
+        """`success_score`: least score of a successful answer."""
         self._questions, self._judge, self._success_score = list(questions), judge, success_score
         self._question = self._questions[0]
 
@@ -188,12 +188,12 @@ def make(num_envs: int, path: str, base_url: str, model: str, task: str = "judge
     """`num_envs` environments over a data set of questions.
 
     Args:
-        path: a .jsonl file of {"question": text, "reference": text}; the reference may be left out.
-        base_url, model: of the judge.
-        success_score: an answer succeeds from here on.
+        path: a .jsonl file of {"question": text, "reference": text}; the reference is optional.
+        base_url, model: address and model of the judge.
+        success_score: least score of a successful answer.
         **options: see `JudgeOptions`.
 
-    Raises UserError: the file cannot be read, a line is not a question, or an option makes no sense.
+    Raises UserError: the file cannot be read, a line is not a question, or an option is invalid.
     """
     questions = []
     for where, row in read_rows(path, ("question",), optional=("reference",)):

@@ -24,25 +24,25 @@ _TRIES, _WAIT_S = 4, 1.0
 
 
 class Opponent(ABC):
-    """One player of the other side."""
+    """One opposing player."""
 
     def begin(self, seed: int) -> None:  # noqa: B027  # a default
-        """A new episode."""
+        """Begin an episode."""
 
     @abstractmethod
     def act(self, observation: str) -> str:
-        """Its next action."""
+        """Next action of the opponent."""
 
 
 def make_opponent(kind: str, options: Mapping[str, Any]) -> Opponent:
-    """An opponent by its kind.
+    """An opponent of the given kind.
 
     Args:
         kind: random, scripted or openai.
         options: scripted: ``target``, ``package.module:function`` from the observation's text to an action. openai: ``base_url``,
             ``model``, and ``api_key_env``, ``temperature``, ``max_tokens``, ``timeout_s``.
 
-    Raises UserError: an unknown kind or option, or one that is missing.
+    Raises UserError: an unknown or missing kind or option.
     """
     known = {
         "random": (),
@@ -62,7 +62,7 @@ def make_opponent(kind: str, options: Mapping[str, Any]) -> Opponent:
 
 
 def offered_moves(observation: str) -> list[str]:
-    """The moves in brackets that the end of an observation offers (``Available Moves: '[0]', '[1]'``); else all that stand in brackets."""
+    """Moves in brackets that the end of an observation offers (``Available Moves: '[0]', '[1]'``); else everything in brackets."""
     offers = _OFFERS.findall(observation)
     found = _MOVE.findall(offers[-1]) if offers else []
     found = found or [move for move in _MOVE.findall(observation) if not _NOT_MOVES.fullmatch(move)]
@@ -70,19 +70,19 @@ def offered_moves(observation: str) -> list[str]:
 
 
 def random_move(observation: str, random: np.random.Generator) -> str:
-    """One of the offered moves, each as likely; the empty text where none is offered."""
+    """One of the offered moves, uniformly; the empty text if none is offered."""
     moves = offered_moves(observation)
     return moves[int(random.integers(len(moves)))] if moves else ""
 
 
 class RandomOpponent(Opponent):
-    """Plays any move that its observation offers."""
+    """Plays a random offered move."""
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(0)
 
     def begin(self, seed: int) -> None:
-        """The same seed gives the same moves."""
+        """Seed the moves of an episode."""
         self._random = np.random.default_rng([seed, 1])
 
     def act(self, observation: str) -> str:
@@ -93,7 +93,7 @@ class ScriptedOpponent(Opponent):
     """A function of the observation."""
 
     def __init__(self, target: str) -> None:
-        """Raises UserError where there is no such function."""
+        """Raises UserError if the function does not exist."""
         self._play = load_target(target)
 
     def act(self, observation: str) -> str:
@@ -101,7 +101,7 @@ class ScriptedOpponent(Opponent):
 
 
 class OpenAIOpponent(Opponent):
-    """A model behind a server that speaks OpenAI's chat completions."""
+    """Plays with a model behind a server with OpenAI's chat completions."""
 
     def __init__(
         self,
@@ -112,14 +112,14 @@ class OpenAIOpponent(Opponent):
         max_tokens: int = 256,
         timeout_s: float = 60.0,
     ) -> None:
-        """`api_key_env` names the environment variable that holds the key; without one, none is sent."""
+        """`api_key_env`: environment variable with the key; if it is unset, no key is sent."""
         if not base_url.startswith(("http://", "https://")):
             raise UserError(f"opponent_options.base_url must begin with http:// or https://, got '{base_url}'.")
         self._url, self._key, self._timeout_s = f"{base_url.rstrip('/')}/chat/completions", os.environ.get(api_key_env), timeout_s
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
 
     def act(self, observation: str) -> str:
-        """See `Opponent.act`. Raises ConnectionError when the server does not answer after some tries: the episode is then no result."""
+        """See `Opponent.act`. Raises ConnectionError if several attempts get no answer; the episode then has no result."""
         body = json.dumps({**self._body, "messages": [{"role": "user", "content": observation}]}).encode()
         headers = {"Content-Type": "application/json"} | ({} if self._key is None else {"Authorization": f"Bearer {self._key}"})
         reason = ""

@@ -1,9 +1,9 @@
-"""Agent programs: what is started for an episode, with which task, and how its reward comes back.
+"""Agent programs: how a program starts for an episode, which task it gets, and how its reward returns.
 
-A program is any command that talks to OpenAI's interface. It is started once for each episode, with the address and key of the agent proxy
-in the environment variables that the ``openai`` package reads; it knows nothing of training. One that can play many episodes stays instead
-(`embodied_rl.sim.text.served_program`), and so does a Python function (`embodied_rl.sim.text.program_worker`). See
-`embodied_rl.rollout.programs` for how programs are run side by side.
+A program is any command that uses OpenAI's interface. It starts once per episode, with the agent proxy's address and key in the environment
+variables that the ``openai`` package reads; it knows nothing of training. A program that can play many episodes keeps running
+(`embodied_rl.sim.text.served_program`), and so does a Python function (`embodied_rl.sim.text.program_worker`).
+`embodied_rl.rollout.programs` runs programs in parallel.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from embodied_rl.sim.text.served_program import ProgramEnding, StartedProgram, w
 from embodied_rl.types import ActionSpec, SimSpec, VariableSpec
 
 TARGET = "embodied_rl.sim.text.program:AgentProgram"
-"""``sim.target`` of a run whose episodes are programs."""
+"""``sim.target`` of a run with agent programs."""
 
 RewardSource = Literal["http", "exit", "return"]
-"""http: the program, or a separate judge, posts it to its session. exit: status 0 is 1, `FAILURE_STATUS` is 0. return: what a function
-returns, or a program that stays says in its reply; rewards that were posted are added."""
+"""http: the program, or a separate judge, posts the reward to its session. exit: status 0 is 1, `FAILURE_STATUS` is 0. return: a function's
+return value, or the reply of a running program; posted rewards are added."""
 
 ProgramMode = Literal["once", "serve"]
-"""once: started for every episode. serve: started once, and given an episode a line."""
+"""once: started for every episode. serve: started once, and given one line per episode."""
 
 FAILURE_STATUS = 3
-"""Exit status of a program that did its work and did not succeed (1 is what Python says of an exception, 2 of wrong arguments)."""
+"""Exit status of a program that did its work without success (1 is Python's for an exception, 2 for wrong arguments)."""
 
 WORKER = "embodied_rl.sim.text.program_worker"
 """Module that calls `ProgramOptions.function`."""
@@ -61,7 +61,7 @@ _INHERITED = (
     "OMP_NUM_THREADS",
     "SSL_CERT_FILE",
 )
-"""What a program gets of our environment: not our keys."""
+"""Environment variables that a program inherits; keys are not among them."""
 
 
 @dataclass(frozen=True)
@@ -69,37 +69,37 @@ class ProgramOptions(Config, place="sim.kwargs"):
     """``sim.kwargs`` of an agent program. Raises UserError for an impossible value."""
 
     command: tuple[str, ...] = ()
-    """Words of the command. ``{python}`` is this interpreter, ``{task}`` the task as JSON, ``{seed}`` the episode's, ``{model}`` the
-    model's name; braces that are meant as such are doubled."""
+    """Words of the command. ``{python}`` is this interpreter, ``{task}`` the task as JSON, ``{seed}`` the episode's seed, ``{model}`` the
+    model's name; write literal braces twice."""
     tasks: str | None = None
-    """File with one JSON object a line; an episode's seed chooses one. null: the task is only the seed."""
+    """File with one JSON object per line; an episode's seed chooses one. null: the task is only the seed."""
     held_out_tasks: str | None = None
     """The same for evaluation; null: `tasks`."""
     reward: RewardSource = "http"
     success_reward: Score = 1.0
-    """An episode whose rewards add up to this succeeded."""
+    """Sum of rewards from which an episode counts as successful."""
     timeout_s: Seconds = 300.0
-    """A program that runs longer is ended; its episode has failed."""
+    """Seconds after which a program is ended and its episode fails."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables."""
     texts: tuple[str, ...] = ()
-    """Words that the tokenizer of a tiny random model must know beside those of the tasks."""
+    """Words that the tokenizer of a tiny random model must know in addition to those of the tasks."""
     mode: ProgramMode = "once"
-    """Of `command`. A program that stays has task, seed and key from its input: ``{task}`` and ``{seed}`` cannot be filled in."""
+    """Mode of `command`. In mode serve the program reads task, seed and key from its input: ``{task}`` and ``{seed}`` are unknown."""
     function: str | None = None
-    """Instead of a command: ``module:function`` or ``file.py:function``, called with a client and a task in processes that stay."""
+    """Replaces the command: ``module:function`` or ``file.py:function``, called with a client and a task in processes that keep running."""
     memory_mb: Annotated[int, Bounds(1, 10**9)] | None = None
     """Memory (2**20 bytes) of all its processes together, and address space of each; null: 8192, and no limit on the address space."""
     sandbox: str = "landlock"
-    """The weakest protection that will do: namespaces, landlock or prlimit (docs/sandbox.md)."""
+    """Weakest acceptable protection: namespaces, landlock or prlimit (docs/sandbox.md)."""
     network: Literal["proxy", "open"] = "proxy"
     """proxy: TCP connections to the proxy's port only. open: any."""
     readable: tuple[str, ...] = ()
-    """Files and folders that it may read beside those that its command names."""
+    """Files and folders that it may read, in addition to those that its command names."""
     writable: tuple[str, ...] = ()
-    """Those that it may change beside its scratch folder."""
+    """Files and folders that it may change, in addition to its scratch folder."""
     pass_env: tuple[str, ...] = ()
-    """Names of environment variables of ours that it gets beside PATH, LANG and their like."""
+    """Names of environment variables that it inherits in addition to PATH, LANG and the like."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +116,7 @@ class ProgramOptions(Config, place="sim.kwargs"):
                 )
             if not all(self.function.rpartition(":")[::2]):
                 raise UserError(f"sim.kwargs.function must be 'module:function' or 'file.py:function', got {self.function!r}.")
-            # It is a command like any other from here on.
+            # From here on it is a command like any other.
             object.__setattr__(self, "command", ("{python}", "-m", WORKER, self.function.replace("{", "{{").replace("}", "}}")))
             object.__setattr__(self, "mode", "serve")
         if self.stays and self.reward == "exit":
@@ -131,13 +131,13 @@ class ProgramOptions(Config, place="sim.kwargs"):
 
     @property
     def stays(self) -> bool:
-        """Whether a program plays one episode after another."""
+        """Whether one process plays many episodes."""
         return self.mode == "serve"
 
     @staticmethod
     def of(config: SimConfig) -> ProgramOptions:
-        """From ``sim.kwargs``, of which null is the default. Raises UserError for unknown keys, values out of range and a program that is
-        not there."""
+        """Options from ``sim.kwargs``, in which null means the default. Raises UserError for unknown keys, values out of range and a
+        missing program."""
         options = ProgramOptions.from_dict({name: value for name, value in config.kwargs.items() if value is not None})
         options.check_command()
         return options
@@ -156,7 +156,7 @@ class ProgramOptions(Config, place="sim.kwargs"):
             ) from error
 
     def check_command(self) -> None:
-        """Raises UserError where the program, or the script that Python is to run, is not there."""
+        """Raise UserError if the program, or the script that Python is to run, is missing."""
         if self.function is not None:
             _check_function(self.function)
             return
@@ -187,10 +187,10 @@ def _check_function(target: str) -> None:
 
 
 class AgentProgram:
-    """Stands in configurations as the target of ``sim=agent_program``."""
+    """Target of ``sim=agent_program`` in configurations."""
 
     def __init__(self, num_envs: int, **kwargs: object) -> None:
-        """Raises UserError: a program is no simulator that could be stepped."""
+        """Raises UserError: a program cannot be stepped as a simulator."""
         raise UserError(
             "An agent program is not stepped by the environment manager: it is played through the agent proxy, by "
             "`python -m embodied_rl.train experiment=agent_program` and `python -m embodied_rl.evaluate`."
@@ -198,7 +198,7 @@ class AgentProgram:
 
 
 def tasks() -> list[str]:
-    """Names of the tasks that come with the package: a program's own tasks are in its file."""
+    """Names of the package's own tasks; a program's tasks are in its file."""
     return ["AgentProgram"]
 
 
@@ -208,7 +208,7 @@ def is_program(config: SimConfig) -> bool:
 
 
 def program_spec(config: SimConfig) -> SimSpec:
-    """What checkpoints keep of it: texts in and out."""
+    """Spec that checkpoints keep: texts in and out."""
     return SimSpec(
         task=config.task or config.name,
         observation={"text": VariableSpec("text")},
@@ -219,15 +219,15 @@ def program_spec(config: SimConfig) -> SimSpec:
 
 
 class TaskBook:
-    """The tasks of a program's episodes, as functions of seeds."""
+    """Tasks of a program's episodes as functions of seeds."""
 
     def __init__(self, options: ProgramOptions) -> None:
-        """Raises UserError for a file that cannot be read, or holds no tasks."""
+        """Raises UserError for a file that cannot be read or contains no tasks."""
         self._training = read_tasks(Path(options.tasks)) if options.tasks else []
         self._held_out = read_tasks(Path(options.held_out_tasks)) if options.held_out_tasks else self._training
 
     def task(self, seed: int) -> dict[str, Any]:
-        """Of an episode; held-out seeds (2**30 and above) count through the held-out tasks, so that each has its turn."""
+        """Task of an episode; consecutive held-out seeds (2**30 and above) go through the held-out tasks in order."""
         return chosen(seed, self._training or [{}], self._held_out or [{}])
 
     @property
@@ -237,7 +237,7 @@ class TaskBook:
 
 
 def read_tasks(path: Path) -> list[dict[str, Any]]:
-    """JSON objects, one a line; empty lines do not count. Raises UserError naming the line that is none."""
+    """JSON objects, one per line; empty lines are skipped. Raises UserError naming an invalid line."""
     found = json_lines(path, "sim.kwargs.tasks:")
     for where, task in found:
         if not isinstance(task, dict):
@@ -251,30 +251,30 @@ class RunningProgram(StartedProgram):
     """A program that was started for one episode."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], timeout_s: float, box: Box) -> None:
-        """Start it; what it prints is kept for error messages. Raises OSError where it cannot be started."""
+        """Start the program and keep its output for error messages. Raises OSError if it cannot be started."""
         super().__init__(arguments, env, box, has_pipes=False)
         self.deadline = time.monotonic() + timeout_s
 
     @property
     def wake_s(self) -> float:
-        """When, on the monotonic clock, something is to be done even if nothing is heard."""
+        """Time on the monotonic clock at which something is due even without events."""
         return self.deadline
 
     def watched(self) -> list[tuple[int, int]]:
-        """Descriptors and the events of `select.poll` that may mean progress."""
+        """Descriptors and `select.poll` events that may mean progress."""
         return [(self.ended, select.POLLIN)]
 
     def is_over(self) -> bool:
-        """Whether it has ended; never waits."""
+        """Whether the program has ended; never waits."""
         return can_be_read(self.ended, timeout_s=0.0)
 
     def end(self) -> ProgramEnding:
-        """End what still runs of it and wait."""
+        """End what still runs of the program, and wait."""
         return ProgramEnding(*self.kill())
 
 
 def episode_line(*, base_url: str, key: str, session: str, model: str, task: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """The line that a program that stays receives for an episode."""
+    """Line that announces an episode to a program in mode serve."""
     return {
         "task": dict(task),
         "seed": seed,
@@ -286,12 +286,12 @@ def episode_line(*, base_url: str, key: str, session: str, model: str, task: Map
 
 
 def lasting_environment(options: ProgramOptions, base_url: str, model: str) -> dict[str, str]:
-    """The variables that a program that stays is started with: a few of this process's, the options', and where the model is."""
+    """Environment of a program in mode serve: a few of this process's variables, the options', and the model's address."""
     own = {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_MODEL": model,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-        # The proxy is on this machine, whatever is between it and the rest of the world.
+        # The proxy is on this machine, whatever proxies the network needs.
         "NO_PROXY": "127.0.0.1,localhost",
         "no_proxy": "127.0.0.1,localhost",
     }
@@ -300,7 +300,7 @@ def lasting_environment(options: ProgramOptions, base_url: str, model: str) -> d
 
 
 def program_environment(options: ProgramOptions, line: Mapping[str, Any]) -> dict[str, str]:
-    """The variables of a program that is started for one episode; `line` is its `episode_line`."""
+    """Environment of a program that is started for one episode; `line` is its `episode_line`."""
     own = {
         "OPENAI_API_KEY": line["api_key"],
         "ANTHROPIC_API_KEY": line["api_key"],
@@ -318,7 +318,7 @@ _MEMORY_MB, _SCRATCH_MB, _PROCESSES, _OPEN_FILES = 8192, 1024, 256, 1024
 
 
 def program_box(options: ProgramOptions, base_url: str) -> Box:
-    """Of a program that talks to `base_url`. Raises UserError: this machine's protection is weaker than `options.sandbox`."""
+    """Sandbox of a program that uses `base_url`. Raises UserError: this machine's protection is weaker than `options.sandbox`."""
     address = urlsplit(base_url)
     return Box(
         protection(options.sandbox, "sim.kwargs.sandbox"),
@@ -335,8 +335,8 @@ def program_box(options: ProgramOptions, base_url: str) -> Box:
 
 
 def own_files(options: ProgramOptions) -> list[str]:
-    """What a command needs to be read: the folder of each file that it names, or the file itself where that folder holds the user's home;
-    a Python environment; the package of a function."""
+    """Files that a command must be able to read: the folder of each file that it names, or only the file if that folder contains the user's
+    home; a Python environment; the package of a function."""
     arguments = with_absolute_files(options.words({}, 0, "model"))
     found: list[str] = [str(Path(embodied_rl.__file__).parent)]
     program = shutil.which(arguments[0])
@@ -354,7 +354,7 @@ def own_files(options: ProgramOptions) -> list[str]:
 
 
 def _of_program(path: str) -> list[str]:
-    """The file; and where it belongs to a virtual environment, that and the Python that it was made of."""
+    """The file; for a virtual environment, the environment and the Python that it is based on."""
     found = []
     for place in dict.fromkeys((path, os.path.realpath(path))):
         folder = os.path.dirname(os.path.dirname(place))

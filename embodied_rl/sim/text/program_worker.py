@@ -1,6 +1,6 @@
-"""A process that calls one function for episode after episode: what ``sim.kwargs.function`` starts. Standard library and `openai` only.
+"""A process that calls one function for episode after episode, started by ``sim.kwargs.function``. Standard library and `openai` only.
 
-It is an ordinary program of ``mode=serve``: a JSON object a line on its input, and one on its output for each; see
+It is an ordinary program of ``mode=serve``: a JSON object per line on its input, and one on its output for each; see
 `embodied_rl.sim.text.served_program`.
 """
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 Function = Callable[["OpenAI", dict[str, Any]], float | None]
-"""``function(client, task)``: an ``openai.OpenAI`` client that is pointed at the episode's session, and the task. What it returns is the
-episode's reward where ``sim.kwargs.reward=return``."""
+"""``function(client, task)``: an ``openai.OpenAI`` client for the episode's session, and the task. Its return value is the episode's reward
+if ``sim.kwargs.reward=return``."""
 
 
 def load_function(target: str) -> Function:
@@ -55,7 +55,7 @@ def _load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"'{path}' is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # what lies beside it, as for a script
+    sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as for a script
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
@@ -65,10 +65,10 @@ def _load_file(path: Path) -> ModuleType:
 
 
 class Clients:
-    """OpenAI clients for one session after another over the same connections: a new client costs more than an answer."""
+    """OpenAI clients for successive sessions over the same connections: a new client costs more than an answer."""
 
     def __init__(self) -> None:
-        """Raises SystemExit where the ``openai`` package is missing."""
+        """Raises SystemExit if the ``openai`` package is missing."""
         try:
             from openai import OpenAI
         except ImportError as error:
@@ -77,14 +77,14 @@ class Clients:
         self._first: OpenAI | None = None
 
     def client(self, base_url: str, key: str) -> OpenAI:
-        """For the session that `key` opens."""
+        """Client for the session that `key` opens."""
         if self._first is None:
             self._first = self._new(base_url=base_url, api_key=key)
         return self._first.with_options(base_url=base_url, api_key=key)
 
 
 def play(function: Function, clients: Clients, episode: Mapping[str, Any]) -> dict[str, Any]:
-    """One episode: the line to answer with. An exception of the function is the episode's, not the process's."""
+    """Play one episode; returns the reply line. An exception of the function fails the episode, not the process."""
     os.environ.update(
         {
             "OPENAI_BASE_URL": episode["base_url"],
@@ -108,7 +108,7 @@ def play(function: Function, clients: Clients, episode: Mapping[str, Any]) -> di
 
 
 def serve(function: Function, lines: Iterable[str], replies: TextIO) -> None:
-    """Answer every line until the input ends: the process that started this one closed it, or has ended."""
+    """Answer every line until the input ends, because the parent closed it or ended."""
     clients = Clients()
     for line in lines:
         replies.write(json.dumps(play(function, clients, json.loads(line))) + "\n")
@@ -118,7 +118,7 @@ def serve(function: Function, lines: Iterable[str], replies: TextIO) -> None:
 def main() -> None:
     """``python -m embodied_rl.sim.text.program_worker module:function``"""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the function prints is no reply
+    os.dup2(2, 1)  # output of the function must not count as a reply
     with replies:
         serve(load_function(sys.argv[1]), sys.stdin, replies)
 

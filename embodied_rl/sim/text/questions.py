@@ -1,4 +1,4 @@
-"""Questions with one right answer, as episodes of one or several attempts: arithmetic of our own, and data sets of questions."""
+"""Questions with one right answer, as episodes of one or several attempts: generated arithmetic, and data sets of questions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OPERATIONS = ("+", "-", "*", "/")
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and what is right."""
+    """A question and its right answer."""
 
     text: str
     answer: str
@@ -45,7 +45,7 @@ class QuestionTask(TextTask):
         tolerance: float = 0.0,
         instruction: str | None = None,
     ) -> None:
-        """`question_of`: from a seed to the question that it means. Raises UserError for a number out of its range."""
+        """`question_of`: function from a seed to its question. Raises UserError for a number out of its range."""
         if attempts < 1 or tolerance < 0:
             raise UserError(f"attempts must be >= 1 and tolerance >= 0, got {attempts} and {tolerance}.")
         self._question_of = question_of
@@ -59,7 +59,7 @@ class QuestionTask(TextTask):
         return self._question.text, {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """See `TextTask.step`; ``info`` has ``correct`` and what was read as the answer, ``given``."""
+        """See `TextTask.step`; ``info`` has ``correct`` and the answer that was read, ``given``."""
         self._turn += 1
         wanted, kind = self._question.answer, kind_of(self._question.answer, self._question.kind)
         given = final_answer(action, kind)
@@ -86,11 +86,11 @@ class QuestionTask(TextTask):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Draws questions such as ``7 + 12 * 3 = ?``. Raises UserError for a setting that makes no sense."""
+    """Draws questions such as ``7 + 12 * 3 = ?``. Raises UserError for an invalid setting."""
 
     operations: tuple[str, ...] = ("+", "-")
     terms: tuple[int, int] = (2, 2)
-    """Least and most numbers of a question."""
+    """Least and most numbers in a question."""
     digits: tuple[int, int] = (1, 2)
     """Least and most digits of a number."""
     template: str = "{expression} = ?"
@@ -106,7 +106,7 @@ class Arithmetic:
             raise UserError("operations must not be empty, and template must name {expression}.")
 
     def question(self, seed: int) -> Question:
-        """The question that a seed means; ``/`` is exact, and its answer a fraction."""
+        """Question of a seed; ``/`` is exact, and its answer a fraction."""
         random = np.random.default_rng(seed)
         count = int(random.integers(self.terms[0], self.terms[1] + 1))
         numbers = [self._number(random) for _ in range(count)]
@@ -124,7 +124,7 @@ class Arithmetic:
 
 
 def _evaluate(words: Sequence[str]) -> Fraction:
-    """Of numbers and signs in turns: products before sums, from left to right."""
+    """Value of alternating numbers and signs: products before sums, from left to right."""
     total, product, sign = Fraction(0), Fraction(int(words[0])), 1
     for operation, word in zip(words[1::2], words[2::2], strict=True):
         value = Fraction(int(word))
@@ -179,9 +179,9 @@ def make_questions(
 
     Args:
         path: a .jsonl file of {"question": text, "answer": text}; "choices": [text, …] are shown with letters, and "answer" is then
-            a letter; "kind" is in place of `kind`. None: a few examples of ours.
+            a letter; "kind" overrides `kind`. None: a few of our own examples.
         kind: how answers are compared.
-        attempts, wrong_reward, tolerance, instruction: of `QuestionTask`.
+        attempts, wrong_reward, tolerance, instruction: see `QuestionTask`.
 
     Raises UserError: the file cannot be read, or a line is not a question.
     """
@@ -199,12 +199,12 @@ def read_questions(path: str, kind: str = "auto") -> list[Question]:
 
 
 def example(name: str) -> str:
-    """The path of one of our own small data sets."""
+    """Path of one of our own small data sets."""
     return str(assets_dir() / "text" / name)
 
 
 def read_rows(path: str, names: Sequence[str], optional: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
-    """(where it stands, row) of a .jsonl file of objects that have `names`, and nothing beyond these and `optional` but ``id``.
+    """(position, row) of a .jsonl file of objects that have `names`, and otherwise only `optional` and ``id``.
 
     Raises UserError: the file cannot be read, is empty, or a line is not such an object.
     """

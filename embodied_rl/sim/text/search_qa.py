@@ -1,6 +1,6 @@
-"""Questions whose answers are looked up: searches in a local corpus, then an answer that is compared with the known ones.
+"""Questions with searches: the agent searches a local corpus, then gives an answer that is compared with the known ones.
 
-The form is that of Search-R1 (Jin et al. 2025, arXiv:2503.09516): an action holds ``<search>…</search>``, whose results are the next
+The form is that of Search-R1 (Jin et al. 2025, arXiv:2503.09516): an action contains ``<search>…</search>``, whose results are the next
 observation, or ``<answer>…</answer>``, which ends the episode. Answers are normalised and scored as in SQuAD (Rajpurkar et al. 2016).
 """
 
@@ -38,8 +38,8 @@ class Document:
 
 
 class Bm25:
-    """Ranks documents by score(q, d) = Σ_w idf(w) · f (k1 + 1) / (f + k1 (1 - b + b · length / mean length)), with f how often the word
-    stands in the document, and idf = ln(1 + (N - n + 0.5) / (n + 0.5)) for a word in n of N documents."""
+    """Ranks documents by score(q, d) = Σ_w idf(w) · f (k1 + 1) / (f + k1 (1 - b + b · length / mean length)), with f the count of the word
+    in the document, and idf = ln(1 + (N - n + 0.5) / (n + 0.5)) for a word in n of N documents."""
 
     def __init__(self, documents: Sequence[Document], *, k1: float = 1.2, b: float = 0.75) -> None:
         """Raises UserError for an empty corpus."""
@@ -56,7 +56,7 @@ class Bm25:
                 self._places[word].append((number, times))
 
     def best(self, query: str, count: int) -> list[tuple[float, Document]]:
-        """The `count` best documents that hold any word of the query, best first; equal ones in the corpus's order."""
+        """The `count` best documents that contain any word of the query, best first; ties in the corpus's order."""
         scores: defaultdict[int, float] = defaultdict(float)
         for word in words(query):
             places = self._places.get(word, [])
@@ -74,7 +74,7 @@ def words(text: str) -> list[str]:
 
 
 def read_corpus(path: Path) -> list[Document]:
-    """A folder of .txt and .md files (titled by their names), or a .jsonl file of {"title", "text"}.
+    """Documents of a folder of .txt and .md files (titled by their names), or of a .jsonl file of {"title", "text"}.
 
     Raises UserError: there is neither, or a line is malformed.
     """
@@ -96,7 +96,7 @@ def read_corpus(path: Path) -> list[Document]:
 
 
 SAMPLE = "sample"
-"""A corpus of twelve texts and 24 questions that comes with the package."""
+"""The package's own corpus of twelve texts and 24 questions."""
 INSTRUCTION = "Search with <search>keywords</search>, then answer with <answer>…</answer>."
 _TAG = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -109,7 +109,7 @@ def tasks() -> list[str]:
 
 @dataclass(frozen=True)
 class Question:
-    """One question and every answer that is right."""
+    """One question and all its right answers."""
 
     text: str
     answers: tuple[str, ...]
@@ -167,7 +167,7 @@ def make(
 
 
 class SearchGame(TextGame):
-    """One asker."""
+    """One agent with a question."""
 
     def __init__(self, index: Bm25, training: Sequence[Question], held_out: Sequence[Question], reward: str, num_results: int) -> None:
         self._index, self._training, self._held_out = index, training, held_out
@@ -175,7 +175,7 @@ class SearchGame(TextGame):
         self.question = training[0]
 
     def reset(self, seed: int) -> str:
-        """The seed chooses the question; held-out seeds take the held-out ones in turn."""
+        """Choose the question by the seed; consecutive held-out seeds take the held-out ones in order."""
         self.question = chosen(seed, self._training, self._held_out)
         return f"{INSTRUCTION}\nQuestion: {self.question.text}"
 
@@ -193,7 +193,7 @@ class SearchGame(TextGame):
         return TextTurn(f"The answer was {self.question.answers[0]}.", reward, terminated=True, success=exact == 1.0, info=figures)
 
     def sample_action(self, random: np.random.Generator) -> str:
-        """A search for two words of the question, or an answer by chance."""
+        """A search for two words of the question, or a random answer."""
         if random.random() < 0.3:
             chosen = self._training[int(random.integers(len(self._training)))]
             return f"<answer>{chosen.answers[0]}</answer>"
@@ -206,7 +206,7 @@ class SearchGame(TextGame):
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Questions of a .jsonl file. Raises UserError naming the line that is none."""
+    """Questions of a .jsonl file. Raises UserError naming an invalid line."""
     found = []
     for where, data in json_lines(path, "Questions"):
         try:
@@ -223,13 +223,13 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def normalised(answer: str) -> str:
-    """SQuAD's form: small letters, without punctuation, articles and further spaces."""
+    """SQuAD's form: lower case, without punctuation, articles and extra spaces."""
     plain = "".join(letter for letter in answer.lower() if letter not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
 def word_f1(answer: str, known: str) -> float:
-    """Harmonic mean of precision and recall of words, by SQuAD's rule; of two empty answers 1."""
+    """Harmonic mean of precision and recall of words, as in SQuAD; 1 for two empty answers."""
     given, wanted = normalised(answer).split(), normalised(known).split()
     if not given or not wanted:
         return float(given == wanted)
@@ -238,7 +238,7 @@ def word_f1(answer: str, known: str) -> float:
 
 
 def player(observation: str) -> str:
-    """Searches for the question's own words, then answers with the best text's title: it shows the form and is seldom right."""
+    """Scripted player: searches for the question's words and answers with the best text's title, which is seldom right."""
     question = re.search(r"Question: (.*)", observation)
     if question is not None:
         return f"<search>{question[1]}</search>"

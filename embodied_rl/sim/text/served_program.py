@@ -30,32 +30,32 @@ from embodied_rl.sim.faults import FaultPolicy
 
 _TAIL_BYTES = 4096
 _MAX_LINE_BYTES = 2**20
-"""A reply is short; of a line beyond, the beginning is thrown away."""
+"""Longest line in bytes; replies are short, and the beginning of a longer line is dropped."""
 _GRACE_S = 5.0
-"""For a process whose output is closed to end by itself: its status is then its own."""
+"""Seconds that a process with closed output has to end and report its own status."""
 _MAX_READS = 16
-"""Pieces of output that are read of one program before the next has its turn."""
+"""Most pieces of output that are read from one program in a row."""
 
 
 @dataclass(frozen=True)
 class ProgramEnding:
-    """How a program came through an episode."""
+    """Outcome of a program's episode."""
 
     status: int | None
-    """Exit status, minus the signal's number where one ended it; None where the process lives on."""
+    """Exit status, or minus the number of the signal that ended it; None if the process lives on."""
     output: str
-    """The end of what it printed."""
+    """End of its output."""
     reward: float | None = None
     failed: bool = False
-    """It said so itself."""
+    """Whether the program reported a failure."""
 
 
 class StartedProgram:
-    """A program that was started in a sandbox, with all that it starts, and the end of what it prints."""
+    """A program started in a sandbox, with all its descendants, and the end of its output."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], box: Box, *, has_pipes: bool) -> None:
-        """`has_pipes`: its input and output are pipes of ours; else it has no input, and its output is kept with what it prints.
-        Raises OSError where it cannot be started."""
+        """`has_pipes`: its input and output are our pipes; otherwise it has no input, and its output goes to its error stream. Raises
+        OSError if it cannot be started."""
         self._printed = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  (`kill` closes it; appending, so that it can be emptied)
         try:
             self._started = Sandboxed(
@@ -72,16 +72,16 @@ class StartedProgram:
             raise
         self._process = self._started.process
         self.ended = os.pidfd_open(self._process.pid)
-        """Readable once it has ended."""
+        """Descriptor that is readable once the program has ended."""
 
     def tail(self) -> str:
-        """The end of what it printed."""
+        """End of its output."""
         size = self._printed.seek(0, os.SEEK_END)
         self._printed.seek(max(0, size - _TAIL_BYTES))
         return self._printed.read().decode("utf-8", "replace")
 
     def kill(self) -> tuple[int, str]:
-        """End it and all that it started: (exit status, the end of what it printed)."""
+        """End the program and all its descendants; returns (exit status, end of its output)."""
         status, tail = self._started.end(), self.tail()
         for file in (self._process.stdin, self._process.stdout, self._printed):
             if file is not None:
@@ -91,7 +91,7 @@ class StartedProgram:
 
 
 class _Process(StartedProgram):
-    """A program that stays; for one episode at a time."""
+    """A program that keeps running and plays one episode at a time."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], box: Box) -> None:
         super().__init__(arguments, env, box, has_pipes=True)
@@ -111,7 +111,7 @@ class _Process(StartedProgram):
         return self._process.poll() is None
 
     def begin(self, line: Mapping[str, Any]) -> None:
-        """Give it an episode; what it wrote before is forgotten."""
+        """Give it an episode; its earlier output is dropped."""
         self.lines()
         self._unread = b""
         self._printed.truncate(0)
@@ -119,17 +119,17 @@ class _Process(StartedProgram):
         self.send()
 
     def send(self) -> None:
-        """As much of the episode's line as it takes now."""
+        """Send as much of the episode's line as it accepts now."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self.input, self._unsent) :]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # it has ended, which its output says as well
+        except BrokenPipeError:  # it has ended, which its output shows too
             self._unsent = b""
 
     def lines(self) -> tuple[list[bytes], bool]:
-        """Whole lines that it has written since the last call; and whether its output is still open."""
+        """Complete lines that it has written since the last call, and whether its output is still open."""
         is_open = True
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self.output, 2**16):
@@ -143,32 +143,32 @@ class _Process(StartedProgram):
         return [], is_open
 
     def print(self, line: bytes) -> None:
-        """Keep a line that was no reply with what it printed on its error stream."""
+        """Keep a line that is no reply with the output of its error stream."""
         self._printed.write(line[-_TAIL_BYTES:] + b"\n")
 
 
 class ProgramPool:
-    """Processes of one program: as many as there are episodes at a time. For one thread."""
+    """Processes of one program, as many as there are episodes at a time. For one thread."""
 
     def __init__(
         self, arguments: Sequence[str], env: Mapping[str, str], timeout_s: float, box: Box, faults: FaultPolicy | None = None
     ) -> None:
-        """`timeout_s`: of an episode; one that takes longer is ended with its process. `faults`: how long starts after failures wait."""
+        """`timeout_s`: seconds for an episode, after which its process is ended. `faults`: pauses before starts after failures."""
         self._words, self._env, self.timeout_s, self._box, self._faults = arguments, env, timeout_s, box, faults or FaultPolicy()
         self._idle: list[_Process] = []
         self._failures = 0
         self._not_before_s = 0.0
         self._num_episodes = 0
         self.num_started = 0
-        """Processes, all of them."""
+        """Number of processes started so far."""
 
     def begin(self, episode: Mapping[str, Any]) -> ServedEpisode:
-        """Play an episode in a process that waits for one, or in a new one."""
+        """Play an episode in an idle process, or in a new one."""
         self._num_episodes += 1
         return ServedEpisode(self, {"episode": self._num_episodes, **episode}, self._not_before_s)
 
     def take(self) -> _Process:
-        """A process that lives. Raises OSError where none can be started."""
+        """A live process. Raises OSError if none can be started."""
         while self._idle:
             process = self._idle.pop()
             if process.alive:
@@ -178,27 +178,27 @@ class ProgramPool:
         return _Process(self._words, self._env, self._box)
 
     def has_idle(self) -> bool:
-        """Whether an episode need not wait for a start."""
+        """Whether an episode can begin without a start."""
         return bool(self._idle)
 
     def came_back(self, process: _Process) -> None:
-        """Its episode is over and it can play another one."""
+        """Return a process whose episode is over and that can play another one."""
         self._failures, self._not_before_s = 0, 0.0
         self._idle.append(process)
 
     def was_lost(self) -> None:
-        """A process ended in its episode: the next start waits longer than this one did."""
+        """Record that a process ended in its episode: the next start waits longer."""
         self._failures += 1
         self._not_before_s = time.monotonic() + self._faults.pause_s(self._failures)
 
     def close(self) -> None:
-        """End the processes that wait; may be used again."""
+        """End the idle processes; the pool can be used again."""
         while self._idle:
             self._idle.pop().kill()
 
 
 class ServedEpisode:
-    """An episode in a program that stays; stands where a `RunningProgram` does."""
+    """An episode in a running program; has the interface of `RunningProgram`."""
 
     def __init__(self, pool: ProgramPool, line: Mapping[str, Any], not_before_s: float) -> None:
         self._pool, self._line, self._not_before_s = pool, line, not_before_s
@@ -210,13 +210,13 @@ class ServedEpisode:
 
     @property
     def wake_s(self) -> float:
-        """When, on the monotonic clock, something is to be done even if nothing is heard."""
+        """Time on the monotonic clock at which something is due even without events."""
         if self._process is None and self._ending is None:
             return min(self._not_before_s, self.deadline)
         return self.deadline if self._closed_s is None else min(self._closed_s + _GRACE_S, self.deadline)
 
     def watched(self) -> list[tuple[int, int]]:
-        """Descriptors and the events of `select.poll` that may mean progress."""
+        """Descriptors and `select.poll` events that may mean progress."""
         if self._process is None:
             return []
         if self._closed_s is not None:
@@ -225,15 +225,15 @@ class ServedEpisode:
         return [(self._process.output, select.POLLIN), (self._process.ended, select.POLLIN), *sending]
 
     def is_over(self) -> bool:
-        """Whether the program has replied, or ended; never waits."""
+        """Whether the program has replied or ended; never waits."""
         self._start_when_due()
         if self._ending is not None or self._process is None:
             return self._ending is not None
         if self._closed_s is not None:
             return self._has_ended()
         self._process.send()
-        gone = not self._process.alive  # a child of the program may hold the output open
-        for _ in range(_MAX_READS):  # others are to be looked after as well
+        gone = not self._process.alive  # a child of the program may keep the output open
+        for _ in range(_MAX_READS):  # other programs need their turn too
             lines, is_open = self._process.lines()
             for line in lines:
                 if (ending := self._reply(line)) is not None:
@@ -251,7 +251,7 @@ class ServedEpisode:
         return False
 
     def end(self) -> ProgramEnding:
-        """Of an episode that is over: how. Of another one: its process is ended, and counts as lost if time ran out."""
+        """Outcome of a finished episode. An unfinished one ends with its process, which counts as lost after a timeout."""
         if self._ending is None:
             late = time.monotonic() >= self.deadline
             self._ending = self._lose() if late else ProgramEnding(*self._kill())
@@ -276,7 +276,7 @@ class ServedEpisode:
         self._process.begin(self._line)
 
     def _has_ended(self) -> bool:
-        """After the end of its output: whether it is gone, or has had time enough to go."""
+        """Whether the program is gone after the end of its output, or had time enough to go."""
         assert self._process is not None, "it is asked while there is one"
         assert self._closed_s is not None, "it is asked after the end of the output"
         if self._process.alive and time.monotonic() < self._closed_s + _GRACE_S:
@@ -285,7 +285,7 @@ class ServedEpisode:
         return True
 
     def _kill(self) -> tuple[int, str]:
-        if self._process is None:  # it still waited for its start
+        if self._process is None:  # it was still waiting for its start
             return -int(signal.SIGKILL), ""
         process, self._process = self._process, None
         return process.kill()
@@ -295,7 +295,7 @@ class ServedEpisode:
         return ProgramEnding(*self._kill())
 
     def _reply(self, line: bytes) -> ProgramEnding | None:
-        """What a line says of this episode; None: it is something that the program prints."""
+        """Outcome in a line; None: the line is ordinary output."""
         assert self._process is not None, "it wrote the line"
         try:
             said = json.loads(line)
@@ -314,7 +314,7 @@ class ServedEpisode:
 
 
 def with_absolute_files(arguments: Sequence[str]) -> list[str]:
-    """A command whose files are named from the root: a program may begin in another folder than ours."""
+    """A command with absolute file names: a program may start in another folder than ours."""
     found = []
     for argument in arguments:
         path, colon, function = argument.rpartition(":") if argument.rpartition(":")[0].endswith(".py") else (argument, "", "")

@@ -51,13 +51,13 @@ def make(
     """`num_envs` warehouses in this process.
 
     Args:
-        size: cells of a side, its walls included, 5 to 10; a pair draws it anew for each episode.
+        size: cells of a side, including walls, 5 to 10; a pair draws it anew for each episode.
         num_boxes: 1 to 3.
         wall_share: probability that a cell inside is a wall.
-        num_pulls: moves of boxes, backwards from the solution, that a level is made with: at most so many pushes solve it.
-        box_reward: for a box that comes onto a goal, and taken back for one that leaves it; the last box gives 1 besides.
-        hints: a line below the board says what the next two cells on each side of the player hold, where the nearest box that is not
-            on a goal stands, and where from there the nearest free goal lies.
+        num_pulls: backward moves of boxes with which a level is made; at most so many pushes solve it.
+        box_reward: for a box that comes onto a goal, and taken back for one that leaves it; the last box gives 1 in addition.
+        hints: add a line below the board with the next two cells on each side of the player, the position of the nearest box that is
+            not on a goal, and the nearest free goal from there.
 
     Raises UserError: a value out of its range.
     """
@@ -81,14 +81,14 @@ def make(
 
 @dataclass(frozen=True)
 class Level:
-    """Walls and goals, which never move."""
+    """Walls and goals of a level, which never move."""
 
     walls: np.ndarray
     """[H, W] bool"""
     goals: frozenset[grid.Cell]
 
     def free(self, cell: grid.Cell, boxes: frozenset[grid.Cell]) -> bool:
-        """Neither wall nor box."""
+        """Whether a cell has neither wall nor box."""
         return not self.walls[cell] and cell not in boxes
 
 
@@ -96,7 +96,7 @@ Position = tuple[grid.Cell, frozenset[grid.Cell]]
 
 
 def push(level: Level, position: Position, move: grid.Cell) -> Position | None:
-    """The position after a move; None: something is in the way."""
+    """Position after a move; None: it is blocked."""
     player_at, boxes = position
     there = grid.add(player_at, move)
     if level.walls[there]:
@@ -108,7 +108,7 @@ def push(level: Level, position: Position, move: grid.Cell) -> Position | None:
 
 
 class Sokoban(grid.GridGame):
-    """One warehouse. Reward 1 when every box is on a goal, where the game ends."""
+    """One warehouse. Reward 1 when every box is on a goal, which ends the game."""
 
     def __init__(
         self, size: int | Sequence[int] = 6, num_boxes: int = 1, wall_share: float = 0.1, num_pulls: int = 6, box_reward: float = 0.0
@@ -119,7 +119,7 @@ class Sokoban(grid.GridGame):
         self._position: Position = ((0, 0), frozenset())
 
     def reset(self, seed: int) -> None:
-        """A level in which no box stands on a goal."""
+        """Make a level in which no box is on a goal."""
         random = np.random.default_rng(seed)
         size = grid.choose_size(self._size, random, least=5, most=10, name="Sokoban")
         for _ in range(_TRIES):
@@ -170,7 +170,7 @@ def _distance(one: grid.Cell, other: grid.Cell) -> int:
 
 
 def write(level: Level, position: Position) -> str:
-    """The board as a line for each row."""
+    """Board with one line per row."""
     player_at, boxes = position
     letters = np.where(level.walls, "#", ".").astype("<U1")
     for cell in level.goals:
@@ -182,7 +182,7 @@ def write(level: Level, position: Position) -> str:
 
 
 def read(text: str) -> tuple[Level, Position]:
-    """The inverse of `write`, a hint left out. Raises ValueError for a text that is no board."""
+    """Parse the text of `write`, without the hint. Raises ValueError for a text that is not a board."""
     letters = grid.board_of(text)
 
     def cells(which: str) -> list[grid.Cell]:
@@ -196,7 +196,7 @@ def read(text: str) -> tuple[Level, Position]:
 
 
 def _make_level(random: np.random.Generator, size: int, num_boxes: int, wall_share: float, num_pulls: int) -> tuple[Level, Position] | None:
-    """Put the boxes on their goals and pull them away; None where walls left no room for it."""
+    """Put the boxes on their goals and pull them away; None if the walls leave no room."""
     walls = np.ones((size, size), bool)
     walls[1:-1, 1:-1] = random.random((size - 2, size - 2)) < wall_share
     floor = [(int(row), int(column)) for row, column in zip(*np.nonzero(~walls), strict=True)]
@@ -217,7 +217,7 @@ def _make_level(random: np.random.Generator, size: int, num_boxes: int, wall_sha
 
 
 def _pulls(level: Level, position: Position) -> Iterator[Position]:
-    """Every position that one push leads to this one from, wherever the player walks before."""
+    """Every position from which one push leads to this one, after any walk of the player."""
     player_at, boxes = position
     around = _reachable(level, player_at, boxes)
     for box in sorted(boxes):
@@ -243,7 +243,7 @@ def _reachable(level: Level, start: grid.Cell, boxes: frozenset[grid.Cell]) -> s
 
 
 def solve(level: Level, start: Position) -> list[str] | None:
-    """Words of a shortest solution in moves; None: it cannot be solved."""
+    """Words of a shortest solution in moves; None: unsolvable."""
 
     def after(here: Position, move: grid.Cell) -> Position | None:
         there = push(level, here, move)
@@ -253,7 +253,7 @@ def solve(level: Level, start: Position) -> list[str] | None:
 
 
 def _is_stuck(level: Level, moved: frozenset[grid.Cell]) -> bool:
-    """Whether a box in a corner that is no goal is among these: it never comes out."""
+    """Whether one of these boxes is in a corner without a goal, from which it never comes out."""
     for cell in moved - level.goals:
         blocked = [bool(level.walls[grid.add(cell, move)]) for move in grid.MOVES.values()]
         if (blocked[0] or blocked[1]) and (blocked[2] or blocked[3]):
@@ -262,11 +262,11 @@ def _is_stuck(level: Level, moved: frozenset[grid.Cell]) -> bool:
 
 
 _known: OrderedDict[str, str] = OrderedDict()
-"""{board: next word}; positions along a solution are asked for one after the other."""
+"""{board: next word}; successive positions of a solution are usually requested in order."""
 
 
 def player(observation: str) -> str:
-    """The scripted player: the next word of a shortest solution of the board that it is shown; "up" where there is none."""
+    """Scripted player: the next word of a shortest solution of the shown board; "up" if there is none."""
     board = write(*read(observation))
     if board not in _known:
         level, position = read(board)

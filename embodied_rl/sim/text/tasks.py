@@ -1,4 +1,4 @@
-"""Any text environment with GEM's five methods as a simulator: what tasks with verifiable rewards are written in, ours and a user's."""
+"""Any text environment with GEM's five methods as a simulator, such as our own tasks with verifiable rewards."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _TOLERANCE = 1e-9
 
 
 class TextTask(Protocol):
-    """One environment, with GEM's five methods. `instruction` and `max_turns` are read where it has them."""
+    """One environment with GEM's five methods; the simulator also reads `instruction` and `max_turns` if present."""
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Begin the episode that this seed means: (what the agent reads, further information)."""
+        """Begin the episode of this seed; returns (the agent's text, info)."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """(what the agent reads, reward, terminated, truncated, information).
+        """Play an action; returns (the agent's text, reward, terminated, truncated, info).
 
-        ``info["success"]`` says whether the episode succeeded; without it one does whose rewards add up to `success_return`.
-        ``info["failure"]``: a sentence that says why the answer could not be judged; the episode ends here and is excluded from learning.
+        ``info["success"]`` tells whether the episode succeeded; without it an episode succeeds if its rewards add up to `success_return`.
+        ``info["failure"]``: a sentence why the answer could not be judged; the episode ends and is excluded from learning.
         """
 
     def sample_random_action(self) -> str:
-        """Some action."""
+        """An arbitrary action."""
 
     def get_state(self) -> dict[str, Any]:
-        """Everything that the rest of the episode depends on: plain values and arrays."""
+        """Everything that the rest of the episode depends on, in plain values and arrays."""
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `get_state` gave."""
+        """Continue from a state of `get_state`."""
 
 
 PLACEHOLDER = "package.module:Class"
-"""What configs/sim/text_task.yaml names."""
+"""Value in configs/sim/text_task.yaml that the user replaces."""
 
 
 def make(
@@ -53,10 +53,10 @@ def make(
     """`num_envs` environments of a class in this process.
 
     Args:
-        environment: ``package.module:Class`` of a class with GEM's five methods; it takes ``**kwargs``.
+        environment: ``package.module:Class`` of a class with GEM's five methods; it receives ``**kwargs``.
         task: a name for it; None: the class's.
         success_return: see `TextTask.step`.
-        observation_bytes, action_bytes: room for one text (UTF-8).
+        observation_bytes, action_bytes: largest text in bytes (UTF-8).
 
     Raises UserError: the class cannot be loaded or made, or lacks a method.
     """
@@ -88,7 +88,7 @@ class TaskSim(TurnSim):
         *,
         room_bytes: tuple[int, int] = (2**16, 2**16),
     ) -> None:
-        """See `make`; `room_bytes`: of an observation's text, and of an action's."""
+        """See `make`; `room_bytes`: largest observation and largest action in bytes."""
         self._tasks = [make_one() for _ in range(num_envs)]
         self._returns = np.zeros(num_envs)
         self._success_return = success_return

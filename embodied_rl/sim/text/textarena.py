@@ -1,7 +1,7 @@
 """TextArena (Guertler et al. 2025, "TextArena", arXiv:2504.11442): text games for one player or several.
 
-The agent is one player; opponents play the others inside the step, so that an episode is a sequence of the agent's own turns. A move
-stands in square brackets.
+The agent is one player; opponents play the others inside the step, so that an episode is a sequence of the agent's own turns. Moves are
+written in square brackets.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ NEEDS_DATA = {
     ),
     "judges at openrouter.ai (OPENROUTER_API_KEY)": ("Debate", "ScenarioPlanning", "TwentyQuestions", "Taboo", "CharacterConclave"),
 }
-"""What games need beside the package: {what: names before "-v0"}."""
+"""{data that games need beside the package: names of the games, without "-v0"}."""
 BROKEN = {"Chess": "TextArena 0.7.4 writes it in a way that only Python 3.12 can read"}
 _MOST_PLAYERS = 15
 _OTHERS_TURNS = 200
-"""Most turns of opponents behind one of ours: a game that never comes back is an error, not a hang."""
+"""Most turns of opponents after one of the agent's: a game that never returns is an error, not a hang."""
 
 
 def tasks() -> list[str]:
-    """Ids of the games that need nothing beside the package, without the variants of how they are shown. Raises MissingExtraError."""
+    """Ids of the games that need only the package, without variants of their presentation. Raises MissingExtraError."""
     away = {name for names in NEEDS_DATA.values() for name in names} | set(BROKEN)
     shown = ("-raw", "-train")
     return sorted(task for task in registered() if task.partition("-v")[0] not in away and not task.endswith(shown))
@@ -56,11 +56,11 @@ def tasks() -> list[str]:
 
 @functools.cache
 def registered() -> Mapping[str, Any]:
-    """TextArena's registry. Raises MissingExtraError where the package is not installed."""
+    """TextArena's registry. Raises MissingExtraError if the package is not installed."""
     with from_extra("TextArena", "textarena"):
         import nltk
 
-        # Games download word lists while they are imported or made. Here a missing list is an error, and no game waits for a network.
+        # Games download word lists while they are imported or made. Here a missing list is an error, and no game waits for the network.
         nltk.download = lambda *_, **__: False
         importlib.import_module("textarena")
         return importlib.import_module("textarena.envs.registration").ENV_REGISTRY
@@ -82,13 +82,13 @@ def make(
     """`num_envs` games of one TextArena id in this process.
 
     Args:
-        task: "TicTacToe-v0", "ConnectFour-v0", "GuessTheNumber-v0", …; with "-train" the same in a shorter form, with "-raw" unformatted.
-        opponent: plays for the other players: random, scripted or openai.
+        task: "TicTacToe-v0", "ConnectFour-v0", "GuessTheNumber-v0", …; "-train" is a shorter form, "-raw" unformatted.
+        opponent: player of the other seats: random, scripted or openai.
         opponent_options: see `embodied_rl.sim.text.opponents.make_opponent`.
         seat: the agent's player number, from 0; alternate: the seed chooses.
-        num_players: of a game that takes several numbers; None: the least that it takes.
-        max_turns: of the agent, until an episode is cut.
-        success_reward: an episode succeeds when the agent's reward at its end reaches this.
+        num_players: number of players; None: the fewest that the game allows.
+        max_turns: turns of the agent after which an episode is truncated.
+        success_reward: an episode succeeds if the agent's reward at its end reaches this.
 
     Raises MissingExtraError, MissingAssetsError; UserError: an unknown id or argument.
     """
@@ -100,7 +100,7 @@ def make(
     if (family := task.partition("-v")[0]) in BROKEN:
         raise UserError(f"TextArena's '{task}' cannot be played: {BROKEN[family]}.")
     options = dict(opponent_options or {})
-    make_opponent(opponent, options)  # raises now for a mistake in the options
+    make_opponent(opponent, options)  # raises now for a wrong option
     players = num_players or _least_players(task, kwargs)
     if seat != "alternate" and not (isinstance(seat, int) and 0 <= seat < players):
         raise UserError(f"TextArena: seat must be 'alternate' or between 0 and {players - 1}, got {seat!r}.")
@@ -137,7 +137,7 @@ class ArenaGame(TextGame):
 
     def reset(self, seed: int) -> str:
         self._seat = seed % self._players if self._seat_rule == "alternate" else int(self._seat_rule)
-        # TextArena's wrappers keep what the players of the last episode saw, and show it in the next one.
+        # TextArena's wrappers keep the last episode's views of the players and show them in the next one.
         self._env = _made(self._task, self._kwargs)
         for number, opponent in enumerate(self._opponents):
             opponent.begin(seed * _MOST_PLAYERS + number)
@@ -166,7 +166,7 @@ class ArenaGame(TextGame):
         return random_move(self._text, random)
 
     def _let_others_play(self) -> bool:
-        """Until it is our turn, whose observation is kept; True where the game ended before."""
+        """Let others play until it is the agent's turn, and keep its observation; returns True if the game ended first."""
         for _ in range(_OTHERS_TURNS):
             player, observation = self._env.get_observation()
             if player == self._seat:
@@ -183,7 +183,7 @@ def _least_players(task: str, kwargs: Mapping[str, Any]) -> int:
     for players in range(1, _MOST_PLAYERS + 1):
         try:
             _begun(task, env, players, 0)
-        except AssertionError:  # how games refuse a number of players
+        except AssertionError:  # games reject a number of players this way
             continue
         return players
     raise UserError(f"TextArena's '{task}' takes none of 1 to {_MOST_PLAYERS} players.")
@@ -192,7 +192,7 @@ def _least_players(task: str, kwargs: Mapping[str, Any]) -> int:
 def _begun(task: str, env: Env, players: int, seed: int) -> None:
     try:
         env.reset(num_players=players, seed=seed % 2**31)
-    except LookupError as error:  # nltk's
+    except LookupError as error:  # raised by nltk
         raise _needs(task, error) from error
 
 

@@ -1,7 +1,7 @@
-"""TextWorld (Côté et al. 2018, arXiv:1806.11532): adventures that are generated from a seed, played by TextWorld's own logic.
+"""TextWorld (Côté et al. 2018, arXiv:1806.11532): adventures generated from a seed, played by TextWorld's own logic.
 
-No Z-machine and no download is needed: a game is made when its seed is asked for, and kept for the next episode of the same seed. The
-sentences that TextWorld compiles into a Z-machine's program are not there then: `describe` writes them from the facts.
+This needs neither a Z-machine nor a download: a game is made on the first use of its seed, and kept for later episodes. TextWorld compiles
+its sentences into a Z-machine's program only, so `describe` writes them from the facts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tasks() -> list[str]:
 
 
 def import_textworld() -> Any:
-    """The package. Raises MissingExtraError where it is not installed."""
+    """Import the package. Raises MissingExtraError if it is not installed."""
     with from_extra("TextWorld", "textworld"):
         return importlib.import_module("textworld")
 
@@ -51,8 +51,8 @@ def make(
 
     Args:
         quest_length: actions of the shortest solution.
-        num_games: play so many training games again and again (making one takes a second); None: a new one for every seed. Held-out seeds
-            have games of their own.
+        num_games: number of training games that repeat (making one takes a second); None: a new one for every seed. Held-out seeds
+            have separate games.
 
     Raises MissingExtraError; UserError: a value out of its range.
     """
@@ -84,7 +84,7 @@ class WorldGame(TextGame):
         self._state: GameState
         self._score = 0.0
         self.walkthrough: list[str] = []
-        """The shortest solution of the running game, as its maker knows it."""
+        """Shortest solution of the running game, as its generator knows it."""
 
     def reset(self, seed: int) -> str:
         number = seed if self._num_games is None or seed >= HELD_OUT_START else seed % self._num_games
@@ -97,7 +97,7 @@ class WorldGame(TextGame):
         command = " ".join(action.split())
         valid = command in (self._state["admissible_commands"] or [])
         self._state, score, done = self._env.step(command)
-        # What the game gives is the score so far; a reward is what was added.
+        # The game reports the score so far; the reward is the difference.
         reward, self._score = float(score) - self._score, float(score)
         won = bool(self._state["won"])
         return TextTurn(
@@ -117,12 +117,12 @@ class WorldGame(TextGame):
         self._folder.cleanup()
 
     def _text(self, description: str) -> str:
-        commands = sorted(set(self._state["admissible_commands"] or []) - {"look", "inventory"})  # the text holds both anyway
+        commands = sorted(set(self._state["admissible_commands"] or []) - {"look", "inventory"})  # the text contains both anyway
         shown = f"\nPossible commands: {', '.join(commands)}" if self._show_commands and commands else ""
         return description.strip() + shown
 
     def _file(self, number: int) -> Path:
-        """The game's file, made where it is new."""
+        """File of a game, made on first use."""
         if number not in self._files:
             textworld = import_textworld()
             options = textworld.GameOptions()
@@ -140,7 +140,7 @@ class WorldGame(TextGame):
 
 
 def describe(facts: Iterable[Any]) -> str:
-    """What the player sees and carries, in sentences, from TextWorld's facts (propositions with readable names)."""
+    """Player's view and inventory in sentences, from TextWorld's facts (propositions with readable names)."""
     parsed = [(fact.name, [(part.name, str(part.type)) for part in fact.arguments]) for fact in facts]
     here = next(parts[1][0] for name, parts in parsed if name == "at" and parts[0][1] == "P")
     state = {parts[0][0]: name for name, parts in parsed if name in ("open", "closed", "locked")}

@@ -1,4 +1,4 @@
-"""Gymnasium's toy games as text games: FrozenLake, CliffWalking, Taxi and Blackjack, by their own rules and random numbers."""
+"""Gymnasium's toy games as text games: FrozenLake, CliffWalking, Taxi and Blackjack, with their own rules and random numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ WORDS = {
     "Taxi-v4": ("down", "up", "right", "left", "pickup", "dropoff"),
     "Blackjack-v1": ("stick", "hit"),
 }
-"""{task: the words of its actions, in gymnasium's order}"""
+"""{task: words of its actions, in gymnasium's order}"""
 LIMITS = {"FrozenLake-v1": 100, "CliffWalking-v1": 100, "Taxi-v4": 200, "Blackjack-v1": 22}
-"""{task: steps of an episode}; gymnasium's own where it has one."""
+"""{task: steps of an episode}; gymnasium's own limit if it has one."""
 GAMES = {
     "FrozenLake-v1": "P is you. Walk over the ice (F) to G and keep out of the holes (H); the ice is slippery.",
     "CliffWalking-v1": "P is you. Walk to G; the cliff (C) throws you back to the start.",
@@ -40,7 +40,7 @@ COLOURS = {
     "|": (90, 90, 90),
 }
 _STATE = ("s", "taxi_orientation", "fickle_step", "player", "dealer")
-"""Attributes of a game that an episode changes and the rest of it depends on, as far as the game has them."""
+"""Attributes that an episode changes and the rest of it depends on; each game has some of them."""
 
 
 def tasks() -> list[str]:
@@ -48,10 +48,9 @@ def tasks() -> list[str]:
 
 
 class ToySim(GridSim):
-    """A word that is no action costs a step, and nothing else happens.
+    """Toy games as grid games. A word that is no action costs a step and does nothing else.
 
-    `**kwargs`: gymnasium's own, such as ``is_slippery`` and ``map_name`` of FrozenLake.
-    Raises UserError: an unknown task, or an argument that it does not take.
+    `**kwargs`: gymnasium's own, such as ``is_slippery`` and ``map_name`` of FrozenLake. Raises UserError: an unknown task or argument.
     """
 
     def __init__(self, num_envs: int, task: str = "Taxi-v4", render_size: int = 256, **kwargs: Any) -> None:
@@ -72,7 +71,7 @@ class ToySim(GridSim):
         return self._words[int(np.random.default_rng(seed).integers(len(self._words)))]
 
     def render(self, env_id: int) -> np.ndarray:
-        """[H, W, 3] uint8: the board's lines as tiles; of Blackjack the words."""
+        """[H, W, 3] uint8: the board's lines as tiles; for Blackjack the words."""
         lines = self._games[env_id].text().splitlines()
         board = [line for line in lines if " " not in line]
         return draw_board("\n".join(board), self._colours, self._render_size) if board else _draw_lines(lines, self._render_size)
@@ -163,5 +162,5 @@ def _draw_lines(lines: Sequence[str], size: int) -> np.ndarray:
 
 
 def player(observation: str) -> str:
-    """A careful hand at Blackjack: stick from 17 on. Raises ValueError for another game's observation."""
+    """Scripted player of Blackjack: sticks from 17 on. Raises ValueError for another game's observation."""
     return "stick" if int(observation.split(";")[1].split()[0]) >= 17 else "hit"

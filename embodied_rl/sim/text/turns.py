@@ -1,6 +1,6 @@
-"""Turn-based text games: what adapters of text environments share.
+"""Turn-based text games: the shared parts of text adapters.
 
-An adapter writes a `TextGame`; batches, limits and randomness are here.
+An adapter writes a `TextGame`; this module adds batches, limits and isolated random generators.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, VariableSpec
 
 @dataclass(frozen=True)
 class TextTurn:
-    """What came of one action."""
+    """Result of one action."""
 
     text: str
-    """What is seen next."""
+    """Next text for the player."""
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
-    """The environment's own limit; `TextSim` has another."""
+    """Whether the environment's own limit ended the episode; `TextSim` has another limit."""
     success: bool = False
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TextGame(ABC):
-    """One environment. It may draw from the process's generators (`random`, `numpy.random`): `TextSim` keeps a state of them for each."""
+    """One environment. It may use the process's generators (`random`, `numpy.random`): `TextSim` keeps a separate state for each."""
 
     @abstractmethod
     def reset(self, seed: int) -> str:
-        """Begin the episode that this seed means; what is seen first."""
+        """Begin the episode of this seed; returns the first text."""
 
     @abstractmethod
     def step(self, action: str) -> TextTurn:
@@ -46,14 +46,14 @@ class TextGame(ABC):
 
     @abstractmethod
     def sample_action(self, random: np.random.Generator) -> str:
-        """A random action; the episode is left as it is. Raises UserError where none can be drawn."""
+        """A random action; does not change the episode. Raises UserError if none can be drawn."""
 
     def close(self) -> None:  # noqa: B027  # a default
-        """Let go of what it holds."""
+        """Release its resources."""
 
 
 class TurnSim(SimEnv):
-    """Text in, text out, a turn at a time. A subclass holds the games: it begins one (`_begin`) and plays one action (`_play`)."""
+    """Text in, text out, one turn at a time. A subclass has the games: it begins one (`_begin`) and plays one action (`_play`)."""
 
     def __init__(
         self,
@@ -69,12 +69,11 @@ class TurnSim(SimEnv):
         parts: Mapping[str, VariableSpec] | None = None,
         can_render: bool = False,
     ) -> None:
-        """
-        Args:
-            max_turns: the most of an episode; None: not known.
-            cuts: an episode is truncated there; False: the games keep to it themselves.
-            snapshots: "exact" where a subclass has `_saved`, "replay" where an episode is a function of its seed and actions, else "none".
-            observation_bytes, action_bytes: room for one text (UTF-8); a longer one is an error, never a cut.
+        """Args:
+        max_turns: most turns of an episode; None: unknown.
+        cuts: truncate episodes there; False: the games enforce the limit themselves.
+        snapshots: "exact" if a subclass has `_saved`, "replay" if an episode is a function of its seed and actions, else "none".
+        observation_bytes, action_bytes: largest text in bytes (UTF-8); a longer one is an error and never shortened.
         """
         self._turns, self._limit = np.zeros(num_envs, np.int64), max_turns if cuts else None
         self.spec = SimSpec(
@@ -107,7 +106,7 @@ class TurnSim(SimEnv):
             out.info[env_id] = dict(turn.info)
 
     def _begin(self, env_id: int, seed: int) -> str:
-        """Begin an episode; what is seen first."""
+        """Begin an episode; returns the first text."""
         raise NotImplementedError
 
     def _play(self, env_id: int, action: str) -> TextTurn:
@@ -122,7 +121,7 @@ class TextSim(TurnSim):
     """`num_envs` text games in this process, each with its own state of the process's random generators."""
 
     def __init__(self, task: str, make: Callable[[], TextGame], num_envs: int, *, max_turns: int | None, **options: Any) -> None:
-        """`make` makes one game, with the generators of the process seeded; `options`: see `TurnSim`.
+        """`make` makes one game, after the process's generators were seeded; `options`: see `TurnSim`.
 
         Raises UserError: from `make`; or `max_turns` below 1.
         """

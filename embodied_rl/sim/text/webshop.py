@@ -1,6 +1,6 @@
 """WebShop (Yao et al. 2022, arXiv:2207.01206): find and buy what an instruction describes, in a shop of a million products.
 
-WebShop is no package: its repository brings the shop (``web_agent_site``), its products and a search engine, all in one process.
+WebShop is not a package: its repository contains the shop (``web_agent_site``), its products and a search engine, all in one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FETCH = (
     "PYTHONPATH. It needs Java 11, pyserini and faiss"
 )
 HELD_OUT_GOALS = 500
-"""The first goals are WebShop's own test set; training takes those behind them."""
+"""Number of first goals that form WebShop's own test set; training uses the others."""
 
 
 def tasks() -> list[str]:
@@ -41,10 +41,10 @@ def make(
     Args:
         observation_mode: text or text_rich.
         num_products: size of the shop, as its set-up prepared it; None: all.
-        human_goals: instructions written by people, else made ones.
+        human_goals: instructions written by people; False: generated ones.
         show_actions: list what can be clicked.
 
-    Raises MissingAssetsError: WebShop, its products or its search index are not here; UserError: an unknown task or mode.
+    Raises MissingAssetsError: WebShop, its products or its search index are missing; UserError: an unknown task or mode.
     """
     require_known(task, tasks(), f"Task '{task}' is not known.")
     if observation_mode not in ("text", "text_rich"):
@@ -58,10 +58,10 @@ def make(
 
 
 def import_webshop() -> Any:
-    """``WebAgentTextEnv``. Raises MissingAssetsError where it cannot be imported."""
+    """Import ``WebAgentTextEnv``. Raises MissingAssetsError if that fails."""
     try:
         for name in ("engine", "goal"):
-            # They print by rich, whose styles draw from the generator of the prices: in a process's first shop, and in no other.
+            # They print with rich, whose styles draw from the generator of the prices, in a process's first shop only.
             vars(importlib.import_module(f"web_agent_site.engine.{name}"))["print"] = lambda *words: None
         return importlib.import_module("web_agent_site.envs.web_agent_text_env").WebAgentTextEnv
     except (ImportError, OSError) as error:
@@ -69,7 +69,7 @@ def import_webshop() -> Any:
 
 
 class Shop:
-    """The products, the goals and the search engine, read once for all customers of a process."""
+    """Products, goals and search engine, read once for all customers of a process."""
 
     def __init__(self, cls: Any, options: dict[str, Any]) -> None:
         self._cls, self._options = cls, options
@@ -77,7 +77,7 @@ class Shop:
         self._num_customers = 0
 
     def customer(self) -> Any:
-        """A ``WebAgentTextEnv`` with its own sessions. Raises MissingAssetsError where products or index cannot be read."""
+        """A ``WebAgentTextEnv`` with its own sessions. Raises MissingAssetsError if products or index cannot be read."""
         try:
             env = self._cls(**self._options, server=self._server, session_prefix=f"{self._num_customers}-")
         except (OSError, KeyError, AssertionError) as error:
@@ -94,7 +94,7 @@ class ShopGame(TextGame):
         self._env, self._show_actions = env, show_actions
 
     def reset(self, seed: int) -> str:
-        """Held-out seeds take the first 500 goals in turn, others one of the rest."""
+        """Begin an episode: held-out seeds use the first 500 goals in order, others one of the rest."""
         goals = len(self._env.server.goals)
         border = min(HELD_OUT_GOALS, goals // 2)
         if seed >= HELD_OUT_START:

@@ -1,7 +1,7 @@
-"""Grafting: the scene of one environment of a batch is replaced by the scene of an environment by itself.
+"""Grafting: the scene of one environment of a batch is replaced by the scene of a separate environment, the donor.
 
-That one (the donor) is an ordinary ManiSkill environment. It builds its scene anew, takes up a saved state or draws an episode as it
-would anywhere, bit for bit; then its bodies take the places of the old ones, and its attributes those rows of the batch's.
+The donor is an ordinary ManiSkill environment. It rebuilds its scene, restores a saved state or draws an episode as usual, bit for bit.
+Then its bodies replace the old ones, and its attributes replace those rows of the batch's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def kept_rows(env: BaseEnv, rows: Sequence[int]) -> Iterator[None]:
-    """Whatever happens meanwhile to the attributes of other environments than `rows` is undone."""
+    """Undo all changes to the attributes of environments other than `rows` afterwards."""
     num_envs = env.num_envs
     if len(rows) == num_envs:
         yield
@@ -72,10 +72,10 @@ def _copies(attributes: dict[str, Any], num_envs: int) -> dict[str, Any]:
 
 
 def row_of(value: object, single: object, i: int, num_envs: int, seen: dict[int, object]) -> object:
-    """Environment `i`'s part of an attribute, in the form that it has in an environment by itself.
+    """Environment `i`'s part of an attribute, in the form that it has in a separate environment.
 
     Args:
-        single: the attribute of an environment by itself; what has the same shape there belongs to no single one.
+        single: the attribute of a separate environment; a value of the same shape there is shared by all environments.
         seen: parts of objects met before, so that attributes which are one object stay one.
     """
     if id(value) in seen:
@@ -98,7 +98,7 @@ def row_of(value: object, single: object, i: int, num_envs: int, seen: dict[int,
 
 
 def with_row(value: object, single: object, i: int, num_envs: int) -> object:
-    """An attribute of the batch with environment `i`'s part replaced by that of an environment by itself; the inverse of `row_of`."""
+    """The batch's attribute with environment `i`'s part replaced by a separate environment's; the inverse of `row_of`."""
     if isinstance(single, torch.Tensor):
         if value is None and single.ndim and single.shape[0] == 1:
             value = torch.zeros((num_envs, *single.shape[1:]), dtype=single.dtype)
@@ -138,41 +138,41 @@ def _is_row_by_row(value: torch.Tensor | np.ndarray, single: object, num_envs: i
 
 _OBJECTS = ("_objs", "_bodies", "_physx_articulations")
 _OF_THE_DONOR = frozenset({"num_envs", "reconfiguration_freq"})
-"""Attributes that say how many environments there are; a saved episode has them as an environment by itself has."""
+"""Attributes that depend on the number of environments; a saved episode has them as a separate environment does."""
 
 
 class Grafts:
-    """The donor of a batch.
+    """Replaces scenes and episodes of a batch through its donor.
 
     Args:
-        donor: an environment of the same task and arguments by itself; nothing else may step or reset it.
-        renders: they were made with a rendering device.
+        donor: a separate environment of the same task and arguments; nothing else may step or reset it.
+        renders: whether both were made with a rendering device.
     """
 
     def __init__(self, env: BaseEnv, donor: BaseEnv, renders: bool) -> None:
         self.env, self.donor = env, donor
         self.frequency = int(donor.reconfiguration_freq)
-        """How many episodes an environment by itself plays in one scene; 0: any number."""
+        """Episodes that a separate environment plays in one scene; 0: any number."""
         self._state = EpisodeState(donor, renders)
         self._scene_seeds = [int(seed) for seed in env._episode_seed]
         self._left = [int(donor._reconfig_counter)] * env.num_envs
 
     def rebuilds(self, i: int) -> bool:
-        """The next episode of environment `i` begins in a new scene without being asked to."""
+        """Whether the next episode of environment `i` begins in a new scene unasked."""
         return self.frequency != 0 and self._left[i] == 0
 
     def began(self, i: int) -> None:
-        """An episode of environment `i` has begun in the scene that is there."""
+        """Record that an episode of environment `i` began in the present scene."""
         self._left[i] -= self.frequency != 0
 
     def begin(self, i: int, seed: int, options: dict[str, Any]) -> Any:
-        """A new episode of environment `i` in a new scene; the observation of an environment by itself."""
+        """Begin an episode of environment `i` in a new scene; returns the separate environment's observation."""
         observation, _ = self.donor.reset(seed=seed, options={**options, "reconfigure": True})
         self._graft(i)
         return observation
 
     def capture(self, i: int) -> dict[str, Any]:
-        """What `EpisodeState.capture` gives for an environment by itself; `restore` must follow here too."""
+        """State that `EpisodeState.capture` returns for a separate environment; call `restore` here too afterwards."""
         env, donors, seen = self.env, dict(owners_of(self.donor)), {}  # type: ignore[var-annotated]
         env.scene.px.flush()
         attributes: dict[str, dict[str, Any]] = {}
@@ -190,7 +190,7 @@ class Grafts:
         return self._state.pack(self._scene_seeds[i], int(env._episode_seed[i]), physics_of(self._bodies(i)), attributes)
 
     def _bodies(self, i: int) -> Bodies:
-        """What scene `i` holds, by the names that the things have in a scene by itself."""
+        """Bodies of scene `i`, by their names in a separate scene."""
         mine, single = bodies_of(self.env.scene, i), bodies_of(self.donor.scene)
         return Bodies(
             dict(zip(single.articulations, mine.articulations.values(), strict=True)),
@@ -198,7 +198,7 @@ class Grafts:
         )
 
     def restore(self, i: int, state: dict[str, Any]) -> None:
-        """Take up a captured episode in environment `i`. Raises SnapshotError where it is of another task or robot."""
+        """Resume a captured episode in environment `i`. Raises SnapshotError for another task or robot."""
         self._state.restore(state)
         self._graft(i)
 
@@ -232,7 +232,7 @@ def _is_donors(name: str, single: dict[str, Any]) -> bool:
 
 
 def _pairs(scene: BatchScene, i: int, donor_scene: ManiSkillScene) -> list[tuple[BaseStruct, BaseStruct]]:
-    """The batch's structs with something in scene `i`, each with the donor's that was made at the same point."""
+    """(struct of the batch with something in scene `i`, struct that the donor made at the same point)."""
     mine = [struct for struct in vars(scene)[STRUCTS] if i in struct._scene_idxs.tolist()]
     theirs = vars(donor_scene)[STRUCTS]
     kinds, donated = [type(one) for one in mine], [type(one) for one in theirs]
@@ -249,7 +249,7 @@ def _replace_objects(struct: BaseStruct, donated: BaseStruct, i: int) -> None:
         for k, thing in zip(places, getattr(donated, name, None) or (), strict=False):
             getattr(struct, name)[k] = thing
     present = vars(struct)
-    for name in list(present):  # what is computed of the objects; the hash must stay, dictionaries go by it
+    for name in list(present):  # drop values computed from the objects, but keep the hash, which dictionaries use
         if isinstance(getattr_static(type(struct), name, None), cached_property) and name != "__maniskill_hash__":
             del present[name]
     for name in ROW_CACHES:
@@ -295,9 +295,9 @@ _VIEWED = (BaseStruct, BaseAgent, MultiAgent, BaseController, BaseSensor, Render
 
 
 class EnvView:
-    """Attributes of the task, its robots, controllers, scene, actors and links with the row of one environment: shapes [1, …].
+    """View of the task, its robots, controllers, scene, actors and links in which attributes have one environment's row: shapes [1, …].
 
-    Methods are called with this environment acting and drawn, and no other.
+    Methods run with only this environment acting and drawn.
     """
 
     def __init__(self, env: BaseEnv, i: int) -> None:
@@ -309,7 +309,7 @@ class EnvView:
         return self
 
     def forget(self) -> None:
-        """The scene was built anew: everything is another object from now on."""
+        """Drop all views: the scene was rebuilt, and everything is a new object."""
         self._of_view.made.clear()
 
     def __getattr__(self, name: str) -> Any:
@@ -317,14 +317,14 @@ class EnvView:
 
 
 class _Rows:
-    """What the views of one environment share."""
+    """State that the views of one environment share."""
 
     def __init__(self, env: BaseEnv, i: int) -> None:
         self.env, self.i, self.num_envs = env, i, env.num_envs
         self.made: dict[int, tuple[Any, _View]] = {}
 
     def shown(self, value: object, places: list[int] | None = None, num: int | None = None) -> Any:
-        """The row of a value, a view of an object, or the value as it is."""
+        """Row of a value, a view of an object, or the value itself."""
         places, num = [self.i] if places is None else places, num or self.num_envs
         if isinstance(value, torch.Tensor | np.ndarray):
             return value[places] if value.ndim and value.shape[0] == num > 1 else value

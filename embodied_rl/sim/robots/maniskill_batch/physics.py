@@ -1,9 +1,9 @@
-"""PhysX's CPU engine in the shape of its GPU engine: N systems with one set of buffers.
+"""PhysX's CPU engine with the interface of its GPU engine: N systems with one set of buffers.
 
-Reads are lazy: one `pack_poses` and one `pack` per scene bring all poses, velocities and joint positions, and only where a scene has
-moved since the last read. Writes go to the bodies at once, as ManiSkill's CPU path does, so that ``gpu_apply_…`` and ``gpu_fetch_…``
-have nothing to do. Steps are deferred until something is read or written: the substeps of one scene then run one after another,
-which keeps its memory in the processor's cache.
+Reads are lazy: one `pack_poses` and one `pack` per scene return all poses, velocities and joint positions, and only for scenes that moved
+since the last read. Writes reach the bodies at once, as in ManiSkill's CPU path, so ``gpu_apply_…`` and ``gpu_fetch_…`` do nothing. Steps
+are deferred until something is read or written: the substeps of one scene then run one after another, which keeps its memory in the
+processor's cache.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Contact = tuple[physx.PhysxContact, sapien.Entity, sapien.Entity]
 
 
 class _Buffer:
-    """What ManiSkill expects of a CUDA array: a method `torch`."""
+    """Replaces ManiSkill's CUDA array, of which it uses the method `torch`."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self.torch = read
 
 
 class SceneLayout:
-    """Where the values of one scene lie in its packed bytes; equal for scenes that hold the same things.
+    """Positions of one scene's values in its packed bytes; equal for scenes with the same contents.
 
-    `scene`: a `sapien.Scene` with everything added. Raises UnsupportedTask: the bytes are not laid out as expected.
+    `scene`: a complete `sapien.Scene`. Raises UnsupportedTask: the bytes are not laid out as expected.
     """
 
     def __init__(self, scene: sapien.Scene) -> None:
@@ -62,7 +62,7 @@ class SceneLayout:
         self._check(scene, entities, dynamic)
 
     def _check(self, scene: sapien.Scene, entities: list[sapien.Entity], dynamic: list[physx.PhysxRigidDynamicComponent]) -> None:
-        """Hold the packed bytes against the objects themselves."""
+        """Compare the packed bytes with the objects themselves."""
         poses, packed = np.frombuffer(scene.pack_poses(), np.float32), np.frombuffer(scene.physx_system.pack(), np.float32)
         if poses.size != 7 * self.num_entities or packed.size != self.num_floats:
             raise UnsupportedTask(
@@ -82,7 +82,7 @@ class SceneLayout:
 
 
 class BatchSystem:
-    """Stands in for `PhysxGpuSystem`, which it passes for in `isinstance`.
+    """Replaces `PhysxGpuSystem`, also in `isinstance`.
 
     `scenes`: `sapien.Scene`s, each with its own `PhysxCpuSystem`.
     """
@@ -91,9 +91,9 @@ class BatchSystem:
         self.scenes = list(scenes)
         self.systems = [scene.physx_system for scene in scenes]
         self.ready = False
-        """The layout is known, so that buffers can be read; False while things are being added."""
+        """Whether the layout is known, so that buffers can be read; False while the scenes are being built."""
         self.rows: tuple[int, ...] = tuple(range(len(self.scenes)))
-        """Environments that act now: they are stepped and written to; the others stay as they are."""
+        """Environments that act now: they are stepped and written to; the others stay unchanged."""
         self._pending = 0
         self._stale = set(self.rows)
         self._stale_bodies = set(self.rows)
@@ -118,7 +118,7 @@ class BatchSystem:
     # ---- calls that only a GPU system needs -------------------------------------------------------------------------
 
     def gpu_init(self) -> None:
-        """Nothing: writes go to the bodies at once, and so it is with what follows."""
+        """Does nothing, like the methods below: writes reach the bodies at once."""
 
     gpu_apply_articulation_qf = gpu_apply_articulation_qpos = gpu_apply_articulation_qvel = gpu_init
     gpu_apply_articulation_root_pose = gpu_apply_articulation_root_velocity = gpu_init
@@ -131,11 +131,11 @@ class BatchSystem:
     # ---- stepping ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """One step of the scenes in `rows`, taken when something is read or written."""
+        """Schedule one step of the scenes in `rows`; it runs when something is read or written."""
         self._pending += 1
 
     def flush(self) -> None:
-        """Take the steps that are due."""
+        """Run the scheduled steps."""
         if self._pending:
             count, self._pending = self._pending, 0
             for i in self.rows:
@@ -145,23 +145,23 @@ class BatchSystem:
             self.moved(self.rows)
 
     def moved(self, rows: Iterable[int]) -> None:
-        """What was read of these scenes no longer holds."""
+        """Mark cached reads of these scenes as stale."""
         self._stale.update(rows)
         self._stale_bodies.update(rows)
         for i in rows:
             self._contacts.pop(i, None)
 
     def act(self, rows: tuple[int, ...]) -> None:
-        """From now on these environments act."""
+        """Let only these environments act from now on."""
         self.flush()
         self.rows = rows
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        """Find out where everything lies; to be called when the scenes hold all that they will.
+        """Find the layout; call it once the scenes are complete.
 
-        Raises UnsupportedTask: the scenes differ in what they hold.
+        Raises UnsupportedTask: the scenes differ in their contents.
         """
         self.layouts = [SceneLayout(scene) for scene in self.scenes]
         first = self.layouts[0]
@@ -179,7 +179,7 @@ class BatchSystem:
         self.moved(range(num))
 
     def replace(self, i: int, scene: sapien.Scene) -> None:
-        """Put another `sapien.Scene`, which holds the same things, in the place of scene `i`. Raises UnsupportedTask where it does not."""
+        """Replace scene `i` by another `sapien.Scene` with the same contents. Raises UnsupportedTask if they differ."""
         layout = SceneLayout(scene)
         if layout.signature != self.layouts[0].signature:
             raise UnsupportedTask("a scene that was built anew holds other things")
@@ -202,7 +202,7 @@ class BatchSystem:
         return self._row_of_articulation[articulation]
 
     def poses(self) -> torch.Tensor:
-        """[scenes · entities, 13]; position, quaternion (w first), and velocities that hold only after `bodies`."""
+        """[scenes · entities, 13]: position, quaternion (w first), and velocities that are valid only after `bodies`."""
         self.flush()
         if self._stale:
             rows = sorted(self._stale)
@@ -214,12 +214,12 @@ class BatchSystem:
         return self._flat_data
 
     def bodies(self) -> torch.Tensor:
-        """[scenes · entities, 13]: position, quaternion (w first), and of dynamic actors linear and angular velocity."""
+        """[scenes · entities, 13]: position, quaternion (w first), and linear and angular velocity of dynamic actors."""
         self._read_bodies()
         return self.poses()
 
     def _joint(self, kind: int) -> torch.Tensor:
-        """[scenes · articulations, joints]: positions, velocities, targets of the drives, velocity targets."""
+        """[scenes · articulations, joints]: positions, velocities, drive targets or velocity targets, by `kind`."""
         self._read_bodies()
         return self._flat_joints[kind]
 
@@ -272,7 +272,7 @@ class BatchSystem:
 
 
 def make_scenes(count: int, render_device: sapien.Device | None) -> list[sapien.Scene]:
-    """Scenes with a CPU system each, and a render system where there is a device."""
+    """Scenes with a CPU system each, and a render system if there is a device."""
     extra = (lambda: [sapien.render.RenderSystem(render_device)]) if render_device is not None else list
     return [sapien.Scene([physx.PhysxCpuSystem(), *extra()]) for _ in range(count)]
 
@@ -281,22 +281,22 @@ def make_scenes(count: int, render_device: sapien.Device | None) -> list[sapien.
 
 
 STRUCTS = "_embodied_rl_structs"
-"""Attribute of a scene: ManiSkill's structs in the order of their making (`structs.install` keeps it)."""
+"""Attribute of a scene: ManiSkill's structs in the order of their creation (kept by `structs.install`)."""
 
 
 class BatchScene(ManiSkillScene):
-    """`gpu_sim_enabled` is True, so that ManiSkill's structs read the batched buffers; the system behind them is a `BatchSystem`."""
+    """Scene with `gpu_sim_enabled` True, so that ManiSkill's structs read the batched buffers, and a `BatchSystem` behind it."""
 
     def __init__(self, sub_scenes: list[sapien.Scene], **kwargs: Any) -> None:
         super().__init__(sub_scenes, **kwargs)
         self.px = BatchSystem(sub_scenes)
         self.gpu_sim_enabled = True
         self.drawn: Sequence[int] | None = None
-        """Environments of which `RenderCamera.get_picture` gives pictures; None: all rows, of which only those that act are drawn."""
+        """Environments that `RenderCamera.get_picture` returns; None: all rows, of which only acting environments are drawn."""
 
     @contextmanager
     def only(self, rows: tuple[int, ...]) -> Iterator[None]:
-        """Meanwhile these environments are stepped and written to, and no others."""
+        """Let only these environments be stepped and written to in the block."""
         before = self.px.rows
         if rows == before:
             yield
@@ -314,12 +314,12 @@ class BatchScene(ManiSkillScene):
         self._reset_mask = mask
 
     def only_indexed(self, env_idx: torch.Tensor | None) -> AbstractContextManager[None]:
-        """`only` for ManiSkill's index of environments; None: those that act already."""
+        """`only` for ManiSkill's index of environments; None: the environments that act already."""
         return nullcontext() if env_idx is None else self.only(tuple(int(i) for i in env_idx))
 
     @contextmanager
     def drawing(self, row: int) -> Iterator[None]:
-        """Meanwhile only this environment is drawn, and pictures have one row."""
+        """Draw only this environment in the block; pictures have one row."""
         self.drawn = (row,)
         try:
             yield
@@ -342,7 +342,7 @@ class BatchScene(ManiSkillScene):
         return [contact for i in range(len(self.sub_scenes)) for contact, _, _ in self.px.contacts(i)]
 
     def get_pairwise_contact_impulses(self, obj1: Actor | Link, obj2: Actor | Link) -> torch.Tensor:
-        """[n, 3], summed as ManiSkill's CPU path does."""
+        """[n, 3], summed in the order of ManiSkill's CPU path."""
         rows = []
         for i, one, other in zip(obj1._scene_idxs.tolist(), obj1._bodies, obj2._bodies, strict=True):
             first, second = one.entity, other.entity
@@ -358,12 +358,12 @@ class BatchScene(ManiSkillScene):
     # ---- pictures ---------------------------------------------------------------------------------------------------
 
     def shown(self) -> Sequence[int]:
-        """Environments to be drawn now."""
+        """Environments that are drawn now."""
         return self.px.rows if self.drawn is None else self.drawn
 
     @contextmanager
     def as_on_a_cpu(self) -> Iterator[None]:
-        """Meanwhile ManiSkill takes its path for one scene where nothing of ours stands."""
+        """Let ManiSkill use its path for a single scene where this package has no replacement."""
         self.gpu_sim_enabled = False
         try:
             yield

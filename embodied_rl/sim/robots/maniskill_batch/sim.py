@@ -1,4 +1,4 @@
-"""`ManiSkillSim` with all environments of a process in one batch: the same numbers, at a fraction of the Python per step."""
+"""`ManiSkillSim` with all environments of a process in one batch: the same numbers with a fraction of the Python per step."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 
 FIRST_SEED = 2022
-"""ManiSkill builds a scene with this seed; here every environment uses it, as each does by itself."""
+"""Seed with which ManiSkill builds a scene; here every environment uses it, as separate ones do."""
 
 
 class BatchedTask(BaseEnv):
-    """Goes before the task's class. `gpu_sim_enabled` is False, so that tasks take their CPU branches, while the scene's is True."""
+    """Mixed in before the task's class. `gpu_sim_enabled` is False, so that tasks use their CPU branches; the scene's is True."""
 
     gpu_sim_enabled = False
 
@@ -54,7 +54,7 @@ class BatchedTask(BaseEnv):
         self.scene.px.lay_out()
 
     def reset(self, seed: object = None, options: dict[str, Any] | None = None) -> tuple[Tensors, dict[str, Any]]:
-        """Only for the constructor: builds everything as for an environment by itself."""
+        """For the constructor only: builds everything as for a separate environment."""
         return super().reset(seed=[FIRST_SEED] * self.num_envs, options=options)
 
     def _initialize_episode(self, env_idx: torch.Tensor, options: dict[str, Any]) -> None:
@@ -63,9 +63,9 @@ class BatchedTask(BaseEnv):
                 super()._initialize_episode(index[None], options)
 
     def begin(self, rows: Sequence[int], seeds: Sequence[int], options: Mapping[str, Any]) -> Tensors:
-        """New episodes in some environments, drawn one after another as a single environment draws its own; the observation of all.
+        """Begin episodes in some environments, drawn one after another as single environments do; returns the observation of all.
 
-        ManiSkill's own reset of several seeds torch from the first one and resets the controllers of all.
+        ManiSkill's own reset with several seeds uses the first one for torch, and resets the controllers of all environments.
         """
         with kept_rows(self, rows):
             for i, seed in zip(rows, seeds, strict=True):
@@ -96,12 +96,12 @@ class BatchedTask(BaseEnv):
                 one.reset()
 
     def advance(self, rows: Sequence[int], action: torch.Tensor | dict[str, torch.Tensor]) -> tuple[Tensors, torch.Tensor, dict[str, Any]]:
-        """One control step of some environments; `action` has a row for every one, those of the others are not looked at.
+        """Take one control step in some environments; `action` has a row for every environment, and rows of others are ignored.
 
         Returns observation, reward and info of all environments.
         """
         with kept_rows(self, rows), self.scene.only(tuple(rows)):
-            if len(rows) < self.num_envs:  # ManiSkill counts a step of all: what the task sees of the others is what they are
+            if len(rows) < self.num_envs:  # ManiSkill counts a step for all; restore what the task sees of the others
                 self._elapsed_steps -= 1
                 self._elapsed_steps[list(rows)] += 1
             observation, reward, _, _, info = self.step(action)
@@ -109,7 +109,7 @@ class BatchedTask(BaseEnv):
         return observation, reward, info
 
     def look(self, rows: Sequence[int], info: dict[str, Any]) -> Tensors:
-        """The observation of all environments; `info` of the step that brought `rows` where they are."""
+        """Observation of all environments; `info`: of the step that moved `rows`."""
         with kept_rows(self, rows), self.scene.only(tuple(rows)):
             return self.get_obs(info)
 
@@ -117,9 +117,9 @@ class BatchedTask(BaseEnv):
 def make_batched(registered: EnvSpec, num_envs: int, made: Mapping[str, Any]) -> BatchedTask:
     """`num_envs` environments of a registered task, in one object.
 
-    `made`: arguments of the constructor but ``num_envs`` and ``sim_backend``.
+    `made`: arguments of the constructor except ``num_envs`` and ``sim_backend``.
 
-    Raises UnsupportedTask: its scenes differ, bodies lack their shapes, or its code takes no part of a batch.
+    Raises UnsupportedTask: its scenes differ, bodies lack their shapes, or its code does not support parts of a batch.
     """
     install()
     task = registered.cls
@@ -128,21 +128,21 @@ def make_batched(registered: EnvSpec, num_envs: int, made: Mapping[str, Any]) ->
             raise UnsupportedTask(f"it has its own `{name}`")
     cls = type(task.__name__, (BatchedTask, task), {"__module__": task.__module__})
     arguments = {**registered.default_kwargs, **made, "num_envs": num_envs, "sim_backend": "physx_cpu"}
-    with mock.patch.object(sapien_env, "CPU_SIM_BACKENDS", ()):  # one environment, it says
+    with mock.patch.object(sapien_env, "CPU_SIM_BACKENDS", ()):  # otherwise ManiSkill allows one environment only
         try:
             env = cls(**arguments)
         except UnsupportedTask:
             raise
-        except Exception as error:  # it can be made by itself: that has been done
+        except Exception as error:  # a separate environment can be made: that was done before
             raise UnsupportedTask(f"its code takes no part of a batch ({type(error).__name__}: {error})") from error
     env._episode_seed = np.array(env._episode_seed, np.int64)
-    env.reconfiguration_freq = 0  # a scene is built anew by grafting, each for itself
+    env.reconfiguration_freq = 0  # scenes are rebuilt by grafting, each separately
     _check_shapes(env)
     return env
 
 
 def _check_shapes(env: BatchedTask) -> None:
-    """Raise UnsupportedTask where the same body has fewer collision shapes in one scene than in another: it would fall through a floor."""
+    """Raise UnsupportedTask if a body has fewer collision shapes in one scene than in another: it would fall through a floor."""
     for thing in env.scene.actors.values():
         counts = {len(body.collision_shapes) for body in thing._bodies if body is not None}
         if len(counts) > 1:
@@ -158,22 +158,22 @@ def _check_shapes(env: BatchedTask) -> None:
 
 
 class ManiSkillBatchSim(ManiSkillSim):
-    """What `ManiSkillSim` does, with equal numbers; `envs` are views of the batch's rows.
+    """`ManiSkillSim` with equal numbers, whose `envs` are views of the batch's rows.
 
     Raises UnsupportedTask: the task cannot be stepped as a batch.
     """
 
     def _build_each(self, registered: EnvSpec, made: dict[str, Any], num_envs: int) -> BaseEnv:
-        self._first = registered.make(**made)  # an environment by itself, whose scenes are grafted into the batch
+        self._first = registered.make(**made)  # a separate environment, whose scenes are grafted into the batch
         self._batch = make_batched(registered, num_envs, made)
         self._grafts = Grafts(self._batch, self._first, self._render)
         self._views = [EnvView(self._batch, i) for i in range(num_envs)]
         self.envs = list(self._views)
         self._states = [GraftedState(self._grafts, i) for i in range(num_envs)]
         self._info: dict[str, Any] = {}
-        """Of all environments, from the step that was not observed."""
+        """Info of all environments, from the step that was not observed."""
         if not self._grafts.frequency:
-            self._batch.begin((0,), (0,), {})  # as its first environment would be asked for its spec
+            self._batch.begin((0,), (0,), {})  # as a separate environment does for its spec
         return self._first
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
@@ -201,7 +201,7 @@ class ManiSkillBatchSim(ManiSkillSim):
             self._write_rows(out, rows, self._batch.look(rows, self._info), rows)
 
     def _step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers, observed: bool) -> None:
-        """One control step of these environments; the others' simulations do not move. Raises ValueError for NaN in an action."""
+        """Take one control step in these environments; the others do not move. Raises ValueError for NaN in an action."""
         rows = list(env_ids)
         given = np.asarray(actions, np.float32)
         if np.isnan(given).any():
@@ -241,7 +241,7 @@ class ManiSkillBatchSim(ManiSkillSim):
 
 
 def _columns(info: Mapping[str, Any], num_envs: int) -> dict[str, list[Any]]:
-    """The task's info, by environment. Leaves out single numbers (means over the batch), which describe no one environment."""
+    """{key: values by environment} of the task's info. Leaves out single numbers (means over the batch), which describe no environment."""
     return {key: value.reshape(-1).tolist() for key, value in info.items() if isinstance(value, torch.Tensor) and value.numel() == num_envs}
 
 
@@ -252,10 +252,10 @@ _STEPS = 24
 
 
 def difference(task: str, arguments: Mapping[str, Any], num_envs: int) -> str | None:
-    """What a batch of `num_envs` does otherwise than environments by themselves; None: nothing, bit for bit.
+    """First difference between a batch of `num_envs` and separate environments; None: they are equal bit for bit.
 
-    The first and the last of the batch are compared. Its size matters: for some shapes torch sums in another order than for one row.
-    Raises UserError: the task cannot be made with these arguments, batch or not.
+    Compares the first and the last of the batch. The size matters: for some shapes torch sums in another order than for one row. Raises
+    UserError: the task cannot be made with these arguments, batch or not.
     """
     asked = {"render": False, "render_size": 64, "camera_size": None, **arguments}
     single = ManiSkillSim(task, 2, **asked)
@@ -274,7 +274,7 @@ def difference(task: str, arguments: Mapping[str, Any], num_envs: int) -> str | 
 
 
 def _play(single: ManiSkillSim, batch: ManiSkillSim, num_envs: int) -> str | None:
-    """Steps of all and of some, a reset of one, a snapshot, a new scene. Describes the first difference."""
+    """Play steps of all and of some environments, a reset of one, a snapshot and a new scene; returns the first difference."""
     last = num_envs - 1
     compared = {0: 0, 1: last}
     small, large = StepBuffers.allocate(single.spec, 2), StepBuffers.allocate(single.spec, num_envs)
@@ -314,7 +314,7 @@ def _play(single: ManiSkillSim, batch: ManiSkillSim, num_envs: int) -> str | Non
 
 
 def _first_difference(one: StepBuffers, other: StepBuffers, rows: Mapping[int, int]) -> str | None:
-    """`rows`: of `one`, and those of `other` that they are compared with."""
+    """`rows`: {row of `one`: row of `other` to compare it with}."""
     values = [(f"'{key}'", part, other.observation[key]) for key, part in one.observation.items()]
     values += [(name, part, other.scalars[name]) for name, part in one.scalars.items()]
     for name, part, there in values:

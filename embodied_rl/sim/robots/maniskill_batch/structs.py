@@ -1,7 +1,7 @@
 """ManiSkill's structs (actors, links, articulations, joints, cameras) over the N scenes of a `BatchScene`.
 
-ManiSkill has a path for one scene on a processor and one for many on a GPU. `install` adds a third to each property and method
-where neither does; objects of other scenes go their old way.
+ManiSkill has a path for one scene on a CPU and one for many on a GPU. `install` adds a third to each property and method that needs it;
+objects of other scenes keep their own path.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mani_skill.utils.structs.base import BaseStruct, PhysxRigidBodyComponentStr
 from embodied_rl.sim.robots.maniskill_batch.physics import STRUCTS, BatchScene
 
 Values = torch.Tensor | np.ndarray | Sequence[float] | Sequence[Sequence[float]]
-"""What ManiSkill's setters take: rows, or one for all."""
+"""Arguments of ManiSkill's setters: one row per object, or one row for all."""
 
 _INSTALLED = "_embodied_rl_batched"
 ROW_CACHES = ("_embodied_rl_rows", "_embodied_rl_scenes")
-"""What is remembered on a struct of where its objects lie; to be dropped when they are replaced."""
+"""Attributes that cache where a struct's objects are; deleted when the objects are replaced."""
 
 
 def install() -> None:
-    """Once per process."""
+    """Patch ManiSkill's classes, once per process."""
     if _INSTALLED in vars(BaseStruct):
         return
     setattr(BaseStruct, _INSTALLED, True)
@@ -51,7 +51,7 @@ def install() -> None:
 
 
 def _method(cls: type, name: str) -> Callable[[Callable[..., Any]], None]:
-    """`function(self, original, …)` in place of a method, for things in a batched scene."""
+    """Decorator: replace a method by `function(self, original, …)` for objects in a batched scene."""
 
     def put(function: Callable[..., Any]) -> None:
         original = getattr(cls, name)
@@ -67,12 +67,12 @@ def _method(cls: type, name: str) -> Callable[[Callable[..., Any]], None]:
 
 
 def _found(cls: type, name: str) -> Any:
-    """The property of a class or of one of its bases."""
+    """Property of a class or of one of its bases."""
     return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
 
 
 def _getter(cls: type, name: str) -> Callable[[Callable[[Any], Any]], None]:
-    """`function(self)` in place of reading a property."""
+    """Decorator: replace a property's getter by `function(self)`."""
 
     def put(function: Callable[[Any], Any]) -> None:
         original = _found(cls, name)
@@ -87,7 +87,7 @@ def _getter(cls: type, name: str) -> Callable[[Callable[[Any], Any]], None]:
 
 
 def _setter(cls: type, name: str) -> Callable[[Callable[[Any, Any], None]], None]:
-    """`function(self, value)` in place of setting a property."""
+    """Decorator: replace a property's setter by `function(self, value)`."""
 
     def put(function: Callable[[Any, Any], None]) -> None:
         original = _found(cls, name)
@@ -114,9 +114,9 @@ def _scenes(struct: BaseStruct) -> list[int]:
 
 
 def writing(struct: BaseStruct, values: np.ndarray | sapien.Pose) -> Iterator[tuple[int, Any]]:
-    """(place among the struct's objects, its row of `values`) of those in scenes that act; what was read of these is stale afterwards.
+    """(index among the struct's objects, its row of `values`) of the objects in acting scenes; cached reads of these become stale.
 
-    `values`: an array [n, …] with a row for each object, for each that acts, or one for all; a `sapien.Pose` is for all.
+    `values`: an array [n, …] with a row for each object, for each that acts, or one for all; a `sapien.Pose` applies to all.
     """
     px, scenes = struct.scene.px, _scenes(struct)
     px.flush()
@@ -135,7 +135,7 @@ def writing(struct: BaseStruct, values: np.ndarray | sapien.Pose) -> Iterator[tu
 
 
 def _vectors(value: Values) -> np.ndarray:
-    """[n, d] float32 of a tensor, array or list [n, d] or [d]."""
+    """[n, d] float32 from a tensor, array or list [n, d] or [d]."""
     array = np.asarray(common.to_numpy(value), np.float32)
     return array[None] if array.ndim == 1 else array
 
@@ -169,7 +169,7 @@ def _patch_rows() -> None:
     def remembered(self: BaseStruct, find: Callable[[], list[int]]) -> torch.Tensor:
         found = self.__dict__.get("_embodied_rl_rows")
         if found is None:
-            if not self.px.ready:  # ManiSkill asks for them while cameras are still to be added
+            if not self.px.ready:  # ManiSkill asks for them while cameras are still being added
                 return torch.empty(0, dtype=torch.int64)
             found = self.__dict__["_embodied_rl_rows"] = torch.tensor(find(), dtype=torch.int64)
         return found
@@ -311,7 +311,7 @@ def _patch_joints() -> None:
 
 
 def _columns(value: Values) -> np.ndarray:
-    """[n, 1] of one number for each joint, or for all."""
+    """[n, 1] from one number for each joint, or for all."""
     return np.asarray(common.to_numpy(value), np.float32).reshape(-1, 1)
 
 
@@ -321,7 +321,7 @@ def _assign(struct: ArticulationJoint, attribute: str, rows: np.ndarray) -> None
 
 
 def _patch_contacts() -> None:
-    """Summed in the order in which ManiSkill's CPU path does it, so that the last bits agree."""
+    """Sum contacts in the order of ManiSkill's CPU path, so that the last bits agree."""
 
     @_method(PhysxRigidBodyComponentStruct, "get_net_contact_impulses")
     def of_body(self: PhysxRigidBodyComponentStruct, original: Callable[..., Any]) -> torch.Tensor:
@@ -352,7 +352,7 @@ def _patch_contacts() -> None:
 def _patch_controllers() -> None:
     @_method(PDEEPosController, "set_action")
     def set_action(self: PDEEPosController, original: Callable[..., Any], action: torch.Tensor) -> None:
-        with self.scene.as_on_a_cpu():  # towards a target pose, as one scene does, rather than by the Jacobian
+        with self.scene.as_on_a_cpu():  # towards a target pose, as a single scene does, not by the Jacobian
             original(self, action)
 
     compute_ik = Kinematics.compute_ik
@@ -361,7 +361,7 @@ def _patch_controllers() -> None:
         scene = self.articulation.scene
         if type(scene) is not BatchScene:
             return compute_ik(self, pose, q0, *args, **kwargs)
-        solved = q0[:, self.active_joint_indices].clone()  # where there is no solution the joints stay, as with one scene
+        solved = q0[:, self.active_joint_indices].clone()  # without a solution the joints stay, as in a single scene
         for i in scene.px.rows:
             found = compute_ik(self, pose[i], q0[i : i + 1], *args, **kwargs)
             if found is not None:
@@ -410,6 +410,6 @@ def _patch_cameras() -> None:
 def _patch_builders() -> None:
     @_method(ActorBuilder, "build_physx_component")
     def with_every_plane(self: ActorBuilder, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # On a GPU one ground serves all scenes, and the builder skips it from the second on; here every scene needs its own.
+        # On a GPU one ground serves all scenes, so the builder skips it after the first; here every scene needs its own.
         self._plane_collision_poses.clear()
         return original(self, *args, **kwargs)
