@@ -101,7 +101,7 @@ class ManiSkillBase(SimEnv):
         contacts_of_their_own()
         # Inference mode from the first tensor on: nothing here is differentiated, and each small operation gets cheaper.
         with torch.inference_mode(), no_asset_prompt(task), no_render_materials(active=not self._render), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the precision of its own spaces
+            warnings.simplefilter("ignore")  # about the precision of ManiSkill's spaces
             try:
                 first = self._build(registered, made, num_envs)
             except (UserError, UnsupportedTask):

@@ -53,7 +53,7 @@ class CodeTest:
 
     @property
     def wanted(self) -> str:
-        """The expectation in words for the agent."""
+        """The expectation as a sentence for the agent."""
         if self.call is not None:
             return f"{self.call} must give {_short(repr(self.result))}"
         return f"the input {_short(repr(self.stdin))} must print {_short(repr(self.stdout))}"
