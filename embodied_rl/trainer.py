@@ -1,4 +1,4 @@
-"""The main loop: collect, prepare, update, publish, report, save. Synchronous is the case of zero staleness; there is no second loop."""
+"""The main loop: collect, prepare, update, publish, report, save. Synchronous training is the case of zero staleness."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from embodied_rl.types import EpisodeSummary
 _WINDOW = 100
 """Finished training episodes over which success, return and length are averaged."""
 _EPISODE = "episode."
-"""Begins the names of running episodes in a checkpoint."""
+"""Prefix of the names of running episodes in a checkpoint."""
 _PATIENCE_S, _PATIENCE_WITHIN_S = 5.0, 20.0
-"""For a rollout, or an evaluation, that is not over when the run is to end, before it is given up: schedulers kill after half a minute.
-More where its episodes are to be saved (`checkpoint.within_episodes`)."""
+"""Seconds that a run that must end waits for an unfinished rollout or evaluation; the second with `checkpoint.within_episodes`, which saves
+the running episodes. Schedulers kill after about 30 s."""
 _INTERIM_SEEDS = 2**28
-"""Offset of the seeds of evaluations during a run: choosing a checkpoint by them does not touch the final held-out seeds."""
+"""Offset of the seeds of interim evaluations, so that choosing a checkpoint by them does not use the final held-out seeds."""
 
 
 class Trainer:
-    """One run. `run` trains; `evaluate` plays held-out seeds; use as a context manager, so that no process stays behind."""
+    """One run: `run` trains, `evaluate` plays held-out seeds. Use it as a context manager, so that no process is left running."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class Trainer:
 
         Args:
             command: how the run was started, for the model card.
-            checkpoint: continue from here; its simulator and policy must fit.
-            started: time.time() at which the user's wall-clock began; default: now.
-            loggers: beside those of the configuration; what they raise ends the run.
+            checkpoint: checkpoint to continue from; its simulator and policy must fit.
+            started: time.time() when the user started the run; None: now.
+            loggers: further loggers, beside the configured ones; an exception in one ends the run.
 
         Raises:
-            UserError: the simulator rejects its configuration, packages or assets are missing.
+            UserError: the simulator rejects its configuration, or packages or assets are missing.
             IncompatibleCheckpointError: the checkpoint does not fit.
         """
         config = resolve(config)
@@ -86,17 +86,17 @@ class Trainer:
         self._crossed = (0, 0)
         self.metrics: dict[str, float] = {}
         self.warm_start: dict[str, Any] = {}
-        """What the warm start came to; empty before it and without one."""
+        """Figures of the warm start; empty before it runs, or if there is none."""
         self.recorders: list[TrainingRecorder] = []
         self.timeline: Timeline | None = None
         check_loggers(config.logger)
         self._shown = shows_progress(config)
         self.start_s = 0.0
-        """From the user's command to the first iteration."""
+        """Seconds from the user's command to the first iteration."""
         self.episode_s: float | None = None
-        """Seconds that an episode of the last evaluation took."""
+        """Seconds per episode of the last evaluation; None before one."""
         self._iteration_s = 0.0
-        """Of the last iteration."""
+        """Seconds of the last iteration."""
         if checkpoint is None:
             require_time(config, self.wall_clock_s(), "before the simulators were started")
         with progress_bar("starting simulators", shown=self._shown):
@@ -139,7 +139,7 @@ class Trainer:
         self._writer = CheckpointWriter(self.run_dir, asynchronous=config.checkpoint.asynchronous)
 
     def _base_model(self, checkpoint: Checkpoint) -> Path | None:
-        """Where the language model lies that a checkpoint's adapter belongs to."""
+        """Folder of the language model that a checkpoint's adapter belongs to; None for a policy without one."""
         policy = self.config.policy
         if policy.name != "language" or self.config.domains:
             return None
@@ -148,8 +148,8 @@ class Trainer:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train until the steps, the time or the success rate of the configuration is reached, or until Ctrl-C. Raises SimFault: a worker
-        failed; NonFiniteError: NaN or infinity in an observation, reward or loss; the batch lies in ``<run_dir>/failures``."""
+        """Train until the configured steps, time or success rate is reached, or until Ctrl-C. Raises SimFault if a worker failed, and
+        NonFiniteError for NaN or infinity in an observation, reward or loss; the batch is then in ``<run_dir>/failures``."""
         self._introduce()
         self.engine.publish(version=self.iteration)
         self._clone_first()
@@ -158,7 +158,7 @@ class Trainer:
             require_time(self.config, self.wall_clock_s(), "when the first iteration was to begin")
         self.start_s = self.wall_clock_s()
         if self.iteration == 0 and any(own.algorithm.warm_start is not None for own in self._tasks.values()):
-            self.save()  # what was cloned is not to be cloned again
+            self.save()  # a resumed run must not clone again
         with self._dump_on_non_finite(), self._profiled(), self._stopper.ending_in_order(), self._progress("training") as tell:
             while not self._finished():
                 started = time.perf_counter()
@@ -189,7 +189,7 @@ class Trainer:
         return self._stopper.asked
 
     def _clone_first(self) -> None:
-        """The warm starts of robots' policies, once in a run; success on the final evaluation's seeds is measured before and after."""
+        """Run the robots' warm starts, once per run, and measure success on the final evaluation's seeds before and after."""
         robots = {name: own for name, own in self._tasks.items() if own.policy.name != "language"}
         starts = {name: own for name, own in robots.items() if own.algorithm.warm_start is not None}
         if not starts or self.warm_start:
@@ -227,12 +227,12 @@ class Trainer:
         return len(self.recent) == _WINDOW and self._success() >= config.stop_at_success
 
     def _time_is_over(self, reserved_s: float = 0.0) -> bool:
-        """Whether `max_minutes` leaves no more than what is reserved for what is still to come."""
+        """Whether `max_minutes` leaves no more than `reserved_s` seconds."""
         limit = self.config.max_minutes
         return limit is not None and self.wall_clock_s() + reserved_s >= 60 * limit
 
     def _final_s(self) -> float:
-        """What the final evaluation and its films will take, as far as is known: at most a quarter of `max_minutes`."""
+        """Estimated seconds of the final evaluation and its films: at most a quarter of `max_minutes`; 0 without that limit."""
         if self.config.max_minutes is None:
             return 0.0
         number, speed = self.config.evaluation.num_episodes, self.metrics.get("speed/steps_per_s", 0.0)
@@ -247,7 +247,7 @@ class Trainer:
                 self.method.play_ahead()
                 self.engine.publish(version=self.iteration)
         except WaitStopped:
-            self._stopper.gave_up = True  # publishing the weights was given up; the update is done and counts
+            self._stopper.gave_up = True  # the weights were not published; the update is done and counts
         self.method.published(self.iteration)
 
     def _report(self, experience: Experience, stats: dict[str, float], seconds: float) -> None:
@@ -277,7 +277,7 @@ class Trainer:
         self.loggers.log(self.steps, self.metrics)
 
     def _report_faults(self) -> None:
-        """Simulators that failed and were replaced: in the metrics, in ``faults.jsonl`` and, in a line each, on the console."""
+        """Report simulators that failed and were replaced: in the metrics, in ``faults.jsonl``, and in one console line each."""
         records = self.manager.fault_records
         if not records:
             return
@@ -292,7 +292,7 @@ class Trainer:
         self._faults_logged = len(records)
 
     def _evaluate_and_save_when_due(self) -> None:
-        """Checkpoints are where a run can be taken up again bit for bit: all slots begin new episodes there, resumed or not."""
+        """Evaluate and save if due. All slots then begin new episodes, resumed or not, so that a resumed run continues bit for bit."""
         evaluate_now, save_now = self._due(self.config.evaluation.every_steps), self._due(self.config.checkpoint.every_steps)
         if self._finished() or not (evaluate_now or save_now):
             return
@@ -326,9 +326,9 @@ class Trainer:
     # ---- evaluation, checkpoints ------------------------------------------------------------------------------------
 
     def evaluate(self, num_episodes: int, *, first_seed: int, title: str = "final evaluation") -> list[EpisodeSummary]:
-        """Play held-out seeds with the deterministic policy in the training run's own simulators, whose episodes are lost.
+        """Play held-out seeds with the deterministic policy in the run's own simulators; their running episodes are lost.
 
-        Where `max_minutes` ends first, fewer seeds are played, and of simulators that play by themselves as many as there is time for.
+        If `max_minutes` ends first, fewer seeds are played. Simulators with `plays_itself` get as many as fit in the time left.
         """
         started, wanted = time.perf_counter(), num_episodes
         if self.manager.plays_itself and self.episode_s is not None and self.config.max_minutes is not None:
@@ -352,13 +352,13 @@ class Trainer:
         return episodes
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment; with `checkpoint.asynchronous`, begin to. Raises UserError where it cannot be written, or
-        went elsewhere (`require_folder`)."""
+        """Write a checkpoint of this moment (with `checkpoint.asynchronous`: begin to). Raises UserError if it cannot be written, or if the
+        run's folder is gone (`require_folder`)."""
         self.require_folder()
         return self._save()
 
     def require_folder(self) -> None:
-        """Raise UserError where the run's folder was removed or moved while it ran, with a checkpoint of this moment in a new one."""
+        """If the run's folder was removed or moved while it ran, save a checkpoint in a new folder and raise UserError."""
         if not is_gone(self.run_dir, self._folder):
             return
         gone, self.run_dir = self.run_dir, next_free(self.run_dir.with_name(f"{self.run_dir.name}_rescued"))
@@ -379,7 +379,7 @@ class Trainer:
         self.best = max(self.best, score)
         self.engine.residency.onload_all()
         learner, parts = save_method(self.method, self._writer, self.steps)
-        if self.config.checkpoint.within_episodes and not self._stopper.gave_up:  # their simulators may not answer
+        if self.config.checkpoint.within_episodes and not self._stopper.gave_up:  # the simulators may not answer
             learner |= {f"{_EPISODE}{slot}": saved for slot, saved in self.method.running_episodes().items()}
         self._writer.save(
             self.steps,
@@ -431,7 +431,7 @@ class Trainer:
 
     def summary(self, episodes: list[EpisodeSummary]) -> RunSummary:
         """The finished run, for its report; `episodes` are those of the final evaluation."""
-        # A language agent's warm start is its method's, which reports it as figures.
+        # The method runs a language agent's warm start, and reports it as metrics.
         started = {key.removeprefix("warm_start/"): value for key, value in self.method.metrics().items() if key.startswith("warm_start/")}
         warm_start = {**started, **self.warm_start}
         return RunSummary(
@@ -451,11 +451,11 @@ class Trainer:
         )
 
     def wall_clock_s(self) -> float:
-        """Seconds since the user started the run, pauses between resumed parts left out."""
+        """Seconds since the user started the run, without the time between an end and its resume."""
         return time.time() - self._started
 
     def close(self) -> None:
-        """Close everything that was started, even where a part fails to close; then raise such a failure."""
+        """Close everything that was started, even if a part fails to close; then raise that failure."""
         with ExitStack() as stack:
             stack.callback(self.manager.close)
             stack.callback(self.generator.close)
@@ -472,7 +472,7 @@ class Trainer:
         try:
             self.close()
         except (UserError, OSError) as late:
-            # A disk that is full is full for everything: the first failure is the one to report.
+            # On a full disk every later write fails too: report the first failure.
             if error is None:
                 raise
             error.add_note(f"Ending the run failed too: {late}")
@@ -480,7 +480,7 @@ class Trainer:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _introduce(self) -> None:
-        """What the run is made of, now that everything is there."""
+        """Log what the run is made of, once all its parts are built."""
         if self.config.domains:
             return
         if line := self.policy.introduction():
@@ -500,7 +500,7 @@ class Trainer:
         return progress_bar(title, total, shown=self._shown)
 
     def _begin_episodes(self) -> None:
-        """New ones; or those that were running when the checkpoint was made, for as many slots."""
+        """Continue the episodes saved in the checkpoint if it holds one for each slot; else begin new ones."""
         if len(self._saved_episodes) == self.manager.num_slots:
             self.method.take_up(self._saved_episodes)
             self._saved_episodes = {}
@@ -516,7 +516,7 @@ class Trainer:
 
     @contextmanager
     def _profiled(self) -> Iterator[None]:
-        """With ``profile=true``: what happened when, in ``<run_dir>/timeline.json``."""
+        """With ``profile=true``, write the run's timeline to ``<run_dir>/timeline.json``."""
         if not self.config.profile:
             yield
             return
@@ -525,7 +525,7 @@ class Trainer:
 
     @contextmanager
     def _dump_on_non_finite(self) -> Iterator[None]:
-        """Leave the offending batch, and where it came from, in ``<run_dir>/failures``."""
+        """On a NonFiniteError, write the offending batch and its origin to ``<run_dir>/failures``."""
         try:
             yield
         except NonFiniteError as error:

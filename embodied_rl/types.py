@@ -1,4 +1,4 @@
-"""One frozen type per stage of the data's way; numpy only, so that simulator processes stay free of torch.
+"""One frozen type per stage of the data flow; numpy only, so that simulator processes do not import torch.
 
 Shape legend: T steps of a rollout, N slots, n slots of one message, A action dimensions (1 for a discrete action),
 L action units whose log-probabilities are kept (here L = A).
@@ -24,20 +24,20 @@ Observation = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """Rows that a simulator fills in place, one per environment of its process (often shared memory; never keep them)."""
+    """Rows that a simulator fills in place, one per environment of its process (often shared memory: copy what you keep)."""
 
     observation: Observation
     """{key: [n, *shape]}; parts of varying size are object arrays [n]."""
     reward: np.ndarray
     """[n] float32"""
     terminated: np.ndarray
-    """[n] bool: the task's own end; nothing comes after, so its value is 0."""
+    """[n] bool: the task itself ended; the value after it is 0."""
     truncated: np.ndarray
-    """[n] bool: cut by a limit; the value of the final observation still counts."""
+    """[n] bool: a limit cut the episode; the value of the final observation still counts."""
     success: np.ndarray
-    """[n] bool: success at this step; False where the simulator has no notion of it."""
+    """[n] bool: success at this step; False if the simulator does not report success."""
     info: list[Mapping[str, Any] | None]
-    """[n] the simulator's own info of this step; like the rows it may change with the next step."""
+    """[n] the simulator's own info of this step; may change with the next step, as the rows do."""
 
     @property
     def scalars(self) -> dict[str, np.ndarray]:
@@ -46,7 +46,7 @@ class StepBuffers:
 
     @staticmethod
     def allocate(spec: SimSpec, num_envs: int) -> StepBuffers:
-        """Plain memory of the right shapes: for tests, checks and simulators used without a manager."""
+        """Allocate plain memory of the right shapes, for tests, checks and simulators without a manager."""
         return StepBuffers(
             observation={
                 **{key: np.zeros((num_envs, *part.shape), part.dtype) for key, part in spec.tensors.items()},
@@ -66,7 +66,7 @@ class EpisodeSummary:
 
     slot: int
     index: int
-    """How many episodes this slot had finished before."""
+    """Number of episodes that this slot finished before."""
     seed: int
     episode_return: float
     """Sum of the simulator's rewards, undiscounted and not normalised."""
@@ -81,7 +81,7 @@ class EpisodeSummary:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What `EnvManager.recv` hands out. Arrays are views into shared memory, valid until their slots are sent again."""
+    """What `EnvManager.recv` returns. Arrays are views into shared memory, valid until their slots are sent again."""
 
     slots: np.ndarray
     """[n] int64, ascending."""
@@ -96,21 +96,21 @@ class StepBatch:
     success: np.ndarray
     """[n] bool"""
     final_observation: Observation
-    """{key: [n, ...]}; the episode's last observation where terminated or truncated, stale elsewhere."""
+    """{key: [n, ...]}; the episode's last observation if terminated or truncated, else stale."""
     episodes: tuple[EpisodeSummary, ...]
     """Episodes that ended with this step, ascending by slot."""
     aborted: np.ndarray | None = None
-    """[n] bool: the episode was given up because its simulator failed; its step counts as truncated with reward 0, and it is in no
-    `episodes` but in the manager's fault records. None where no slot of the batch was."""
+    """[n] bool: the manager gave the episode up because its simulator failed. Its step counts as truncated with reward 0, and it appears in
+    the manager's fault records, not in `episodes`. None: no slot of the batch was aborted."""
     chunk_reward: np.ndarray | None = None
-    """[n, K] float32, 0 where not executed; None unless the manager was made with chunk_size. `reward` is then their sum."""
+    """[n, K] float32, 0 where not executed, with `reward` as their sum; None unless the manager has a chunk_size."""
     chunk_success: np.ndarray | None = None
-    """[n, K] bool, False where not executed. `success` is then whether any step of the chunk succeeded."""
+    """[n, K] bool, False where not executed; `success` is whether any step of the chunk succeeded."""
     executed: np.ndarray | None = None
-    """[n, K] bool: a chunk is cut at its episode's end."""
+    """[n, K] bool: steps that were executed; a chunk is cut at its episode's end."""
     inner: Observation = field(default_factory=dict)
-    """{key: [n, K - 1, ...]} after each step of a chunk but the last executed one, of slots that were sent `watched`; stale elsewhere.
-    Empty where no slot of the batch was."""
+    """{key: [n, K - 1, ...]} observation after each step of a chunk except the last executed one, for slots that were sent `watched`; else
+    stale. Empty if no slot of the batch was watched."""
 
     @property
     def done(self) -> np.ndarray:
@@ -120,14 +120,14 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """T lockstep decisions of N slots, time-major: what the collector gives to the learner."""
+    """T lockstep decisions of N slots, time-major: what the collector hands to the learner."""
 
     observation: Observation
-    """{key: [T, N, ...]} what the policy saw before acting."""
+    """{key: [T, N, ...]} observations before each decision."""
     action: np.ndarray
-    """[T, N, A] normalised and unclipped, as sampled (int64 [T, N, 1] for discrete); [T, N, W] where the policy has an `ActionLayout`."""
+    """[T, N, A] normalised and unclipped, as sampled (int64 [T, N, 1] for discrete); [T, N, W] if the policy has an `ActionLayout`."""
     log_prob: np.ndarray
-    """[T, N, L] under the policy that acted."""
+    """[T, N, L] log-probabilities under the policy that acted."""
     reward: np.ndarray
     """[T, N] float32"""
     terminated: np.ndarray
@@ -135,7 +135,7 @@ class Rollout:
     truncated: np.ndarray
     """[T, N] bool"""
     last_observation: Observation
-    """{key: [N, ...]} after the last step: where the value is bootstrapped from."""
+    """{key: [N, ...]} after the last step: the value is bootstrapped from it."""
     final_observation: Observation
     """{key: [K, ...]} last observations of the K truncated episodes, in the order of np.argwhere(truncated & ~terminated)."""
     policy_version: np.ndarray
@@ -144,61 +144,61 @@ class Rollout:
     success: np.ndarray | None = None
     """[T, N] bool: success at each step; None: not kept."""
     chunk_reward: np.ndarray | None = None
-    """[T, N, K] of each step of a chunk, 0 where not executed; `reward` is their sum. None: decisions are single steps."""
+    """[T, N, K] reward of each step of a chunk, 0 where not executed; `reward` is their sum. None: decisions are single steps."""
     chunk_success: np.ndarray | None = None
     """[T, N, K] bool: success at each step of a chunk; None: decisions are single steps."""
     executed: np.ndarray | None = None
-    """[T, N, K] bool: steps of a chunk that were taken before the episode's end; None: decisions are single steps."""
+    """[T, N, K] bool: steps of a chunk taken before the episode's end; None: decisions are single steps."""
 
     def age(self, version: int) -> int:
-        """How many versions the oldest action is behind `version`."""
+        """Number of versions that the oldest action is behind `version`."""
         return version - int(self.policy_version.min())
 
     @property
     def num_steps(self) -> int:
-        """Environment steps."""
+        """Number of environment steps."""
         return int(self.reward.size) if self.executed is None else int(np.count_nonzero(self.executed))
 
 
 @dataclass(frozen=True, eq=False)
 class Episode:
-    """One finished episode as its T messages: what was seen, what was answered, what came of it.
+    """One finished episode as T messages: observations, answers and rewards.
 
     A message is one decision: a step of a robot, a chunk of K steps, or a turn of a language agent. Raises ValueError when the
     shapes do not agree or an action unit that counts carries no number.
     """
 
     observation: Observation
-    """{key: [T, ...]} what the policy saw before each message; parts of varying size are object arrays [T]."""
+    """{key: [T, ...]} observation before each message; parts of varying size are object arrays [T]."""
     action: np.ndarray
     """[T, ...] as sampled: normalised and unclipped vectors, choices, token ids, or texts (object array)."""
     log_prob: np.ndarray
-    """[T, L] under the policy that acted; 0.0 where mask is False."""
+    """[T, L] log-probabilities under the policy that acted; 0.0 where mask is False."""
     reward: np.ndarray
-    """[T] of a whole message: a chunk's rewards summed."""
+    """[T] reward of each message: a chunk's rewards summed."""
     terminated: bool
-    """The task's own end: nothing comes after."""
+    """Whether the task itself ended; the value after it is 0."""
     truncated: bool
-    """Cut by a limit: the value of the final observation still counts."""
+    """Whether a limit cut the episode; the value of the final observation still counts."""
     success: bool
-    """At any step; False where the simulator has no notion of it."""
+    """Success at any step; False if the simulator does not report success."""
     seed: int
-    """Of the reset; equal within a group."""
+    """Seed of the reset; equal within a group."""
     domain: str
     """Task or data set that the episode belongs to."""
     policy_version: np.ndarray
-    """[T] int64 version of the weights that sampled each message, or [T, L] of each action unit where weights change within one."""
+    """[T] int64 version of the weights that sampled each message, or [T, L] of each action unit if weights change within a message."""
     final_observation: Observation
     """{key: [...]} after the last message, without the axis T."""
     mask: np.ndarray | None = None
-    """[T, L] bool: action units that the policy chose itself; None: all."""
+    """[T, L] bool: action units that the policy chose itself; None: all units."""
     executed: np.ndarray | None = None
-    """[T, K] bool: steps of a chunk that were taken before the episode's end; None: messages are single steps."""
+    """[T, K] bool: steps of a chunk taken before the episode's end; None: messages are single steps."""
     chunk_reward: np.ndarray | None = None
     """[T, K] reward of each step of a chunk, 0 where not executed; None: messages are single steps."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Nested mappings of what else is known (task, difficulty, a judge's score, …); filters and reward keys reach into it by dotted
-    paths such as ``metadata.task.difficulty``."""
+    """Nested mappings of further facts (task, difficulty, a judge's score, …). Filters and reward keys read them by dotted paths such as
+    ``metadata.task.difficulty``."""
 
     def __post_init__(self) -> None:
         length = self.num_messages
@@ -220,12 +220,12 @@ class Episode:
 
     @property
     def num_messages(self) -> int:
-        """T"""
+        """T: number of messages."""
         return int(self.reward.shape[0])
 
     @property
     def num_steps(self) -> int:
-        """Environment steps: those executed of every chunk, else one per message."""
+        """Number of environment steps: the executed ones of every chunk, else one per message."""
         return self.num_messages if self.executed is None else int(np.count_nonzero(self.executed))
 
     @property
@@ -240,7 +240,7 @@ class Episode:
 
     @property
     def oldest_version(self) -> int:
-        """Smallest version among the action units that count (all of them, should none count)."""
+        """Smallest version among the action units that count; among all units if none counts."""
         return int(self._counted_versions().min())
 
     @property
@@ -257,13 +257,13 @@ class Episode:
 
 @dataclass(frozen=True, eq=False)
 class EpisodeGroup:
-    """G episodes from the same initial state: what advantages are compared within, and what a training batch consists of.
+    """G episodes from the same initial state: advantages compare them with each other, and training batches consist of such groups.
 
-    Raises ValueError when there is none, or when seeds or domains differ: episodes of several groups were mixed.
+    Raises ValueError if there is no episode, or if seeds or domains differ (episodes of several groups were mixed).
     """
 
     number: int
-    """Counts the groups of a run; the seed and the domain follow from it."""
+    """Number of the group in its run; the seed and the domain follow from it."""
     domain: str
     seed: int
     created_version: int
@@ -279,7 +279,7 @@ class EpisodeGroup:
 
     @property
     def num_episodes(self) -> int:
-        """G"""
+        """G: number of episodes."""
         return len(self.episodes)
 
     @property
@@ -304,5 +304,5 @@ class EpisodeGroup:
         return min(episode.oldest_version for episode in self.episodes)
 
     def age(self, version: int) -> int:
-        """Versions between the oldest action unit and the weights `version` that it would train now."""
+        """Versions between the oldest action unit and the weights `version` that would train on it now."""
         return version - self.oldest_version

@@ -1,13 +1,13 @@
 """Losses and diagnostics of policy gradients: pure functions with an explicit mask, aggregation and denominator.
 
-Every tensor of one call has the same shape, [B, L] (B rows, L action units) or [B]; beside log-probabilities [B, L], an advantage or
-weight [B] holds for the whole row. A masked entry counts for nothing, be it NaN, and gets exactly no gradient. The denominator is
-the number that sums are divided by (by default the count in this mask; over micro-batches or ranks take
-`aggregation.Aggregation.count`), so that parts of a batch add up to the whole.
-Each loss returns ``(loss, metrics)``; metrics are detached and add up over parts in the same way.
+Every tensor of one call has the same shape, [B, L] (B rows, L action units) or [B]; with log-probabilities [B, L], an advantage or
+weight [B] applies to the whole row. A masked entry does not count, even if it is NaN, and its gradient is exactly 0. Sums are divided
+by the denominator: by default the count in this mask. For micro-batches or ranks pass `aggregation.Aggregation.count`, so that the
+parts of a batch add up to the whole.
+Each loss returns ``(loss, metrics)``; metrics are detached and add up over parts in the same manner.
 
-Here is what most algorithms share. Off-policy corrections are in `off_policy`, ratios of sequences and chunks in `sequence_losses`,
-divergences in `kl`; `loss_table` lists them all.
+This module holds the losses that most algorithms share. Off-policy corrections are in `off_policy`, ratios of sequences and chunks in
+`sequence_losses`, divergences in `kl`; `loss_table` lists them all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def ppo_clip_loss(
 ) -> tuple[Tensor, Metrics]:
     """Clipped surrogate of PPO (Schulman et al. 2017), with separate bounds (Yu et al. 2025) and the dual clip (Ye et al. 2020).
 
-    With r = exp(log_prob - old_log_prob): max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0, at most -A dual_clip.
+    With r = exp(log_prob - old_log_prob): max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); if A < 0, at most -A dual_clip.
 
     Args:
         log_prob, old_log_prob: [B, L] or [B].
@@ -46,7 +46,7 @@ def ppo_clip_loss(
         dual_clip: > 1.
 
     Returns the loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``: the share of ratios outside the bounds. Raises
-    ValueError for shapes that do not agree, or bounds that make no sense.
+    ValueError for shapes that do not agree, or invalid bounds.
     """
     new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob.detach(), advantage=advantage.detach())
     ratio = clamp_log_ratio(new - old).exp()
@@ -64,7 +64,7 @@ def ratio_metrics(
     denominator: float | Tensor | None,
     aggregation: Aggregation,
 ) -> Metrics:
-    """``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``, of log-probabilities and the entries whose ratio was clipped."""
+    """``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``, from log-probabilities and the entries whose ratio was clipped."""
     with torch.no_grad():
         kl = kl_estimate(log_prob=old, reference_log_prob=new, kind="k3")
         return {
@@ -77,7 +77,7 @@ def ratio_metrics(
 def clipped_surrogate(
     ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """PPO's term of every entry, and 1.0 where the ratio lies outside the bounds (0.0 elsewhere); see `ppo_clip_loss`."""
+    """PPO's term of every entry, and 1.0 if its ratio lies outside the bounds (else 0.0); see `ppo_clip_loss`."""
     check_clip(clip_low, clip_high)
     if dual_clip is not None and not dual_clip > 1.0:
         raise ValueError(f"dual_clip must be > 1 (a bound on ratios that have grown) or None, got {dual_clip}.")
@@ -89,7 +89,7 @@ def clipped_surrogate(
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:
-    """Raises ValueError unless ratios from 1 - clip_low >= 0 to 1 + clip_high >= 1 are allowed."""
+    """Raise ValueError unless the bounds allow ratios from 1 - clip_low >= 0 to 1 + clip_high >= 1."""
     if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0):
         raise ValueError(f"clip_low must be between 0 and 1 and clip_high >= 0, got clip_low={clip_low}, clip_high={clip_high}.")
 
@@ -104,8 +104,8 @@ def policy_gradient_loss(
 ) -> tuple[Tensor, Metrics]:
     """-A log pi: REINFORCE (Williams 1992), and the loss of GPG (Chu et al. 2025, arXiv:2504.02546).
 
-    GPG's factor B / (number of rows whose advantage is not 0) belongs to its advantages. No ratio, no clipping: rows should come from
-    the present policy.
+    GPG's factor B / (number of rows whose advantage is not 0) belongs to its advantages. There is no ratio and no clipping: rows should
+    come from the present policy.
 
     Args:
         log_prob: [B, L] or [B].
@@ -154,7 +154,7 @@ def value_loss(
     """Error of the value function; with `clip`, the larger of it and the error of old_value + clamp(value - old_value, ±clip).
 
     With e = value - returns: ``mse`` is e^2; ``huber`` (Huber 1964) is e^2 up to |e| = huber_delta and huber_delta (2 |e| - huber_delta)
-    beyond, twice that of torch.nn.functional, so that the coefficient means the same for both kinds.
+    beyond: twice the value of torch.nn.functional, so that the coefficient means the same for both kinds.
     Raises ValueError: `clip` without `old_value`, an unknown kind, bounds that are not positive, or shapes that do not agree.
     """
     if kind not in ("mse", "huber"):
@@ -195,7 +195,7 @@ def entropy_bonus(
 
 
 def explained_variance(*, value: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - value) / Var(returns): 1 is perfect, 0 as good as a constant. NaN where the returns do not vary."""
+    """1 - Var(returns - value) / Var(returns): 1 is perfect, 0 as good as a constant. NaN if the returns do not vary."""
     variance = float(returns.double().var(correction=0))
     if variance == 0.0:
         return float("nan")

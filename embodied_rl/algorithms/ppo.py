@@ -23,18 +23,18 @@ from embodied_rl.types import Rollout
 
 @dataclass(frozen=True)
 class RolloutValues:
-    """The critic's view of a rollout, all float32."""
+    """The critic's values of a rollout, all float32."""
 
     value: np.ndarray
-    """[T, N]; [T, N, K] of a critic with a value for each step of a chunk."""
+    """[T, N]; [T, N, K] from a critic with a value for each step of a chunk."""
     last_value: np.ndarray
-    """[N]"""
+    """[N] values of the observations after the last step."""
     final_value: np.ndarray
-    """[K] of the truncated episodes' final observations, in the order of `Rollout.final_observation`."""
+    """[K] values of the truncated episodes' final observations, in the order of `Rollout.final_observation`."""
 
 
 class PPO(StepRewards):
-    """Proximal policy optimisation (Schulman et al. 2017): what happens to a rollout before the learner sees it."""
+    """Proximal policy optimisation (Schulman et al. 2017): prepares a rollout for the learner."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         super().__init__(config)
@@ -46,8 +46,8 @@ class PPO(StepRewards):
         """Normalise rewards, estimate advantages, whiten them, and flatten [T, N] to [B]. Shares memory with the rollout.
 
         Args:
-            observation: {key: [B, ...]} as the policy prepared it; None: the rollout's own numbers.
-            action_dim: A, of rollouts with chunks.
+            observation: {key: [B, ...]} as the policy prepared it; None: the rollout's own numeric arrays.
+            action_dim: A, for rollouts with chunks.
         """
         estimate = self._estimate_actions if self.config.advantage == "gae_action" else self._estimate
         advantage, returns = estimate(rollout, values)
@@ -61,7 +61,7 @@ class PPO(StepRewards):
         if executed is not None:
             unit_mask = executed[:, unit_steps(rollout.log_prob.shape[-1], executed.shape[1], action_dim)]
         if observation is None:
-            # Text and the like stay behind: an actor-critic reads numbers.
+            # Text and other Python values are left out: an actor-critic reads numbers.
             observation = {key: flat_rows(array) for key, array in rollout.observation.items() if array.dtype != object}
         return Batch(
             observation=observation,
@@ -75,9 +75,9 @@ class PPO(StepRewards):
         )
 
     def shaped(self, rollout: Rollout, kl: torch.Tensor | None) -> tuple[Rollout, dict[str, float]]:
-        """The rollout with rewards as the configuration says, but for their normalisation, and figures of the divergence.
+        """Apply the configured reward changes except normalisation; return the rollout and metrics of the divergence.
 
-        `kl`: [B, K] of each step of a chunk (K = 1 of single steps), of `KlTerm.divergence`; None: the reward has no KL term.
+        `kl`: [B, K] of `KlTerm.divergence` for each step of a chunk (K = 1 for single steps); None: the reward has no KL term.
         """
         if kl is None and self.config.reward == RewardConfig():
             return rollout, {}
@@ -91,7 +91,7 @@ class PPO(StepRewards):
         return dataclasses.replace(rollout, chunk_reward=steps, reward=steps.sum(axis=2)), figures
 
     def _estimate(self, rollout: Rollout, values: RolloutValues) -> tuple[np.ndarray, np.ndarray]:
-        """[T, N] of decisions. Chunks are single steps to ``gae``; ``gae_chunk`` discounts by the steps that each took (`chunk_gae`)."""
+        """[T, N] per decision. ``gae`` treats chunks as single steps; ``gae_chunk`` discounts by the steps that each took (`chunk_gae`)."""
         config, reward, discount = self.config, rollout.reward, None
         if config.advantage == "gae_chunk" and rollout.executed is not None and rollout.chunk_reward is not None:
             reward, discount = sum_chunks(reward=rollout.chunk_reward, executed=rollout.executed, gamma=config.gamma)
@@ -110,7 +110,7 @@ class PPO(StepRewards):
         return gae(**arrays, gamma=config.gamma, gae_lambda=config.gae_lambda, discount=discount)
 
     def _own_estimate(self, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """By a function of the user's own: tensors in, (advantage, returns) [T, N] out."""
+        """Estimate with the user's own function: tensors in, (advantage, returns) [T, N] out."""
         info, shape = self._advantage, arrays["reward"].shape
         options = method_options(info, self.config.advantage_options, self.config)
         wanted = {name: torch.from_numpy(arrays[name]) for name in (*info.inputs, *info.optional_inputs) if name in arrays}
@@ -125,7 +125,7 @@ class PPO(StepRewards):
         return advantage, returns
 
     def _estimate_actions(self, rollout: Rollout, values: RolloutValues) -> tuple[np.ndarray, np.ndarray]:
-        """[T, N, K] of the steps of chunks."""
+        """[T, N, K] per step of the chunks."""
         assert rollout.executed is not None, "the configuration was checked"
         assert rollout.chunk_reward is not None, "the configuration was checked"
         reward = rollout.chunk_reward
@@ -147,16 +147,16 @@ class PPO(StepRewards):
 def corrected(
     batch: Batch, present: torch.Tensor, correction: CorrectionConfig, *, level: Level = "chunk", steps: torch.Tensor | None = None
 ) -> tuple[Batch, dict[str, float]]:
-    """The batch whose advantages are weighed for the policy that acted: decoupled PPO (Hilton et al. 2021, arXiv:2110.00641).
+    """Weigh the batch's advantages for the policy that acted: decoupled PPO (Hilton et al. 2021, arXiv:2110.00641).
 
-    With w = sg(present / behaviour) > 0, w · min(r A, clip(r) A) = min(r (w A), clip(r) (w A)): the old policy becomes the present one,
-    and the advantage is weighed. What the bounds reject keeps its place in the mean, with an advantage of 0.
+    With w = sg(present / behaviour) > 0, w · min(r A, clip(r) A) = min(r (w A), clip(r) (w A)): the present policy becomes the old one,
+    and the advantage is weighed. Rejected rows get an advantage of 0 and still count in the mean.
 
     Args:
-        batch: with advantages that are whitened already, and a `log_prob` of the policy that acted.
-        present: [B, L] log-probabilities of the policy as it is when the update begins.
-        level: what has one ratio, and one weight.
-        steps: [L] of `unit_steps`, for the other levels than chunk.
+        batch: batch with whitened advantages, and the `log_prob` of the policy that acted.
+        present: [B, L] log-probabilities of the policy at the start of the update.
+        level: the unit with one ratio and one weight.
+        steps: [L] of `unit_steps`, for levels other than chunk.
 
     Returns the batch, and the metrics of `correction_weights`.
     """

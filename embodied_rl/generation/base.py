@@ -1,4 +1,4 @@
-"""Generators turn observations into actions and carry a weight version; they face the environment manager with the same shape."""
+"""Generators turn observations into actions and carry a weight version; their `send` and `recv` mirror the environment manager's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.types import ActionLayout, ActionSpec, Observation
 
 Way = Literal["noisy", "mode", "random"]
-"""With the noise that is given, by the mode, or with random actions in place of the policy's."""
+"""Act with the given noise, with the mode, or with random actions in place of the policy's."""
 
 
 @dataclass(frozen=True)
@@ -31,52 +31,52 @@ class ActedBatch:
     version: int
     """Version of the weights that acted."""
     given: np.ndarray | None = None
-    """[n, A], or chunks [n, K, A], in the simulator's units: what it gets of actions that are not its own. None: `action`, denormalised."""
+    """Actions in the simulator's units, [n, A] or chunks [n, K, A], if the policy's are of another kind. None: `action`, denormalised."""
 
     def rows(self, index: np.ndarray) -> ActedBatch:
-        """Some of its rows."""
+        """The batch with only these rows."""
         given = None if self.given is None else self.given[index]
         return ActedBatch(self.slots[index], self.action[index], self.log_prob[index], self.version, given)
 
     def for_simulator(self, action: ActionSpec, chunk_size: int = 1) -> np.ndarray:
-        """What `EnvManager.send` takes: [n, A], or [n, k, A] where the manager plays chunks of up to `chunk_size` steps."""
+        """Actions for `EnvManager.send`: [n, A], or [n, k, A] if the manager plays chunks of up to `chunk_size` steps."""
         given = action.denormalise(self.action) if self.given is None else self.given
         return given[:, None] if chunk_size > 1 and given.ndim == 2 else given
 
 
 class Generator:
-    """`send` hands over observations, `recv` returns the oldest batch that has been acted on."""
+    """`send` takes observations; `recv` returns the oldest batch of actions."""
 
     version: int = 0
-    """Of the weights that act."""
+    """Version of the weights that act."""
     remembers: bool = False
-    """Whether it remembers an episode's past: `begin` says where a new one begins, and it acts only for slots that play."""
+    """Whether it keeps memory across an episode: `begin` marks where a new one begins, and it acts only for slots that play."""
     has_values: bool = False
-    """Whether `value` estimates states."""
+    """Whether `value` estimates state values."""
     way: Way = "noisy"
-    """How it acts, where that can be switched (`methods.acting`)."""
+    """How it acts, if that can be switched (`methods.acting`)."""
     on_answer: Callable[..., object] | None = None
-    """Called with each answer of a language agent, see `AgentGenerator`; other generators give none."""
+    """Called with each answer of a language agent, see `AgentGenerator`; other generators never call it."""
     shares_weights: bool = False
-    """Whether it acts with the very parameters that are trained, and with no copy of them."""
+    """Whether it acts with the trained parameters themselves, not with a copy."""
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
-        """Ask for actions. Observations are read before this returns, so views into shared memory may be passed.
+        """Ask for actions. Observations are read before this returns, so you may pass views into shared memory.
 
         Args:
             observation: {key: [n, ...]}.
             noise: [n, A] float32: standard normal for continuous actions, uniform in [0, 1) for discrete ones (or as the policy's
-                `ActionLayout` says); the caller draws it so that a run's randomness depends only on its seed. None: the mode.
+                `ActionLayout` says). The caller draws it, so that a run's randomness depends only on its seed. None: the mode.
         """
         raise RuntimeError(f"{type(self).__name__} does not act in this process.")
 
     def recv(self) -> ActedBatch:
-        """The oldest batch. Raises RuntimeError when nothing was sent."""
+        """Return the oldest batch. Raises RuntimeError if nothing was sent."""
         raise RuntimeError(f"{type(self).__name__} does not act in this process.")
 
     def act_in_parts(self, slots: np.ndarray, observation: Observation, noise: np.ndarray, parts: Sequence[slice]) -> ActedBatch:
-        """`send` and `recv` of each of these `parts`, which follow one another and cover all rows, as one batch: not a bit of a row
-        depends on the rows of other parts."""
+        """Act on each of these `parts` with `send` and `recv`, and join the results. The parts follow one another and cover all rows; not a
+        bit of a row depends on the rows of other parts."""
         acted = []
         for part in parts:
             self.send(slots[part], {key: rows[part] for key, rows in observation.items()}, noise[part])
@@ -91,38 +91,38 @@ class Generator:
         )
 
     def publish(self, version: int) -> None:
-        """Take the policy's present weights as `version`."""
+        """Act with the policy's present weights from now on, as `version`."""
         self.version = version
 
     @property
     def caches(self) -> Sequence[TokenCache]:
-        """The key-value caches of its token backends, which may be let go."""
+        """Key-value caches of its token backends; the engine may free them."""
         return ()
 
     def begin(self, slots: Iterable[int]) -> None:
-        """The next observations of these slots are the first ones of new episodes."""
+        """Mark the next observations of these slots as the first ones of new episodes."""
 
     def value(self, observation: Observation) -> np.ndarray:
-        """State values [n] float32, where it `has_values`."""
+        """[n] float32 state values, if it `has_values`."""
         raise NotImplementedError(f"{type(self).__name__} estimates no values")
 
     def at_temperature(self, temperature: float) -> AbstractContextManager[ActionLayout]:
-        """Act at another temperature within, with noise as the layout that is given says. Training's is the policy's own.
+        """Act at another temperature inside the context; draw noise as the layout that it gives says. Training uses the policy's own.
 
-        Raises UserError: it does not draw action tokens.
+        Raises UserError: it does not sample action tokens.
         """
         raise UserError("evaluation.temperature is of action tokens; language agents have agent.evaluation_temperature. Set it null.")
 
     def figures(self) -> dict[str, float]:
-        """Shares of answers since the last call, where there are any."""
+        """Shares of language agents' answers since the last call; empty for other generators."""
         return {}
 
     def close(self) -> None:
-        """End what was started for it; may be called twice."""
+        """Stop the processes and threads that were started for it; may be called twice."""
 
 
 class QueuedGenerator(Generator):
-    """The base of generators whose `send` puts what was acted into `_acted`."""
+    """Base of generators whose `send` puts the finished batch into `_acted`."""
 
     def __init__(self) -> None:
         self._acted: deque[ActedBatch] = deque()

@@ -1,4 +1,4 @@
-"""The learner: what an update is, for every objective and wherever its steps are taken.
+"""The learner: plans an update, for every objective and every executor.
 
 ```
  rows ─▶ epochs ─▶ minibatches ─▶ Executor.step ─▶ Objective ─▶ gradients, Adam
@@ -33,40 +33,40 @@ if TYPE_CHECKING:
     from embodied_rl.policies.language import LanguagePolicy
 
 WIDE_LAYER = 128
-"""From this width on, autograd's operations are worth more than one thread."""
+"""Width from which autograd's operations are worth more than one thread."""
 LEAST_IMAGES = 32
-"""Of a minibatch of images, what is worth its own thread."""
+"""Least number of a minibatch's images that is worth another thread."""
 _REFERENCE = "reference."
 _ADJUST = 31
-"""Stream of randomness."""
+"""Stream of randomness for `adjust_batch`."""
 
 
 class NonFiniteLossError(NonFiniteError):
-    """A minibatch whose loss or gradient is NaN or infinite; the parameters were not stepped with it."""
+    """Raised for a minibatch whose loss or gradient is NaN or infinite; the parameters were not stepped with it."""
 
     def __init__(self, message: str, rows: np.ndarray, batch: Mapping[str, np.ndarray]) -> None:
         super().__init__(message)
         self.rows = rows
-        """[n] int64 rows of the batch that made up the minibatch."""
+        """[n] int64 rows of the batch in the minibatch."""
         self.batch = dict(batch)
         """The minibatch, under the names of `Rows.tensors`."""
 
 
 def shuffled(generator: np.random.Generator, num_rows: int, minibatch_size: int) -> list[np.ndarray]:
-    """One epoch: the rows [n] of each minibatch. As few parts as keep each within `minibatch_size`; sizes differ by one at most, so that no
-    tiny rest is stepped on."""
+    """Minibatches of one epoch, as rows [n]: as few as keep each within `minibatch_size`. Their sizes differ by at most one, so that no
+    step is taken on a tiny rest."""
     edges = np.linspace(0, num_rows, -(-num_rows // minibatch_size) + 1).astype(np.int64).tolist()
     permutation = generator.permutation(num_rows)
     return [permutation[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 def scheduled(config: AlgorithmConfig, progress: float) -> float:
-    """The learning rate where a share `progress` of the run is over: constant, or falling linearly to 0."""
+    """The learning rate after a share `progress` of the run: constant, or falling linearly to 0."""
     return config.learning_rate * (max(1.0 - progress, 0.0) if config.lr_schedule == "linear" else 1.0)
 
 
 class Learner:
-    """Trains a policy with Adam on minibatches of rows, by an objective, through an executor."""
+    """Trains a policy with Adam on minibatches of rows, with an objective and an executor."""
 
     def __init__(
         self,
@@ -77,30 +77,30 @@ class Learner:
         compute_threads: int,
         ranks: RankExecutor | None = None,
     ) -> None:
-        """`compute_threads`: of one operation on the CPU; `ranks`: the executor, where `hybrid.sharding` divides the policy; None: it is
-        trained whole, here. See `make_learner`."""
+        """`compute_threads`: threads of one operation on the CPU; `ranks`: the executor, if `hybrid.sharding` divides the policy; None: it
+        is trained whole in this process. See `make_learner`."""
         self.policy, self.config, self.objective, self.executor, self.ranks = policy, config, objective, executor, ranks
         self.compute_threads = compute_threads
         self.device = executor.device
         self.has_reference = False
-        """Whether a KL term has something to compare with: the policy keeps it."""
+        """Whether the policy keeps a reference for a KL term."""
 
     # ---- the update -------------------------------------------------------------------------------------------------
 
     def update(self, rows: Rows, *, minibatch_rows: int, progress: float, seed: Sequence[int], kl_coef: float = 0.0) -> dict[str, float]:
-        """Run the epochs of one iteration; metrics averaged over the minibatches that were stepped on.
+        """Run the epochs of one iteration; return metrics averaged over the minibatches that were stepped on.
 
-        Rows are shuffled anew each epoch by a generator made from `seed` only, so that a resumed run goes on with the same bits. Before
-        each further epoch, the mean KL divergence of the one before is held against ``target_kl``.
+        Each epoch shuffles the rows anew, with a generator seeded by `seed` only, so that a resumed run continues with the same bits. The
+        update stops before a further epoch if the last one's mean KL divergence exceeds ``target_kl``.
 
         Args:
-            minibatch_rows: rows of one step, nearly.
+            minibatch_rows: approximate rows of one step.
             progress: share of the run that is over, for the learning rate's schedule.
-            seed: of the shuffling.
-            kl_coef: present coefficient of a KL term in the loss.
+            seed: seed of the shuffling.
+            kl_coef: present coefficient of the KL term in the loss.
 
-        Raises NonFiniteLossError where a loss or gradient is not finite; the parameters were not stepped with it, and the error carries
-        the minibatch. Its rows are counted among those that count.
+        Raises NonFiniteLossError if a loss or gradient is not finite; the parameters were not stepped with it. The error carries the
+        minibatch; its `rows` index the rows that count (`Rows.counted`).
         """
         config, rate = self.config, scheduled(self.config, progress)
         generator = np.random.default_rng(np.random.SeedSequence(list(seed)))
@@ -121,7 +121,7 @@ class Learner:
         return {**means, **self.objective.summary(rows, len(epochs), len(taken)), "learning_rate": rate}
 
     def _adjusted(self, num_rows: int, minibatch_rows: int, seed: Sequence[int]) -> AdjustedRows:
-        """The rows of an update, all of them or as `algorithm.adjust_batch` says."""
+        """Rows of an update: all of them, or adjusted as `algorithm.adjust_batch` says."""
         config = self.config
         if config.adjust_batch is None:
             return AdjustedRows(np.arange(num_rows), np.ones(num_rows, np.float32))
@@ -129,7 +129,7 @@ class Learner:
         return adjust_rows(num_rows, divisors=divisors, mode=config.adjust_batch, seed=[*seed, _ADJUST])
 
     def clone(self, sequences: Sequence[TokenSequence], *, num_epochs: int, minibatch_rows: int, learning_rate: float, seed: int) -> float:
-        """Learn the masked tokens by cross-entropy; the mean loss of the last epoch. The optimizer's state is forgotten afterwards.
+        """Learn the masked tokens by cross-entropy; return the last epoch's mean loss. The optimizer's state is cleared afterwards.
 
         Raises NonFiniteLossError: as `update`.
         """
@@ -148,9 +148,9 @@ class Learner:
         return float(np.mean(losses))
 
     def step(self, rows: Rows, learning_rate: float, objectives: Sequence[Objective[Any, Any]] = ()) -> Figures:
-        """One step of each of the objectives, in their order, on all of these rows: what a stream of minibatches is learned with.
+        """Take one step of each objective, in order, on all of these rows, for methods that learn from a stream of minibatches.
 
-        `objectives`: empty: the learner's own. Returns the figures of all; ``loss`` only where an objective shows it.
+        `objectives`: empty: the learner's own. Returns the figures of all; ``loss`` only if an objective shows it.
         Raises NonFiniteLossError: as `update`; the steps before it were taken.
         """
         taken: Figures = {}
@@ -181,7 +181,7 @@ class Learner:
             return self.executor.values(ready)
 
     def log_probs(self, ready: dict[str, Tensor], action: Tensor, *, of_reference: bool = False) -> Tensor:
-        """[B, L] float32 of actions under the present policy, or under the reference."""
+        """[B, L] float32 log-probabilities of actions under the present policy, or under the reference."""
         policy, parts = self.policy.reference[0] if of_reference else self.policy, []
         with torch.no_grad(), compute_threads(self.compute_threads):
             for part in forwards({**ready, "": action}, forward_rows(self.policy, self.config)):
@@ -190,14 +190,14 @@ class Learner:
         return torch.cat(parts)
 
     def token_log_probs(self, sequences: Sequence[TokenSequence], *, of_reference: bool = False) -> Tensor:
-        """[R, S] float32 of tokens under the present policy, or under the reference."""
+        """[R, S] float32 log-probabilities of tokens under the present policy, or under the reference."""
         policy = cast("LanguagePolicy", self.policy)
         with torch.no_grad(), compute_threads(self.compute_threads):
             found = policy.reference_log_prob(sequences) if of_reference else policy.evaluate(sequences).log_prob
             return found.cpu()
 
     def token_values(self, sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor]:
-        """[R, S] float32 each: `token_log_probs`, and values of the states that tokens are sampled in, by the policy's value head."""
+        """[R, S] float32 each: `token_log_probs`, and the value head's values of the states that tokens are sampled in."""
         with torch.no_grad(), compute_threads(self.compute_threads):
             found = cast("LanguagePolicy", self.policy).evaluate(sequences)
         assert found.value is not None, "the configuration was checked"
@@ -207,11 +207,11 @@ class Learner:
 
     @property
     def needs_present(self) -> bool:
-        """Whether an update reads log-probabilities of the policy as it is when the update begins."""
+        """Whether an update reads log-probabilities of the policy at its start."""
         return self.objective.needs_present or self.has_reference
 
     def keep_reference(self) -> None:
-        """Take the present weights as the reference of the KL term, where there is one and none was kept yet."""
+        """Keep the present weights as the KL term's reference, if there is such a term and none is kept yet."""
         if self.config.kl.coef == 0 or self.has_reference:
             return
         self.policy.keep_reference()
@@ -228,8 +228,8 @@ class Learner:
     # ---- resuming ---------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Adam's state (``step``, ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``), what the module has `beside` its policy, and
-        ``reference.<name>`` where one is kept."""
+        """Adam's state (``step``, ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``), the module's `beside`, and ``reference.<name>`` if
+        one is kept."""
         beside = {}
         if self.policy.beside():
             self.executor.write_back()
@@ -241,7 +241,7 @@ class Learner:
         }
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly. Raises IncompatibleCheckpointError when names or shapes are not this policy's."""
+        """Load what `state_tensors` returned. Raises IncompatibleCheckpointError if names or shapes are not this policy's."""
         if self.config.kl.coef > 0:
             self.keep_reference()
             kept = {name.removeprefix(_REFERENCE): value for name, value in state.items() if name.startswith(_REFERENCE)}
@@ -249,7 +249,7 @@ class Learner:
         own = {name: value for name, value in state.items() if not name.startswith(_REFERENCE)}
         beside = self.policy.beside()
         wanted = {**beside, **self.executor.state_tensors()}
-        # Until November 2026 the entropy's coefficient had no dimension.
+        # Checkpoints from before November 2026 hold the entropy coefficient without a dimension.
         own |= {name: own[name].reshape(1) for name, here in wanted.items() if name in own and here.dim() == 1 and own[name].dim() == 0}
         shapes = [{name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (wanted, own)]
         if shapes[0] != shapes[1]:
@@ -274,14 +274,14 @@ def make_learner(
     one_thread: bool = False,
     ranks: RankHost | None = None,
 ) -> Learner:
-    """The learner of a configuration: on the ranks of `hybrid.sharding`, by hand-derived gradients where there are some, or by autograd.
+    """Build the learner of a configuration: on the ranks of `hybrid.sharding`, else with hand-derived gradients if they exist, or autograd.
 
     Args:
-        allow_fused: False takes autograd always (for comparison).
-        one_thread: of an operation by autograd, where no number is configured: minibatches are small.
-        ranks: where the ranks beside the first are; None: processes of this machine.
+        allow_fused: False always takes autograd (for comparison).
+        one_thread: use one thread per autograd operation if no number is configured, because minibatches are small.
+        ranks: host of the ranks beside the first; None: processes on this machine.
 
-    Raises UserError where the device is not here, or the policy cannot be cut.
+    Raises UserError if the device is not available, or the policy cannot be divided.
     """
     widest = max((layer.out_features for layer in policy.modules() if isinstance(layer, nn.Linear)), default=0)
     device = training_device(hybrid, policy, widest, None if ranks is None else ranks.device_index(0))
@@ -300,7 +300,7 @@ def make_learner(
     else:
         parts = 1
         if policy.work == "vectors" and widest < WIDE_LAYER:
-            # Threads that small operations do not repay only wait for one another.
+            # Small operations do not repay threads, which would only wait for one another.
             num_threads = 1
         elif policy.work == "pictures" and device.type == "cpu":
             parts = max(1, min(num_threads, config.minibatch_size // LEAST_IMAGES))
@@ -312,7 +312,7 @@ def make_learner(
 def _fused(
     objective: Objective[Any, Any], policy: TrainedModule, config: AlgorithmConfig, device: torch.device, num_threads: int
 ) -> Executor | None:
-    """The executor with hand-derived gradients, for what it has; None: something is asked for that it has not."""
+    """The executor with hand-derived gradients; None if it does not support something that is configured."""
     rates = config.value_learning_rate is not None or config.head_learning_rate is not None
     if rates or config.micro_batch_size is not None or objective.precision != "float32":
         return None

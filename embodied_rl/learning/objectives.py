@@ -1,8 +1,8 @@
-"""What a step minimises: rows of a minibatch and its counts in, loss and metrics out.
+"""Objectives: rows of a minibatch and its counts in, loss and metrics out.
 
-`PolicyLoss` puts a loss of the table, the entropy bonus, the critic's error and the KL term together, once. An objective says what its
-rows are: decisions of rollouts, whole episodes, texts of tokens, recorded actions. Every sum is divided by a count of the whole minibatch,
-so that the losses and metrics of its parts add up, on one device or on many ranks.
+`PolicyLoss` combines a loss of the table, the entropy bonus, the critic's error and the KL term, once for all objectives. An objective
+defines its rows: decisions of rollouts, whole episodes, texts of tokens, recorded actions. Every sum is divided by a count of the whole
+minibatch, so that the losses and metrics of its parts add up, on one device or on many ranks.
 
 Shapes: n rows; E entries of a row (decisions, action units or tokens); D decisions, each with one value and one entropy.
 """
@@ -32,7 +32,7 @@ from embodied_rl.policies.base import Evaluation, Policy, TrainedModule
 
 Metrics = dict[str, Tensor]
 Numbers = dict[str, float]
-"""What is known of a whole minibatch: what its sums are divided by (``entries``, ``decisions``, ``values``, ``ratios``), and the present
+"""Numbers of a whole minibatch: the denominators of its sums (``entries``, ``decisions``, ``values``, ``ratios``), and the present
 ``kl_coef``."""
 Precision = Literal["float32", "bfloat16"]
 AnyRows = TypeVar("AnyRows", bound=Rows)
@@ -41,24 +41,24 @@ Trained = TypeVar("Trained", bound=TrainedModule)
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank trains on of a minibatch."""
+    """One rank's part of a minibatch."""
 
     rows: np.ndarray
-    """[m] int64, of the minibatch."""
+    """[m] int64 rows of the minibatch."""
     micro: list[list[int]]
-    """Positions in `rows` of each micro-batch, as many on every rank; -1 fills up and counts for nothing."""
+    """Positions in `rows` of each micro-batch, equally many on every rank; -1 is padding and does not count."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What one forward gave of some rows. None for a mask: all count."""
+    """Results of one forward for some rows. A mask of None: all entries count."""
 
     log_prob: Tensor
     """[n, E] or [n]"""
     mask: Tensor | None
-    """As `log_prob`."""
+    """Same shape as `log_prob`."""
     entropy: Tensor
-    """[n, D], [n] or as `log_prob`"""
+    """[n, D], [n] or the shape of `log_prob`"""
     entropy_mask: Tensor | None
     value: Tensor | None = None
     """[n, D] or [n]; None: there is no critic."""
@@ -66,7 +66,7 @@ class Terms:
 
 
 class PolicyLoss:
-    """Any loss of the table with what stands beside it."""
+    """A loss of the table with the terms added to it: entropy, the critic's error and KL."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config, self.info = config, loss_info(config.loss)
@@ -78,13 +78,13 @@ class PolicyLoss:
         return needs_present(self.info, self.config.correction)
 
     def __call__(self, inputs: Mapping[str, Tensor], terms: Terms, numbers: Numbers) -> tuple[Tensor, Metrics]:
-        """Loss and metrics.
+        """Return the loss and its metrics.
 
         Args:
-            inputs: {name: [n, E], [n, D] or [n]} that losses ask for by name; ``returns`` and ``value`` where there is a critic,
-                ``reference_log_prob`` where there is a KL term.
-            numbers: ``entries`` divides the loss and the KL term, ``decisions`` the entropy (absent: aggregated as the loss is),
-                ``values`` the critic's error, ``ratios`` ``approx_kl`` (absent: the mean that the aggregation gives).
+            inputs: {name: [n, E], [n, D] or [n]} that losses request by name; ``returns`` and ``value`` if there is a critic,
+                ``reference_log_prob`` if there is a KL term.
+            numbers: ``entries`` divides the loss and the KL term, ``decisions`` the entropy (absent: aggregated as the loss),
+                ``values`` the critic's error, ``ratios`` ``approx_kl`` (absent: the aggregation's mean).
         """
         config = self.config
         shared: dict[str, Any] = {"mask": terms.mask, "aggregation": self.aggregation, "denominator": numbers["entries"]}
@@ -129,65 +129,65 @@ class PolicyLoss:
 
 
 class Objective(ABC, Generic[Trained, AnyRows]):
-    """A loss on rows of one kind. The same on every rank; `policy` is handed in, since there it is a part of the whole one."""
+    """A loss on rows of one kind, the same on every rank. Each call is given the `policy`, because a rank holds only a part of it."""
 
     name: ClassVar[str]
-    """Under which ranks know it."""
+    """Name under which ranks know the objective."""
     unit: ClassVar[str]
-    """What a row is, for messages."""
+    """Name of a row, for messages."""
     rows: type[AnyRows]
     shows_loss: ClassVar[bool] = False
-    """Whether ``loss`` is among an update's figures."""
+    """Whether an update's metrics show ``loss``."""
     groups: ClassVar[tuple[str, ...]] = ("",)
-    """Of `TrainedModule.parameter_groups`, those that its steps change."""
+    """Groups of `TrainedModule.parameter_groups` that its steps change."""
     draws: ClassVar[bool] = False
     """Whether some policies' losses draw from torch's global generators."""
     frees_gradients: ClassVar[bool] = False
-    """Whether gradients are freed after a step, not before the next: those of a language model take as much room as the model."""
+    """Whether gradients are freed after a step instead of before the next: a language model's take as much memory as the model."""
 
     of_rollouts: ClassVar[bool] = False
-    """Whether it is PPO's on rollouts, whose gradients for small networks are derived by hand (`fused`)."""
+    """Whether this is PPO's objective on rollouts, which has hand-derived gradients for small networks (`fused`)."""
 
     def __init__(self, policy: Trained, config: AlgorithmConfig, precision: Precision = "float32") -> None:
-        """`policy` says what its decisions are made of; which one is evaluated comes with each call."""
+        """`policy`: gives the layout of decisions; the policy to evaluate comes with each call."""
         self.config, self.precision = config, precision
 
     @property
     def what(self) -> str:
-        """What is minimised, for messages."""
+        """Name of what is minimised, for messages."""
         return f"{self.config.loss} loss"
 
     @property
     def needs_present(self) -> bool:
-        """Whether the loss reads log-probabilities of the policy as it is when the update begins."""
+        """Whether the loss reads log-probabilities of the policy at the start of the update."""
         return False
 
     def begin(self, rows: AnyRows, *, kl_coef: float) -> tuple[AnyRows, Numbers]:
-        """A whole minibatch as its parts are evaluated, and its numbers."""
+        """Prepare a whole minibatch for the evaluation of its parts; return it with its numbers."""
         return rows, {"kl_coef": kl_coef}
 
     @abstractmethod
     def __call__(self, policy: Trained, rows: AnyRows, numbers: Numbers) -> tuple[Tensor, Metrics]:
-        """What these rows add to the loss and to the metrics of their minibatch."""
+        """Contribution of these rows to the loss and metrics of their minibatch."""
 
     def evaluate(self, policy: Trained, observation: dict[str, Tensor], action: Tensor) -> Evaluation:
-        """What a policy gives of decisions; of a language policy's tokens see `LanguagePolicy.evaluate`."""
+        """Evaluate a policy on decisions; for tokens of a language policy see `LanguagePolicy.evaluate`."""
         raise NotImplementedError(f"{type(self).__name__} evaluates no decisions")
 
     def stepped(self, policy: Trained) -> None:
-        """What follows each step, on every rank."""
+        """Called after each step, on every rank."""
 
     def divide(self, policy: Trained, rows: AnyRows, num_parts: int, size: int | None) -> list[Part]:
-        """One part for each rank, side by side, in micro-batches of about `size` rows; None: each part whole."""
+        """Divide a minibatch into one part per rank, in micro-batches of about `size` rows; None: each part is one micro-batch."""
         return divide(np.ones(rows.num_rows, np.int64), num_parts, size)
 
     def summary(self, rows: AnyRows, num_epochs: int, num_minibatches: int) -> dict[str, float]:
-        """Figures of an update beside the means over its minibatches."""
+        """Metrics of an update beside the means over its minibatches."""
         return {"minibatches": float(num_minibatches)}
 
 
 def divide(weights: np.ndarray, num_parts: int, size: int | None) -> list[Part]:
-    """Rows side by side in parts of nearly equal number, and in micro-batches of about `size` weights [n], at least a row each."""
+    """Divide consecutive rows into parts of nearly equal number, and micro-batches of about `size` by weight [n], at least a row each."""
     parts = []
     for start, stop in itertools.pairwise(np.linspace(0, len(weights), num_parts + 1).astype(np.int64)):
         own = weights[start:stop]
@@ -197,13 +197,13 @@ def divide(weights: np.ndarray, num_parts: int, size: int | None) -> list[Part]:
 
 
 def filled_up(parts: list[Part]) -> list[Part]:
-    """Equally many micro-batches in each part, because ranks gather parameters together."""
+    """Pad the parts to equally many micro-batches, because ranks gather parameters together."""
     most = max(len(part.micro) for part in parts)
     return [Part(part.rows, [*part.micro, *([[-1]] * (most - len(part.micro)))]) for part in parts]
 
 
 class ActingObjective(Objective[Policy, AnyRows]):
-    """Of a policy whose decisions are made of action units."""
+    """Objective of a policy whose decisions consist of action units."""
 
     def __init__(self, policy: Policy, config: AlgorithmConfig, precision: Precision = "float32") -> None:
         super().__init__(policy, config, precision)
@@ -211,10 +211,10 @@ class ActingObjective(Objective[Policy, AnyRows]):
         self._host_steps = unit_steps(layout.num_units, layout.chunk_size, max(policy.spec.action.dim, 1))
         self._steps: dict[torch.device, Tensor] = {}
         self.units = {"chunk": 1, "action": layout.chunk_size, "token": layout.num_units}[config.ratio]
-        """U, entries of a decision."""
+        """U: entries of a decision."""
 
     def steps(self, device: torch.device) -> Tensor:
-        """[L] step of the chunk that each action unit belongs to. It stays where it is asked for: a step copies nothing."""
+        """[L] step of the chunk that each action unit belongs to; kept on each device, so that a step copies nothing."""
         if device not in self._steps:
             self._steps[device] = self._host_steps.to(device)
         return self._steps[device]
@@ -224,19 +224,19 @@ class ActingObjective(Objective[Policy, AnyRows]):
         return self.loss.needs_present
 
     def evaluate(self, policy: Policy, observation: dict[str, Tensor], action: Tensor) -> Evaluation:
-        """In the precision that is configured, as float32."""
+        """Evaluate in the configured precision; the result is float32."""
         with torch.autocast(action.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             found = policy.evaluate(observation, action)
         return Evaluation(found.log_prob.float(), found.entropy.float(), found.value.float())
 
 
 class RolloutObjective(ActingObjective[Batch]):
-    """PPO on decisions of rollouts; a ratio belongs to what `algorithm.ratio` says."""
+    """PPO on decisions of rollouts; `algorithm.ratio` sets the unit of a ratio."""
 
     name, unit, rows, of_rollouts = "rollouts", "rows", Batch, True
 
     def begin(self, rows: Batch, *, kl_coef: float) -> tuple[Batch, Numbers]:
-        """See `Objective.begin`; advantages are whitened here where the algorithm whitens by minibatch."""
+        """See `Objective.begin`; whitens the advantages if the algorithm does so by minibatch."""
         if self.config.normalize_advantage == "minibatch":
             executed = None if rows.value_mask is None else rows.value_mask.cpu().numpy()
             whitened = torch.from_numpy(whiten(rows.advantage.cpu().numpy(), executed))
@@ -267,7 +267,7 @@ class RolloutObjective(ActingObjective[Batch]):
             value_mask=rows.value_mask,
         )
         loss, metrics = self.loss(inputs, terms, numbers)
-        metrics.pop("value_clip_fraction", None)  # by hand-derived gradients it is not counted
+        metrics.pop("value_clip_fraction", None)  # the hand-derived gradients do not count it
         return loss, metrics
 
     def summary(self, rows: Batch, num_epochs: int, num_minibatches: int) -> dict[str, float]:

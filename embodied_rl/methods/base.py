@@ -1,4 +1,4 @@
-"""What one iteration of the training loop consists of, whatever is learned from."""
+"""The contract of one iteration of the training loop, for every kind of experience."""
 
 from __future__ import annotations
 
@@ -23,63 +23,63 @@ Prepared = TypeVar("Prepared")  # what its update learns from
 
 @dataclass(frozen=True)
 class Experience(Generic[Played]):
-    """What was collected for one update."""
+    """Experience collected for one update."""
 
     num_steps: int
     finished: list[tuple[bool, float, int]]
-    """(success, return, length) of the episodes that ended."""
+    """(success, return, length) of each episode that ended."""
     observation: TensorObservation
-    """{key: [M, ...]} everything the policy saw, for its statistics; empty: these stay as they are."""
+    """{key: [M, ...]} all observations of the policy, for its statistics; empty: the statistics stay unchanged."""
     data: Played
 
 
 class WarmStarts(Protocol):
-    """What comes before a run's first episodes."""
+    """Warm starts before a run's first episodes."""
 
     @property
     def wanted(self) -> bool:
-        """Whether a warm start is still to be made."""
+        """Whether a warm start is still to be run."""
 
     def run(self, version: int) -> None:
-        """Make it, and publish the weights it leaves as `version`."""
+        """Run it, and publish the resulting weights as `version`."""
 
 
 @dataclass(frozen=True)
 class Recordable:
-    """A collector whose episodes may be written down (`record.share`), and whose simulators they come from."""
+    """A collector whose episodes may be recorded (`record.share`), and the simulators that they come from."""
 
     collector: Collector
     folder: str
-    """Below that of the run's episodes; empty: that one."""
+    """Subfolder of the run's episodes; empty: the folder of episodes itself."""
     num_slots: int
     spec: SimSpec
     sim: SimConfig
 
 
 class Method(Generic[Played, Prepared]):
-    """How experience is collected and learned from; one iteration is `collect`, `prepare`, `update`."""
+    """Collects experience and learns from it; one iteration is `collect`, `prepare`, `update`."""
 
     learner: Learner | None = None
-    """Trains the policy, of a method that has one; None: see `all_learners`."""
+    """Learner of the policy; None: the method has none, or several (see `all_learners`)."""
     collector: Collector = NOT_PLAYED
-    """Of the method's kind of experience; `NOT_PLAYED` until the rollout worker that plays elsewhere sets it, or for good."""
+    """Collector of the method's experience; `NOT_PLAYED` until a rollout worker elsewhere sets it, or for good if nothing is played."""
     warm_start: WarmStarts | None = None
     divided: str = ""
-    """Name of the policy that ranks train, of several."""
+    """Name of the policy that ranks train, if there are several policies."""
 
     @property
     def all_learners(self) -> Sequence[Learner]:
-        """Of every policy that is trained in this process."""
+        """Learners of all policies that are trained in this process."""
         return () if self.learner is None else (self.learner,)
 
     @property
     def sharded(self) -> RankExecutor | None:
-        """The ranks that train a policy; None: training happens in one process."""
+        """The executor whose ranks train a policy; None: training happens in one process."""
         return next((learner.ranks for learner in self.all_learners if learner.ranks is not None), None)
 
     @property
     def trained_copy(self) -> TrainedCopy | None:
-        """Where the trained weights come from when the policy of this process is not what is trained."""
+        """Source of the trained weights if this process's policy is not the trained copy; else None."""
         return self.sharded
 
     @property
@@ -89,7 +89,7 @@ class Method(Generic[Played, Prepared]):
 
     @property
     def times(self) -> CollectorTimes:
-        """Of the last `collect`."""
+        """Times of the last `collect`."""
         return self.collector.times
 
     def collect(self, iteration: int) -> Experience[Played]:
@@ -97,65 +97,65 @@ class Method(Generic[Played, Prepared]):
         raise NotImplementedError
 
     def prepare(self, experience: Experience[Played]) -> Prepared:
-        """Rewards → advantages; no parameter changes."""
+        """Turn rewards into advantages; no parameter changes."""
         raise NotImplementedError
 
     def update(self, prepared: Prepared, *, iteration: int, steps: int) -> dict[str, float]:
-        """Train; metrics. Raises NonFiniteLossError."""
+        """Train and return metrics. Raises NonFiniteLossError."""
         raise NotImplementedError
 
     def play_ahead(self) -> None:
-        """Play what is left to play with the weights that act now: newer ones are about to be published. Raises SimFault."""
+        """Finish the rollouts that need the present weights, before newer ones are published. Raises SimFault."""
 
     def published(self, version: int) -> None:
-        """The policy's weights are the generator's as `version`."""
+        """Called when the generator acts with the policy's weights as `version`."""
 
     def restart(self, iteration: int) -> None:
-        """Begin new episodes, with seeds that depend only on the run's seed and what was consumed: where a run can be resumed."""
+        """Begin new episodes, with seeds that depend only on the run's seed and on what was consumed; a run can be resumed here."""
         raise NotImplementedError
 
     def running_episodes(self) -> dict[str, Tensor]:
-        """{slot: the running episode as bytes [n] uint8}; empty where none runs between two batches, or all begin again from their seeds.
+        """{slot: running episode as bytes [n] uint8}; empty if none runs between two batches, or all begin again from their seeds.
 
-        Raises UserError where the simulator's cannot be saved.
+        Raises UserError if the simulator cannot save episodes.
         """
         saved = enumerate(self.collector.episodes())
         return {str(slot): torch.frombuffer(bytearray(episode), dtype=torch.uint8) for slot, episode in saved}
 
     def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        """Go on within what `running_episodes` gave, in place of `restart`. Raises SnapshotError."""
+        """Continue the episodes that `running_episodes` returned, instead of `restart`. Raises SnapshotError."""
         self.collector.take_up([episodes[str(slot)].numpy().tobytes() for slot in range(len(episodes))])
 
     def finish(self) -> None:
-        """The run is over: leave the policy as it is to be kept."""
+        """Called at the end of the run: leave the policy as it is to be saved."""
 
     def metrics(self) -> dict[str, float]:
         return {}
 
     def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> Sequence[Recordable]:
-        """Collectors whose episodes can be written down: by default the one there is, in simulators as the arguments say."""
+        """Collectors whose episodes can be recorded; by default the only one, in simulators as the arguments say."""
         return (Recordable(self.collector, "", num_slots, spec, sim),) if self.collector.plays else ()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What resuming needs beside the policy's own tensors: the learner's state, and data that only this run has."""
+        """Tensors that a resume needs beside the policy's own: the learner's state, and data that only this run has."""
         raise NotImplementedError
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        """Continue exactly. Raises IncompatibleCheckpointError, KeyError or ValueError for the state of another run."""
+        """Load what `state_tensors` returned. Raises IncompatibleCheckpointError, KeyError or ValueError for another run's state."""
         raise NotImplementedError
 
     def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What ranks wrote of their optimizer, as it stands in `state_tensors` of a run without ranks."""
+        """Rename the optimizer state that ranks wrote to the names of a run without ranks (`state_tensors`)."""
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs beside tensors, JSON-able."""
+        """JSON-able state that a resume needs beside tensors."""
         raise NotImplementedError
 
     def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """`state_dict` of this method, whose learning half is elsewhere: `state` is that half's."""
+        """Complete `state`, the `state_dict` of the learning half in another process, with this process's part."""
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly after `load_state_tensors`."""
+        """Load what `state_dict` returned, after `load_state_tensors`."""
         raise NotImplementedError

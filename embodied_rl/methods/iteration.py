@@ -1,4 +1,4 @@
-"""What one iteration of a run consists of: what its streams play, of one domain or several, and an update of every policy."""
+"""One iteration of a run: its streams play, in one domain or several, and every policy is updated."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from embodied_rl.types import EpisodeGroup, Rollout, SimSpec
 
 
 class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
-    """Every policy learns from what its own streams played, each in its own way: from groups of whole episodes, from a rollout that its
-    update consumes, or from steps that are kept, recorded or played.
+    """Every policy learns from its own streams, each in its own mode: from groups of whole episodes, from a rollout that one update
+    consumes, or from stored steps, recorded or played.
 
-    An iteration has a batch of the group queue, where any domain plays groups, and a rollout of every other domain that plays. Policies
-    that learn from recordings only take their gradient steps beside.
+    An iteration takes a batch of the group queue, if any domain plays groups, and a rollout of every other domain that plays. Policies
+    that learn only from recordings take their gradient steps in the same iteration.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
     ) -> None:
         """
         Args:
-            streams: those without a collector are played in another process, and what connects them sets the method's.
-            learners: {name of the policy (`Stream.policy`): what trains it}.
-            stored: those of them that keep their steps.
-            run_dir: gets what is written down when the run ends.
-            queue: what the streams' collectors fill; None: no groups are played here.
+            streams: streams without a collector are played in another process; the connection to it sets the method's collector.
+            learners: {name of the policy (`Stream.policy`): its learner}.
+            stored: those of the learners that store their steps.
+            run_dir: folder for what is written at the end of the run.
+            queue: group queue that the streams' collectors fill; None: no groups are played here.
             divided: name of the policy that ranks train, in this run or in the one that wrote its checkpoint.
         """
         self.config, self.streams, self.learners, self._run_dir = config, list(streams), dict(learners), run_dir
@@ -62,14 +62,14 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         self.starts = Starts(streams)
         self._stored = dict(stored)
         self._reading = {name: own for name, own in stored.items() if not own.config.algorithm.plays}
-        """Those that learn from recordings only."""
+        """The stored learners that learn from recordings only."""
         self._max_staleness = max(stream.config.algorithm.max_staleness for stream in streams)
-        """Of rollouts."""
+        """Largest allowed staleness of rollouts, in versions."""
         self._figures: dict[str, float] = {}
-        """Of what was played last."""
+        """Metrics of the last collected experience."""
 
     def play_by(self, collector: Collector, acting: Iterable[Generator]) -> None:
-        """Once; `acting`: what acts for the collector's rollouts. Raises UserError: nothing can be played while training."""
+        """Set the collector, once; `acting`: generators of its rollouts. Raises UserError if nothing can be played while training."""
         self.collector = collector
         if not self._max_staleness:
             return
@@ -91,7 +91,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         return all(own.finished for own in self.learners.values())
 
     def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> list[Recordable]:
-        """See `Method.recordable`: one for each domain."""
+        """See `Method.recordable`: one per domain."""
         return recordable_streams(self.streams)
 
     # ---- an iteration -----------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         groups = [] if self.queue is None else self._next_groups(iteration)
         episodes = [episode for group in groups for episode in group.episodes]
         finished = [episode for rollout in rollouts.values() for episode in finished_in(rollout)]
-        # Success rates, and what is chosen by them, are of ordinary starts.
+        # Success rates, and decisions based on them, count ordinary starts only.
         ordinary = [episode for episode in episodes if episode.metadata.get("start", {}).get("source") is None]
         finished += [(episode.success, episode.game_return, episode.num_steps) for episode in ordinary]
         steps = sum(rollout.num_steps for rollout in rollouts.values()) + sum(episode.num_steps for episode in episodes)
@@ -123,7 +123,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         return Experience(steps, finished, seen, found)
 
     def _next_rollouts(self, iteration: int) -> dict[str, Rollout]:
-        """{domain: what version `iteration` learns from}, at most `algorithm.max_staleness` versions old. Raises SimFault."""
+        """{domain: rollout that version `iteration` learns from}, at most `algorithm.max_staleness` versions old. Raises SimFault."""
         rollouts = self.collector.next_rollouts(iteration)
         for domain in filter(None, rollouts):
             figures = {"steps": float(rollouts[domain].num_steps), **episode_figures(finished_in(rollouts[domain]))}
@@ -136,7 +136,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         return rollouts
 
     def _next_groups(self, iteration: int) -> list[EpisodeGroup]:
-        """Those of the queue that are learned from. Raises SimFault and BatchNeverFullError."""
+        """The queue's groups that are learned from. Raises SimFault and BatchNeverFullError."""
         groups = self.collector.next_groups(iteration)
         for stream in self.streams:
             own = [group for group in groups if group.domain == stream.name]
@@ -152,10 +152,10 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         return [group for group in groups if group.domain in trained]
 
     def _minibatches(self) -> dict[str, int]:
-        """{policy that learns from recordings only: its gradient steps of a round}: weights divide those of all that learn alike."""
+        """{policy that learns only from recordings: its gradient steps per round}, divided by weight among policies of the same method."""
         given: dict[str, int] = {}
         for name, own in self._reading.items():
-            alike = [one for one in self._reading.values() if type(one) is type(own)]  # an epoch is no number of critics' updates
+            alike = [one for one in self._reading.values() if type(one) is type(own)]  # epochs and critics' updates do not compare
             each = sum(one.num_minibatches for one in alike) / sum(one.weight for one in alike)
             given |= {} if own.finished else {name: max(1, round(each * own.weight))}
         return given
@@ -181,16 +181,16 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
             self.queue.published(version)
         self.starts.commit(self.queue)
 
-    # ---- where a run begins, goes on, and ends ----------------------------------------------------------------------
+    # ---- begin, continue and end of a run ---------------------------------------------------------------------------
 
     def restart(self, iteration: int) -> None:
-        """See `Method.restart`; a warm start, and an expert that others start in, come before the first episodes. Groups in flight are
-        asked for again, with the same seeds."""
+        """See `Method.restart`; warm starts, and an expert that other episodes start in, come before the first episodes. Groups in flight
+        are requested again, with the same seeds."""
         self.warm_start.run(iteration)
         self._begin(iteration)
 
     def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        """See `Method.take_up`: of rollouts; groups are asked for again."""
+        """See `Method.take_up`; continues rollouts, and requests groups again."""
         for learner in self._stored.values():
             learner.read()
         if self.queue is not None:
@@ -206,12 +206,12 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         self.collector.restart(self.queue, seed_round=iteration)
 
     def _go_on_with(self, state: Mapping[str, Any]) -> None:
-        """Ask for what a queue's state says."""
+        """Request the groups that a queue's state names."""
         self.queue = make_queue(self.config, self.streams)
         self.queue.load_state_dict(state)
 
     def _draw(self, iteration: int) -> None:
-        """Set how policies that keep their steps act from this rollout on."""
+        """Set how policies with stored steps act from this rollout on."""
         for name, learner in self._stored.items():
             for domain in learner.steps if name not in self._reading else ():
                 self.collector.draw(domain=domain, first=learner.first, **learner.way(iteration))
@@ -242,7 +242,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
             own.load_state_tensors(of_name(name, state))
 
     def played_state(self) -> dict[str, Any]:
-        """The part of `state_dict` that is of what is played: the queue, and where episodes start."""
+        """The part of `state_dict` that belongs to playing: the queue, and where episodes start."""
         queue = {} if self.queue is None else {"queue": self.queue.state_dict()}
         return {**queue, **self.starts.of_method(self.queue)}
 
@@ -259,12 +259,12 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         self.starts.load_of_method(state)
         if self.queue is not None:
             self._go_on_with(state["queue"])
-        if self.finished:  # a finished run that is resumed was given more steps, and with them more patience
+        if self.finished:  # a finished run is resumed to train for longer
             for stored in self._stored.values():
                 stored.go_on()
 
     def with_trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """See `Method.with_trained`: what is played, and warm starts, are of this process."""
+        """See `Method.with_trained`: the playing state and warm starts come from this process."""
         state = {**state, **self.played_state()}
         own = {name: learner.state_dict() for name, learner in self.learners.items()}
         if "" in own:
@@ -273,12 +273,12 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
 
 
 def _figures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
-    """``groups`` of a batch, and `episode_figures`."""
+    """The number of ``groups`` in a batch, and `episode_figures`."""
     episodes = [episode for group in groups for episode in group.episodes]
     finished = [(episode.success, episode.game_return, episode.num_steps) for episode in episodes]
     return {"groups": float(len(groups)), **episode_figures(finished)}
 
 
 def _started(role: Mapping[str, Any]) -> dict[str, Any]:
-    """What a policy's state says of its warm starts."""
+    """The part of a policy's state about its warm starts."""
     return {name: role[name] for name in ("warm_start", "warm_starts") if name in role}

@@ -1,4 +1,4 @@
-"""PPO on a fixed number of steps of every slot: of one domain or several, by one policy or one of each domain."""
+"""PPO on a fixed number of steps of every slot: for one domain or several, with one policy for all or one per domain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RolloutLearner(RobotLearner[PPO]):
         self._objective = RolloutObjective(policy, config.algorithm, config.hybrid.precision)
         super().__init__(config, configs, policy, PPO, self._objective, ranks)
         self._figures: dict[str, float] = {}
-        """Of what was prepared last: its weights, and the KL term of its rewards."""
+        """Metrics of the last `prepare`: importance weights, and the KL term of the rewards."""
 
     def observation(self, gathered: dict[str, Rollout]) -> TensorObservation:
         return together([seen_in(rollout) for rollout in gathered.values()]) if self.moves_statistics else {}
@@ -76,12 +76,12 @@ class RolloutLearner(RobotLearner[PPO]):
 
 
 def rollout_values(learner: Learner, policy: Policy, rollout: Rollout) -> RolloutValues:
-    """The critic's values of everything the rollout saw, in one pass."""
+    """The critic's values of all observations of a rollout, in one pass."""
     steps, slots = rollout.reward.shape
     seen = {key: rollout.observation[key].reshape(steps * slots, *rollout.observation[key].shape[2:]) for key in policy.observation_keys}
     flat = {key: np.concatenate([rows, rollout.last_observation[key], rollout.final_observation[key]]) for key, rows in seen.items()}
     values = learner.values(prepare_observation(policy, flat))
     value, last, final = np.split(values, [steps * slots, (steps + 1) * slots])
-    if values.ndim == 2:  # of each step of a chunk: what comes after begins with the first
+    if values.ndim == 2:  # a value per step of a chunk: the next state's is the first
         return RolloutValues(value.reshape(steps, slots, -1), last[:, 0].copy(), final[:, 0].copy())
     return RolloutValues(value.reshape(steps, slots), last, final)

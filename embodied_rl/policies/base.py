@@ -1,4 +1,4 @@
-"""What every policy is: actions with log-probabilities out of observations, and the same log-probabilities again for training."""
+"""The base of every policy: actions with log-probabilities from observations, and the same log-probabilities again for training."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from embodied_rl.types import ActionLayout, SimSpec, TensorSpec
 TensorObservation = dict[str, Tensor]
 """{key: [B, ...]}"""
 Role = Literal["backbone", "head", "value"]
-"""What a parameter belongs to; each role may have its own learning rate."""
+"""Part of the policy that a parameter belongs to; each role may have its own learning rate."""
 
 
 @dataclass(frozen=True)
 class ActionOutput:
-    """What `Policy.act` returns."""
+    """Result of `Policy.act`."""
 
     action: Tensor
     """[B, A] normalised, unclipped; int64 [B, 1] for discrete actions."""
     log_prob: Tensor
     """[B, L] log-probability of each action unit."""
     value: Tensor | None = None
-    """[B] where the policy computes it on the way; None where the learner computes it in one batch afterwards."""
+    """[B] if the policy computes it on the way; None: the learner computes it in one batch afterwards."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `Policy.evaluate` returns; all with gradients."""
+    """Result of `Policy.evaluate`; all with gradients."""
 
     log_prob: Tensor
     """[B, L]"""
@@ -49,63 +49,63 @@ class Evaluation:
 
 
 class TrainedModule(nn.Module):
-    """What a run trains, as learners, checkpoints and the publication of weights know it: a policy, or those of all domains."""
+    """The module that a run trains, as learners, checkpoints and weight publication see it: one policy, or those of all domains."""
 
     forward_rows: int = 512
-    """Rows of one forward without gradients at most: bounds the memory that images take."""
+    """Most rows of one forward without gradients: bounds the memory that images take."""
     reference: tuple[nn.Module, ...] = ()
-    """What `keep_reference` kept; in a tuple, so that it is neither a submodule, nor saved, nor moved to be trained."""
+    """The copy that `keep_reference` kept; in a tuple, so that it is not a submodule, and neither saved nor moved for training."""
     even_rows: int = 1
-    """Such forwards are filled up to a multiple of so many rows."""
+    """Forwards without gradients are padded to a multiple of this number of rows."""
     work: Literal["large", "vectors", "pictures"] = "large"
-    """What an update computes, for its threads: small products of vectors, convolutions that are computed side by side, or anything."""
+    """Kind of work of an update, for its threads: small products of vectors, convolutions computed side by side, or anything else."""
     has_description: bool = False
-    """Whether `save_description` writes what the module is built from."""
+    """Whether `save_description` writes files that the module is built from."""
 
     @property
     def base_folder(self) -> Path | None:
-        """The model's folder whose weights stay as they are (LoRA), so that checkpoints need not hold them; None: there is none."""
+        """Folder of the base model if its weights stay frozen (LoRA), so that checkpoints need not hold them; None: there is none."""
         return None
 
     def update_statistics(self, observation: TensorObservation) -> None:
         """Fold a rollout's observations into the normalisation statistics."""
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """(name, tensor) of what acts."""
+        """(name, tensor) of the weights that act."""
         return self.state_dict().items()
 
     def unmerged_weights(self, *, base: bool) -> Iterable[tuple[str, Tensor]]:
-        """(name, tensor) of what acts, any adapter apart from its model; with `base` also what an adapter leaves as it was."""
+        """(name, tensor) of the weights that act, with an adapter apart from its model; with `base` also the weights it leaves frozen."""
         return (self.state_dict() if base else saved_tensors(self)).items()
 
     def save_description(self, folder: Path) -> None:
-        """Write what the module is built from into a checkpoint's folder ``model``, without weights."""
+        """Write the files that the module is built from, without weights, into a checkpoint's folder ``model``."""
 
     def introduction(self) -> str:
-        """One line about what it reads, for the console; empty: nothing is to be said."""
+        """One console line about what the policy reads; empty: none."""
         return ""
 
     def exported_names(self) -> dict[str, tuple[str, str]]:
-        """{tensor of the state: (file of the folder ``model``, name in it)}: what other tools read there. All else is our own file's."""
+        """{tensor of the state: (file in the folder ``model``, name in it)} of tensors that other tools read there; our file has others."""
         return {}
 
     def acting_in(self, domain: str) -> Policy:
-        """The robot's policy that acts in a domain; the only one, whatever its domain is called."""
+        """The robot policy that acts in a domain; a single policy ignores the name."""
         raise AssertionError(f"{type(self).__name__} speaks")
 
     # ---- for the learner --------------------------------------------------------------------------------------------
 
     def value(self, observation: TensorObservation) -> Tensor:
-        """[B] state values, or [B, K] of each step of a chunk."""
+        """[B] state values, or [B, K] for each step of a chunk."""
         raise NotImplementedError
 
     @staticmethod
     def role_of(name: str) -> Role:
-        """What a parameter belongs to, for separate learning rates."""
+        """Role of a parameter, for separate learning rates."""
         return "value" if name.startswith("critic") else "backbone"
 
     def parameter_groups(self) -> dict[str, dict[str, nn.Parameter]]:
-        """{group: {name in the optimizer's state: parameter}}, each with an optimizer that an objective steps; by default one, ``""``."""
+        """{group: {name in the optimizer's state: parameter}}; objectives step one optimizer per group. By default one group, ``""``."""
         return {"": {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}}
 
     def changing(self) -> set[str]:
@@ -113,88 +113,88 @@ class TrainedModule(nn.Module):
         return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def beside(self) -> dict[str, Tensor]:
-        """What a resumed run needs of the module and no policy's checkpoint holds; the tensors themselves."""
+        """Tensors that a resumed run needs and no policy's checkpoint holds; not copies."""
         return {}
 
     def describe(self) -> dict[str, Any]:
-        """What another process builds the module from, JSON-able (see `embodied_rl.learning.train_worker`)."""
+        """JSON-able description from which another process builds the module (see `embodied_rl.learning.train_worker`)."""
         raise NotImplementedError
 
     def keep_reference(self) -> None:
-        """Keep the present weights as those that a KL term compares with."""
+        """Keep a copy of the present weights, which a KL term compares with."""
         self.reference = (copy.deepcopy(self).eval(),)
 
     def reference_state(self) -> dict[str, Tensor]:
-        """Copies of the tensors of the kept reference."""
+        """Copies of the reference's tensors."""
         return {name: tensor.detach().clone() for reference in self.reference for name, tensor in reference.state_dict().items()}
 
     def load_reference_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `reference_state` gave, after `keep_reference`."""
+        """Load what `reference_state` returned, after `keep_reference`."""
         for reference in self.reference:
             reference.load_state_dict(state)
 
 
 class Policy(TrainedModule):
-    """A torch module that acts. `evaluate` on what `act` produced gives the same log-probabilities.
+    """A torch module that acts. `evaluate` on an action of `act` gives the same log-probabilities.
 
-    By default an action is the simulator's own, normalised, for one step. A policy whose actions are its own (tokens, a denoising, a
-    chunk) says so with `translates`, and how many units they have; it has its own `cloning_loss`.
+    By default an action is the simulator's own, normalised, for one step. A policy with other actions (tokens, a denoising, a chunk)
+    sets `translates`, declares the number of its units and has its own `cloning_loss`.
     """
 
     spec: SimSpec
     built_from: AnyPolicyConfig
-    """Its configuration; `build_policy` notes it."""
+    """Configuration of the policy, set by `build_policy`."""
     translates: bool = False
-    """Whether `simulator_action` turns recorded actions into the simulator's."""
+    """Whether `simulator_action` converts recorded actions to the simulator's."""
     action_units: Literal["normalised", "simulator"] = "simulator"
-    """Of what `simulator_action` gives."""
+    """Units of what `simulator_action` returns."""
     noise_kind: Literal["uniform", "normal"] = "normal"
-    """Of the noise that `act` takes, where it `translates`."""
+    """Kind of noise that `act` takes, if it `translates`."""
     temperature: float | None = None
-    """Of tokens, where it samples and scores such; an evaluation at another one sets it for as long."""
+    """Temperature at which tokens are sampled and scored; None for other policies. An evaluation at another one sets it meanwhile."""
 
     def acting_in(self, domain: str) -> Policy:
         return self
 
     @property
     def observation_keys(self) -> tuple[str, ...]:
-        """The parts of an observation that the policy reads."""
+        """Keys of the observation that the policy reads."""
         raise NotImplementedError
 
     def introduction(self) -> str:
-        """Which observations it reads, and which of its simulator's it leaves."""
+        """State which observations the policy reads, and which it ignores."""
         read = self.observation_keys
         left = [key for key in self.spec.observation if key not in read]
         return f"The policy reads {', '.join(read) or 'nothing'}" + (f" and leaves {', '.join(left)}." if left else ".")
 
     @property
     def squashed(self) -> bool:
-        """Whether actions come close to the simulator's bounds and never reach them."""
+        """Whether actions approach the simulator's bounds and never reach them."""
         return False
 
     @property
     def chunk_size(self) -> int:
-        """K: steps of an action."""
+        """K: number of steps of an action."""
         return 1
 
     @property
     def num_units(self) -> int:
-        """L: units of an action that have a log-probability each."""
+        """L: number of action units, each with its own log-probability."""
         return ActionLayout.of(self.spec.action).num_units
 
     @property
     def action_width(self) -> int:
-        """W: numbers of a recorded action."""
+        """W: number of values of a recorded action."""
         return self.num_units
 
     @property
     def noise_width(self) -> int:
-        """Random numbers that `act` takes for a row."""
+        """Number of random values per row that `act` takes."""
         return self.num_units
 
     @property
     def action_layout(self) -> ActionLayout:
-        """What the policy's recorded actions look like."""
+        """Layout of the policy's recorded actions."""
         if not self.translates:
             return ActionLayout.of(self.spec.action)
         return ActionLayout(
@@ -207,15 +207,15 @@ class Policy(TrainedModule):
         )
 
     def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
-        """Arrays {key: [B, ...]} of the simulator, texts among them, to the tensors that the networks read; on the CPU."""
+        """Convert the simulator's arrays {key: [B, ...]}, texts included, to tensors for the networks; on the CPU."""
         return {key: torch.from_numpy(part) for key, part in observation.items()}
 
     def simulator_action(self, action: np.ndarray) -> np.ndarray:
-        """What the simulator gets [B, K, A] of recorded actions [B, W], in the `action_units`."""
+        """[B, K, A] actions for the simulator from recorded actions [B, W], in the `action_units`."""
         return self.spec.action.denormalise(action)[:, None]
 
     def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:
-        """Sample with the given noise (standard normal [B, A], or uniform [B, 1] for discrete); None acts deterministically (mode)."""
+        """Sample with the given noise (standard normal [B, A], or uniform [B, 1] for discrete actions); None: act with the mode."""
         raise NotImplementedError
 
     def evaluate(self, observation: TensorObservation, action: Tensor) -> Evaluation:
@@ -223,11 +223,11 @@ class Policy(TrainedModule):
         raise NotImplementedError
 
     def cloning_loss(self, observation: TensorObservation, action: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[B] what imitation minimises, with gradients: by default -log π of recorded actions.
+        """[B] loss that imitation minimises, with gradients; by default -log π of recorded actions.
 
         Args:
-            action: [B, A] normalised, int64 [B, 1] for discrete; [B, K, A] of a policy that `translates`.
-            mask: [B, K] bool, steps of chunks that exist; None: all.
+            action: [B, A] normalised, int64 [B, 1] for discrete; [B, K, A] for a policy that `translates`.
+            mask: [B, K] bool, steps of chunks that exist; None: all steps.
         """
         assert mask is None, "a policy that acts in chunks has its own cloning loss"
         return -self.evaluate(observation, action).log_prob.sum(-1)
@@ -235,56 +235,56 @@ class Policy(TrainedModule):
     # ---- beside critics of actions: `algorithm.off_policy` --------------------------------------------------------------
 
     critics_train: tuple[str, ...] = ()
-    """Beginnings of the names of parameters that `features` computes with and that the critics' loss trains, not the policy's."""
+    """Name prefixes of the parameters that `features` computes with and that the critics' loss trains, not the policy's loss."""
 
     @property
     def num_features(self) -> int | None:
-        """F: numbers of `features`; None: there are none, so that critics of actions cannot stand beside the policy."""
+        """F: number of `features`; None: there are none, so that the policy cannot have critics of actions."""
         return None
 
     def features(self, observation: TensorObservation) -> Tensor:
-        """[B, F] what critics of actions read."""
+        """[B, F] features that critics of actions read."""
         raise NotImplementedError
 
     def state_value(self, features: Tensor) -> Tensor:
-        """[B] of `features`: implicit Q-learning's V(s)."""
+        """[B] state value V(s) from `features`, for implicit Q-learning."""
         raise NotImplementedError
 
     def normalised_action(self, action: np.ndarray) -> np.ndarray:
-        """Recorded actions [B, W] as critics read them: [B, A] within the simulator's bounds, or chunks [B, K, A]."""
+        """Recorded actions [B, W] in the critics' form: [B, A] within the simulator's bounds, or chunks [B, K, A]."""
         if self.translates:
             given = self.simulator_action(action)
             return np.clip(given, -1.0, 1.0) if self.action_units == "normalised" else self.spec.action.normalise(given)
         return action if self.spec.action.kind == "discrete" else np.clip(action, -1.0, 1.0)
 
     def drawn(self, observation: TensorObservation, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions as critics read them, [B, K·A] normalised and within the bounds (int64 [B, 1] for discrete), and what they cost in
-        entropy, [B, L] log-densities or their means. Soft actor-critic follows both gradients.
+        """Sample actions in the critics' form, [B, K·A] normalised and within the bounds (int64 [B, 1] for discrete), and their entropy
+        cost: [B, L] log-densities or their means. Soft actor-critic follows both gradients.
 
         Args:
-            features: of the same observation.
+            features: features of the same observation.
             noise: [B, noise_width]
         """
         raise NotImplementedError
 
     def likelihood(self, observation: TensorObservation, features: Tensor, action: Tensor, executed: Tensor | None) -> Tensor:
-        """[B] what imitation of recorded actions maximises, with gradients; see `cloning_loss`."""
+        """[B] objective that imitation of recorded actions maximises, with gradients; see `cloning_loss`."""
         return -self.cloning_loss(observation, action, mask=executed)
 
     def limit_noise(self, smallest: float) -> None:
-        """Keep log standard deviations of actions above a bound: data without noise would drive them to minus infinity."""
+        """Keep the actions' log standard deviations above a bound: noiseless data would drive them to minus infinity."""
 
     def describe(self) -> dict[str, Any]:
         return {"policy": dataclasses.asdict(self.built_from), "spec": self.spec.to_dict()}
 
 
 def prepare_observation(policy: Policy, observation: Mapping[str, Any]) -> TensorObservation:
-    """Of an observation what the policy reads, as `Policy.prepare` makes it."""
+    """Prepare (`Policy.prepare`) the parts of an observation that the policy reads."""
     return policy.prepare({key: observation[key] for key in policy.observation_keys})
 
 
 def given_action(policy: Policy, action: np.ndarray) -> np.ndarray:
-    """What the simulator gets of recorded actions [B, W], in its units: [B, A], or chunks [B, K, A] where K > 1."""
+    """Convert recorded actions [B, W] to the simulator's units: [B, A], or chunks [B, K, A] if K > 1."""
     chunk = policy.simulator_action(action)
     if policy.action_units == "normalised":
         chunk = policy.spec.action.denormalise(chunk)
@@ -292,7 +292,7 @@ def given_action(policy: Policy, action: np.ndarray) -> np.ndarray:
 
 
 def saved_tensors(policy: TrainedModule) -> dict[str, Tensor]:
-    """What a checkpoint holds of a policy: its whole state, or with a ``base_folder`` what is trained, and buffers."""
+    """Tensors of a policy that a checkpoint holds: the whole state, or with a ``base_folder`` the trained parameters and buffers."""
     state: dict[str, Tensor] = policy.state_dict()
     if policy.base_folder is None:
         return state
@@ -302,14 +302,14 @@ def saved_tensors(policy: TrainedModule) -> dict[str, Tensor]:
 
 
 def load_saved(policy: TrainedModule, tensors: Mapping[str, Tensor]) -> None:
-    """Take up what `saved_tensors` gave. Raises KeyError where names differ."""
+    """Load what `saved_tensors` returned. Raises KeyError if names differ."""
     if (differing := saved_tensors(policy).keys() ^ tensors.keys()) != set():
         raise KeyError(f"{sorted(differing)[0]} is not a tensor of both the policy and what was saved")
     policy.load_state_dict(dict(tensors), strict=False)
 
 
 def image_of(spec: SimSpec, key: str, option: str) -> TensorSpec:
-    """The image that a policy reads. Raises UserError, naming `option`, where the simulator shows none of that name."""
+    """Spec of the image that a policy reads. Raises UserError, naming `option`, if the simulator has no such image."""
     images = [name for name, part in spec.tensors.items() if part.is_picture]
     if key not in images:
         seen = "no image at all" if not images else f"no image '{key}'"
@@ -321,14 +321,14 @@ def image_of(spec: SimSpec, key: str, option: str) -> TensorSpec:
 
 
 def vector_of(spec: SimSpec, key: str, option: str) -> TensorSpec:
-    """The vector that a policy reads. Raises UserError, naming `option`, where the simulator shows none of that name."""
+    """Spec of the vector that a policy reads. Raises UserError, naming `option`, if the simulator has no such vector."""
     vectors = [name for name, part in spec.tensors.items() if len(part.shape) == 1]
     require_known(key, vectors, f"{option}='{key}' is no vector that task '{spec.task}' shows.")
     return spec.tensors[key]
 
 
 def instructions_of(observation: Mapping[str, Any], spec: SimSpec, fixed: str | None, key: str, rows: int) -> list[str]:
-    """Each row's instruction: the fixed one, else the observation's, else the simulator's. Raises UserError where there is none."""
+    """Each row's instruction: the fixed one, else the observation's, else the simulator's. Raises UserError if there is none."""
     if fixed is None and key in observation:
         return [str(text) for text in observation[key]]
     text = spec.instruction if fixed is None else fixed
@@ -338,5 +338,5 @@ def instructions_of(observation: Mapping[str, Any], spec: SimSpec, fixed: str | 
 
 
 def numpy_of(values: Tensor | npt.ArrayLike) -> np.ndarray:
-    """A tensor of any device, or what numpy reads."""
+    """Convert a tensor of any device, or an array-like, to numpy."""
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)

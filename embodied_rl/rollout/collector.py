@@ -1,4 +1,4 @@
-"""The pump between simulators and generator: it fills a rollout, one group of slots simulating while another is acted for."""
+"""The pump between simulators and generator: it fills a rollout; one group of slots simulates while the policy acts for another."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 _NOISE_STREAM = 1
 PATIENCE_S = 1.0
-"""How long to wait for simulators before looking again: at which hosts play, at a queue's deadlines."""
+"""Seconds to wait for simulators before the collector checks hosts and queue deadlines again."""
 
 
 def action_noise(layout: ActionLayout, shape: tuple[int, ...], seed: int, iteration: int) -> np.ndarray:
-    """The randomness of one rollout's actions [*shape, noise_width], a function of (seed, iteration): nothing to save for a resume."""
+    """[*shape, noise_width] randomness of one rollout's actions, a function of (seed, iteration): a resume needs no saved state."""
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, iteration, _NOISE_STREAM])))
     return layout.noise(generator, shape)
 
@@ -44,91 +44,91 @@ class CollectorTimes:
     """Seconds since the start of a rollout."""
 
     simulate_s: float = 0.0
-    """Waiting for simulators."""
+    """Time spent waiting for simulators."""
     act_s: float = 0.0
-    """Turning observations into actions, and copying."""
+    """Time spent turning observations into actions, and copying."""
 
 
 class Collector:
-    """Fills what a method learns from: a rollout of all slots, or groups of episodes. One kind of batch is each collector's own.
+    """Collects what a method learns from: a rollout of all slots, or groups of episodes. Each collector fills one kind of batch.
 
-    `NOT_PLAYED` stands where a method plays nothing, or another process plays.
+    `NOT_PLAYED` is the collector of methods that play nothing, or whose playing happens in another process.
     """
 
     plays: bool = True
-    """False: there is nothing to ask for."""
+    """Whether the collector plays; False: it has nothing to hand out."""
     recorder: TrainingRecorder | None = None
-    """Writes a share of the episodes down."""
+    """Writer of a share of the episodes; None: none are recorded."""
     layout: ActionLayout | None = None
-    """Of the actions of what acts; None: of texts."""
+    """Layout of the generator's actions; None: actions are texts."""
     seeds: EpisodeSeeds = EpisodeSeeds.training(0)
-    """Of the slots of fixed rollouts."""
+    """Seeds of the slots' episodes in fixed rollouts."""
     scorer: Scorer | None = None
-    """Gives episodes a further reward before they are handed in, while others are played."""
+    """Adds a further reward to finished episodes before they are handed out, while others are played."""
     min_ready: int | None = None
-    """Slots to wait for; None: all of them, so that nothing is played before a batch is asked for."""
+    """Number of slots to wait for; None: all slots, and nothing is played before a batch is asked for."""
 
     def __init__(self) -> None:
         self.times = CollectorTimes()
-        """Of the last batch."""
+        """Times of the last batch."""
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
-        """Begin new episodes: those that `queue` asks for, or in all slots, with seeds of `seed_round`."""
+        """Begin new episodes: those that `queue` asks for, or one in each slot, with seeds of `seed_round`."""
 
     def score_with(self, scorer: Scorer | None) -> None:
-        """Hand finished episodes to `scorer` first; None: to the queue."""
+        """Hand finished episodes to `scorer` before the queue; None: directly to the queue."""
         self.scorer = scorer
 
     def draw(self, way: Way, *, random_before: int = 0, first: int = 0, domain: str = "") -> None:
-        """How the rollouts that begin from now on are acted in, of a collector whose generator can be switched. It goes by their numbers,
-        which are those of the versions that learn from them: whether one is played ahead changes nothing.
+        """Set how the coming rollouts act, for a collector whose generator can be switched. The number of a rollout decides, which is the
+        version that learns from it: a rollout played ahead acts the same.
 
         Args:
-            random_before: those before this one are played at random instead.
-            first: no earlier one is played.
-            domain: whose rollouts.
+            random_before: rollouts with smaller numbers act at random instead.
+            first: number of the first rollout that is played.
+            domain: domain of the rollouts.
         """
         raise AssertionError("this collector's generator cannot be switched")
 
     def next_rollouts(self, version: int) -> dict[str, Rollout]:
-        """{domain: its rollout that `version` learns from}, of those that play some by now; the only one has no name."""
+        """{domain: rollout that `version` learns from} for the domains that play by now; a single domain has the name ``""``."""
         return {}
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
-        """The groups that `version` learns from, after its rollouts. Raises SimFault (see EnvManager) and BatchNeverFullError."""
+        """Groups that `version` learns from; call it after `next_rollouts`. Raises SimFault (see EnvManager) and BatchNeverFullError."""
         return []
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
-        """Play on for a moment, ahead of what was asked for; False: nothing may be played now, or with a patience of 0, nothing is ready.
-        `patience_s`: how long to wait where nothing is ready."""
+        """Play ahead for a moment, waiting at most `patience_s` for something to be ready. False: nothing may be played now, or with a
+        patience of 0 nothing is ready."""
         return False
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether something is left to play with the present weights, so that newer ones may not act yet."""
+        """Whether some rollout must still be played with the present weights, so that newer ones may not act yet."""
         return False
 
     def episodes(self) -> list[bytes]:
-        """The running episodes of all slots, between two batches; none where a batch ends with its episodes.
+        """Running episodes of all slots, between two batches; empty if batches consist of whole episodes.
 
-        Raises UserError where the simulator's cannot be saved.
+        Raises UserError if the simulator cannot save episodes.
         """
         return []
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
-        """Go on in the episodes that `episodes` gave, here or in another process. Raises SnapshotError for another simulator's."""
+        """Continue the episodes that `episodes` returned, in this process or another. Raises SnapshotError for another simulator's."""
         raise AssertionError("no episode of this collector runs between two batches")
 
     def figures(self) -> dict[str, float]:
-        """What is counted of agents since the last call."""
+        """Counts of language agents since the last call."""
         return {}
 
     def metrics(self) -> dict[str, float]:
-        """Of the last batch; nothing beside `times` by default."""
+        """Metrics of the last batch beside `times`; empty by default."""
         return {}
 
     def close(self) -> None:
-        """End what the collector holds beside simulators and backends: an agent's tools."""
+        """Release what the collector holds beside simulators and backends, such as an agent's tools."""
 
 
 NOT_PLAYED = Collector()
@@ -138,15 +138,15 @@ NOT_PLAYED.plays = False
 class RolloutCollector(Collector):
     """Collects rollouts of `rollout_steps` steps from all slots of a manager, one after another without a gap.
 
-    With staleness S the next ones are collected while the trainer learns from the last (two buffers for S = 1): rollout n, which version
-    n is to learn from, is played wholly with version n - S (the first ones after a restart with the version of then). Newer
-    weights are not published while this one `keeps_weights`; so what is collected depends on seeds and not on the clock.
+    With staleness S the collector plays the next rollouts while the trainer learns from the last (two buffers for S = 1). Rollout n, from
+    which version n learns, is played wholly with version n - S (the first ones after a restart: with the version of then). The collector
+    `keeps_weights` until that is done, so what it collects depends on seeds and not on the clock.
 
-    In lockstep groups of slots take turns. With `min_ready` each slot goes through its decisions as its simulator answers: one whose host
-    is lent to training waits, and the others fill their share meanwhile. What a slot draws depends on neither.
+    In lockstep, groups of slots take turns. With `min_ready` each slot continues as soon as its simulator answers: a slot whose host is
+    lent to training waits while the others play on. What a slot draws depends on neither.
 
-    Between two rollouts the manager may have other turns (`Simulators.num_turns`), which changes nothing but time: the policy acts for the
-    same groups at the same places, whatever part of them is ready.
+    Between two rollouts the manager may change its turns (`Simulators.num_turns`), which changes only time: the policy acts for the same
+    groups at the same rows, whichever part of them is ready.
     """
 
     layout: ActionLayout
@@ -167,12 +167,12 @@ class RolloutCollector(Collector):
     ) -> None:
         """
         Args:
-            rollout_steps: decisions of each slot: chunks, where the policy acts in chunks.
-            num_groups: of slots, that are acted for one by one; stepped as `manager.num_turns` says. 1 with `min_ready`.
-            layout: of the policy's actions; None: they are the simulator's own.
+            rollout_steps: decisions of each slot: chunks, if the policy acts in chunks.
+            num_groups: groups of slots that the policy acts for in turn; `manager.num_turns` says how they are stepped. 1 with `min_ready`.
+            layout: layout of the policy's actions; None: the simulator's own.
             max_staleness: S; 0: `pump` does nothing.
-            share: which slots of a rollout these are: they see and draw what they do in a rollout of all of them.
-            starts: where episodes start that do not start ordinarily; their summaries say ``final_info["start"]``.
+            share: which slots of a rollout these are; they see and draw the same as in a rollout of all slots.
+            starts: starts for episodes that begin inside others; their summaries have ``final_info["start"]``.
         """
         self.manager = manager
         self.layout = layout or ActionLayout.of(manager.spec.action)
@@ -185,26 +185,26 @@ class RolloutCollector(Collector):
         self._acted_groups = split_slots(range(manager.num_slots), num_groups)
         self._arrange()
         self._batches: list[StepBatch] = []
-        """What each group sees now."""
+        """The present observations of each group."""
         self.max_staleness = max_staleness
         self._partial: _PartialRollout | None = None
-        """What is being filled."""
+        """The rollout that is being filled."""
         self._next_number = 0
-        """Of the rollout that begins next: the version that is to learn from it."""
+        """Number of the rollout that begins next: the version that learns from it."""
         self._way: Way | None = None
-        """See `draw`; None: the generator's own."""
+        """How to act, see `draw`; None: the generator's own."""
         self._random_before = self._first = 0
         self._filled: deque[Rollout] = deque()
         self._since = CollectorTimes()
-        """What was spent since the last rollout was handed out."""
+        """Times since the last rollout was handed out."""
         self._round: int | None = None
-        """Of seeds, after a restart until its first decision."""
+        """Round of seeds, from a restart to its first decision; else None."""
         self._starts = None if starts is None else SlotStarts(manager, starts, share=share)
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0, reconfigure: bool = True) -> None:
-        """Begin new episodes in all slots, with seeds that depend only on (seed, seed_round, slot): where a run can be resumed.
+        """Begin new episodes in all slots, with seeds that depend only on (seed, seed_round, slot); a run can be resumed here.
 
-        What was collected ahead is given up.
+        Rollouts that were played ahead are dropped.
         """
         self._partial, self._next_number = None, max(seed_round, self._first)
         self._filled.clear()
@@ -219,8 +219,8 @@ class RolloutCollector(Collector):
         self._way, self._random_before, self._first = way, random_before, first
 
     def episodes(self) -> list[bytes]:
-        """See `Collector.episodes`. A rollout that was begun ahead is played to its end; those that wait to be learned from go with the
-        first slot's episode, and what is recorded of each with its own."""
+        """See `Collector.episodes`. A rollout begun ahead is played to its end first. The first slot's state holds the rollouts that wait
+        to be learned from; each slot's state holds its own part of the recording."""
         while self._partial is not None:
             self._advance()
         self._take_to_starts()
@@ -250,7 +250,7 @@ class RolloutCollector(Collector):
         return {} if version < self._first else {"": self.next_rollout(version)}
 
     def next_rollout(self, version: int) -> Rollout:
-        """`rollout_steps` × `num_slots` transitions, or what is left of those that were begun before; number `version`. Raises SimFault."""
+        """The rollout that `version` learns from: `rollout_steps` × `num_slots` decisions, some perhaps played before. Raises SimFault."""
         while self.advance(version):
             pass
         self.times, self._since = self._since, CollectorTimes()
@@ -259,7 +259,7 @@ class RolloutCollector(Collector):
         return rollout
 
     def advance(self, version: int) -> bool:
-        """One decision of what `next_rollout` gives. False: that is complete."""
+        """Play one decision of the rollout that `next_rollout` returns. False: that rollout is complete."""
         assert self._batches, "restart() comes first"
         if self._filled:
             return False
@@ -269,7 +269,7 @@ class RolloutCollector(Collector):
         return True
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
-        """One decision of a group ahead of time. False: the next rollout may not begin before newer weights act."""
+        """Play one decision of a group ahead. False: the next rollout may not begin before newer weights act, or nothing is ready."""
         may_play = self._partial is not None or self._may_begin
         if not may_play or (patience_s == 0.0 and not self._is_ready()):
             return False
@@ -278,7 +278,7 @@ class RolloutCollector(Collector):
 
     @property
     def keeps_weights(self) -> bool:
-        # Without staleness a rollout that was not begun is played with whatever acts when it is asked for.
+        # Without staleness, a rollout that has not begun is played with the weights of the moment it is asked for.
         return self._partial is not None or (self.max_staleness > 0 and self._may_begin)
 
     @property
@@ -287,26 +287,26 @@ class RolloutCollector(Collector):
         return self._next_number - self.generator.version <= self.max_staleness
 
     def _arrange(self) -> None:
-        """Groups of slots as the manager has them stepped now."""
+        """Group the slots as the manager steps them now."""
         turns, slots = self.manager.num_turns, range(self.manager.num_slots)
         whole = self.min_ready is None and turns not in (None, len(self._acted_groups))
         self._num_turns, self._turn = turns, 0
-        """`_turn`: in lockstep, the group that is next."""
+        """`_turn`: in lockstep, the next group."""
         self._groups = [slots] if whole else self._acted_groups
-        """What is stepped together."""
+        """Slots that are stepped together."""
         self._parts = [slice(part.start, part.stop) for part in self._acted_groups] if whole else []
-        """Of a group, those that are acted for one by one: a product of all rows may sum in another order than those of two halves."""
+        """Parts of a group that the policy acts for one by one: a product of all rows may sum in another order than those of two halves."""
         self._enough = (None if turns else max(1, len(slots) // 4)) if whole else self.min_ready
-        """Slots to wait for; None: a group."""
+        """Number of slots to wait for; None: a group."""
 
     def _see(self, whole: StepBatch) -> None:
-        """All slots begin, or go on, with what this batch shows."""
-        if self._enough is not None:  # rows are put in place as they come
+        """Take this batch's observations as the present ones of all slots."""
+        if self._enough is not None:  # rows are replaced one by one
             whole = replace(whole, observation={key: part.copy() for key, part in whole.observation.items()})
         self._batches = [rows_of(whole, group) for group in self._groups]
 
     def _advance(self) -> None:
-        """The next decision of a group, or of the slots that are ready; after the last one, what came of it."""
+        """Play the next decision of a group, or of the slots that are ready; complete the rollout after the last one."""
         started, waited_before = time.perf_counter(), self._since.simulate_s
         partial = self._partial = self._partial or self._begin()
         if self._enough is None:
@@ -332,7 +332,7 @@ class RolloutCollector(Collector):
             self._act(partial, self._batches[turn], group)
 
     def _advance_ready(self, partial: _PartialRollout, seen: StepBatch) -> None:
-        """`seen`: of all slots, and kept so."""
+        """`seen`: present observations of all slots; updated in place."""
         if not partial.decided.any():
             self._act(partial, seen, self._groups[0])
             return
@@ -362,13 +362,13 @@ class RolloutCollector(Collector):
         return None if self._starts is None else self._starts.seed_of
 
     def _take_to_starts(self) -> None:
-        """The first episodes after a restart: those that start inside others."""
+        """After a restart, replace the first episodes that start inside others."""
         if self._starts is not None and self._round is not None:
             self._see(self._starts.restart(joined(self._batches), self.seeds, self._round))
         self._round = None
 
     def _receive(self, partial: _PartialRollout, group: range | None) -> StepBatch:
-        """Wait for a group's simulators, or with None for any, and note what came of their last decision."""
+        """Wait for the simulators of a group, or of any slots with None, and note the results of their last decision."""
         before = time.perf_counter()
         with span("env", "wait"):
             batch = self.manager.recv(group) if group is not None else self.manager.recv(min_ready=self._enough, timeout_s=PATIENCE_S)
@@ -381,12 +381,12 @@ class RolloutCollector(Collector):
         return batch if self._starts is None else self._starts.begun(batch)
 
     def _act(self, partial: _PartialRollout, seen: StepBatch, group: range | np.ndarray) -> None:
-        """Decide for a group that `seen` is of, or for single slots of all that `seen` shows, and send it on."""
+        """Decide for a whole group that `seen` shows, or for single slots of all that it shows, and send the actions."""
         slots, observation = seen.slots, seen.observation
         if isinstance(group, range):
             acted = self._acted(slots, observation, partial.noise[partial.place(group)], self._parts)
         else:
-            # The policy acts for whole parts, in which every row keeps its place: what comes of a row does not depend on which are ready.
+            # The policy acts for whole parts, in which each row keeps its place: a row's action does not depend on which rows are ready.
             parts = [part for part in self._parts if ((part.start <= group) & (group < part.stop)).any()]
             rows = np.concatenate([np.arange(part.start, part.stop) for part in parts]) if parts else group
             steps = np.minimum(partial.decided[rows], self.rollout_steps - 1)
@@ -401,7 +401,7 @@ class RolloutCollector(Collector):
         self.manager.send(group if isinstance(group, range) else group.tolist(), given, watched)
 
     def _acted(self, slots: np.ndarray, observation: Observation, noise: np.ndarray, parts: Sequence[slice]) -> ActedBatch:
-        """What the generator does for these rows, in these parts of them; none: for all of them at once."""
+        """Act on these rows, part by part; without parts on all rows at once."""
         if parts:
             return self.generator.act_in_parts(slots, observation, noise, parts)
         self.generator.send(slots, observation, noise)
@@ -416,9 +416,9 @@ class _PartialRollout:
         size = noise.shape[:2]
         chunk_size = (*size, layout.chunk_size) if layout.chunk_size > 1 else None
         self.noise, self.num_open = noise, size[0] * size[1]
-        """`num_open`: decisions of which nothing came back yet."""
+        """`num_open`: decisions whose result is still to come."""
         self.decided = np.zeros(size[1], np.int64)
-        """[N] decisions that were made."""
+        """[N] number of decisions made."""
         self._rollout = Rollout(
             observation={
                 # Text and the like are Python values, as the manager hands them out.
@@ -441,18 +441,18 @@ class _PartialRollout:
         )
         self._final: dict[str, list[np.ndarray]] = {key: [] for key in observation}
         self._cut: list[np.ndarray] = []
-        """Where the rows of `_final` belong, as places in the flat rollout."""
+        """Positions of the rows of `_final` in the flat rollout."""
         self._episodes: list[tuple[int, EpisodeSummary]] = []
-        """With the decision that each ended with."""
+        """Finished episodes, each with the decision that ended it."""
 
     def place(self, slots: range | np.ndarray, ago: int = 0) -> tuple[Any, Any]:
-        """Index [T, N] of the decision that these slots make next, or made `ago`; those of a range are at the same one."""
+        """Index [T, N] of these slots' next decision, or of the one `ago` before it; slots of a range are at the same decision."""
         if isinstance(slots, range):
             return int(self.decided[slots.start]) - ago, slice(slots.start, slots.stop)
         return self.decided[slots] - ago, slots
 
     def acted(self, group: range | np.ndarray, observation: Observation, acted: ActedBatch) -> None:
-        """The next decision of these slots: what was seen, and what the policy drew."""
+        """Note the next decision of these slots: the observation, and what the policy drew."""
         rollout, rows = self._rollout, self.place(group)
         for key, part in observation.items():
             rollout.observation[key][rows] = part
@@ -460,8 +460,8 @@ class _PartialRollout:
         self.decided[rows[1]] += 1
 
     def received(self, group: range | np.ndarray, batch: StepBatch) -> None:
-        """What came of these slots' last decision."""
-        if not len(group):  # all that was sent waits for its host
+        """Note the result of these slots' last decision."""
+        if not len(group):  # all sent slots wait for their hosts
             return
         rollout, rows = self._rollout, self.place(group, ago=1)
         self.num_open -= len(group)
@@ -474,7 +474,7 @@ class _PartialRollout:
             chunk_reward, executed = batch.chunk_reward, batch.executed
             rollout.chunk_success[rows] = batch.chunk_success
             if batch.aborted is not None:
-                # What became of an aborted slot's chunk is not known: it counts as one step without reward, as it does without chunks.
+                # The result of an aborted slot's chunk is unknown: it counts as one step without reward, as it does without chunks.
                 aborted = batch.aborted[:, None]
                 chunk_reward = np.where(aborted, np.float32(0.0), chunk_reward)
                 executed = np.where(aborted, np.arange(executed.shape[1]) == 0, executed)
@@ -490,7 +490,7 @@ class _PartialRollout:
                 self._final[key].append(part[cut])
 
     def finish(self, last: list[Observation]) -> Rollout:
-        """The whole; `last` is what each group sees after its last step."""
+        """Return the whole rollout; `last`: observations of each group after its last step."""
         seen = self._rollout.observation
         order = np.argsort(np.concatenate(self._cut)) if self._cut else np.empty(0, np.int64)
         return replace(

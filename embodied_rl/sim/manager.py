@@ -1,4 +1,4 @@
-"""EnvManager: many environments in worker processes, seen as slots that are sent actions and give back observations."""
+"""EnvManager: many environments in worker processes, seen as slots that take actions and return observations."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _POLL_EVERY_S = 0.1
 class EnvManager(WorkerSimulators):
     """`num_slots` environments over `num_workers` processes.
 
-    Lockstep is ``step``, which is ``send`` and ``recv`` of all slots. With groups of slots the caller keeps the workers busy
-    while it thinks: ``send`` one group, ``recv`` the other; or it takes whatever is ready: ``recv(min_ready=4)``. What comes back
-    for a slot depends only on its seeds and actions, not on the number of workers or the order of calls.
+    Lockstep is ``step``: ``send`` and ``recv`` of all slots. With groups of slots the caller keeps the workers busy while it
+    thinks: ``send`` one group, ``recv`` the other. Or it takes the slots that are ready: ``recv(min_ready=4)``. A slot's results
+    depend only on its seeds and actions, not on the number of workers or the order of calls.
 
-    A worker that fails is replaced as `faults` says, while the other slots go on; `fault_records` reports what happened. What a manager
-    does beside stepping (pictures, snapshots, offload, another task) stands in `WorkerSimulators`.
+    A failed worker is replaced as `faults` says, while the other slots continue; `fault_records` reports it. `WorkerSimulators` holds
+    everything beside stepping: pictures, snapshots, offload, another task.
 
     Raises (from every call that talks to a worker):
-        SimFault: a worker failed and the policy says to stop, or it fails again and again; with the worker's traceback.
+        SimFault: a worker failed and the policy says to stop, or it keeps failing; with the worker's traceback.
         NonFiniteSimulationError: the same for NaN or infinity in an observation or reward.
-        UserError: the simulator rejected its configuration, or an observation outgrew its room.
+        UserError: the simulator rejected its configuration, or an observation is larger than its buffer.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class EnvManager(WorkerSimulators):
         """Start the workers and wait for their simulators.
 
         Args:
-            num_workers: processes; None: as many as there are cores.
-            num_groups: contiguous groups of slots that will be stepped in turns; each worker then has a share of each group.
-            seeds: of the episodes; None: training seeds of 0.
-            success_ends_episode: an episode is cut (truncated) at its first success.
-            max_episode_steps: an episode is cut after so many steps.
-            chunk_size: K > 1: a message holds up to K actions that the worker plays without coming back.
+            num_workers: number of processes; None: one per core.
+            num_groups: contiguous groups of slots that are stepped in turns; each worker has a share of each group.
+            seeds: seeds of the episodes; None: training seeds of 0.
+            success_ends_episode: cut (truncate) an episode at its first success.
+            max_episode_steps: cut an episode after this many steps.
+            chunk_size: K > 1: a message holds up to K actions, which the worker plays in one go.
             autoreset: a slot whose episode ended begins the next one in the same step; False: it waits for `begin`.
-            placement: "none", "pack", "spread", "near_gpu" or "auto": which cores and memory each worker is bound to.
-            gpus: whose node "near_gpu" and "auto" look for: those that take the observations.
-            spare_workers: workers built ahead, that take a failed one's place at once.
-            step_timeout_s: a worker that does nothing for so long while it should step has failed.
+            placement: "none", "pack", "spread", "near_gpu" or "auto": the cores and memory that each worker is bound to.
+            gpus: GPUs that take the observations; "near_gpu" and "auto" place workers on their node.
+            spare_workers: workers built ahead, each ready to replace a failed one at once.
+            step_timeout_s: a worker that makes no progress in a step for this long has failed.
             start_timeout_s: the same for building and restoring.
             reset_timeout_s: the same for `reset`; None: ten times the longest seen (see `LearnedPatience`), at most start_timeout_s.
         """
@@ -95,7 +95,7 @@ class EnvManager(WorkerSimulators):
             spare_workers=spare_workers,
         )
         self.seeds = seeds or EpisodeSeeds.training(0)
-        """Of the episodes where `reset` is given none."""
+        """Seeds of the episodes if `reset` gets none."""
         self._all_slots, self._sends, self._polled_at = range(num_slots), 0, 0.0
         super().__init__(factory, plan, faults or FaultPolicy())
 
@@ -108,9 +108,9 @@ class EnvManager(WorkerSimulators):
         autoreset: bool = True,
         chunk_size: int = 1,
     ) -> EnvManager:
-        """The manager a configuration describes.
+        """Build the manager that a configuration describes.
 
-        ``num_workers=auto`` is what was measured when a training run began, as many as there are cores where none did.
+        ``num_workers=auto`` takes the number that a training run measured at its start, else one per core.
         """
         slots = num_slots or config.num_slots
         return EnvManager(
@@ -134,12 +134,12 @@ class EnvManager(WorkerSimulators):
     # ---- lockstep ---------------------------------------------------------------------------------------------------
 
     def reset(self, seeds: EpisodeSeeds | None = None, *, seed_round: int = 0, reconfigure: bool = False) -> StepBatch:
-        """Start a new episode in every slot, whatever it was doing, and count episodes from 0 again.
+        """Abort the episodes of all slots, start new ones, and count episodes from 0 again.
 
         Args:
-            seeds: from now on; None: the manager's own.
-            seed_round: selects the training seeds, so that a run goes on with different ones after each checkpoint.
-            reconfigure: also forget what the simulator keeps between episodes: what follows depends only on the seeds (ManiSkill; slow).
+            seeds: seeds from now on; None: the manager's own.
+            seed_round: selects the training seeds, so that a run continues with different ones after each checkpoint.
+            reconfigure: also clear what the simulator keeps between episodes, so that all depends only on the seeds (ManiSkill; slow).
         """
         pool = self._live_pool()
         self._drain()
@@ -162,12 +162,12 @@ class EnvManager(WorkerSimulators):
         """Start a step of each slot with its action; never waits for simulation.
 
         Args:
-            slots: which; a contiguous range is the fast way.
+            slots: slots to step; a contiguous range is fastest.
             actions: [len(slots), A] in the simulator's units; with a chunk_size K > 1 chunks [len(slots), k, A], k ≤ K; for text
                 actions one `str` each.
-            watched: of each slot, whether every step of its chunk is observed (`StepBatch.inner`); None: of none. Single steps are anyway.
+            watched: for each slot, whether every step of its chunk is observed (`StepBatch.inner`); None: no slot. Single steps always are.
 
-        Raises ValueError: actions of the wrong shape, or a slot that is still stepping; UserError: a text that outgrows its room.
+        Raises ValueError: actions of the wrong shape, or a slot that is still stepping; UserError: a text is larger than its buffer.
         """
         if self._offloaded or self._pool is None:
             self._live_pool()  # raises
@@ -189,9 +189,9 @@ class EnvManager(WorkerSimulators):
             self.core_binding.look(self.worker_pids())
 
     def begin(self, slots: Slots, seeds: Sequence[int] | np.ndarray) -> None:
-        """Start new episodes of given seeds in these slots, whatever they were doing; never waits.
+        """Start new episodes with the given seeds in these slots, and drop the running ones; never waits.
 
-        `recv` then hands the slots out as after a step: their first observation, reward 0, nothing ended.
+        `recv` then returns the slots as after a step, with the first observation, reward 0 and no end.
         Raises ValueError: a slot that is still stepping.
         """
         pool = self._live_pool()
@@ -204,25 +204,25 @@ class EnvManager(WorkerSimulators):
             pool.slab.arrays["begin_seed"][slot] = int(seed)
             pool.slab.arrays["begin"][slot] = 1
             self._episode_log.begin(int(slot), int(seed))
-            self._supervisor.episode_aborted(int(slot))  # whatever was to be given up there is gone
+            self._supervisor.episode_aborted(int(slot))  # an abort that was pending there is void
         fence()
         views.mark(PENDING)
         for doorbell in views.doorbells:
             doorbell.ring()
 
     def recv(self, slots: Slots | None = None, *, min_ready: int | None = None, timeout_s: float | None = None) -> StepBatch:
-        """Wait for steps and hand them out.
+        """Wait for steps and return them.
 
         Args:
-            slots: exactly these, all of which were sent; None: whichever are ready.
-            min_ready: without `slots`, how many to wait for (default: all that were sent).
-            timeout_s: wait no longer; None: as long as the workers are well (see step_timeout_s).
+            slots: exactly these slots, all of which were sent; None: the slots that are ready.
+            min_ready: without `slots`, number to wait for; None: all that were sent.
+            timeout_s: longest wait; None: as long as the workers are well (see step_timeout_s).
 
         Returns:
             A batch of views (a contiguous range) or copies, ascending by slot; without `slots` and after the timeout it may hold
             fewer than min_ready, or none.
 
-        Raises TimeoutError: `slots` were asked for and are not ready in time; ValueError: a slot that was not sent.
+        Raises TimeoutError: the requested `slots` are not ready in time; ValueError: a slot that was not sent.
         """
         pool = self._live_pool()
         if slots is None:
@@ -273,5 +273,5 @@ class EnvManager(WorkerSimulators):
         pool.doorbell.wait(enough, deadline, self._supervisor.poll)
         if (now := time.perf_counter()) - self._polled_at > _POLL_EVERY_S:
             self._polled_at = now
-            self._supervisor.poll()  # others may be in trouble although enough are always ready
+            self._supervisor.poll()  # other workers may have failed while enough slots stay ready
         return [slot for slot, mark in enumerate(bytes(pool.state)) if mark >= READY]
