@@ -1,4 +1,4 @@
-"""The device that a run computes on, and the threads of the CPU's linear algebra, torch's and numpy's."""
+"""The device that a run computes on, and the CPU threads of torch's and numpy's linear algebra."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from embodied_rl.policies.base import TrainedModule
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """``auto`` is the first GPU where there is one, else the CPU. Raises UserError for a device that is not here."""
+    """``auto`` is the first GPU if there is one, else the CPU. Raises UserError for a device that is not available."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -33,14 +33,14 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 VERY_WIDE_LAYER = 512
-"""From this width on, single matrix products are worth more than one thread."""
+"""Width from which single matrix products are worth more than one thread."""
 
 
 def training_device(hybrid: HybridConfig, policy: TrainedModule, widest: int, gpu: int | None = None) -> torch.device:
-    """Where a policy is trained whose widest layer has so many outputs; of GPUs it is the one that it is on, or `gpu`.
+    """Device to train a policy on whose widest layer has `widest` outputs; a GPU is the one the policy is on, or `gpu`.
 
-    `hybrid.device=auto` leaves a GPU to others where an update of it would only wait for calls: an MLP of (64, 64) takes 78 ms there and
-    38 ms on a processor, one of (1024, 1024) 95 and 451 (benchmarks/gpu_small.py).
+    `hybrid.device=auto` leaves the GPU free if a small policy's update would mostly wait for kernel calls: an MLP of (64, 64) takes
+    78 ms there and 38 ms on a processor, one of (1024, 1024) 95 and 451 (benchmarks/gpu_small.py).
     """
     if hybrid.device == "auto" and hybrid.sharding is None and policy.work == "vectors" and widest < VERY_WIDE_LAYER:
         return torch.device("cpu")
@@ -52,15 +52,15 @@ def training_device(hybrid: HybridConfig, policy: TrainedModule, widest: int, gp
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """Have a GPU add gradients in the same order in every run: the same seed gives the same weights, as on a CPU.
+    """Make a GPU add gradients in the same order in every run, so that the same seed gives the same weights, as on a CPU.
 
-    Without it the gradients of convolutions and of attention are sums in the order in which blocks happen to end. What has no such order
-    in torch goes on without.
+    Otherwise the gradients of convolutions and of attention are sums in the order in which blocks finish. Operations that have no fixed
+    order in torch stay as they are.
     """
     if device.type != "cuda":
         yield
         return
-    # It would write every new tensor once more.
+    # Filling would write every new tensor once more.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -74,17 +74,17 @@ def repeatable(device: torch.device) -> Iterator[None]:
 
 
 def num_cores() -> int:
-    """Cores that this process may run on; all there are where the system cannot say (macOS)."""
+    """Number of cores that this process may run on; all cores if the system cannot tell (macOS)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def compute_threads(num_threads: int) -> Iterator[None]:
-    """Run the block with this many threads in torch's operations and numpy's matrix products, then as before.
+    """Run the block with this many threads in torch's operations and numpy's matrix products, then restore the old numbers.
 
     Both libraries keep their threads spinning for a while after each operation, on cores that simulators need, and wait for
     all of them at its end: with more threads than free cores, an update of a small network took a hundred times as long.
-    torch's own setting does not reach numpy, whose wheels bring their own OpenBLAS; where numpy has another library,
+    torch's own setting does not reach numpy, whose wheels bring their own OpenBLAS. If numpy uses another library,
     only torch is limited.
     """
     before = set_compute_threads(num_threads, num_threads)
@@ -95,7 +95,7 @@ def compute_threads(num_threads: int) -> Iterator[None]:
 
 
 def set_compute_threads(of_torch: int, of_numpy: int) -> tuple[int, int]:
-    """As `compute_threads`, for good; returns what it was before."""
+    """Set the threads as `compute_threads` does, for good; return the old numbers."""
     functions = _openblas()
     before = torch.get_num_threads(), functions[0]() if functions else 0
     torch.set_num_threads(of_torch)
@@ -123,21 +123,21 @@ def _openblas() -> tuple[Callable[[], int], Callable[[int], None]] | None:
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""glibc's names of what `mallopt` sets (malloc.h)."""
+"""glibc's names of the options that `mallopt` sets (malloc.h)."""
 LARGEST_BLOCK = 32 * 2**20
-"""Bytes of the largest block that glibc can keep on its heap; what is larger has its own pages."""
+"""Bytes of the largest block that glibc can keep on its heap; larger blocks get their own pages."""
 KEPT = 2**30
-"""Bytes at the heap's end that are not given back."""
+"""Free bytes at the heap's end that glibc keeps."""
 _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Have freed memory wait in this process for the next allocation; whether it will.
+    """Keep freed memory in this process for the next allocation; return whether that is possible.
 
-    A convolution's activations are blocks of megabytes that live for a part of one minibatch. glibc gives them back to the system when
-    they are freed and asks for them again at once, and the system clears every page of them anew: at 48 x 48 pixels that was 13 to 38%
-    of an update's processor time. No number changes. The user's own settings of malloc stand, and other C libraries are left as they are.
+    A convolution's activations are blocks of megabytes that live for a part of one minibatch. glibc returns them to the system when
+    they are freed and requests them again at once, and the system clears every page anew: at 48 x 48 pixels that was 13 to 38% of an
+    update's processor time. No result changes. The user's own settings of malloc win, and other C libraries are left unchanged.
     """
     if any(name in os.environ for name in _OF_THE_USER):
         return False

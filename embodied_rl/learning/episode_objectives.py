@@ -1,4 +1,4 @@
-"""What a step minimises on whole episodes: decisions of robots, and tokens of language agents. See `objectives`.
+"""Objectives on whole episodes: decisions of robots, and tokens of language agents. See `objectives`.
 
 Shapes: M executed steps of B episodes of up to T; L action units of a decision.
 """
@@ -31,14 +31,14 @@ class EpisodeObjective(objectives.ActingObjective[EpisodeRows]):
     name, unit, rows = "episodes", "episodes", EpisodeRows
 
     def of_decisions(self, batch: EpisodeBatch, log_prob: Tensor | None, level: Level = "chunk") -> Tensor | None:
-        """What is known of action units, such as log-probabilities [M, L] → [B, T], its sum over whole decisions, or [B, T, K] over each of
-        their steps (`level` action)."""
+        """Sum values of action units, such as log-probabilities [M, L], over whole decisions → [B, T], or over each of their steps (`level`
+        action) → [B, T, K]."""
         return None if log_prob is None else batch.scatter(at_level(log_prob, level, batch.unit_mask, self.steps(_HOST)))
 
     def rows_of(self, batch: EpisodeBatch, credit: Credit, present: Tensor | None, reference: Tensor | None) -> EpisodeRows:
-        """Episodes with what losses ask for by name.
+        """Episodes with the inputs that losses request by name.
 
-        `present`, `reference`: [M, L] of the policy as it is when the update begins, and of the first; None: nothing needs them.
+        `present`, `reference`: [M, L] log-probabilities of the policy at the start of the update, and of the first one; None: not needed.
         """
         columns = torch.arange(batch.shape[1]).expand(batch.shape)
         of_decisions = {"advantage": credit.advantage, "chunk_id": columns, "mask": credit.mask}
@@ -52,7 +52,7 @@ class EpisodeObjective(objectives.ActingObjective[EpisodeRows]):
             inputs["returns"] = credit.returns
 
         def entries(flat: Tensor) -> Tensor:
-            """[M, U] or [M] → [B, T·U] with zeros elsewhere."""
+            """[M, U] or [M] → [B, T·U], with zeros elsewhere."""
             whole = torch.zeros((*batch.shape, *flat.shape[1:]), dtype=flat.dtype)
             whole[batch.row, batch.column] = flat
             return whole.flatten(1)
@@ -97,7 +97,7 @@ class EpisodeObjective(objectives.ActingObjective[EpisodeRows]):
         return self.loss(inputs, terms, numbers)
 
     def divide(self, policy: Policy, rows: EpisodeRows, num_parts: int, size: int | None) -> list[objectives.Part]:
-        """See `Objective.divide`: `size` is of decisions."""
+        """See `Objective.divide`; `size` counts decisions."""
         return objectives.divide(rows.inputs["decisions"].sum(1).numpy(), num_parts, size)
 
     def summary(self, rows: EpisodeRows, num_epochs: int, num_minibatches: int) -> dict[str, float]:
@@ -149,9 +149,9 @@ class TokenObjective(objectives.Objective["LanguagePolicy", TokenBatch]):
         return self.loss({**inputs, "positive": rows.positive.to(device)}, terms, numbers)
 
     def divide(self, policy: LanguagePolicy, rows: TokenBatch, num_parts: int, size: int | None) -> list[objectives.Part]:
-        """See `Objective.divide`; micro-batches also fit a forward of the model (`LanguagePolicy.micro_batches`).
+        """See `Objective.divide`; each micro-batch also fits one forward of the model (`LanguagePolicy.micro_batches`).
 
-        Each part gets about as many tokens: the longest row first, to the part that has fewest.
+        Parts get about equally many tokens: the longest remaining row goes to the part with the fewest.
         """
         loads, owned = [0] * num_parts, [[] for _ in range(num_parts)]  # type: ignore[var-annotated]
         lengths = [len(sequence) for sequence in rows.sequences]
@@ -168,7 +168,7 @@ class TokenObjective(objectives.Objective["LanguagePolicy", TokenBatch]):
         return objectives.filled_up(parts)
 
     def summary(self, rows: TokenBatch, num_epochs: int, num_minibatches: int) -> dict[str, float]:
-        """See `Objective.summary`; ``log_prob_difference``: how far the generator's log-probabilities are from the trainer's."""
+        """See `Objective.summary`; ``log_prob_difference``: difference between the generator's and the trainer's log-probabilities."""
         found = {**super().summary(rows, num_epochs, num_minibatches), "tokens": float(rows.mask.sum())}
         if rows.valued is not None and rows.value is not None and rows.returns is not None:
             found["explained_variance"] = explained_variance(value=rows.value[rows.valued], returns=rows.returns[rows.valued])
@@ -179,7 +179,7 @@ class TokenObjective(objectives.Objective["LanguagePolicy", TokenBatch]):
 
 
 class TokenCloning(TokenObjective):
-    """Cross-entropy of the tokens that the mask names."""
+    """Cross-entropy of the masked tokens."""
 
     name = "token_cloning"
 

@@ -1,6 +1,6 @@
-"""How a step is taken: the objective of a minibatch, its gradients, one step of the optimizer.
+"""Executors take a step: the loss of a minibatch, its gradients, one step of the optimizer.
 
-`LocalExecutor` computes with autograd in this process; `fused.FusedExecutor` has small networks' gradients derived by hand;
+`LocalExecutor` computes with autograd in this process; `fused.FusedExecutor` uses hand-derived gradients for small networks;
 `ranks.RankExecutor` takes each step on several ranks. All take the same steps up to the order of sums.
 """
 
@@ -26,7 +26,7 @@ from embodied_rl.learning.optimizer import Optimizer, Optimizers
 from embodied_rl.policies.base import TrainedModule
 
 Figures = dict[str, float]
-"""Of a step: the objective's metrics, ``loss``, and ``grad_norm`` before clipping."""
+"""Figures of a step: the objective's metrics, ``loss``, and ``grad_norm`` before clipping."""
 
 
 def take_step(
@@ -39,16 +39,16 @@ def take_step(
     frees_gradients: bool = False,
     threads: ThreadPoolExecutor | None = None,
 ) -> Figures:
-    """One step on a minibatch, in micro-batches that each give loss and metrics; on ranks a collective call.
+    """Take one step on a minibatch, in micro-batches that each give loss and metrics; on ranks a collective call.
 
-    Nothing is stepped where the loss or a gradient's norm is not finite: the caller looks at both.
+    Takes no step if the loss or a gradient's norm is not finite: the caller checks both (`is_finite`).
 
     Args:
-        optimizers: {group: of the parameters that are stepped}; each is clipped by itself.
-        losses: one of each micro-batch, already divided by the counts of the whole minibatch, and evaluated when its turn comes.
-        summed: adds up figures [k] over the ranks that train on other rows.
-        frees_gradients: when the step is taken; else before the next one.
-        threads: compute micro-batches of a policy that is whole side by side; None: one after another.
+        optimizers: {group: optimizer of its parameters}; each clips its own gradients.
+        losses: one per micro-batch, already divided by the counts of the whole minibatch, and evaluated in turn.
+        summed: sums figures [k] over the ranks that train on other rows.
+        frees_gradients: free gradients after the step; False: before the next one.
+        threads: compute micro-batches of an unsharded policy in parallel; None: one after another.
     """
     parts: list[Metrics] = [{} for _ in losses]
 
@@ -70,7 +70,7 @@ def take_step(
     sums = _added(parts)
     names = sorted(sums)
     totals = summed(torch.stack([sums[name] for name in names]))
-    # One transfer for all numbers; it also shows whether this step may be taken.
+    # One transfer for all numbers, which also shows whether this step may be taken.
     values = torch.cat([totals, *(norm.to(totals)[None] for norm in norms)]).tolist()
     figures = dict(zip([*names, *(norm_name(group) for group in optimizers)], values, strict=True))
     if is_finite(figures):
@@ -83,9 +83,9 @@ def take_step(
 
 
 def accumulate_side_by_side(losses: Sequence[Callable[[], Tensor]], parameters: Sequence[Tensor], threads: ThreadPoolExecutor) -> None:
-    """Add up the gradients of several micro-batches, the first of which this thread computes, and `threads` the others.
+    """Add up the gradients of several micro-batches; this thread computes the first, `threads` the others.
 
-    They are added in the order of `losses`, whichever was there first: the same bits come out in every run.
+    The sum is in the order of `losses`, whichever is ready first, so that every run gives the same bits.
     """
 
     def gradients(loss: Callable[[], Tensor]) -> tuple[Tensor | None, ...]:
@@ -97,12 +97,12 @@ def accumulate_side_by_side(losses: Sequence[Callable[[], Tensor]], parameters: 
         for gradient in own:
             if gradient is None:
                 continue
-            # As the parameter lies in memory, which the optimizer's kernel asks for.
+            # In the parameter's memory layout, which the optimizer's kernel needs.
             parameter.grad = torch.empty_like(parameter).copy_(gradient) if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _added(parts: Sequence[Metrics]) -> Metrics:
-    """Sums under each name, in the order of the parts."""
+    """Sum the metrics by name, in the order of the parts."""
     sums: Metrics = {}
     for part in parts:
         for name, value in part.items():
@@ -111,7 +111,7 @@ def _added(parts: Sequence[Metrics]) -> Metrics:
 
 
 def norm_name(group: str) -> str:
-    """Under which a step's figures have the norm of a parameter group's gradient."""
+    """Name of the norm of a parameter group's gradient in a step's figures."""
     return f"grad_norm_{group}" if group else "grad_norm"
 
 
@@ -127,7 +127,7 @@ def objective_step(
     summed: Callable[[Tensor], Tensor] = lambda totals: totals,
     threads: ThreadPoolExecutor | None = None,
 ) -> Figures:
-    """`take_step` of an objective on rows in these micro-batches (`Part`), with the numbers of the whole minibatch."""
+    """`take_step` with an objective, on rows in these micro-batches (`Part`), with the numbers of the whole minibatch."""
 
     def loss_of(places: list[int]) -> tuple[Tensor, Metrics]:
         return objective(policy, rows_at(rows, places).moved(device), numbers)
@@ -143,18 +143,18 @@ def objective_step(
 
 
 def is_finite(figures: Figures) -> bool:
-    """Whether a step with these figures was taken."""
+    """Whether the step with these figures was taken."""
     return all(math.isfinite(value) for name, value in figures.items() if name == "loss" or name.startswith(norm_name("")))
 
 
 class TrainedCopy(Protocol):
-    """Where training happens on a copy of the policy (`RankExecutor`), or in another process."""
+    """A copy of the policy that is trained, on ranks (`RankExecutor`) or in another process."""
 
     def write_back(self) -> None:
-        """Bring the trained weights into the policy."""
+        """Copy the trained weights into the policy."""
 
     def take_weights(self) -> None:
-        """Train on from the policy's present weights."""
+        """Continue training from the policy's present weights."""
 
     def close(self) -> None: ...
 
@@ -165,59 +165,59 @@ class Executor(ABC):
     def __init__(self, policy: TrainedModule, config: AlgorithmConfig, device: torch.device) -> None:
         self.policy, self.config, self.device = policy, config, device
         self.meanwhile: Callable[[], object] = lambda: None
-        """Called before a step and between its parts: what else this process has to do, and is due."""
+        """Called before a step and between its parts, for other work of this process that is due."""
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     @property
     def num_parts(self) -> int:
-        """Parts that a minibatch is divided into: one for each rank that trains other rows."""
+        """Number of parts that a minibatch is divided into: one per rank that trains other rows."""
         return 1
 
     @abstractmethod
     def begin(self, objective: Objective[Any, Any], rows: Rows) -> None:
-        """Take the rows of one update. Statistics of observations do not change until the next `begin`."""
+        """Take the rows of one update. Observation statistics do not change until the next `begin`."""
 
     @abstractmethod
     def step(self, chosen: np.ndarray | None, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
-        """Step on the minibatch of these rows [n], or of all; nothing is stepped where the figures are not finite."""
+        """Step on the minibatch of these rows [n], or of all rows; takes no step if the figures are not finite."""
 
     @abstractmethod
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
-        """[B] float32, or [B, K] of a policy with a value for each step of a chunk, of prepared observations."""
+        """[B] float32 values of prepared observations, or [B, K] from a policy with a value for each step of a chunk."""
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def state_tensors(self) -> dict[str, Tensor]:
-        """Of the optimizer, see `Optimizer`."""
+        """State of the optimizer, see `Optimizer`."""
 
     @abstractmethod
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        """Continue exactly. Raises KeyError or ValueError when the state is of another policy."""
+        """Load what `state_tensors` returned. Raises KeyError or ValueError for another policy's state."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Begin the optimizer anew."""
+        """Clear the optimizer's state."""
 
     def trained(self) -> list[Tensor]:
-        """Parameters that the optimizer steps, as they lie in this process."""
+        """Parameters that the optimizer steps, as this process holds them."""
         return list(self.policy.parameters())
 
     def optimizer_tensors(self) -> list[Tensor] | None:
-        """The optimizer's state as it lies in this process; None: in arrays that cannot be moved."""
+        """The optimizer's state as this process holds it; None: it is in arrays that cannot be moved."""
         return None
 
     # ---- a copy that is trained elsewhere ---------------------------------------------------------------------------
 
     def write_back(self) -> None:  # noqa: B027  # a default
-        """Bring the trained weights into the whole policy; nothing to do where it is what is trained."""
+        """Copy the trained weights into the whole policy; does nothing if that policy is the trained one."""
 
     def take_weights(self) -> None:  # noqa: B027  # a default
-        """Train on from the whole policy's present weights."""
+        """Continue training from the whole policy's present weights."""
 
     def close(self) -> None:  # noqa: B027  # a default
-        """End what the executor started. May be called twice."""
+        """Stop what the executor started. May be called twice."""
 
 
 class LocalExecutor(Executor):
@@ -228,8 +228,8 @@ class LocalExecutor(Executor):
     ) -> None:
         """
         Args:
-            side_by_side: equal parts of each minibatch that threads compute at the same time. A convolution that is itself shared out
-                to threads waits for all of them by spinning: where other work takes one core away for a moment, that is ten times as slow.
+            side_by_side: equal parts of each minibatch, computed in parallel threads. A single convolution divided among threads
+                waits for all of them by spinning: if other work takes a core for a moment, that is ten times as slow.
         """
         super().__init__(policy, config, device)
         self.optimizer, self._precision = Optimizers(policy, config), precision
@@ -260,7 +260,7 @@ class LocalExecutor(Executor):
         if self._threads is None:
             parts = [self._values(part) for part in forwards(ready, size)]
         else:
-            # Fewer rows at a time: what a convolution writes is still in the cache when the next one reads it.
+            # Fewer rows at a time: the next convolution still finds the last one's output in the cache.
             slices = list(forwards(ready, min(size, self.policy.even_rows) if self.policy.even_rows > 1 else size))
             turns = [slices[first :: self.side_by_side] for first in range(self.side_by_side)]
             others = [self._threads.submit(lambda own: list(map(self._values, own)), own) for own in turns[1:]]
@@ -293,23 +293,23 @@ class LocalExecutor(Executor):
 
 
 def rows_at(rows: Rows, places: list[int]) -> Rows:
-    """These rows, or one that counts for nothing (see `Part`); the same object where they are all of them, in their order."""
+    """The rows at these places, or a row that does not count (see `Part`); the same object if they are all rows in order."""
     if places == [-1]:
         return rows.filler()
     return rows if places == list(range(rows.num_rows)) else rows.chosen(torch.tensor(places))
 
 
 def forward_rows(policy: TrainedModule, config: AlgorithmConfig) -> int:
-    """Rows of one forward without gradients at most: `algorithm.micro_batch_size`, else the policy's own limit."""
+    """Most rows of one forward without gradients: `algorithm.micro_batch_size`, else the policy's own limit."""
     return config.micro_batch_size or policy.forward_rows
 
 
 def forwards(ready: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    """Observations in slices of `size` rows."""
+    """Slice observations into at most `size` rows each."""
     for start in range(0, len(next(iter(ready.values()))), size):
         yield {key: tensor[start : start + size] for key, tensor in ready.items()}
 
 
 def _filled_up(tensor: Tensor, num_rows: int) -> Tensor:
-    """With `num_rows` further rows, copies of the first."""
+    """Append `num_rows` copies of the first row."""
     return torch.cat([tensor, tensor[:1].expand(num_rows, *tensor.shape[1:])]) if num_rows else tensor

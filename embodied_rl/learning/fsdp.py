@@ -1,7 +1,7 @@
-"""Any module on a mesh of ranks: FSDP2 by blocks, and what a training step needs around it.
+"""Shard any module over a mesh of ranks: FSDP2 by blocks, and the operations around it that a training step needs.
 
-The mesh has three dimensions. Rows of a batch are divided over ``replicate`` x ``shard``; ``shard`` cuts each parameter, ``tensor`` cuts
-matrix products. Gradients are *summed* over ranks: the loss of every rank is divided by the denominator of the whole batch
+The mesh has three dimensions. Rows of a batch are divided over ``replicate`` x ``shard``; ``shard`` divides each parameter, ``tensor``
+divides matrix products. Gradients are *summed* over ranks: every rank divides its loss by the denominator of the whole batch
 (`algorithms.aggregation`), so a step is the same on any number of ranks.
 """
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 MESH = ("replicate", "shard", "tensor")
 FORWARD_METHODS = ("evaluate", "value", "act", "features", "cloning_loss", "gathered")
-"""Methods of a policy that compute with its parameters; FSDP gathers them before and frees them after."""
+"""Policy methods that compute with its parameters; FSDP gathers the parameters before the call and frees them after."""
 
 
 def is_cut(tensor: Tensor) -> TypeIs[DTensor]:
-    """Whether a rank holds a part of it. Where nothing has cut a tensor yet, torch's module of them, which takes long, is not imported."""
+    """Whether a rank holds only a part of the tensor. Does not import torch's slow module of sharded tensors if nothing else has."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_sharded(module: object) -> TypeIs[FSDPModule]:
-    """Whether FSDP gathers it, as a block or as the whole; the same holds for the import."""
+    """Whether FSDP gathers the module, as a block or as the whole. Avoids FSDP's import as `is_cut` does."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def make_mesh(config: ShardingConfig, device_type: str) -> DeviceMesh:
-    """The mesh of the process group that is initialised. Raises UserError when its size is not that of the configuration."""
+    """Mesh of the initialised process group. Raises UserError if its size differs from the configuration's."""
     from torch.distributed.device_mesh import init_device_mesh
 
     num_ranks = dist.get_world_size()
@@ -59,18 +59,18 @@ def make_mesh(config: ShardingConfig, device_type: str) -> DeviceMesh:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The parts that are gathered one at a time: the entries of its outermost module
-    lists (a transformer's layers), else its outermost sequences (an MLP each)."""
+    """The parts that are gathered one at a time: the entries of the outermost module
+    lists (a transformer's layers), else the outermost sequences (one MLP each)."""
     lists = [child for part in _outermost(module, nn.ModuleList) for child in part.children()]
     found = lists or _outermost(module, nn.Sequential)
     return [block for block in found if any(True for _ in block.parameters())]
 
 
 def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyModule:
-    """Cut a module's parameters over the mesh, in place; returns it. All ranks call it with equal parameters.
+    """Shard a module's parameters over the mesh, in place, and return it. All ranks call it with equal parameters.
 
     Frozen and trained parameters (LoRA) may be mixed. Make the optimizer afterwards: its parameters are the local parts.
-    Raises UserError: a parameter has no dimension to be cut, or the model has no tensor-parallel plan where one is asked for.
+    Raises UserError: a parameter has no dimension to divide, or tensor parallelism is configured and the model has no plan for it.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
@@ -88,7 +88,7 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
     data_mesh = mesh["shard"] if config.num_replicas == 1 else mesh["replicate", "shard"]
     offload = CPUOffloadPolicy(pin_memory=True) if config.cpu_offload and mesh.device_type == "cuda" else OffloadPolicy()
     low = torch.bfloat16 if config.precision == "bfloat16" else None
-    # A transformer goes on in the precision of its layers; what stands around an MLP (heads, normalisation) works in float32.
+    # A transformer continues in the precision of its layers; the modules around an MLP (heads, normalisation) compute in float32.
     sequences = bool(blocks) and all(isinstance(block, nn.Sequential) for block in blocks)
     inner = MixedPrecisionPolicy(low, torch.float32, output_dtype=torch.float32 if sequences and low else None)
     outer = MixedPrecisionPolicy(None if sequences else low, torch.float32, cast_forward_inputs=False)
@@ -100,10 +100,10 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
     for part in sharded_parts(module):
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
-        # Once: a block that no forward runs (the last of a vision transformer) would have no gathered parameter to look for gradients in.
+        # Once here: a block that no forward runs (the last of a vision transformer) would have no gathered parameter to check.
         part.unshard()
         part.reshard()
-    # Values and entropies are views; no caller writes into what a policy returns.
+    # Values and entropies are views; no caller writes into a policy's outputs.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for name in FORWARD_METHODS:
         if name in dir(module):
@@ -112,7 +112,7 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:
-    """Every block that is gathered on its own, the module itself included."""
+    """Every module that is gathered separately, `module` itself included."""
     return [part for part in module.modules() if is_sharded(part)]
 
 
@@ -126,8 +126,8 @@ def accumulate(module: nn.Module, losses: Sequence[Callable[[], Tensor]], inputs
     """Add up the gradients of several micro-batches; ranks exchange gradients once, after the last.
 
     Args:
-        losses: one function per micro-batch, as many on every rank; each is already divided by the whole step's denominator.
-        inputs: of a module that is whole, the parameters that get gradients; None: all that the losses depend on.
+        losses: one function per micro-batch, equally many on every rank; each already divides by the whole step's denominator.
+        inputs: for an unsharded module, the parameters that get gradients; None: all that the losses depend on.
     """
     if not is_sharded(module):
         for loss in losses:
@@ -142,7 +142,7 @@ def accumulate(module: nn.Module, losses: Sequence[Callable[[], Tensor]], inputs
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[Tensor]) -> float:
-    """Euclidean norm of all gradients together, over the parts of all ranks; the same on every rank. Summed in float64."""
+    """Euclidean norm of all gradients, over the parts of all ranks; the same on every rank. Summed in float64."""
     sums: dict[tuple[int, ...], Tensor] = {}
     meshes: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
     for parameter in parameters:
@@ -170,7 +170,7 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> float:
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
-    """Scale gradients so that their global norm is `max_norm` at most; returns the norm before (same rule as torch's on one rank)."""
+    """Scale gradients down to a global norm of `max_norm`; return the norm before (the same rule as torch's on one rank)."""
     listed = [parameter for parameter in parameters if parameter.grad is not None]
     norm = global_grad_norm(listed)
     scale = min(max_norm / (norm + 1e-6), 1.0)
@@ -187,25 +187,25 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor that the ranks' parts make up; a collective call. A plain tensor is returned as it is, detached."""
+    """Assemble a tensor from the ranks' parts; a collective call. Returns a plain tensor as it is, detached."""
     tensor = tensor.detach()
     if not is_cut(tensor):
         return tensor
     if tensor.device_mesh.device_type == "cuda" and tensor.device.type == "cpu":
-        # Offloaded: the ranks' exchange works only on the GPU.
+        # Offloaded: ranks can exchange it only on the GPU.
         return whole(tensor.to("cuda"))
     return tensor.full_tensor()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; a plain tensor as it is."""
+    """This rank's part of a tensor; a plain tensor as it is."""
     return tensor.to_local() if is_cut(tensor) else tensor
 
 
 def gather_named(module: nn.Module, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of parameters and buffers, one at a time; a collective call that every rank must exhaust.
 
-    `wanted`: names; None: all.
+    `wanted`: names; None: all names.
     """
     reshard(module)
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -214,7 +214,7 @@ def gather_named(module: nn.Module, wanted: Container[str] | None = None) -> Ite
 
 
 def own_slice(tensor: DTensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor; empty slices where it has none."""
+    """Slices of the whole tensor that this rank holds; empty slices if it holds nothing."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -223,7 +223,8 @@ def own_slice(tensor: DTensor) -> tuple[slice, ...]:
 
 @torch.no_grad()
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy a whole tensor into a whole or sharded one; each rank takes its part, nothing is sent. Raises ValueError for another shape."""
+    """Copy a whole tensor into a whole or sharded one; each rank takes its part without communication. Raises ValueError if shapes
+    differ."""
     if target.shape != source.shape:
         raise ValueError(f"a tensor of shape {tuple(source.shape)} does not fit one of shape {tuple(target.shape)}")
     if is_cut(target):
@@ -233,7 +234,7 @@ def fill(target: Tensor, source: Tensor) -> None:
 
 
 def load_named(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Fill parameters and buffers from whole tensors. Raises KeyError when one is missing, ValueError for another shape."""
+    """Fill parameters and buffers from whole tensors. Raises KeyError if one is missing, ValueError for another shape."""
     reshard(module)
     for name, target in module.state_dict(keep_vars=True).items():
         fill(target, tensors[name])
@@ -250,18 +251,18 @@ def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
 
 
 def _beside(module: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Children with parameters that hold none of the blocks."""
+    """Children with parameters that contain none of the blocks."""
     inside = set(blocks)
     return [child for child in module.children() if inside.isdisjoint(child.modules()) and any(True for _ in child.parameters())]
 
 
 def _recompute(block: nn.Module) -> None:
-    """Checkpoint a block's forward. On the instance and below the module's hooks, so that names stay and FSDP sees the block as before."""
+    """Checkpoint a block's forward: on the instance and below the module's hooks, so that names stay and FSDP's view does not change."""
     from torch.utils.checkpoint import checkpoint
 
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def _on_group_device(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """NCCL reduces only on GPUs; offloaded gradients lie on the host."""
+    """Move a tensor to the group's device: NCCL reduces only on GPUs, and offloaded gradients are on the host."""
     return tensor.cuda() if dist.get_backend(group) == "nccl" and tensor.device.type == "cpu" else tensor

@@ -1,11 +1,11 @@
-"""PPO's and soft actor-critic's updates of small MLPs on a CPU, with gradients derived by hand.
+"""Updates of PPO and soft actor-critic for small MLPs on a CPU, with hand-derived gradients.
 
 For networks of this size autograd spends more time on bookkeeping than on arithmetic. Here every operation writes into a
-buffer that was allocated once, all parameters that are stepped together lie in one flat vector (torch's parameters become views of it),
-and Adam is one pass over that vector. The mathematics is that of `objectives.RolloutObjective`, and of `recorded.CriticsObjective` and
-`recorded.SoftPolicyObjective`; tests hold them together.
+preallocated buffer. All parameters that are stepped together are in one flat vector (torch's parameters become views of it),
+and Adam is one pass over that vector. The mathematics is that of `objectives.RolloutObjective`, `recorded.CriticsObjective`
+and `recorded.SoftPolicyObjective`; tests compare them.
 
-Shapes: n rows of a minibatch, A action dimensions, D inputs, E critics; weights [out, in] as torch keeps them.
+Shapes: n rows of a minibatch, A action dimensions, D inputs, E critics; weights [out, in] as in torch.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Result = TypeVar("Result")
 
 
 class FlatParameters:
-    """Parameters in one vector, with their gradients and Adam's moments beside them.
+    """Parameters in one vector, with their gradients and Adam's moments in vectors beside it.
 
-    The torch parameters are made views of the vector, so that both sides always see the same numbers.
+    The torch parameters are views of the vector, so that both sides always see the same numbers.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -57,7 +57,7 @@ class FlatParameters:
         self.tie()
 
     def tie(self) -> None:
-        """Make the torch parameters views of the vector, where something (a `.to()`, an assignment) has untied them."""
+        """Make the torch parameters views of the vector again, after a `.to()` or an assignment replaced them."""
         for (parameter, here), address in zip(self._views, self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 here[...] = parameter.detach().cpu().numpy()
@@ -76,13 +76,13 @@ class FlatParameters:
 
 
 class FusedMlp:
-    """Forward and backward of linear layers with activations between; rows are at most `max_rows`."""
+    """Forward and backward of linear layers with activations between, for at most `max_rows` rows."""
 
     def __init__(self, activation: str, parameters: Sequence[Sequence[np.ndarray]], gradients: Sequence[Sequence[np.ndarray]]) -> None:
         """
         Args:
-            parameters: weights and biases of the layers; where hidden layers are normalised before a ReLU, their scales and shifts.
-            gradients: written; likewise.
+            parameters: weights and biases of the layers; scales and shifts too, if hidden layers are normalised before a ReLU.
+            gradients: arrays of the same kinds, which `backward` writes.
         """
         self.activation = activation
         self.weights, self.biases, *norms = parameters
@@ -90,7 +90,7 @@ class FusedMlp:
         self._norms = [[torch.from_numpy(part) for part in own] for own in norms]
         self._normalised: list[tuple[Tensor, ...]] = []
         self.helper: ThreadPoolExecutor | None = None
-        """Writes gradients of weights and biases while `backward` goes on."""
+        """Computes gradients of weights and biases while `backward` continues; None: no second thread."""
         self._max_rows = 0
         self._inputs: list[np.ndarray] = []
 
@@ -105,7 +105,7 @@ class FusedMlp:
 
     @classmethod
     def of_ensemble(cls, flat: FlatParameters, ensemble: QEnsemble) -> list[FusedMlp]:
-        """Each of the critics; their weights lie [in, out]."""
+        """One network per critic; their weights are views of [in, out]."""
         layers: dict[str, list[str]] = {}
         for name, _ in ensemble.named_parameters():
             layers.setdefault(name.partition(".")[0], []).append(f"critics.{name}")
@@ -127,7 +127,7 @@ class FusedMlp:
         self._ones = np.ones(max_rows, dtype)
 
     def output_gradient(self, num_rows: int) -> np.ndarray:
-        """The buffer [n, outputs] for what `backward` takes."""
+        """Buffer [n, outputs] for the gradient that `backward` takes."""
         return self.deltas[-1][:num_rows]
 
     def forward(self, x: np.ndarray) -> np.ndarray:
@@ -157,12 +157,12 @@ class FusedMlp:
     def backward(
         self, delta: np.ndarray, *, trains: bool = True, inputs: slice | None = None, rows: np.ndarray | None = None
     ) -> np.ndarray | None:
-        """Write the parameters' gradients, given that of the outputs [n, outputs] of the last `forward`.
+        """Write the parameters' gradients from the gradient of the outputs [n, outputs] of the last `forward`.
 
         Args:
-            trains: False leaves those of weights and biases out.
-            inputs: the columns whose gradient [n, …] is returned; None: none.
-            rows: which of the last `forward` these are, without `trains` and where nothing is normalised; None: all.
+            trains: False skips the gradients of weights and biases.
+            inputs: columns whose gradient [n, …] is returned; None: no columns.
+            rows: rows of the last `forward` that these are, without `trains` and without normalisation; None: all rows.
         """
         n, written = delta.shape[0], []
         for layer in range(len(self.weights) - 1, -1, -1):
@@ -202,22 +202,22 @@ class FusedMlp:
 
 
 class Faster:
-    """Which of two ways to do the same is faster: each is tried in turn, and the one with the lower median is kept for a while."""
+    """Finds the faster of two variants: measures them in turn, then uses the one with the lower median for a while."""
 
     def __init__(self, num_tries: int = 8, keep_for: int = 4000) -> None:
         """
         Args:
-            num_tries: of each way; one more before them is not counted.
-            keep_for: times that the faster is used before both are tried again: what else the machine does changes.
+            num_tries: measurements of each variant, after one that does not count.
+            keep_for: uses of the faster one before both are measured again, because the machine's other load changes.
         """
         self._num_tries, self._keep_for = num_tries, keep_for
         self._seconds: tuple[list[float], list[float]] = ([], [])
         self._kept = 0
         self.second = False
-        """Whether to take the second way now."""
+        """Whether to use the second variant now."""
 
     def took(self, seconds: float) -> None:
-        """The way that `second` named took so long."""
+        """Note how long the variant that `second` names took."""
         if self._kept > 0:
             self._kept -= 1
             if self._kept == 0:
@@ -233,23 +233,23 @@ class Faster:
 
 
 class Fused(Executor):
-    """Parameters in flat vectors, each with its Adam, and a helper thread."""
+    """Parameters in flat vectors, each with its Adam state, and a helper thread."""
 
     def __init__(self, policy: TrainedModule, config: AlgorithmConfig, *, side_by_side: bool) -> None:
         """
         Args:
-            side_by_side: compute one of two networks in a second thread while this one computes the other, where measuring says that it
-                pays. Every number is the same.
+            side_by_side: compute one of two networks in a second thread while this thread computes the other, if that is measured to
+                be faster. Every number is the same.
         """
         super().__init__(policy, config, torch.device("cpu"))
         self.flats = {group: FlatParameters(own.items()) for group, own in policy.parameter_groups().items()}
-        # Sleeping hand-overs rather than the matrix library's spinning threads: these do no harm where cores are busy.
-        # numpy's warnings are off in each thread by itself; see `step`.
+        # Sleeping hand-overs instead of the matrix library's spinning threads, which slow down busy cores.
+        # numpy's warnings are switched off per thread; see `step`.
         self._helper = ThreadPoolExecutor(1, "fused", initializer=np.seterr, initargs=("ignore",)) if side_by_side else None
         self._threads = Faster()
 
     def _take(self, figures: Figures, groups: Sequence[str], learning_rate: float) -> Figures:
-        """Step these groups, if the figures are finite; returns all."""
+        """Step these groups if the figures are finite; return the figures with the norms."""
         norms = {group: math.sqrt(float(np.dot(self.flats[group].gradient, self.flats[group].gradient))) for group in groups}
         figures |= {norm_name(group): norm for group, norm in norms.items()}
         if is_finite(figures):
@@ -273,7 +273,7 @@ class Fused(Executor):
             flat.exp_avg[:] = flat.exp_avg_sq[:] = 0.0
 
     def _named(self) -> list[tuple[str, FlatParameters]]:
-        """With what names of `Optimizers` begin with."""
+        """Each group's vector with the prefix of its state names, as in `Optimizers`."""
         return [(f"adam.{group}." if group else "", flat) for group, flat in self.flats.items()]
 
     def _moments(self) -> dict[str, np.ndarray]:
@@ -286,12 +286,12 @@ class Fused(Executor):
 
 
 class FusedExecutor(Fused):
-    """Takes PPO's steps on rollouts for what `supports` accepts."""
+    """Takes PPO's steps on rollouts for policies that `supports` accepts."""
 
     policy: ActorCritic
 
     def __init__(self, policy: ActorCritic, config: AlgorithmConfig, *, side_by_side: bool = False) -> None:
-        """`side_by_side`: the critic beside the actor, see `Fused`."""
+        """`side_by_side`: compute the critic in parallel to the actor, see `Fused`."""
         assert isinstance(policy.head, DiagonalGaussian)
         super().__init__(policy, config, side_by_side=side_by_side)
         self.flat = self.flats[""]
@@ -305,7 +305,7 @@ class FusedExecutor(Fused):
 
     @staticmethod
     def supports(policy: nn.Module, device: torch.device) -> TypeGuard[ActorCritic]:
-        """A plain Gaussian MLP actor-critic in float32 on the CPU, all of it trainable."""
+        """Whether this is a plain Gaussian MLP actor-critic in float32 on the CPU, all of it trainable."""
         if type(policy) is not ActorCritic or policy.trunk is not None or type(policy.head) is not DiagonalGaussian:
             return False
         return device.type == "cpu" and all(p.requires_grad and p.dtype == torch.float32 for p in policy.parameters())
@@ -314,7 +314,7 @@ class FusedExecutor(Fused):
     def begin(self, objective: Objective[Any, Any], rows: Rows) -> None:
         assert isinstance(rows, Batch), "rollouts"
         self.flat.tie()
-        # The statistics are frozen while an update runs, so all rows are normalised once.
+        # The statistics are frozen during an update, so all rows are normalised once.
         features = self.policy.features(rows.observation)
         columns = (features, rows.action, rows.log_prob.sum(-1), rows.advantage, rows.returns, rows.value)
         self._rows = [np.ascontiguousarray(column.numpy()) for column in columns]
@@ -332,7 +332,7 @@ class FusedExecutor(Fused):
             # mode="clip" writes straight into `out`; the default goes through a copy.
             np.take(source, chosen, axis=0, out=place[:n], mode="clip")
         features, action, log_prob, advantage, returns, value = (column[:n] for column in self._minibatch)
-        # The figures report what is not finite; numpy's warnings would only repeat it.
+        # The figures report non-finite numbers; numpy's warnings would only repeat that.
         with np.errstate(all="ignore"):
             helper = self._helper if self._threads.second else None
             started = time.perf_counter()
@@ -382,12 +382,12 @@ class FusedExecutor(Fused):
 
 
 class FusedCritics(Fused):
-    """Takes the steps of soft actor-critic for what `supports` accepts."""
+    """Takes soft actor-critic's steps for networks that `supports` accepts."""
 
     policy: ActorWithCritics
 
     def __init__(self, networks: ActorWithCritics, config: AlgorithmConfig, *, side_by_side: bool = False) -> None:
-        """`side_by_side`: every second critic beside the others, see `Fused`."""
+        """`side_by_side`: compute every second critic in parallel to the others, see `Fused`."""
         super().__init__(networks, config, side_by_side=side_by_side)
         assert isinstance(networks.policy, ActorCritic)
         own, activation = self.flats["policy"], networks.policy.config.activation
@@ -401,7 +401,7 @@ class FusedCritics(Fused):
 
     @staticmethod
     def supports(networks: nn.Module, device: torch.device) -> TypeGuard[ActorWithCritics]:
-        """Critics of a plain squashed MLP in float32 on the CPU."""
+        """Whether these are critics of a plain squashed MLP in float32 on the CPU."""
         if not isinstance(networks, ActorWithCritics) or type(networks.policy) is not ActorCritic or device.type != "cpu":
             return False
         plain = networks.policy.trunk is None and type(networks.policy.head) is SquashedGaussian
@@ -420,10 +420,10 @@ class FusedCritics(Fused):
             for network in (self.actor, *self.critics, *self.targets):
                 network.reserve(rows.num_rows)
             for target, critic in zip(self.targets, self.critics, strict=True):
-                target.outputs = critic.deltas  # which the critic writes later: a cache holds fewer buffers
+                target.outputs = critic.deltas  # which the critic writes later: fewer buffers fit the cache
 
     def step(self, chosen: np.ndarray | None, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
-        """See `Executor.step`; a minibatch of stored steps is taken whole."""
+        """See `Executor.step`; a minibatch of stored steps is used whole."""
         assert chosen is None, "a stream of minibatches"
         assert self._rows is not None, "begin comes first"
         with np.errstate(all="ignore"):
@@ -439,7 +439,7 @@ class FusedCritics(Fused):
         return figures
 
     def _critics_gradients(self, rows: TransitionRows) -> Figures:
-        """Of the critics; only the targets that this minibatch asks for are computed."""
+        """Write the critics' gradients; computes only the targets that this minibatch needs."""
         acted, log_prob, _ = self._drawn(self._following, rows.next_noise)
         seen = np.concatenate([self._features, rows.action.flatten(1).numpy()], axis=1)
         then, num = np.concatenate([self._following, acted], axis=1), len(self.critics)
@@ -456,13 +456,13 @@ class FusedCritics(Fused):
         return {"critic_loss": loss, "loss": loss, "q_mean": float(values.mean()), "q_spread": float(values.std(axis=0).mean())}
 
     def _policy_gradients(self, rows: TransitionRows) -> Figures:
-        """Of the policy, which follows the smaller of two critics or the mean of a larger ensemble, and of the entropy's coefficient."""
+        """Write gradients of the policy, which follows the smaller of two critics or the mean of more, and of the entropy coefficient."""
         acted, log_prob, backward = self._drawn(self._features, rows.noise)
         x, num, size = np.concatenate([self._features, acted], axis=1), len(self.critics), len(acted)
         values = np.stack(self._each(lambda k: self.critics[k].forward(x)[:, 0], num))
         share = (values.argmin(axis=0) == np.arange(2)[:, None]) if num == 2 else np.full(values.shape, 1.0 / num)
         slopes = (share / -size).astype(values.dtype)
-        # Of two critics, each is followed back in its own rows; normalised layers keep what they need of all rows.
+        # With two critics, each is followed back in its own rows; normalised layers need all rows.
         own = [np.flatnonzero(part) for part in share] if num == 2 and not self.policy.options.layer_norm else [None] * num
         of_action = slice(self._features.shape[1], None)
 
@@ -480,20 +480,20 @@ class FusedCritics(Fused):
         return {"policy_loss": loss, "entropy": -mean_log_prob, "entropy_coef": coefficient, "loss": loss + of_entropy}
 
     def _drawn(self, features: np.ndarray, noise: Tensor | None) -> tuple[np.ndarray, np.ndarray, Callable[[np.ndarray, float], None]]:
-        """Actions [n, A] and the logarithms of their densities [n], as `heads.SquashedGaussian` has them; and what takes their gradients,
-        that of each log-density the same number, back through the policy."""
+        """Actions [n, A] and their log-densities [n], as in `heads.SquashedGaussian`, and a function that takes their gradients (one number
+        for all log-densities) back through the policy."""
         assert noise is not None, "transition_rows draws it"
         mean, std, bound = self.actor.forward(features), np.exp(self.log_std), self.log_std.dtype.type(MAX_SQUASHED)
         u = mean + noise.numpy() * std
         action = np.tanh(u)
-        # At the bound the action, and with it what it was before the tanh, stays as it is.
+        # At the bound the action is clipped, so its pre-tanh value has no gradient either.
         free = np.abs(action) <= bound
         action, u = np.clip(action, -bound, bound), np.where(free, u, np.copysign(np.arctanh(np.float64(bound)), u))
         z = np.where(free, noise.numpy(), (u - mean) / std)
         log_prob = -0.5 * z * z - self.log_std - LOG_SQRT_2PI - 2.0 * (math.log(2.0) - u - np.logaddexp(0.0, -2.0 * u))
 
         def backward(gradient: np.ndarray, slope: float) -> None:
-            # d log p / du = 2 tanh(u): the noise, and with it the Gaussian's density, stays as it is.
+            # d log p / du = 2 tanh(u): the noise, and with it the Gaussian's density, is constant.
             delta = np.where(free, gradient * (1.0 - action * action) + 2.0 * slope * action, slope * z / std).astype(mean.dtype)
             self.log_std_gradient[:] = np.where(free, delta * z * std - slope, slope * (z * z - 1.0)).sum(axis=0)
             self.actor.helper = self._helper if self._threads.second else None
@@ -502,7 +502,7 @@ class FusedCritics(Fused):
         return action, log_prob.sum(axis=-1).astype(mean.dtype), backward
 
     def _each(self, compute: Callable[[int], Result], number: int) -> list[Result]:
-        """What `compute` gives for 0, 1, …, every second one in the helper where that is faster."""
+        """[compute(0), compute(1), …], with every second one in the helper thread if that is faster."""
         if self._helper is None or not self._threads.second:
             return [compute(k) for k in range(number)]
         others = self._helper.submit(lambda: [compute(k) for k in range(1, number, 2)])
@@ -514,7 +514,7 @@ class FusedCritics(Fused):
 
 
 def _activate(activation: str, x: np.ndarray, scratch: np.ndarray) -> None:
-    """In place."""
+    """Apply the activation in place."""
     if activation == "tanh":
         np.tanh(x, out=x)
     elif activation == "relu":

@@ -1,4 +1,4 @@
-"""Compiled inner loops of `fused`. Import this module where it is used: numba takes a third of a second to import."""
+"""Compiled inner loops of `fused`. Import this module only in functions that use it: importing numba takes a third of a second."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def adam_kernel(
 ) -> None:
     """One Adam step (Kingma and Ba 2015) on flat vectors, with the gradient scaled first.
 
-    Scalars must come in the vectors' own type: one float64 among them would turn the whole loop into slow float64.
+    Scalars must have the vectors' own type: a single float64 would turn the whole loop into slow float64.
 
     Args:
         rest1, rest2: 1 - beta1 and 1 - beta2, rounded once.
@@ -57,14 +57,14 @@ def gaussian_ppo_kernel(
     """Clipped surrogate of a diagonal Gaussian; see `embodied_rl.algorithms.losses.ppo_clip_loss`.
 
     With z = (a - mean) / std: d log p / d mean = z / std, and d log p / d log_std = z^2 - 1. The derivative of a row's loss
-    -A r by its log-probability is -A r again where the ratio r is what is minimised, and 0 where a bound is.
+    -A r by its log-probability is -A r again if the unclipped ratio r counts, and 0 if a bound does.
 
     Args:
         mean, action: [n, A].
         old_log_prob, advantage: [n]
-        dual_clip: infinite when off.
+        dual_clip: infinite if off.
         k3_slope: `embodied_rl.algorithms.kl.K3_SLOPE`.
-        mean_gradient: [n, A], written: of the loss averaged over the rows.
+        mean_gradient: [n, A], written: gradient of the loss averaged over the rows.
         log_std_gradient: [A], written.
 
     Returns loss, KL (k3) and clip fraction, averaged over the rows.
@@ -82,7 +82,7 @@ def gaussian_ppo_kernel(
             z = (action[i, j] - mean[i, j]) * inverse_std[j]
             squares += z * z
         raw = -0.5 * squares - constant - old_log_prob[i]
-        # Written so that NaN stays NaN and is found in the loss.
+        # NaN passes through unchanged, so that the loss shows it.
         log_ratio = -max_log_ratio if raw < -max_log_ratio else (max_log_ratio if raw > max_log_ratio else raw)
         ratio = math.exp(log_ratio)
         a = advantage[i]
@@ -99,7 +99,7 @@ def gaussian_ppo_kernel(
         if a < 0.0 and ratio > dual_clip:
             row_loss, slope = -a * dual_clip, 0.0
         loss += row_loss
-        # k3 as `embodied_rl.algorithms.kl.kl_estimate` has it, continued by its tangent.
+        # k3 as in `embodied_rl.algorithms.kl.kl_estimate`, continued by its tangent.
         kl += k3_slope - k3_far + k3_slope * (raw - k3_far) if raw > k3_far else math.expm1(raw) - raw
         slope *= weight
         for j in range(num_dims):
@@ -113,12 +113,12 @@ def gaussian_ppo_kernel(
 def value_kernel(
     value: np.ndarray, returns: np.ndarray, old_value: np.ndarray, clip: float, coefficient: float, gradient: np.ndarray
 ) -> float:
-    """Squared error, clipped where `clip` is finite; see `embodied_rl.algorithms.losses.value_loss`.
+    """Squared error, clipped if `clip` is finite; see `embodied_rl.algorithms.losses.value_loss`.
 
     Args:
         value, returns, old_value: [n]
-        coefficient: of the loss within the whole objective; it scales only the gradient.
-        gradient: [n], written: of the loss averaged over the rows.
+        coefficient: factor of the loss in the whole objective; scales only the gradient.
+        gradient: [n], written: gradient of the loss averaged over the rows.
 
     Returns the loss, averaged over the rows.
     """
@@ -139,7 +139,7 @@ def value_kernel(
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def relu_kernel(x: np.ndarray, bias: np.ndarray) -> None:
-    """x [n, W] + bias [W], and 0 where that is below 0; in place."""
+    """Compute max(x [n, W] + bias [W], 0), in place."""
     for i in range(x.shape[0]):
         for j in range(x.shape[1]):
             v = x[i, j] + bias[j]
@@ -148,7 +148,7 @@ def relu_kernel(x: np.ndarray, bias: np.ndarray) -> None:
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def relu_slope_kernel(gradient: np.ndarray, activated: np.ndarray) -> None:
-    """The gradient [n, W] before a ReLU that gave `activated`, in place."""
+    """Turn the gradient [n, W] after a ReLU with output `activated` into the one before it, in place."""
     for i in range(gradient.shape[0]):
         for j in range(gradient.shape[1]):
             gradient[i, j] *= gradient.dtype.type(1.0) if activated[i, j] > 0 else gradient.dtype.type(0.0)

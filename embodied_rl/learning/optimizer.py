@@ -1,4 +1,4 @@
-"""Adam over named parameters, whole or cut over ranks: its step, its clipping, and its state as named tensors."""
+"""Adam over named parameters, whole or sharded over ranks: its step, its clipping, and its state as named tensors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Optimizer:
     """Adam (Kingma and Ba 2014), AdamW (Loshchilov and Hutter 2017) with `weight_decay`, for these parameters only.
 
-    The state is named ``step``, ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``. On ranks (`fsdp.shard`) each holds its part; what
-    reads or writes the whole state there is a collective call.
+    The state is named ``step``, ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``. On ranks (`fsdp.shard`) each rank holds its part,
+    and reading or writing the whole state is a collective call.
     """
 
     def __init__(
@@ -35,19 +35,19 @@ class Optimizer:
     ) -> None:
         """
         Args:
-            max_grad_norm: gradients are scaled so that their global norm is this at most.
-            scales: {parameter: what the schedule's rate is multiplied with}; 1 where it is not named.
-            only: other parameters that have gradients take part in the losses, and get none of them.
+            max_grad_norm: largest global norm of the gradients; larger gradients are scaled down.
+            scales: {parameter: factor of the schedule's rate}; 1 for others.
+            only: compute no gradients for other parameters that the losses depend on.
         """
         self.parameters = dict(parameters)
         self.inputs: list[Tensor] | None = list(self.parameters.values()) if only else None
-        """What a backward pass computes gradients for; None: all that a loss depends on."""
+        """Parameters that a backward pass computes gradients for; None: all that a loss depends on."""
         self._max_grad_norm, self._eps, self._weight_decay = max_grad_norm, eps, weight_decay
         self._scaled: dict[float, list[str]] = {}
         for name in self.parameters:
             self._scaled.setdefault((scales or {}).get(name, 1.0), []).append(name)
         self._state: dict[str, dict[str, Tensor]] = {}
-        """Moments and count of steps, from the first gradient on."""
+        """Moments and step count of each parameter, from its first gradient on."""
         self._is_cut = any(fsdp.is_cut(parameter) for parameter in self.parameters.values())
 
     def zero_grad(self) -> None:
@@ -56,17 +56,17 @@ class Optimizer:
             parameter.grad = None
 
     def clip(self) -> Tensor:
-        """Scale the gradients to `max_grad_norm` at most; their global norm before, over all ranks, a scalar."""
+        """Scale the gradients down to `max_grad_norm`; return their global norm before, over all ranks, a scalar."""
         if self._is_cut:
             return torch.tensor(fsdp.clip_gradients(self.parameters.values(), self._max_grad_norm), dtype=torch.float64)
         return nn.utils.clip_grad_norm_(self.parameters.values(), self._max_grad_norm)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Step with the gradients that lie in the parameters, at the schedule's rate."""
+        """Step with the parameters' gradients, at the schedule's rate."""
         for scale, names in self._scaled.items():
-            # By torch's function: its class imports the compiler, which takes a second of every run's start.
-            # Of a rank's own parts, which may lie on the host while the mesh is one of GPUs: one kernel of where they lie.
+            # torch's function, because its class imports the compiler, which adds a second to every run's start.
+            # It steps the rank's own parts, which may be on the host although the mesh is one of GPUs: it picks the kernel of their device.
             moved = [(parameter, self._state_of(name)) for name in names if (parameter := self.parameters[name]).grad is not None]
             adamw(
                 [fsdp.local_part(parameter) for parameter, _ in moved],
@@ -87,23 +87,23 @@ class Optimizer:
             )
 
     def forget(self) -> None:
-        """Begin anew: no moments, no count of steps."""
+        """Clear the moments and the step count."""
         self._state.clear()
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the state, for moving them."""
+        """Every tensor of the state, for moving them between devices."""
         return [tensor for state in self._state.values() for tensor in state.values()]
 
     # ---- the state as named tensors ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def state_tensors(self) -> dict[str, Tensor]:
-        """Copies on the host, whole."""
+        """Whole copies on the host."""
         return {name: fsdp.whole(tensor).cpu().clone() for name, tensor in self.parts().items()}
 
     @torch.no_grad()
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly, on any number of ranks. Raises KeyError or ValueError when the state is of other parameters."""
+        """Load a whole state, on any number of ranks. Raises KeyError or ValueError for a state of other parameters."""
         for name, parameter in self.parameters.items():
             moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
             for key, moment in moments.items():
@@ -114,32 +114,32 @@ class Optimizer:
             self._state[name] = {"step": self._step_count(state["step"], parameter), **moments}
 
     def parts(self) -> dict[str, Tensor]:
-        """The state under its names, each tensor as it is cut; zeros where nothing was stepped yet."""
+        """The state under its names, each tensor sharded as its parameter is; zeros before the first step."""
         step = torch.zeros((), dtype=torch.int64)
         found: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             entry = self._state.get(name, {})
             found |= {f"{key}.{name}": (entry[key] if entry else torch.zeros_like(parameter)).detach() for key in _MOMENTS}
-            if entry:  # parameters that the loss does not touch stay behind
+            if entry:  # parameters that the loss does not touch have fewer steps
                 step = torch.maximum(step, fsdp.local_part(entry["step"]).detach().cpu().to(torch.int64))
         return {"step": step, **found}
 
     def blank_parts(self) -> dict[str, Tensor]:
-        """Zeros to be filled with what `parts` gave, for `take_parts`."""
+        """Zeros with the shapes of `parts`, to be filled for `take_parts`."""
         return {name: torch.zeros_like(tensor) for name, tensor in self.parts().items()}
 
     def take_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Continue from parts that are cut as these parameters are."""
+        """Continue from parts that are sharded as these parameters are."""
         for name, parameter in self.parameters.items():
             own = {key: parts[f"{key}.{name}"] for key in _MOMENTS}
             self._state[name] = {"step": self._step_count(parts["step"], parameter), **own}
 
     def _step_count(self, step: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Beside the parameter, as float32: where the fused kernel keeps it."""
+        """The step count on the parameter's device, as float32, as the fused kernel needs it."""
         return step.to(fsdp.local_part(parameter).device, torch.float32).clone()
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
-        """Of a parameter that is to be stepped; zeros before its first step."""
+        """State of a parameter that is to be stepped; zeros before its first step."""
         if name not in self._state:
             parameter = self.parameters[name]
             moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
@@ -149,13 +149,13 @@ class Optimizer:
 
 
 class Optimizers:
-    """One optimizer for each of a module's parameter groups; which of them step, an objective says.
+    """One optimizer for each of a module's parameter groups; an objective says which of them step.
 
-    The state is theirs: under their names for the group ``""``, under ``adam.<group>.<name>`` for others.
+    State names are the optimizer's own for the group ``""``, and ``adam.<group>.<name>`` for other groups.
     """
 
     def __init__(self, module: TrainedModule, config: AlgorithmConfig) -> None:
-        """Each part of a policy has its learning rate (`algorithm.head_learning_rate`, `.value_learning_rate`)."""
+        """Each role of a parameter has its learning rate (`algorithm.head_learning_rate`, `.value_learning_rate`)."""
         rates: dict[Role, float | None] = {"backbone": None, "head": config.head_learning_rate, "value": config.value_learning_rate}
         self.groups = {
             group: Optimizer(
@@ -170,12 +170,12 @@ class Optimizers:
         }
 
     def forget(self) -> None:
-        """Begin all anew."""
+        """Clear the state of all optimizers."""
         for optimizer in self.groups.values():
             optimizer.forget()
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the state, for moving them."""
+        """Every tensor of the state, for moving them between devices."""
         return [tensor for optimizer in self.groups.values() for tensor in optimizer.tensors()]
 
     def state_tensors(self) -> dict[str, Tensor]:

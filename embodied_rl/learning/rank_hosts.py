@@ -1,4 +1,4 @@
-"""Where the ranks of training beside the first live, and how rank 0 reaches them: processes of this machine by default."""
+"""Hosts of the training ranks beside the first, and rank 0's connections to them: processes of this machine by default."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class TrainWorkerError(RuntimeError):
-    """Another rank of the training ended."""
+    """Another training rank ended."""
 
 
 class RankLink(Protocol):
-    """The way to one rank; see `Link`, which is one."""
+    """Connection to one rank; `Link` implements it."""
 
     def send(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None: ...
 
@@ -41,50 +41,50 @@ class RankLink(Protocol):
 
 
 class RankHost(Protocol):
-    """What holds the ranks 1, 2, … of one `RankExecutor`, and perhaps the first too; each of them is a `train_worker.RankServer`."""
+    """Holds the ranks 1, 2, … of one `RankExecutor`, and possibly rank 0 too; each of them is a `train_worker.RankServer`."""
 
     @property
     def first(self) -> RankLink | None:
-        """Of rank 0; None: it is in the process of the `RankExecutor`."""
+        """Link to rank 0; None: rank 0 is in the process of the `RankExecutor`."""
 
     @property
     def links(self) -> list[RankLink]:
-        """Of rank 1, 2, …"""
+        """Links to rank 1, 2, …"""
 
     def start(self, num_ranks: int, device: torch.device) -> None:
-        """Begin them. Raises UserError where there are too few devices."""
+        """Start the ranks. Raises UserError if there are too few devices."""
 
     def take_model(self, files: Mapping[str, np.ndarray]) -> None:
-        """Before a language policy is divided: the files that it is built from, for ranks on other machines."""
+        """Take the files that a language policy is built from, for ranks on other machines; called before the policy is sharded."""
         ...
 
     def device_type(self, own: torch.device) -> str:
-        """Where ranks compute, cpu or cuda; `own`: what the `RankExecutor` was given."""
+        """Device type of the ranks, cpu or cuda; `own`: the device given to the `RankExecutor`."""
 
     def device_index(self, rank: int) -> int:
-        """Which of the GPUs that a rank's process sees is its own."""
+        """Index of a rank's own GPU among those that its process sees."""
 
     def meeting(self, num_ranks: int, timeout_s: float) -> contextlib.AbstractContextManager[tuple[str, Store]]:
-        """(address that the others `open_store`, rank 0's own store), until all have joined; the store is there until `close`: NCCL's
-        ranks meet in it once more, before their first exchange."""
+        """(address for the others' `open_store`, rank 0's own store), until all have joined. The store stays open until `close`, because
+        NCCL's ranks use it once more before their first exchange."""
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Send the same to every rank."""
+        """Send the same message to every rank."""
 
     def ended(self, patience_s: float) -> Exception | None:
-        """What is to be raised for a rank that has ended, or ends within the time; None: all go on."""
+        """Exception to raise for a rank that has ended, or ends within the time; None: all ranks run."""
 
     def close(self) -> None:
-        """Let them go; those of them that do not end are ended. May be called twice."""
+        """Release the ranks; end those that do not end by themselves. May be called twice."""
 
 
 class LocalRanks:
-    """Processes of this machine. Implements `RankHost`."""
+    """Processes on this machine. Implements `RankHost`."""
 
     first: RankLink | None = None
 
     def __init__(self, gpus: Sequence[int] = ()) -> None:
-        """`gpus`: of each rank, the first included; none: the first ones."""
+        """`gpus`: GPU of each rank, the first included; empty: the first GPUs."""
         self._gpus = gpus
         self.links: list[RankLink] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -103,18 +103,18 @@ class LocalRanks:
             self.links.append(Link(ours, begins=True))
 
     def take_model(self, files: Mapping[str, np.ndarray]) -> None:
-        """See `RankHost.take_model`: they lie on this machine."""
+        """See `RankHost.take_model`: the files are already on this machine."""
 
     def device_type(self, own: torch.device) -> str:
         return own.type
 
     def device_index(self, rank: int) -> int:
-        """See `RankHost.device_index`: all see all GPUs."""
+        """See `RankHost.device_index`: all ranks see all GPUs."""
         return self._gpus[rank] if self._gpus else rank
 
     @contextlib.contextmanager
     def meeting(self, num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Store]]:
-        """See `RankHost.meeting`: a file."""
+        """See `RankHost.meeting`: the address is a file."""
         self._folder = tempfile.TemporaryDirectory(prefix="embodied_ranks_")
         where = str(Path(self._folder.name) / "store")
         yield where, open_store(where, num_ranks, timeout_s)
@@ -124,7 +124,7 @@ class LocalRanks:
             link.send(message, tensors)
 
     def ended(self, patience_s: float) -> Exception | None:
-        """See `RankHost.ended`: a connection closes a little before its process is gone."""
+        """See `RankHost.ended`: a connection closes a little before its process has ended."""
         deadline = time.monotonic() + patience_s
         while self.processes and time.monotonic() < deadline:
             for index, process in enumerate(self.processes):
@@ -146,9 +146,9 @@ class LocalRanks:
 
 
 def listening_store(address: str, num_ranks: int, timeout_s: float) -> tuple[str, Store]:
-    """(what others `open_store`, the store), on a free port of this one address: torch by itself would listen on all of a machine's.
+    """(address for the others' `open_store`, the store), on a free port of this address only: torch would listen on all of a machine's.
 
-    Raises OSError: the address is none of this machine's.
+    Raises OSError: the address does not belong to this machine.
     """
     listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = listening.getsockname()[1]
@@ -165,7 +165,7 @@ def listening_store(address: str, num_ranks: int, timeout_s: float) -> tuple[str
 
 
 def open_store(where: str, num_ranks: int, timeout_s: float) -> Store:
-    """The store at what `RankHost.meeting` gave: a file, or ``tcp://address:port``. Raises RuntimeError when no server answers in time."""
+    """Open the store of `RankHost.meeting`: a file, or ``tcp://address:port``. Raises RuntimeError if no server answers in time."""
     if where.startswith(_TCP):
         address, _, port = where.removeprefix(_TCP).rpartition(":")
         return TCPStore(address, int(port), num_ranks, is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -173,7 +173,7 @@ def open_store(where: str, num_ranks: int, timeout_s: float) -> Store:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface with this IP address, on which gloo is to listen; None: no interface of this machine."""
+    """Name of the network interface with this IP address, for gloo to listen on; None: this machine has no such interface."""
     import psutil
 
     if address.startswith("127."):
@@ -185,9 +185,9 @@ def interface_of(address: str) -> str | None:
 
 
 def listen_on(address: str) -> None:
-    """Have this process's gloo use the interface of an address, unless the environment names one already.
+    """Make this process's gloo use the interface of an address, unless the environment already names one.
 
-    Raises UserError: no interface has it: gloo would give the other ranks an address that they cannot reach.
+    Raises UserError: no interface has it, so that gloo would give the other ranks an address that they cannot reach.
     """
     if os.environ.get(_INTERFACE):
         return

@@ -1,4 +1,4 @@
-"""Steps on several ranks: the part of the policy that this process trains, and what it asks of the others.
+"""Steps on several ranks: this process trains one part of the policy and sends the others their work.
 
 ```
  rank 0 (training loop, simulators, the whole policy that acts)        rank 1, 2, … (train workers)
@@ -50,14 +50,14 @@ _KINDS: tuple[type[Objective[Any, Any]], ...] = (
     *(CloningObjective, CriticsObjective, StateValueObjective, ImitationObjective, SoftPolicyObjective),
 )
 OBJECTIVES: dict[str, type[Objective[Any, Any]]] = {kind.name: kind for kind in _KINDS}
-"""{name: class} of what ranks compute."""
+"""{name: class} of the objectives that ranks compute."""
 
 
 class Rank:
-    """One rank: a part of a policy on the mesh with its optimizer. Every method is collective: each rank calls it, in the same order."""
+    """One rank: its part of a policy on the mesh, and its optimizer. Every method is collective: all ranks call it in the same order."""
 
     def __init__(self, policy: TrainedModule, config: AlgorithmConfig, sharding: ShardingConfig, device: torch.device) -> None:
-        """Cut `policy`, in place; all ranks give equal ones. Raises UserError as `fsdp.shard` does."""
+        """Shard `policy` in place; all ranks pass equal ones. Raises UserError as `fsdp.shard` does."""
         self.config, self.device = config, device
         self.mesh = fsdp.make_mesh(sharding, device.type)
         self.policy = fsdp.shard(policy.to(device), self.mesh, sharding)
@@ -67,7 +67,7 @@ class Rank:
         self._made: dict[str, Objective[Any, Any]] = {}
 
     def objective(self, name: str) -> Objective[Any, Any]:
-        """The objective of that name, as every rank makes it."""
+        """The objective of that name, made alike on every rank."""
         if name not in self._made:
             self._made[name] = OBJECTIVES[name](self.policy, self.config)
         return self._made[name]
@@ -75,9 +75,9 @@ class Rank:
     def step(
         self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float, seed: int | None = None
     ) -> Figures:
-        """One step on this rank's rows in these micro-batches (`Part`); figures of the whole minibatch.
+        """Take one step on this rank's rows in these micro-batches (`Part`); return figures of the whole minibatch.
 
-        `seed`: of what the policy's loss draws from torch's global generators, which are left as they were.
+        `seed`: seeds the draws of the policy's loss from torch's global generators, whose state is restored afterwards.
         """
         own, device = rows.staged(self.device), self.device
         with torch.random.fork_rng(enabled=seed is not None):
@@ -88,14 +88,14 @@ class Rank:
             )
 
     def _summed(self, totals: Tensor) -> Tensor:
-        """The sum over the ranks that train other rows."""
+        """Sum over the ranks that train other rows."""
         on_device = totals.to(self.device)
         dist.all_reduce(on_device, group=self._data_group)
         return on_device.cpu()
 
     @torch.no_grad()
     def values(self, observation: dict[str, Tensor]) -> Tensor:
-        """[n] or [n, K] float32 of this rank's observations; n is the same on every rank."""
+        """[n] or [n, K] float32 values of this rank's observations; n is the same on every rank."""
         size = forward_rows(self.policy, self.config)
         parts = [
             self.policy.value({key: tensor.to(self.device) for key, tensor in part.items()}).float().cpu()
@@ -105,26 +105,26 @@ class Rank:
 
     @torch.no_grad()
     def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Take statistics that the training loop keeps (normalisation of observations)."""
+        """Load statistics that the training loop keeps (normalisation of observations)."""
         own = dict(self.policy.named_buffers())
         for name, value in buffers.items():
             own[name].copy_(value)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) of what learning changes, one at a time."""
+        """(name, whole tensor) of the parameters that learning changes, one at a time."""
         return fsdp.gather_named(self.policy, self.policy.changing())
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take whole tensors; no rank talks to another."""
+        """Load whole tensors; without communication between ranks."""
         fsdp.load_named(self.policy, tensors)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Whole, on the host."""
+        """The whole optimizer state, on the host."""
         fsdp.reshard(self.policy)
         return self.optimizer.state_tensors()
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what `optimizer_state` gave, on any number of ranks."""
+        """Load what `optimizer_state` returned, on any number of ranks."""
         fsdp.reshard(self.policy)
         self.optimizer.load_state_tensors(state)
 
@@ -132,7 +132,7 @@ class Rank:
         self.optimizer.forget()
 
     def save_parts(self, folder: Path) -> SavingCheckpoint:
-        """Begin to write this rank's part of the optimizer's state, when the one before is written."""
+        """Start writing this rank's part of the optimizer's state, after the previous one is written."""
         if self.saving is not None:
             self.saving.finish()
         fsdp.reshard(self.policy)
@@ -141,7 +141,7 @@ class Rank:
 
     @torch.no_grad()
     def load_parts(self, folder: Path) -> None:
-        """Take up this rank's part of what any number of ranks wrote. Raises IncompatibleCheckpointError."""
+        """Load this rank's part of a state that any number of ranks wrote. Raises IncompatibleCheckpointError."""
         fsdp.reshard(self.policy)
         found = self.optimizer.blank_parts()
         load_sharded(folder, found)
@@ -149,7 +149,7 @@ class Rank:
 
 
 class RankElsewhere:
-    """The first `Rank` in another process than the `RankExecutor`, which asks it for what ranks compute together."""
+    """The first `Rank`, in another process than the `RankExecutor`, which sends it the ranks' common work."""
 
     def __init__(self, link: RankLink) -> None:
         self._link = link
@@ -187,20 +187,20 @@ class RankElsewhere:
 
 
 class RankExecutor(Executor):
-    """Takes each step on the ranks of `hybrid.sharding`: starts all but the first, and asks them for what they do together. Where the host
-    has the first too (`RankHost.first`), this process trains nothing itself.
+    """Takes each step on the ranks of `hybrid.sharding`: starts all but the first, and sends them their work. If the host also holds the
+    first rank (`RankHost.first`), this process trains nothing itself.
 
-    The policy that is given stays whole: it acts, is saved and keeps the statistics. What is trained is a sharded copy; `write_back`
-    brings its weights over.
+    The given policy stays whole: it acts, is saved and keeps the statistics. Training changes a sharded copy; `write_back`
+    copies its weights to the policy.
     """
 
     def __init__(
         self, policy: TrainedModule, algorithm: AlgorithmConfig, config: HybridConfig, device: torch.device, host: RankHost | None = None
     ) -> None:
-        """Start the ranks; `host` says where, by default as processes of this machine.
+        """Start the ranks on `host`; None: as processes of this machine.
 
         Raises:
-            UserError: there are fewer GPUs than ranks, the policy cannot be cut, or torch.distributed is in use already.
+            UserError: there are fewer GPUs than ranks, the policy cannot be sharded, or torch.distributed is already in use.
             TrainWorkerError: a rank did not start.
         """
         assert config.sharding is not None
@@ -216,7 +216,7 @@ class RankExecutor(Executor):
             check_plan(policy, self.sharding.num_tensor_shards)
         self._finalizer = weakref.finalize(self, self.host.close)
         self._here: Rank | None = None
-        """The first rank, where it is in this process."""
+        """The first rank, if it is in this process."""
         try:
             first = torch.device("cuda", self.host.device_index(0)) if device.type == "cuda" else device
             self.rank: Rank | RankElsewhere = self._start(config, first)
@@ -226,7 +226,7 @@ class RankExecutor(Executor):
 
     @property
     def writes_parts(self) -> bool:
-        """Whether each rank writes its part of a checkpoint (`save_parts`); where none is in this process, it writes what all have."""
+        """Whether each rank writes its part of a checkpoint (`save_parts`); if no rank is in this process, it writes the whole state."""
         return self._here is not None
 
     def _start(self, config: HybridConfig, device: torch.device) -> Rank | RankElsewhere:
@@ -246,8 +246,8 @@ class RankExecutor(Executor):
             for index, link in links:
                 link.send({"do": "build", "rank": index, "device_index": host.device_index(index), **common}, state)
             for _, link in links:
-                link.recv(sharding.start_timeout_s)  # what fails so far is known at once; all wait for each other from here on
-            # Kept: ranks go on reading it, and where the first is elsewhere nothing else here holds it.
+                link.recv(sharding.start_timeout_s)  # reports early failures at once; from here on all ranks wait for each other
+            # Kept, because ranks read it later, and nothing else here refers to it if the first rank is elsewhere.
             with host.meeting(sharding.num_ranks, sharding.start_timeout_s) as (where, self._store):
                 for _, link in links:
                     link.send({"do": "join", "store": where})
@@ -273,7 +273,7 @@ class RankExecutor(Executor):
         self._objective, self._rows = objective, rows
 
     def step(self, chosen: np.ndarray | None, learning_rate: float, *, kl_coef: float = 0.0) -> Figures:
-        """See `Executor.step`: each rank gets its rows of the minibatch, and the counts of the whole one."""
+        """See `Executor.step`: sends each rank its rows of the minibatch, and the counts of the whole minibatch."""
         objective, rows = self._objective, self._rows
         assert objective is not None, "begin comes first"
         assert rows is not None, "begin comes first"
@@ -289,7 +289,7 @@ class RankExecutor(Executor):
             return self.rank.step(objective.name, own[0], parts[0].micro, numbers, learning_rate, seed)
 
     def values(self, ready: dict[str, Tensor]) -> np.ndarray:
-        """See `Executor.values`: each rank computes as many rows."""
+        """See `Executor.values`: each rank computes equally many rows."""
         self._send_buffers()
         num_rows = len(next(iter(ready.values())))
         size = max(-(-num_rows // self.num_parts), 1)
@@ -297,7 +297,7 @@ class RankExecutor(Executor):
             return np.zeros(0, np.float32)
 
         def part(index: int) -> dict[str, Tensor]:
-            rows = torch.arange(index * size, (index + 1) * size).clamp(max=num_rows - 1)  # filled up with the last row
+            rows = torch.arange(index * size, (index + 1) * size).clamp(max=num_rows - 1)  # padded with the last row
             return {key: tensor.index_select(0, rows) for key, tensor in ready.items()}
 
         for index, link in self._links():
@@ -319,7 +319,7 @@ class RankExecutor(Executor):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """See `Executor.write_back`: one parameter at a time; frozen ones and statistics stay as they are."""
+        """See `Executor.write_back`: one parameter at a time; frozen parameters and statistics stay unchanged."""
         self._tell({"do": "weights"})
         own = dict(self.policy.named_parameters())
         with self._blaming_workers():
@@ -338,7 +338,7 @@ class RankExecutor(Executor):
     # ---- the optimizer's state --------------------------------------------------------------------------------------
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """See `Executor.state_tensors`; whole tensors, so that a run goes on with any number of ranks. None inside `apart`."""
+        """See `Executor.state_tensors`; whole tensors, so that a run can continue on any number of ranks. Empty inside `apart`."""
         if self._is_apart:
             return {}
         self._tell({"do": "optimizer_state"})
@@ -346,7 +346,7 @@ class RankExecutor(Executor):
             return self.rank.optimizer_state()
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        """See `Executor.load_state_tensors`. The policy's present weights are taken too: they were loaded before."""
+        """See `Executor.load_state_tensors`. Also takes the policy's present weights, which were loaded before."""
         self.take_weights()
         if not self._is_apart:
             self._tell({"do": "load_optimizer_state"}, state)
@@ -354,7 +354,7 @@ class RankExecutor(Executor):
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, the optimizer's state is none of `state_tensors`: `save_parts` and `load_parts` see to it."""
+        """Inside, `state_tensors` leaves the optimizer's state to `save_parts` and `load_parts`."""
         self._is_apart = True
         try:
             yield
@@ -362,9 +362,9 @@ class RankExecutor(Executor):
             self._is_apart = False
 
     def save_parts(self, folder: Path) -> Callable[[], Path]:
-        """Have each rank write its part of the optimizer's state, in the background; what is returned waits until the folder is whole.
+        """Start writing each rank's part of the optimizer's state; the returned function waits until the folder is whole.
 
-        The waiting raises UserError where a part cannot be written.
+        That wait raises UserError if a part cannot be written.
         """
         self._tell({"do": "save_parts", "folder": str(folder)})
         with self._blaming_workers():
@@ -372,41 +372,41 @@ class RankExecutor(Executor):
         return lambda: saving.wait()
 
     def load_parts(self, folder: Path) -> None:
-        """Take up what any number of ranks wrote, each rank its own part. Raises IncompatibleCheckpointError."""
+        """Load on each rank its own part of a state that any number of ranks wrote. Raises IncompatibleCheckpointError."""
         self._tell({"do": "load_parts", "folder": str(folder)})
         with self._blaming_workers():
             self._part().load_parts(folder)
 
-    # ---- talking to the ranks ---------------------------------------------------------------------------------------
+    # ---- messages to the ranks ---------------------------------------------------------------------------------------
 
     def _send_buffers(self) -> None:
-        """Give the ranks the statistics that the training loop keeps; before anything is computed on new rows."""
+        """Send the ranks the statistics that the training loop keeps, before they compute on new rows."""
         buffers = dict(self.policy.named_buffers())
         if buffers:
             self._tell({"do": "buffers"}, buffers)
             self.rank.set_buffers(buffers)
 
     def _tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Send the same to every other rank."""
+        """Send the same message to every other rank."""
         with self._blaming_workers():
             self.host.tell(message, tensors)
 
     def _send(self, link: RankLink, message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Send to one rank. Raises TrainWorkerError when it ended."""
+        """Send to one rank. Raises TrainWorkerError if it has ended."""
         with self._blaming_workers():
             link.send(message, tensors)
 
     def _links(self) -> Iterator[tuple[int, RankLink]]:
-        """(part of a minibatch, link) of every other rank."""
+        """(index of the part of a minibatch, link) of every other rank."""
         return ((index // self.sharding.num_tensor_shards, link) for index, link in enumerate(self.host.links, start=1))
 
     @contextlib.contextmanager
     def _blaming_workers(self) -> Iterator[None]:
-        """A collective call that fails because another rank ended says which; that rank's own error stands above, on stderr."""
+        """Say which rank ended if a collective call fails because of it; that rank's own error is above, on stderr."""
         try:
             yield
         except (RuntimeError, ChannelClosed, TimeoutError) as error:
-            # What closed the connection may be a process that still takes leave of its libraries, on a busy machine for a while.
+            # The process behind a closed connection may still be shutting down its libraries, which takes a while on a busy machine.
             ended = self.host.ended(_CLOSED_S if isinstance(error, ChannelClosed) else _END_S)
             if ended is None:
                 raise
@@ -424,10 +424,9 @@ def join(store: Path | str | Store, rank: int, num_ranks: int, device: torch.dev
     """Make the process group of the ranks; gloo listens on the loopback interface unless the environment says otherwise.
 
     Args:
-        store: where they meet (`rank_hosts.open_store`, or its address).
-        timeout_s: for all to be there, and later for each exchange between them.
-
-    Raises RuntimeError: the others did not come in time.
+            store: store where the ranks meet (`rank_hosts.open_store`), or its address.
+            timeout_s: longest wait for all ranks, and later for each exchange between them.
+        Raises RuntimeError: the other ranks did not join in time.
     """
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,8 +1,8 @@
 """Objectives on stored steps: imitation of their actions, and critics of actions with the policy that follows them.
 
-Of critics, an update is several steps on the same rows, each with its own objective and its own parameters (`steps_of`): implicit
-Q-learning steps the state value, the policy and the critics; AWAC the policy and the critics; soft actor-critic the critics, and the policy
-with the entropy's coefficient. The targets follow after the critics' step.
+An update of critics takes several steps on the same rows, each with its own objective and parameters (`steps_of`): implicit
+Q-learning steps the state value, the policy and the critics; AWAC the policy and the critics; soft actor-critic the critics, and the
+policy with the entropy coefficient. The target networks move after the critics' step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Stored = TypeVar("Stored", bound=StoredRows)
 
 
 def read_statistics(policy: Policy, data: EpisodeDataset) -> None:
-    """Fold every recorded observation once into the policy's normalisation."""
+    """Fold every recorded observation once into the policy's normalisation statistics."""
     for seen in data.observations():
         policy.update_statistics({key: torch.from_numpy(part) for key, part in seen.items() if part.dtype != object})
 
 
 class StoredObjective(Objective[Trained, Stored]):
-    """Of stored steps; every mean is over the steps of the whole minibatch."""
+    """Objective on stored steps; every mean is over the steps of the whole minibatch."""
 
     unit = "steps"
 
@@ -48,7 +48,7 @@ class StoredObjective(Objective[Trained, Stored]):
 
 
 class CloningObjective(StoredObjective[Policy, StepRows]):
-    """Maximum likelihood of recorded actions, or the loss that the policy has for them; the critic is left as it is."""
+    """Maximum likelihood of recorded actions, or the policy's own cloning loss; the critic stays unchanged."""
 
     name, rows, draws = "cloning", StepRows, True
 
@@ -76,8 +76,8 @@ class CloningObjective(StoredObjective[Policy, StepRows]):
 
     @torch.no_grad()
     def validate(self, policy: Policy, batches: Iterable[StepRows]) -> dict[str, float]:
-        """``validation_loss``, and how far the policy's mode is from the recorded actions: ``validation_mae`` (normalised units), or
-        ``validation_accuracy`` of choices; means over all rows. Of a policy that `translates`, only the loss."""
+        """``validation_loss``, and the distance of the policy's mode from recorded actions: ``validation_mae`` (normalised units), or
+        ``validation_accuracy`` for discrete choices; means over all rows. For a policy that `translates`, only the loss."""
         discrete = policy.spec.action.kind == "discrete"
         total, away, count = 0.0, 0.0, 0
         for rows in batches:
@@ -93,7 +93,7 @@ class CloningObjective(StoredObjective[Policy, StepRows]):
 
 
 def step_rows(policy: Policy, batch: Transitions) -> StepRows:
-    """Steps as `CloningObjective` takes them."""
+    """Convert steps to the rows of `CloningObjective`."""
     executed = None if batch.executed is None else torch.from_numpy(batch.executed)
     return StepRows(prepare_observation(policy, batch.observation), torch.from_numpy(batch.action), executed)
 
@@ -102,7 +102,7 @@ def step_rows(policy: Policy, batch: Transitions) -> StepRows:
 
 
 class CriticsObjective(StoredObjective[ActorWithCritics, TransitionRows]):
-    """The critics' error: Q(s, a) follows r + γ V(s'). The trunk of images learns from it, and from nothing else."""
+    """The critics' error: Q(s, a) follows r + γ V(s'). An image trunk learns only from this error."""
 
     name, rows = "critics", TransitionRows
     groups: ClassVar[tuple[str, ...]] = ("critics",)
@@ -128,7 +128,7 @@ class CriticsObjective(StoredObjective[ActorWithCritics, TransitionRows]):
         return offline_rl.critic_loss(values=networks.critics(features, rows.action), target=target, mask=rows.mask, denominator=entries)
 
     def next_value(self, networks: ActorWithCritics, rows: TransitionRows) -> Tensor:
-        """[B] of the next observation: of a sampled action by the target critics, or implicit Q-learning's own."""
+        """[B] value of the next observation: the target critics' of a sampled action, or implicit Q-learning's V."""
         features = networks.policy.features(rows.next_observation)
         if self.options.update == "iql":
             return networks.policy.state_value(features)
@@ -161,9 +161,9 @@ class StateValueObjective(CriticsObjective):
 
 
 class ImitationObjective(CriticsObjective):
-    """Recorded actions are imitated by how much better than V(s) they are."""
+    """Imitation of recorded actions, weighted by how much better than V(s) they are."""
 
-    name, draws = "imitation", True  # what a policy clones with may draw noise
+    name, draws = "imitation", True  # a policy's cloning loss may draw noise
     groups: ClassVar[tuple[str, ...]] = ("policy",)
 
     def terms(self, networks: ActorWithCritics, rows: TransitionRows, entries: float) -> tuple[Tensor, Metrics]:
@@ -192,7 +192,7 @@ class ImitationObjective(CriticsObjective):
 
 
 class SoftPolicyObjective(ImitationObjective):
-    """Soft actor-critic: the policy follows the critics, and the coefficient keeps its entropy where it is wanted."""
+    """Soft actor-critic: the policy follows the critics, and the coefficient keeps its entropy at the target."""
 
     name = "soft_policy"
     groups: ClassVar[tuple[str, ...]] = ("policy", "entropy")
@@ -215,7 +215,7 @@ class SoftPolicyObjective(ImitationObjective):
 
 
 def steps_of(options: OffPolicyConfig, *, with_policy: bool) -> tuple[type[CriticsObjective], ...]:
-    """Whose steps one update takes, in their order."""
+    """Objectives whose steps one update takes, in order."""
     if options.update == "sac":
         return (CriticsObjective, SoftPolicyObjective) if with_policy else (CriticsObjective,)
     value, policy = (StateValueObjective,) if options.update == "iql" else (), (ImitationObjective,) if with_policy else ()
@@ -223,11 +223,11 @@ def steps_of(options: OffPolicyConfig, *, with_policy: bool) -> tuple[type[Criti
 
 
 def transition_rows(networks: ActorWithCritics, batch: Transitions, rng: np.random.Generator, *, with_policy: bool) -> TransitionRows:
-    """Steps as the objectives of critics take them, with all that is random in their update.
+    """Convert steps to the rows of the critics' objectives, with all random numbers of their update.
 
     Args:
-        batch: with observations as `prepared` gives them.
-        rng: of the policy's noise and the choice of critics.
+        batch: steps with observations from `prepared`.
+        rng: draws the policy's noise and chooses critics.
     """
     policy, options = networks.policy, networks.options
 
@@ -255,7 +255,7 @@ def transition_rows(networks: ActorWithCritics, batch: Transitions, rng: np.rand
 
 
 def prepared(policy: Policy, batch: Transitions) -> Transitions:
-    """With observations as the policy's networks read them."""
+    """Replace the observations by those that the policy's networks read."""
 
     def read(observation: Observation) -> Observation:
         return {key: part.numpy() for key, part in prepare_observation(policy, observation).items()}
@@ -264,6 +264,6 @@ def prepared(policy: Policy, batch: Transitions) -> Transitions:
 
 
 def given(noise: Tensor | None) -> Tensor:
-    """Noise that the rows of an update that draws actions hold."""
+    """The noise of rows, which must be there if the update draws actions."""
     assert noise is not None, "transition_rows draws it"
     return noise

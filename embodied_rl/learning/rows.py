@@ -1,5 +1,5 @@
-"""Rows beside a rollout's decisions (`algorithms.batch.Batch`): stored steps, whole episodes, and texts of tokens; and making their number
-one that the learner can divide among ranks and micro-batches (ROLL's batch adjustment)."""
+"""Rows other than a rollout's decisions (`algorithms.batch.Batch`): stored steps, whole episodes and texts of tokens. `adjust_rows` makes
+their number divisible among ranks and micro-batches (ROLL's batch adjustment)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from embodied_rl.policies.packing import KeptStructure, TokenSequence
 
 _INPUT, _OBSERVATION, _IMAGE, _STRUCTURES = "input.", "observation.", "image.", "structures"
 VALUED = "valued"
-"""Input of episodes [B, T] bool: decisions that have returns, a target for the critic. Absent: all have, or none."""
+"""Input of episodes, [B, T] bool: decisions with returns, the critic's targets. Absent: all have returns, or none."""
 
 
 class StoredRows(TensorRows):
@@ -27,7 +27,7 @@ class StoredRows(TensorRows):
 
     action: Tensor
     mask: Tensor | None
-    """[B] bool: rows that count; None: all."""
+    """[B] bool: rows that count; None: all rows."""
 
     @property
     def num_rows(self) -> int:
@@ -55,32 +55,32 @@ class StepRows(StoredRows):
     action: Tensor
     """[B, A] normalised, int64 [B, 1] for discrete; chunks [B, K, A]."""
     executed: Tensor | None = None
-    """[B, K] bool: of chunks, the steps that exist; None: all."""
+    """[B, K] bool: steps of chunks that exist; None: all steps."""
     mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class TransitionRows(StoredRows):
-    """B steps with what came of them, and the random numbers of one update."""
+    """B transitions, and the random numbers of one update."""
 
     observation: dict[str, Tensor]
     """{key: [B, ...]}"""
     next_observation: dict[str, Tensor]
-    """{key: [B, ...]}; not looked at where `discount` is 0."""
+    """{key: [B, ...]}; ignored where `discount` is 0."""
     action: Tensor
     """[B, A] normalised, int64 [B, 1] for discrete; chunks [B, K, A], 0 where not executed."""
     reward: Tensor
-    """[B] discounted sum until the next observation."""
+    """[B] discounted sum of rewards until the next observation."""
     discount: Tensor
-    """[B] of what comes after, 0 after a terminated step."""
+    """[B] discount of the next state's value, 0 after a terminated step."""
     members: Tensor
     """[M] int64: the critics whose smallest value is the target."""
     executed: Tensor | None = None
-    """[B, K] bool: of chunks, the steps that exist; None: all."""
+    """[B, K] bool: steps of chunks that exist; None: all steps."""
     noise: Tensor | None = None
-    """[B, noise_width] of the policy's actions; None: no action is drawn."""
+    """[B, noise_width] noise of the policy's actions; None: no action is drawn."""
     next_noise: Tensor | None = None
-    """[B, noise_width] of its actions after `next_observation`."""
+    """[B, noise_width] noise of its actions at `next_observation`."""
     mask: Tensor | None = None
 
     of_all: ClassVar[frozenset[str]] = frozenset({"members"})
@@ -88,25 +88,25 @@ class TransitionRows(StoredRows):
 
 @dataclass(frozen=True)
 class EpisodeRows(Rows):
-    """B episodes of at most T decisions, M in all. A decision has U entries, the units of `algorithm.ratio`."""
+    """B episodes of at most T decisions, M decisions in all. A decision has U entries, the units of `algorithm.ratio`."""
 
     inputs: dict[str, Tensor]
-    """{name: [B, T·U], [B, T] or [B]} that losses ask for by name, with ``mask`` [B, T·U] and ``decisions`` [B, T]. A critic with a value
-    for each step of a chunk has [B, T·K] of ``value``, ``returns`` and ``valued``."""
+    """{name: [B, T·U], [B, T] or [B]} that losses request by name, with ``mask`` [B, T·U] and ``decisions`` [B, T]. With a critic that
+    values each step of a chunk, ``value``, ``returns`` and ``valued`` are [B, T·K]."""
     observation: dict[str, Tensor]
-    """{key: [M, ...]}, episode after episode."""
+    """{key: [M, ...]}, one episode after another."""
     action: Tensor
     """[M, A]"""
     row: Tensor
     """[M] int64 episode of each decision."""
     column: Tensor
-    """[M] int64 its place in the episode."""
+    """[M] int64 index of each decision in its episode."""
     unit_mask: Tensor | None = None
-    """[M, L] bool: action units that were executed; None: all."""
+    """[M, L] bool: action units that were executed; None: all units."""
 
     @classmethod
     def joined(cls, parts: Sequence[EpisodeRows]) -> EpisodeRows:
-        """One after the other, as long as the longest."""
+        """Concatenate parts, padded to the longest."""
         if len(parts) == 1:
             return parts[0]
         if len({"returns" in part.inputs for part in parts}) > 1:
@@ -135,18 +135,18 @@ class EpisodeRows(Rows):
         return int(self.inputs["decisions"].shape[0])
 
     def with_targets(self) -> EpisodeRows:
-        """With the inputs of a critic, whether there are returns to learn or not."""
+        """Add a critic's inputs, whether or not there are returns to learn."""
         decisions = self.inputs["decisions"]
         returns = self.inputs.get("returns", torch.zeros(decisions.shape))
         return replace(self, inputs={**self.inputs, "returns": returns, VALUED: decisions & ("returns" in self.inputs)})
 
     def episodes_of(self, num_decisions: int) -> int:
-        """As many episodes as have about so many decisions that count."""
+        """Number of episodes that together have about `num_decisions` decisions that count."""
         decisions = self.inputs["decisions"]
         return round(num_decisions * int(decisions.any(1).sum()) / max(int(decisions.sum()), 1))
 
     def chosen(self, rows: Tensor) -> EpisodeRows:
-        """See `Rows.chosen`; cut to the longest of the episodes. An episode comes once."""
+        """See `Rows.chosen`; cut to the longest chosen episode. Each episode may be chosen once."""
         place = torch.full((self.num_rows,), -1)
         place[rows] = torch.arange(len(rows))
         flat = (place[self.row] >= 0).nonzero().squeeze(-1)
@@ -195,7 +195,7 @@ class EpisodeRows(Rows):
 
 @dataclass(frozen=True)
 class TokenBatch(Rows):
-    """R rows of at most S tokens with what losses read of them; entries are 0 where `mask` is False."""
+    """R rows of at most S tokens with the inputs of losses; entries are 0 where `mask` is False."""
 
     sequences: tuple[TokenSequence, ...]
     mask: Tensor
@@ -203,25 +203,25 @@ class TokenBatch(Rows):
     advantage: Tensor
     """[R, S]"""
     behaviour_log_prob: Tensor
-    """[R, S] under the policy that sampled."""
+    """[R, S] log-probabilities under the policy that sampled."""
     chunk_id: Tensor
-    """[R, S] int64 number of the turn in its episode."""
+    """[R, S] int64 number of the token's turn in its episode."""
     positive: Tensor
     """[R] bool: rows of episodes that succeeded."""
     present: Tensor | None = None
-    """[R, S] log-probabilities under the policy as it is when the update begins; None: neither the loss nor a KL term needs them."""
+    """[R, S] log-probabilities under the policy at the start of the update; None: neither the loss nor a KL term needs them."""
     reference: Tensor | None = None
-    """[R, S] under the policy that the run began with; None: there is no KL term."""
+    """[R, S] log-probabilities under the policy that the run began with; None: there is no KL term."""
     returns: Tensor | None = None
-    """[R, S] the critic's target where `valued`, as all that follows; None: there is no critic."""
+    """[R, S] the critic's targets where `valued`; None, as the two below: there is no critic."""
     value: Tensor | None = None
-    """[R, S] that the returns were computed with."""
+    """[R, S] values that the returns were computed with."""
     valued: Tensor | None = None
-    """[R, S] bool: first tokens of turns, at which the state that the turn answers has its value."""
+    """[R, S] bool: first token of each turn, which carries the value of the state before the turn."""
 
     @staticmethod
     def of_cloning(sequences: Sequence[TokenSequence]) -> TokenBatch:
-        """Sequences whose masked tokens are to be imitated."""
+        """Make rows from sequences whose masked tokens are imitated."""
         mask = torch.zeros(len(sequences), max(len(sequence) for sequence in sequences), dtype=torch.bool)
         for row, sequence in enumerate(sequences):
             mask[row, : len(sequence)] = torch.from_numpy(sequence.mask)
@@ -230,7 +230,7 @@ class TokenBatch(Rows):
 
     @classmethod
     def joined(cls, parts: Sequence[TokenBatch]) -> TokenBatch:
-        """One after the other, as wide as the widest; what only some have (a critic's numbers) is 0 in the others."""
+        """Concatenate parts, padded to the widest; fields that only some parts have (a critic's) are 0 in the others."""
         if len(parts) == 1:
             return parts[0]
         width, named = max(part.mask.shape[1] for part in parts), [part._named() for part in parts]
@@ -249,7 +249,7 @@ class TokenBatch(Rows):
         return len(self.sequences)
 
     def chosen(self, rows: Tensor) -> TokenBatch:
-        """See `Rows.chosen`; as wide as before."""
+        """See `Rows.chosen`; the width stays."""
         named = {name: value[rows] for name, value in self._named().items()}
         return TokenBatch(tuple(self.sequences[int(number)] for number in rows), **named)
 
@@ -297,19 +297,19 @@ class TokenBatch(Rows):
 
 
 Adjustment = Literal["copy", "delete", "auto", "random_sample"]
-"""copy: fill up with copies of random rows. delete: drop random rows. auto: the nearer of the two; copies where they are equally near
-or nothing would be left. random_sample: as many random rows as the largest multiple that there are, none of them twice; where there are
-fewer than one multiple, all of them and copies, drawn with replacement. A number that is divisible stays as it is, in every mode."""
+"""copy: add copies of random rows. delete: drop random rows. auto: the smaller change of the two; copy if they are equal or if delete would
+leave no row. random_sample: draw the largest multiple of random rows without replacement; with fewer rows than one multiple, keep all and
+add copies drawn with replacement. A divisible number of rows stays as it is in every mode."""
 
 
 @dataclass(frozen=True)
 class AdjustedRows:
-    """Which rows to train on, and what each counts for."""
+    """Rows to train on, and the weight of each."""
 
     indices: np.ndarray
     """[n] int64 rows of the batch; kept rows stay in their order, copies come last."""
     weight: np.ndarray
-    """[n] float32: 1.0, and 0.0 for copies: multiply the loss mask with it."""
+    """[n] float32: 1.0, or 0.0 for copies; multiply the loss mask with it."""
 
     @property
     def num_rows(self) -> int:
@@ -317,16 +317,16 @@ class AdjustedRows:
 
 
 def adjust_rows(num_rows: int, *, divisors: Sequence[int], mode: Adjustment, seed: int | Sequence[int]) -> AdjustedRows:
-    """Choose rows so that their number is a multiple of D, the least common multiple of `divisors` (ranks × micro-batch, say).
+    """Choose rows so that their number is a multiple of D, the least common multiple of `divisors` (such as ranks × micro-batch).
 
     With rem = num_rows mod D: ``copy`` adds D − rem copies, ``delete`` drops rem, ``random_sample`` draws num_rows − rem rows without
     replacement, in random order, or fills fewer than D up to D with replacement. rem = 0: the batch stays as it is.
 
     Args:
-        divisors: what the learner needs the number of rows to be divisible by.
-        seed: with the arguments, all that the result depends on; give (run seed, iteration).
+        divisors: numbers that the number of rows must be divisible by.
+        seed: the result depends only on it and the other arguments; pass (run seed, iteration).
 
-    Raises UserError: ``delete`` would leave none.
+    Raises UserError: ``delete`` would leave no row.
     """
     multiple = math.lcm(*divisors)
     rng = np.random.default_rng(np.random.SeedSequence(seed))
@@ -350,6 +350,6 @@ def adjust_rows(num_rows: int, *, divisors: Sequence[int], mode: Adjustment, see
 
 
 def _spread_draw(rng: np.random.Generator, num_rows: int, count: int) -> np.ndarray:
-    """`count` random rows [count] int64, none of them once more often than another."""
+    """`count` random rows [count] int64; each row is drawn at most once more often than any other."""
     rounds = [rng.permutation(num_rows) for _ in range(-(-count // num_rows))]
     return np.concatenate(rounds)[:count]

@@ -1,11 +1,11 @@
-"""Checkpoints of sharded tensors: every rank writes its own part, and any number of ranks reads them back.
+"""Checkpoints of sharded tensors: every rank writes its own part, and any number of ranks reads them.
 
     <folder>/
-        index.json              names, shapes and types; which rectangle of each tensor lies where; SHA-256 of every file
+            index.json              names, shapes and types; file and position of each tensor's rectangles; SHA-256 of every file
         rank_00000.safetensors  the parts of rank 0, and so on
 
-A folder is whole or absent: ranks write into ``<folder>.partial-<number>``, and rank 0 renames it when every rank's part is there. The
-ranks find one another only through these files, so that writing can go on in the background while training uses the network.
+A folder is whole or absent: ranks write into ``<folder>.partial-<number>``, and rank 0 renames it once every rank's part is there. Ranks
+find one another only through these files, so that writing can continue in the background while training uses the network.
 Nothing is unpickled (torch's own distributed checkpoints keep their metadata in a pickle).
 """
 
@@ -57,12 +57,12 @@ class SavingCheckpoint:
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Until nothing is written any more, whatever came of it."""
+        """Wait until writing has ended, whatever the result."""
         self._thread.join()
 
     def wait(self, timeout_s: float | None = None) -> Path:
-        """The folder, when it is whole.
-        Raises UserError: it cannot be written, or a rank did not write its part in time; TimeoutError: it is not done yet.
+        """Wait for the whole folder and return it.
+        Raises UserError: it cannot be written, or a rank did not write its part in time; TimeoutError: it is not finished yet.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -80,13 +80,13 @@ def save_sharded(
     asynchronous: bool = False,
     timeout_s: float = 600.0,
 ) -> SavingCheckpoint:
-    """Write plain and sharded tensors; a collective call. What exists at `folder` is replaced when the new one is whole.
+    """Write plain and sharded tensors; a collective call. Replaces what exists at `folder` once the new one is whole.
 
     Args:
-        tensors: the same names on every rank, such as parameters and ``optimizer.exp_avg.<name>``. Plain ones are rank 0's.
+        tensors: the same names on every rank, such as parameters and ``optimizer.exp_avg.<name>``. Rank 0 writes the plain ones.
         metadata: JSON values of rank 0 (the step, the number of ranks, …).
-        asynchronous: return when the parts are copied to the host; `SavingCheckpoint.wait` raises what went wrong. False: wait here.
-        timeout_s: until the slowest rank's part must be there.
+        asynchronous: return once the parts are copied to the host; `SavingCheckpoint.wait` raises later errors. False: wait here.
+        timeout_s: longest wait for the slowest rank's part.
 
     Raises UserError: the folder cannot be written.
     """
@@ -110,7 +110,7 @@ def save_sharded(
         except BaseException as error:  # `wait` raises it, in the thread that called it
             failure.append(error)
         if failure and rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # it takes room, and the others wait for its end
+            shutil.rmtree(partial, ignore_errors=True)  # frees the space; the other ranks wait for its removal
         elif failure:
             _tell_failure(partial, rank, failure[0])
 
@@ -122,10 +122,10 @@ def save_sharded(
 
 
 def load_sharded(folder: Path | str, tensors: Mapping[str, Tensor], *, verify: bool = True) -> dict[str, Any]:
-    """Fill plain and sharded tensors in place, each rank its own part, whatever number of ranks wrote them; returns the metadata.
+    """Fill plain and sharded tensors in place, each rank its own part, from any number of writing ranks; return the metadata.
 
-    `verify`: compare the SHA-256 of the files that are read.
-    Raises IncompatibleCheckpointError: missing, damaged, of another format version, or of other tensors.
+    `verify`: check the SHA-256 of the files that are read.
+    Raises IncompatibleCheckpointError: missing, damaged, of another format version, or with other tensors.
     """
     folder = Path(folder)
     index = read_index(folder)
@@ -144,7 +144,7 @@ def load_sharded(folder: Path | str, tensors: Mapping[str, Tensor], *, verify: b
 
 
 def read_whole(folder: Path | str, *, verify: bool = True) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, put together. Raises IncompatibleCheckpointError as `load_sharded` does."""
+    """Every tensor of a checkpoint, assembled. Raises IncompatibleCheckpointError as `load_sharded` does."""
     described = read_index(folder)["tensors"]
     tensors = {name: torch.empty(entry["shape"], dtype=torch_dtype(entry["dtype"])) for name, entry in described.items()}
     load_sharded(folder, tensors, verify=verify)
@@ -152,7 +152,7 @@ def read_whole(folder: Path | str, *, verify: bool = True) -> dict[str, Tensor]:
 
 
 def read_index(folder: Path | str) -> dict[str, Any]:
-    """The index of a checkpoint. Raises IncompatibleCheckpointError where it is missing or damaged."""
+    """The index of a checkpoint. Raises IncompatibleCheckpointError if it is missing or damaged."""
     path = Path(folder) / INDEX_FILE
     try:
         index = parse_json(read_regular(path))
@@ -181,7 +181,7 @@ def read_index(folder: Path | str) -> dict[str, Any]:
 
 
 def _check_parts(name: str, entry: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    """Raise ValueError where what the index says of a tensor cannot be: before memory is taken for it."""
+    """Raise ValueError if a tensor's entry in the index is impossible, before memory is allocated for it."""
     shape, dtype = entry["shape"], vars(torch).get(str(entry["dtype"]))
     places = [(shape, shape), *((part["start"], part["size"]) for part in entry["parts"])]
     sides = [side for place in places for row in place for side in row]
@@ -192,7 +192,7 @@ def _check_parts(name: str, entry: Mapping[str, Any], files: Mapping[str, Any]) 
         not isinstance(part["file"], str) or part["file"] not in files or Path(part["file"]).name != part["file"] for part in entry["parts"]
     ):
         raise ValueError(f"tensor {name!r:.60} lies in a file that is not listed")
-    # Parts may be there twice, and then none is missing for it; fewer never suffice.
+    # Parts may occur twice, which hides a missing one; fewer bytes than the tensor has never suffice.
     if math.prod(shape) * dtype.itemsize > len(entry["parts"]) * max((files[part["file"]]["bytes"] for part in entry["parts"]), default=0):
         raise ValueError(f"tensor {name!r:.60} claims more than its files hold")
 
@@ -205,7 +205,7 @@ def _damaged(path: Path, what: str) -> IncompatibleCheckpointError:
 
 
 def _own_parts(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Copies of what this rank writes, and where each part lies in its tensor. Of equal copies, the first rank's is written."""
+    """Copies of this rank's parts, and each part's position in its tensor. Of equal copies, only the first rank's is written."""
     parts: dict[str, Tensor] = {}
     entries: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -227,7 +227,7 @@ def _own_parts(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tens
 
 
 def _is_cut(placement: Placement) -> bool:
-    """Whether it is some kind of shard (FSDP over tensor parallelism has its own class)."""
+    """Whether the placement is some kind of shard (FSDP over tensor parallelism has its own class)."""
     return "Shard" in type(placement).__name__
 
 
@@ -237,25 +237,25 @@ def _write_part(partial: Path, rank: int, parts: dict[str, Tensor], entries: dic
     save_file(parts, path)
     reset_mode(path)
     fsync(path)
-    # Its being there says that the part is whole.
+    # This file marks the part as whole.
     write_atomic(partial / f"rank_{rank:05d}.json", json.dumps({"parts": entries, "sha256": sha256_of(path), "bytes": path.stat().st_size}))
 
 
 def _tell_failure(partial: Path, rank: int, error: BaseException) -> None:
-    """So that rank 0 need not wait for a part that will never come. An empty file, where there is no room for the reason."""
+    """Write the error into a file, so that rank 0 does not wait for the part. The file is empty if there is no space for the text."""
     path = partial / f"rank_{rank:05d}{_FAILED}"
     with contextlib.suppress(OSError, UserError):
         if not partial.is_dir():
             return
         try:
-            # At once with its text: rank 0 removes the folder as soon as it sees the file.
+            # With the text in one write: rank 0 removes the folder as soon as it sees the file.
             write_atomic(path, str(error))
         except (OSError, UserError):
             path.touch()
 
 
 def _all_there(partial: Path, notes: list[Path]) -> bool:
-    """Raises UserError where a rank says that it failed."""
+    """Whether all ranks' parts are there. Raises UserError if a rank reports a failure."""
     for note in notes:
         failed = note.with_suffix(_FAILED)
         if failed.is_file():
@@ -276,7 +276,7 @@ def _finish(partial: Path, final: Path, description: dict[str, Any], metadata: d
         file = f"{note.stem}.safetensors"
         files[file] = {"sha256": written["sha256"], "bytes": written["bytes"]}
         for name, place in written["parts"].items():
-            # Ranks that share matrix products hold equal copies of everything else.
+            # Ranks of one tensor-parallel group hold equal copies of everything that is not divided.
             if not any((other["start"], other["size"]) == (place["start"], place["size"]) for other in places[name]):
                 places[name].append({"file": file, **place})
         note.unlink()
@@ -357,7 +357,7 @@ def _num_ranks() -> int:
 
 
 def _common_number() -> int:
-    """A random number that all ranks know: saves of the same folder do not meet, and leftovers of a crash are not taken for parts."""
+    """A random number common to all ranks: keeps saves to the same folder apart from each other, and from leftovers of a crash."""
     number = torch.tensor([secrets.randbits(62)], dtype=torch.int64)
     if dist.is_initialized():
         on_device = number.cuda() if dist.get_backend() == "nccl" else number

@@ -1,4 +1,4 @@
-"""Tensor parallelism by the plan that a transformers model brings: columns and rows of its linear layers over a mesh dimension."""
+"""Tensor parallelism by a transformers model's own plan: columns and rows of its linear layers over a mesh dimension."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh) -> list[str]:
-    """Cut the linear layers of the transformers models inside `module`, in place; returns their names.
-    Raises UserError: no model has a plan, the plan has a style that is not known here, a size is not a multiple of the ranks, or the layers
+    """Divide the linear layers of the transformers models inside `module`, in place; return their names.
+    Raises UserError: no model has a plan, the plan has an unknown style, a size is not a multiple of the ranks, or the layers
     carry LoRA.
     """
     from torch.distributed.tensor.parallel import parallelize_module
@@ -42,7 +42,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh) -> list[str]:
 
 
 def check_plan(module: nn.Module, num_shards: int) -> None:
-    """Raises UserError where no model inside `module` has a plan, or its heads cannot be divided: before any rank starts."""
+    """Raise UserError if no model inside `module` has a plan, or its heads cannot be divided; called before any rank starts."""
     planned = [model for _, model in _models(module) if _plan(model)]
     if not planned:
         raise _no_plan(module, num_shards)
@@ -70,7 +70,7 @@ def _models(module: nn.Module) -> list[tuple[str, PreTrainedModel]]:
 
 
 def _plan(model: PreTrainedModel) -> dict[re.Pattern[str], str]:
-    """{pattern of a layer's name within `model`: style}. The plan of a base model's layers is its configuration's."""
+    """{pattern of a layer's name within `model`: style}. The configuration has the plan of a base model's layers."""
     if model.base_model_prefix in dict(model.named_children()):
         return {}  # the base model below has the plan; the output layer stays whole
     plan = value_of(model.config, "base_model_tp_plan") or {}

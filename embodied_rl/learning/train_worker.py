@@ -1,6 +1,6 @@
-"""A process that holds one rank of sharded training: ``python -m embodied_rl.learning.train_worker SOCKET``.
+"""A process with one rank of sharded training: ``python -m embodied_rl.learning.train_worker SOCKET``.
 
-It does what the process of rank 0 asks for, in order, until the connection ends.
+It executes rank 0's requests in order, until the connection ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from embodied_rl.types import SimSpec
 
 
 def main(descriptor: int) -> None:
-    """Serve until rank 0 is gone."""
+    """Serve until rank 0 has ended."""
     link, server = Link(socket.socket(fileno=descriptor)), RankServer()
     try:
         while True:
@@ -42,7 +42,7 @@ def main(descriptor: int) -> None:
 
 
 class RankServer:
-    """One rank: does what the `RankExecutor` asks for, in order. ``build`` comes first, then ``join``."""
+    """One rank: executes the requests of the `RankExecutor` in order. ``build`` comes first, then ``join``."""
 
     def __init__(self) -> None:
         self._setup: dict[str, Any] = {}
@@ -51,7 +51,7 @@ class RankServer:
         self._rank: Rank | None = None
 
     def do(self, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        """What rank 0 waits for (perhaps nothing but that it is done), or None where it does not wait."""
+        """Execute a request. Returns the answer that rank 0 waits for (perhaps empty), or None if it does not wait."""
         what = message["do"]
         if what == "build":
             self._build(message, tensors)
@@ -80,11 +80,11 @@ class RankServer:
 
 
 def build_described(description: Mapping[str, Any], algorithm: AlgorithmConfig) -> TrainedModule:
-    """The module that `TrainedModule.describe` described, with weights that are to be replaced. Raises UserError."""
+    """Build the module of a description of `TrainedModule.describe`; its weights are to be replaced. Raises UserError."""
     config = convert(AnyPolicyConfig, description["policy"], "policy")
     if isinstance(config, LanguageConfig):
         language = build_language_policy(config, weights=False)
-        # Whether a model keeps packed sequences apart was tried with the real weights.
+        # The real weights have shown whether the model keeps packed sequences apart.
         language.lay_out(description["layout"], description["apart"])
         return language
     policy = build_policy(config, SimSpec.from_dict(description["spec"]))
@@ -94,8 +94,8 @@ def build_described(description: Mapping[str, Any], algorithm: AlgorithmConfig) 
 
 
 def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """Do one thing together with the other ranks; tensors to be sent back, or None. What all of them have then, ``answers`` says who sends:
-    the first, where the `RankExecutor` is elsewhere."""
+    """Execute one request together with the other ranks; return tensors to send back, or None. Of a result that all ranks have, only the
+    rank with ``answers`` sends it: the first, if the `RankExecutor` is elsewhere."""
     what, answers = message["do"], message.get("answers", False)
     if what == "step":
         rows = rank.objective(message["objective"]).rows.of_tensors(tensors)
@@ -105,7 +105,7 @@ def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) ->
         return {"value": rank.values(tensors)}
     if what == "weights":
         kept: dict[str, Tensor] = {}
-        for name, tensor in rank.weights():  # all gather them
+        for name, tensor in rank.weights():  # all ranks gather them
             if answers:
                 kept[name] = tensor.detach().cpu().clone()
         return kept if answers else None

@@ -1,6 +1,6 @@
-"""What fills the one training loop: how experience comes about, and what is learned from it.
+"""The methods of the training loop: how experience is collected, and how policies learn from it.
 
-Fixed rollouts of all slots (`rollout`), groups of whole episodes (`groups`), and steps that are kept, recorded or played (`stored`,
+Fixed rollouts of all slots (`rollout`), groups of whole episodes (`groups`), and stored steps, recorded or played (`stored`,
 `cloning`, `off_policy`).
 """
 

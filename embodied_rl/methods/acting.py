@@ -1,4 +1,4 @@
-"""How fixed rollouts are played, whether an update consumes them or keeps them: in ways that can be switched."""
+"""Playing fixed rollouts, whether one update consumes them or stores them: with actions that can be switched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embodied_rl.types import ActionLayout, Observation, Rollout, SimSpec
 
 
 class SwitchedGenerator(WrappedGenerator):
-    """Passes on to `generator`, to random actions where `way` is "random", and without noise where it is "mode"."""
+    """Acts with `generator`; with random actions if `way` is "random", and without noise if it is "mode"."""
 
     def __init__(self, generator: Generator, spec: SimSpec) -> None:
         super().__init__(generator)
@@ -43,8 +43,8 @@ def make_rollout_collector(
     starts: StartLibrary | None = None,
     domain: str = "",
 ) -> RolloutCollector:
-    """The collector that a configuration describes, in whatever process the simulators are; `share`: of the slots. What learns from steps
-    that it keeps says how they are acted in (`Collector.draw`). Each named domain draws its own seeds and noise."""
+    """Build the collector that a configuration describes, in the simulators' process; `share`: share of the slots. Methods with stored
+    steps set how it acts (`Collector.draw`). Each named domain draws its own seeds and noise."""
     has_hosts, max_staleness = config.hybrid.placement.kind == "multiplexed", config.algorithm.max_staleness
     return RolloutCollector(
         manager,
@@ -61,14 +61,14 @@ def make_rollout_collector(
 
 
 def finished_in(rollout: Rollout) -> list[tuple[bool, float, int]]:
-    """See `Experience.finished`."""
-    # Success rates, and what is chosen by them, are of ordinary starts.
+    """Finished episodes as in `Experience.finished`."""
+    # Success rates, and decisions based on them, count ordinary starts only.
     ordinary = [episode for episode in rollout.episodes if "start" not in episode.final_info]
     return [(episode.success_once, episode.episode_return, episode.length) for episode in ordinary]
 
 
 def seen_in(rollout: Rollout) -> TensorObservation:
-    """{key: [B, ...]} what is numbers."""
-    # What came through Ray is read-only, of which torch warns.
+    """{key: [B, ...]} the numeric observations."""
+    # Arrays that came through Ray are read-only, of which torch warns.
     parts = {key: part if part.flags.writeable else part.copy() for key, part in rollout.observation.items() if part.dtype != object}
     return {key: torch.from_numpy(part).flatten(0, 1) for key, part in parts.items()}

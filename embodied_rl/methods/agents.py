@@ -31,9 +31,9 @@ from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.types import EpisodeGroup
 
 DIALOGUES = "dialogues.html"
-"""In a run's folder."""
+"""File in a run's folder."""
 _DIALOGUES, _DOMAIN_DIALOGUES = 12, 4
-"""Episodes that are written down at the end: of a run's only domain, of each of several."""
+"""Number of episodes written at the end: of a run's only domain, and of each of several domains."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class PreparedTurns:
 
     tokens: TokenBatch
     num_turns: int
-    """Those that are learned from."""
+    """Number of turns that are learned from."""
     metrics: dict[str, float]
 
 
 class TokenLearner(PolicyLearner):
-    """One language policy that plays one or several domains of text; each domain's episodes are valued in its own way."""
+    """One language policy that plays one or several domains of text; each domain values its episodes by its own configuration."""
 
     policy: LanguagePolicy
 
@@ -59,21 +59,21 @@ class TokenLearner(PolicyLearner):
         sampling: Collection[str],
         ranks: RankHost | None = None,
     ) -> None:
-        """`config`: of the update; `configs`: {domain: its own}; `sampling`: kinds of backends whose samples are learned from."""
+        """`config`: for the update; `configs`: {domain: its own}; `sampling`: kinds of backends whose samples are learned from."""
         groups = config.algorithm.groups
         assert groups is not None, "the configuration was checked"
         self.config, self.policy = config, policy
         self.generator: Generator | None = None
-        """What a warm start publishes to: of the whole run."""
+        """Generator that a warm start publishes to: that of the whole run."""
         self.warm_starts: dict[str, WarmStart] = {}
         self._methods = {name: EpisodeMethod(own.algorithm) for name, own in configs.items()}
-        # In the same precision by the same code, of the weights of this very version.
+        # Sampled in the same precision by the same code, with the weights of this very version.
         self._trust_sampled = set(sampling) == {"tokens_torch"} and groups.max_staleness == 0
         self.learner = make_learner(TokenObjective(policy, config.algorithm), policy, config.algorithm, config.hybrid, ranks=ranks)
         self._last: dict[str, list[AgentEpisode]] = {}
 
     def prepare(self, gathered: Sequence[EpisodeGroup]) -> PreparedTurns:
-        """See `PolicyLearner.prepare`: the tokens of all domains, each with its own credit."""
+        """See `PolicyLearner.prepare`: returns the tokens of all domains, with each domain's credit."""
         parts: list[PreparedTurns] = []
         for name, method in self._methods.items():
             if own := of_domain(name, gathered):
@@ -98,7 +98,7 @@ class TokenLearner(PolicyLearner):
         return any(start.wanted for start in self.warm_starts.values())
 
     def begin(self, version: int) -> None:
-        """See `PolicyLearner.begin`: the players' episodes of all domains are cloned together, so that no domain is forgotten."""
+        """See `PolicyLearner.begin`: clones the players' episodes of all domains together, so that no domain is forgotten."""
         wanted = {name: start for name, start in self.warm_starts.items() if start.wanted}
         if wanted:
             before = {name: start.success() for name, start in wanted.items()}
@@ -122,7 +122,7 @@ class TokenLearner(PolicyLearner):
             self._last[stream.name] = agent_episodes(groups)[: _DOMAIN_DIALOGUES if stream.domain else _DIALOGUES]
 
     def finish(self, run_dir: Path) -> None:
-        """See `PolicyLearner.finish`: the last training episodes, to be read."""
+        """See `PolicyLearner.finish`: writes the last training episodes."""
         page, decode = Path(DIALOGUES), functools.partial(self.policy.tokenizer.decode, skip_special_tokens=False)
         for name, episodes in self._last.items():
             path = run_dir / (page if "" in self._methods else page.with_stem(f"{page.stem}-{name}"))
@@ -147,19 +147,19 @@ class TokenLearner(PolicyLearner):
 
     @property
     def _kl(self) -> KlTerm:
-        """The run's: a divergence is of the policy, and not of a domain."""
+        """The run's KL term: divergence belongs to the policy, not to a domain."""
         return next(iter(self._methods.values())).kl
 
 
 def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[EpisodeGroup], *, trust_sampled: bool) -> PreparedTurns:
-    """Credit of the turns of groups, and its tokens.
+    """Credit of the turns of groups, and the turns' tokens.
 
     Args:
-        trust_sampled: the log-probabilities of sampled tokens are those of the policy as it is when an update begins (the generator
-            computes as the trainer does, and nothing is stale), so that they need not be computed again.
+        trust_sampled: the sampled tokens' log-probabilities are those of the policy at the start of the update (the generator
+            computes as the trainer does, and nothing is stale), so they are not computed again.
     """
     turns, (rows, owner) = turn_batch(groups), token_rows(agent_episodes(groups))
-    # The sequences are the same whatever the credit is, and a KL term in the reward needs their log-probabilities first.
+    # The sequences do not depend on the credit, and a KL term in the reward needs their log-probabilities first.
     everything = Credit(torch.zeros(turns.shape), turns.mask, torch.zeros(turns.shape), None, turns.success, {})
     tokens = token_batch(rows, owner, everything)
     present = reference = of_states = None
@@ -173,7 +173,7 @@ def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[E
         present = tokens.behaviour_log_prob
     elif present is None:
         present = learner.token_log_probs(tokens.sequences)
-    # A conversation that was cut off has no prompt after its last answer, and with it no value: as without a critic, nothing follows.
+    # A conversation that was cut off has no prompt, and so no value, after its last answer: as without a critic, 0 follows.
     values = EpisodeValues(torch.zeros(turns.shape), torch.zeros(turns.shape[0]))
     if of_states is not None:
         of_states = of_states * _first_tokens(tokens.mask, tokens.chunk_id)
@@ -188,7 +188,7 @@ def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[E
 
 
 def turn_batch(groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
-    """Groups as advantages see them: a row is an episode, an entry one of its turns; observations are texts, for anchors."""
+    """Groups in the form that advantages read: a row is an episode, an entry one of its turns; observations are texts, for anchors."""
     episodes = agent_episodes(groups)
     text = np.concatenate([episode.observation["text"] for episode in episodes])
     log_prob = [episode.log_prob.sum(axis=1) for episode in episodes]
@@ -198,7 +198,7 @@ def turn_batch(groups: Sequence[EpisodeGroup]) -> EpisodeBatch:
 
 
 def token_rows(episodes: Sequence[AgentEpisode]) -> tuple[list[TokenRow], list[int]]:
-    """Rows of tokens of all episodes, and the number of the episode that each belongs to."""
+    """Token rows of all episodes, and the index of each row's episode."""
     rows = [(row, number) for number, episode in enumerate(episodes) for row in rows_of(episode.turns)]
     return [row for row, _ in rows], [number for _, number in rows]
 
@@ -231,14 +231,14 @@ def token_batch(rows: Sequence[TokenRow], owner: Sequence[int], credit: Credit) 
 
 
 def _first_tokens(sampled: Tensor, turns: Tensor) -> Tensor:
-    """[R, S] bool: the first of each turn's sampled tokens, which stand together."""
+    """[R, S] bool: first of each turn's sampled tokens, which are contiguous."""
     first = sampled.clone()
     first[:, 1:] &= ~sampled[:, :-1] | (turns[:, 1:] != turns[:, :-1])
     return first
 
 
 def of_turns(values: Tensor, rows: Sequence[TokenRow], owner: Sequence[int], shape: tuple[int, int]) -> Tensor:
-    """[R, S] of tokens → [B, T] sums over the sampled tokens of each turn."""
+    """Sum values of tokens [R, S] over the sampled tokens of each turn → [B, T]."""
     total = torch.zeros(shape, dtype=values.dtype)
     for number, (row, episode) in enumerate(zip(rows, owner, strict=True)):
         sampled = torch.from_numpy(np.flatnonzero(row.mask))
@@ -247,7 +247,7 @@ def of_turns(values: Tensor, rows: Sequence[TokenRow], owner: Sequence[int], sha
 
 
 def joined(parts: Sequence[PreparedTurns]) -> PreparedTurns:
-    """Rows behind one another, as wide as the widest."""
+    """Concatenate rows, padded to the widest."""
     if len(parts) == 1:
         return parts[0]
     metrics: dict[str, float] = {}

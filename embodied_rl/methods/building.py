@@ -1,4 +1,4 @@
-"""Builds a run on what it plays: the policies of its streams, what acts in them, their collectors, and what learns."""
+"""Builds a run from its streams: policies, generators, collectors and the method that learns."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from embodied_rl.sim.text.program import ProgramOptions, is_program
 from embodied_rl.types import ActionLayout
 
 PROGRAM_FAULTS = "program_faults.jsonl"
-"""In a run's folder: a line for every agent program that failed."""
+"""File in a run's folder with one line per failed agent program."""
 Hosted = Callable[[Stream, Generator], tuple[Simulators, Generator]]
-"""What a robot's collector plays in, and what acts for it: (stream, its generator) → both."""
+"""(stream, its generator) → simulators and generator of a robot's collector."""
 
 
 class RunPolicies(TrainedModule):
@@ -62,7 +62,7 @@ class RunPolicies(TrainedModule):
     def __init__(self, policies: Mapping[str, TrainedModule], languages: Mapping[str, LanguagePolicy], of: Mapping[str, str]) -> None:
         """`languages`: the language policies among them; `of`: {domain: its policy}."""
         super().__init__()
-        self.roles = nn.ModuleDict(dict(policies))  # as their tensors are named in checkpoints
+        self.roles = nn.ModuleDict(dict(policies))  # the name of their tensors in checkpoints
         self._named, self._of, self._languages = dict(policies), dict(of), dict(languages)
 
     def acting_in(self, domain: str) -> Policy:
@@ -76,11 +76,11 @@ class RunPolicies(TrainedModule):
                 policy.update_statistics(own)
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:
-        """(``policy/name``, tensor) of what acts: of a language policy only the model, with any adapter merged."""
+        """(``policy/name``, tensor) of the weights that act: of a language policy only the model, with any adapter merged."""
         return self._by_policy(lambda policy: policy.named_weights())
 
     def unmerged_weights(self, *, base: bool) -> Iterable[tuple[str, Tensor]]:
-        """See `TrainedModule.unmerged_weights`; named as `named_weights` are."""
+        """See `TrainedModule.unmerged_weights`; names as in `named_weights`."""
         return self._by_policy(lambda policy: policy.unmerged_weights(base=base))
 
     def _by_policy(self, weights: Callable[[TrainedModule], Iterable[tuple[str, Tensor]]]) -> Iterable[tuple[str, Tensor]]:
@@ -89,7 +89,7 @@ class RunPolicies(TrainedModule):
                 yield f"{name}/{key}", tensor
 
     def save_description(self, folder: Path) -> None:
-        """What each language policy is built from, for a checkpoint's folder ``model`` (`model_place`)."""
+        """Write what each language policy is built from, into a checkpoint's folder ``model`` (`model_place`)."""
         for name, language in self._languages.items():
             own = folder / model_place(name)
             own.mkdir(exist_ok=True)
@@ -97,7 +97,7 @@ class RunPolicies(TrainedModule):
             language.save_description(own)
 
     def exported_names(self) -> dict[str, tuple[str, str]]:
-        """Those of the language policies; see `TrainedModule`."""
+        """See `TrainedModule.exported_names`: those of the language policies."""
         exported: dict[str, tuple[str, str]] = {}
         for name, language in self._languages.items():
             places = language.exported_names().items()
@@ -113,40 +113,40 @@ class RunComponents:
     generator: Generator
     method: Method
     languages: Mapping[str, LanguagePolicy] = dataclasses.field(default_factory=dict)
-    """{name: policy} of those that speak."""
+    """{name: policy} of the language policies."""
 
 
-# ---- what acts ----------------------------------------------------------------------------------------------------------
+# ---- generators and backends --------------------------------------------------------------------------------------------
 
 
 class Acting:
-    """Gives streams what acts in them: a generator for a robot's policy, token backends for a language policy's agents."""
+    """Supplies what acts in the streams: a generator for a robot's policy, token backends for a language policy's agents."""
 
     speaking: Mapping[str, Speaking]
-    """{name: language policy}, or what is known of it where its weights are elsewhere."""
+    """{name: language policy}, or its description if its weights are in another process."""
 
     def weights(self, policy: str) -> Callable[[], Iterable[tuple[str, Any]]] | None:
-        """A language policy's, where they are here."""
+        """Reader of a language policy's weights, if they are in this process; else None."""
         return None
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
-        """Of the stream's own policy."""
+        """Generator of the stream's own policy, and its action layout."""
         raise NotImplementedError
 
     def tokens(self, policy: str, name: str, config: TrainConfig) -> TokenBackend:
-        """Samples with a language policy's weights, as `config.generation` says; asked for once for each name of a policy's backends.
-        Raises UserError."""
+        """Make the backend that samples with a language policy's weights, as `config.generation` says; called once per backend name of a
+        policy. Raises UserError."""
         raise NotImplementedError
 
     def weights_go_through(self, policy: str, name: str, backend: TokenBackend) -> None:
-        """The policy's backend `name` has its own thread, which takes its weights from `backend`."""
+        """Note that the policy's backend `name` runs in its own thread and takes its weights from `backend`."""
 
 
 class ActingHere(Acting):
-    """The policies that are trained act themselves."""
+    """Acts with the trained policies themselves."""
 
     def __init__(self, policies: Mapping[str, Any], languages: Mapping[str, LanguagePolicy], run_dir: Path) -> None:
-        """`policies`: {name: policy} (`Stream.policy`); `languages`: those among them that speak."""
+        """`policies`: {name: policy} (`Stream.policy`); `languages`: the language policies among them."""
         self._policies, self._languages, self._run_dir = policies, languages, run_dir
         self._generators: dict[str, Generator] = {}
         self.speaking = languages
@@ -167,12 +167,12 @@ class ActingHere(Acting):
 
 @dataclasses.dataclass(frozen=True)
 class Playing:
-    """What was given to the streams of a process."""
+    """What `let_play` set up for a process's streams."""
 
     backends: dict[tuple[str, str], TokenBackend]
-    """{(policy, name): backend} of those that sample with a policy's weights, and take them."""
+    """{(policy, name): backend} of the backends that sample with a policy's weights."""
     close: Callable[[], None]
-    """Ends tools and backends."""
+    """Closes tools and backends."""
 
 
 def let_play(
@@ -186,9 +186,9 @@ def let_play(
     """Give every stream its generator and its collector, which fills `queue`, or rollouts.
 
     Args:
-        run_dir: gets what agent programs failed of (`PROGRAM_FAULTS`).
-        hosted: in place of the stream's own.
-        share: of a rollout's slots, where other workers play the rest.
+        run_dir: folder for the failures of agent programs (`PROGRAM_FAULTS`).
+        hosted: replaces the stream's own simulators and generator.
+        share: share of a rollout's slots, if other workers play the rest.
 
     Raises:
         UserError: as `Agent` and the backends do.
@@ -203,7 +203,7 @@ def let_play(
                 continue
             assert queue is not None, "the configuration was checked"
             speaking = acting.speaking[stream.policy]
-            agent = stream.agent = make_agent(stream.config.agent, speaking, stream.spec)  # its errors come before an engine
+            agent = stream.agent = make_agent(stream.config.agent, speaking, stream.spec)  # raises before an engine is started
             stack.callback(agent.close)
             if is_program(stream.config.sim):
                 served = _let_programs_play(stream, agent, acting, queue, run_dir)
@@ -259,12 +259,12 @@ def _let_agent_play(stream: Stream, agent: Agent, backend: TokenBackend, queue: 
         starts=stream.starts,
     )
     if stream.is_own:
-        # Held-out requests of a run's only domain are drawn the same in every run: its results compare.
+        # Requests of final evaluations in a run's only domain draw the same in every run, so that results compare.
         stream.generator = AgentGenerator(agent, backend, acting.weights(stream.policy), seed=stream.config.seed if stream.domain else 0)
 
 
 def _let_programs_play(stream: Stream, agent: Agent, acting: Acting, queue: GroupQueue, run_dir: Path) -> ProgramGenerator:
-    """Of a stream whose episodes are agent programs: the proxy that serves them, with its own backend, and their collector."""
+    """For a stream of agent programs: the proxy that serves them, with its own backend, and their collector."""
     config, policy = stream.config, stream.policy
     backend = acting.tokens(policy, stream.name, config)
     served = ProgramGenerator(agent, acting.speaking[policy].tokenizer, backend, acting.weights(policy), secrets.token_urlsafe(24))
@@ -283,7 +283,7 @@ def _let_programs_play(stream: Stream, agent: Agent, acting: Acting, queue: Grou
 
 
 def _kind_of(stream: Stream) -> str:
-    """Where the stream's tokens are sampled; empty: nowhere, by another model, or by its own backend."""
+    """Kind of backend that samples the stream's tokens; empty: none, another model's, or the stream's own backend."""
     if stream.config.policy.name != "language" or is_program(stream.config.sim):
         return ""
     if stream.other is None:
@@ -315,7 +315,7 @@ def _others_backend(stream: Stream, agent: Agent, speaking: Speaking) -> TokenBa
 
 
 def served_tokens(player: PlayerConfig, tokenizer: ChatTokenizer, seed: int) -> TokenBackend:
-    """Of a server that speaks OpenAI's interface."""
+    """Backend of a server with OpenAI's interface."""
     from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
 
     assert player.base_url is not None, "the configuration was checked"
@@ -326,7 +326,7 @@ def served_tokens(player: PlayerConfig, tokenizer: ChatTokenizer, seed: int) -> 
     return OpenAITokens(options, tokenizer)
 
 
-# ---- what learns --------------------------------------------------------------------------------------------------------
+# ---- learning -----------------------------------------------------------------------------------------------------------
 
 
 def build_here(
@@ -337,10 +337,10 @@ def build_here(
     base: Path | None,
     ranks: RankHost | None = None,
 ) -> RunComponents:
-    """All in this process.
+    """Build a run wholly in this process.
 
     Args:
-        checkpoint: folder of the checkpoint that the run goes on from.
+        checkpoint: folder of the checkpoint that the run continues from.
         base: folder of the model that its adapter belongs to.
 
     Raises:
@@ -349,9 +349,9 @@ def build_here(
     give_starts(streams)
     policies, languages = _policies(streams, run_dir, checkpoint, base)
     queue, first = make_queue(config, streams) if config.algorithm.groups is not None else None, streams[0]
-    with torch.random.fork_rng(devices=[]):  # what learns begins with the same weights where another process plays
+    with torch.random.fork_rng(devices=[]):  # so that learning starts from the same weights if another process plays
         playing = let_play(streams, ActingHere(policies, languages, run_dir), queue, run_dir)
-    # That of a run's only stream, which knows its backend, as it is.
+    # A run's only stream keeps its own generator, which knows its backend.
     generator = _all_generators(streams, languages, playing) if first.domain else first.generator
     assert generator is not None, "all streams play here"
     return _learning(config, streams, policies, languages, run_dir, generator, queue, ranks)
@@ -368,12 +368,12 @@ def build_elsewhere(
     ranks: RankHost | None = None,
     starts: Starts | None = None,
 ) -> RunComponents:
-    """What learns from streams that another process plays; what connects them sets the method's `collector`.
+    """Build what learns from streams that another process plays; the connection to it sets the method's `collector`.
 
     Args:
-        generator: publishes to that process; None: warm starts, and publishing, are another's.
-        languages: the language policies, where they are there already.
-        starts: where the streams' episodes start, as the rollout worker has them too.
+        generator: publishes to that process; None: another process runs warm starts and publishes.
+        languages: language policies that are already built.
+        starts: start libraries of the streams' episodes, which the rollout worker has too.
 
     Raises:
         UserError: as the makers of policies and learners do.
@@ -411,7 +411,7 @@ def _learning(
     for name, policy in policies.items():
         own = [stream for stream in streams if stream.is_own and stream.policy == name]
         configs = {stream.domain: stream.config for stream in own}
-        # A policy of several domains learns as the run says, and one of a single domain as that domain does.
+        # A policy of several domains learns with the run's configuration, and a policy of one domain with that domain's.
         of_update = config if name in ("", LANGUAGE, SHARED) else own[0].config
         of_update = of_update if name == divided else _whole(of_update)
         if name not in languages:
@@ -452,8 +452,8 @@ def _policies(
     base: Path | None,
     given: Mapping[str, LanguagePolicy] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], dict[str, LanguagePolicy]]:
-    """({name: policy}, those that speak), all built before anything else draws random numbers: initial weights do not depend on where
-    domains are played. `given`: those that are there already."""
+    """({name: policy}, the language policies), all built before anything else draws random numbers, so that initial weights do not depend
+    on where domains are played. `given`: policies that are already built."""
     own = [stream for stream in streams if stream.is_own]
     speaking = [stream for stream in own if stream.config.policy.name == "language"]
     languages = dict(given)
@@ -474,7 +474,7 @@ def _policies(
 
 
 def _check_shared(policy: Policy, stream: Stream) -> None:
-    """Raises UserError where a domain's policy, which another domain's simulators were shown first, cannot play it."""
+    """Raise UserError if a domain's policy, built for another domain's simulators, cannot play this one."""
     ours, theirs = policy.spec, stream.spec
     differing = [key for key in policy.observation_keys if ours.observation[key] != theirs.observation.get(key)]
     if differing or ours.action != theirs.action:

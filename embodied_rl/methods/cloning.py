@@ -28,10 +28,10 @@ from embodied_rl.sim.instrumented import EXPERT
 from embodied_rl.types import Rollout
 
 _LABELS = 17
-"""Stream of randomness."""
+"""Stream of randomness for the order of the expert's answers."""
 _VALIDATION_ROWS = 4096
 _BEST, _BEST_LOSS = "best.", "best_loss"
-"""Names of tensors."""
+"""Names of state tensors."""
 
 
 def mean_figures(taken: Sequence[Figures]) -> dict[str, float]:
@@ -41,11 +41,11 @@ def mean_figures(taken: Sequence[Figures]) -> dict[str, float]:
 
 
 class ClonedSteps(StoredSteps):
-    """Steps to imitate: recorded ones and, of DAgger, what the expert would have done in the states that the policy came to."""
+    """Steps to imitate: recorded ones and, for DAgger, the expert's answers in states that the policy reached."""
 
     recorded: EpisodeDataset
     validation: EpisodeDataset | None = None
-    """Of recorded episodes that are not trained on."""
+    """Dataset of the recorded episodes that are not trained on."""
 
     def __init__(self, stream: Stream, policy: Policy, run_dir: Path) -> None:
         super().__init__(stream, policy, run_dir)
@@ -56,11 +56,11 @@ class ClonedSteps(StoredSteps):
             key: np.zeros((0, *shown[key].shape), np.float32) if key in shown else np.empty(0, object) for key in policy.observation_keys
         }
         self._action = np.zeros((0, action.dim), action.dtype)
-        """The expert's answers [n, A], normalised, and what was seen there."""
+        """The expert's answers [n, A], normalised, and the observations of them."""
 
     @property
     def num_steps(self) -> int:
-        """Recorded and answered."""
+        """Number of recorded and answered steps."""
         return self.recorded.num_steps + len(self._action)
 
     def read(self, demonstrations: Demonstrations) -> None:
@@ -85,7 +85,7 @@ class ClonedSteps(StoredSteps):
             self._observation[key] = np.concatenate([part.astype(seen.dtype), seen])
 
     def epoch(self, number: int, size: int) -> Iterator[Transitions]:
-        """Every step once: recorded and answered ones, in each minibatch as in the whole."""
+        """Every step once; each minibatch mixes recorded and answered steps as the whole does."""
         answered, recorded = len(self._action), self.recorded.num_steps
         if not answered:
             yield from self.recorded.epoch(number, size)
@@ -97,7 +97,7 @@ class ClonedSteps(StoredSteps):
             yield Transitions.concatenate([part for part in (one, other) if part is not None and part.num_rows])
 
     def passes(self, epoch: int, size: int, number: int) -> Iterator[Transitions]:
-        """So many minibatches of an epoch: those of a pass over all steps, and of further ones where it has fewer."""
+        """`number` minibatches of an epoch: one pass over all steps, and further passes if it is shorter."""
         length = -(-self.num_steps // size)
         first = epoch * -(-number // length)
         return itertools.islice(itertools.chain.from_iterable(self.epoch(one, size) for one in itertools.count(first)), number)
@@ -136,7 +136,7 @@ class ClonedSteps(StoredSteps):
             self._action = state["answered.action"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Texts are in no tensor: an answer's instruction is its number among those that were seen."""
+        """JSON-able state, with texts, which tensors cannot hold: each answer stores the number of its instruction in a list."""
         if not self.options.dagger:
             return {}
         known = {key: list(dict.fromkeys(part.tolist())) for key, part in self._observation.items() if part.dtype == object}
@@ -151,13 +151,13 @@ class ClonedSteps(StoredSteps):
 class CloningLearner(StoredLearner[ClonedSteps]):
     """Behaviour cloning (Pomerleau 1991): epochs over recorded episodes until the validation loss rises.
 
-    One iteration is `num_epochs` epochs; steps are gradient steps. Normalisation statistics are those of the recorded observations. Of
-    several policies, the minibatches of an epoch are divided among them by weight.
+    One iteration is `num_epochs` epochs; steps are gradient steps. Normalisation statistics come from the recorded observations.
+    Several policies share the minibatches of an epoch by weight.
 
     With `dagger`, DAgger (Ross, Gordon and Bagnell 2011, arXiv:1011.0686, algorithm 3.1 with β_1 = 1 and β_i = 0 after). The first
-    iteration clones the recorded episodes; each later one lets the policy play `rollout_steps` steps of every slot by its mode, adds what
-    the expert would have done in each state, and learns from all of it. Steps are environment steps. Of a policy that acts in chunks the
-    expert is asked where a chunk begins, and answers for its first step: what it would do next depends on that one.
+    iteration clones the recorded episodes. Each later one lets the policy play `rollout_steps` steps of every slot by its mode, adds the
+    expert's action for each state, and learns from all of it. Steps are environment steps. If the policy acts in chunks, the expert
+    answers only for the first step of each chunk, because its next actions depend on that one.
     """
 
     first = 1
@@ -186,7 +186,7 @@ class CloningLearner(StoredLearner[ClonedSteps]):
         return {"way": "mode"}
 
     def update(self, prepared: int, *, iteration: int, progress: float) -> dict[str, float]:
-        """Epochs of `prepared` minibatches each."""
+        """Train epochs of `prepared` minibatches each."""
         rate = scheduled(self.config.algorithm, progress)
         figures = []
         for _ in range(self.num_rounds):
@@ -200,16 +200,16 @@ class CloningLearner(StoredLearner[ClonedSteps]):
         return {**means, "learning_rate": rate, "epochs": float(self._epochs)}
 
     def _minibatches(self, number: int) -> Iterator[Transitions]:
-        """Of an epoch, with rows of every domain as its weight says."""
+        """Minibatches of an epoch, with rows of every domain by weight."""
         epoch, size = self._epochs, self.config.algorithm.minibatch_size
         if len(self.steps) == 1 and number == self.num_minibatches:
             (steps,) = self.steps.values()
-            return steps.epoch(epoch, size)  # a pass over all, in however many parts it is read
+            return steps.epoch(epoch, size)  # one pass over all steps, read in any number of parts
         parts = [self.steps[domain].passes(epoch, rows, number) for domain, rows in self.rows(size).items() if rows]
         return (Transitions.concatenate(list(own)) for own in zip(*parts, strict=True))
 
     def _validate(self) -> dict[str, float]:
-        """Figures of the episodes that are not trained on; with patience, the best weights are kept, and the end is seen."""
+        """Figures of the episodes that are not trained on; with patience, also keep the best weights and decide whether to stop."""
         held = {domain: steps for domain, steps in self.steps.items() if steps.validation is not None}
         if not held:
             return {}
@@ -223,7 +223,7 @@ class CloningLearner(StoredLearner[ClonedSteps]):
         return figures | {name: value for domain, own in found.items() if len(found) > 1 for name, value in prefixed(domain, own).items()}
 
     def _keep_if_best(self, loss: float) -> bool:
-        """Remember the present weights where no validation loss was lower."""
+        """Keep the present weights if no validation loss was lower."""
         if loss >= self.best_loss:
             return False
         self.best_loss = loss
@@ -231,13 +231,13 @@ class CloningLearner(StoredLearner[ClonedSteps]):
         return True
 
     def finish(self, run_dir: Path) -> None:
-        """Take the weights with the lowest validation loss; of DAgger the last ones stay, which have seen the most answers."""
+        """Load the weights with the lowest validation loss; DAgger keeps the last ones, which have seen the most answers."""
         if self._best and not self.options.dagger:
             self.policy.load_state_dict(self._best)
             self.learner.executor.take_weights()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """With the weights that validated best."""
+        """State including the weights with the best validation loss."""
         best = {f"{_BEST}{name}": value.clone() for name, value in self._best.items()}
         return {**super().state_tensors(), **best, _BEST_LOSS: torch.tensor(self.best_loss, dtype=torch.float64)}
 

@@ -1,4 +1,4 @@
-"""Where recorded episodes come from: the recordings that a run is given, or its expert's, recorded first."""
+"""Recorded episodes of a run: the given recordings, or its expert's, which are recorded first."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from embodied_rl.types import ActionSpec, SimSpec, StepBatch
 from embodied_rl.versions import versions
 
 FOLDER = "demonstrations"
-"""Of a run's folder: what its expert played."""
+"""Subfolder of a run's folder for the expert's episodes."""
 _TRIES = 3
-"""Seeds that the expert may play for each episode that is wanted: a simulator may give one up."""
+"""Seeds that the expert may play per wanted episode: a simulator may give an episode up."""
 
 
 def training_sim(config: TrainConfig) -> SimConfig:
-    """The simulator that the run plays in: with the expert's action in its observation where the run needs an expert.
+    """Configuration of the run's simulator, with the expert's action in its observation if the run needs an expert.
 
-    Raises UserError where the task has none.
+    Raises UserError if the task has no expert.
     """
     needed = _needs_expert(config)
     return instrumented(config.sim, expert=expert_of(config), reconfigure=False) if needed else config.sim
@@ -48,7 +48,7 @@ def _needs_expert(config: TrainConfig) -> bool:
 
 
 def expert_of(config: TrainConfig) -> str:
-    """Target of the expert that a run learns from. Raises UserError where its task has none."""
+    """Target of the expert that a run learns from. Raises UserError if its task has none."""
     return config.algorithm.recorded.expert or expert_target(config.sim)
 
 
@@ -66,9 +66,9 @@ class Demonstrations:
         is_over: Callable[[], bool] = lambda: False,
         shown: bool = True,
     ) -> None:
-        """Given recordings are opened and checked here. Raises UserError.
+        """Open and check the given recordings. Raises UserError.
 
-        `domain`: whose expert plays, of a run with several. `is_over`: whether the run's time is over, asked while the expert plays.
+        `domain`: domain of the expert, in a run with several. `is_over`: whether the run's time is over, checked while the expert plays.
         `shown`: whether progress is shown.
         """
         self._is_over, self._shown = is_over, shown
@@ -78,15 +78,15 @@ class Demonstrations:
         self._recordings: list[Recording] = []
         for path in config.recording:
             recording = open_recording(path, verify=config.algorithm.recorded.verify)
-            # Recordings that were imported name their task in their own way.
+            # Imported recordings name their task in their own manner.
             check_recording(recording, self.spec, policy.observation_keys, same_task=bool(recording.info.sim))
             _warn_of_other_settings(recording, config.sim)
             self._recordings.append(recording)
 
     def load(self) -> list[EpisodeRef]:
-        """The episodes to learn from; the expert plays first where no recording was given. What the manager's slots were doing is lost.
+        """The episodes to learn from; without a given recording the expert plays first, and the manager's running episodes are lost.
 
-        Raises UserError: there is no such episode.
+        Raises UserError: there are no such episodes.
         """
         recorded = self.config.algorithm.recorded
         if not self._recordings:
@@ -95,7 +95,8 @@ class Demonstrations:
         return choose_episodes(self._recordings, only_success=recorded.only_success, max_episodes=recorded.max_episodes)
 
     def options(self, *, rewards: SeenRewards = AS_RECORDED, n_step: int = 1, action_margin: float = 0.0) -> DatasetOptions:
-        """What is made of the episodes for this policy. A chunk is one decision: `n_step` of them are as many times its steps."""
+        """Options that turn the episodes into this policy's data. A chunk is one decision: `n_step` decisions are as many times its
+        steps."""
         return DatasetOptions(
             self.policy.observation_keys,
             self.config.algorithm.gamma,
@@ -130,7 +131,7 @@ class Demonstrations:
                 )
 
     def _played_here(self) -> AbstractContextManager[Simulators]:
-        """The run's simulators, or separate ones with the expert where those are elsewhere."""
+        """The run's simulators, or separate ones with the expert if the run's are in another process."""
         if not self.manager.plays_itself:
             return nullcontext(self.manager)
         return EnvManager.from_config(training_sim(self.config), EpisodeSeeds.given(0), chunk_size=self.config.policy.chunk_size)
@@ -158,7 +159,7 @@ class Demonstrations:
 
 
 def _warn_of_other_settings(recording: Recording, sim: SimConfig) -> None:
-    """Equal spaces may mean other things: a control mode of the same size, another reward."""
+    """Warn if settings differ although spaces are equal: a control mode of the same size, another reward."""
     theirs, ours = recording.info.sim.get("kwargs"), sim.kwargs
     if not isinstance(theirs, Mapping):
         return
@@ -172,19 +173,19 @@ def _warn_of_other_settings(recording: Recording, sim: SimConfig) -> None:
 
 
 def play_expert(manager: Simulators, seeds: Sequence[int], randomness: Sequence[float]) -> list[RecordedEpisode | None]:
-    """Episodes of these seeds, side by side, as the expert plays them (see `instrumented`), some steps at random.
+    """Play episodes of these seeds in parallel with the expert (see `instrumented`), with some random steps.
 
     Args:
         seeds: at most as many as the manager has slots.
-        randomness: of each episode, the share of steps that are drawn uniformly from the simulator's range.
+        randomness: for each episode, the share of steps drawn uniformly from the simulator's range.
 
-    Returns them in the order of `seeds`; None where the simulator gave the episode up.
+    Returns them in the order of `seeds`; None for an episode that the simulator gave up.
     """
     players = {slot: _Player(seed, share, manager.spec) for slot, (seed, share) in enumerate(zip(seeds, randomness, strict=True))}
     if not players:
         return []
     everyone = list(range(manager.num_slots)) if manager.spec.steps_together else list(players)
-    # Where all step together, slots beyond ours play the last seed along.
+    # If all slots step together, the surplus ones play the last seed.
     manager.begin(everyone, [seeds[min(slot, len(seeds) - 1)] for slot in everyone])
     batch = manager.recv(everyone)
     for row, slot in enumerate(batch.slots.tolist()):
@@ -225,7 +226,7 @@ class _Player:
         return self._acted
 
     def took(self, batch: StepBatch, row: int) -> bool:
-        """Note what came of the action; whether the episode is over."""
+        """Note the result of the action; return whether the episode is over."""
         if batch.aborted is not None and batch.aborted[row]:
             return True
         terminated, truncated = bool(batch.terminated[row]), bool(batch.truncated[row])

@@ -1,4 +1,4 @@
-"""Any advantage and loss of the tables, on groups of whole episodes: of one domain or several, by one policy or one of each domain."""
+"""Any advantage and loss of the tables, on groups of whole episodes: one domain or several, one policy for all or one per domain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PreparedEpisodes:
 
 
 def of_domain(name: str, groups: Sequence[EpisodeGroup]) -> list[EpisodeGroup]:
-    """Those that were played in a domain; the only one of a run has no name."""
+    """The groups of a domain; a run's only domain has no name."""
     return [group for group in groups if not name or group.domain.partition(PLAYER_SIGN)[0] == name]
 
 
@@ -71,14 +71,14 @@ class EpisodeLearner(RobotLearner[EpisodeMethod]):
 
 
 def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: EpisodeObjective, batch: EpisodeBatch) -> PreparedEpisodes:
-    """Credit of every step, by what the learner's policy says of a batch before its update; `objective`: the learner's."""
+    """Credit of every step, from the learner's policy before the update; `objective`: the learner's."""
     ready, action = batch.observation, batch.action
     present = learner.log_probs(ready, action) if learner.needs_present else None
     reference = learner.log_probs(ready, action, of_reference=True) if learner.has_reference else None
     values = EpisodeValues(torch.zeros(batch.shape), torch.zeros(batch.shape[0]))
     if algorithm.composition.needs_critic:
         flat, final = learner.values(ready), learner.values(batch.final_observation)
-        first = final if final.ndim == 1 else final[:, 0].copy()  # of each step of a chunk: what comes after begins with the first
+        first = final if final.ndim == 1 else final[:, 0].copy()  # a value per step of a chunk: the next state's is the first
         values = EpisodeValues(batch.scatter(torch.from_numpy(flat)), torch.from_numpy(first))
     level: Level = "action" if algorithm.looks_into_chunks else "chunk"
     credit = algorithm.prepare(batch, values, objective.of_decisions(batch, algorithm.kl.divergence(present, reference), level))

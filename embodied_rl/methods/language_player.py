@@ -1,5 +1,5 @@
-"""A language agent from a configuration: its model's folder, the policy, the token backend, and the agent around them; and the model's
-description without its weights, for processes that speak through it or train it elsewhere."""
+"""Builds a language agent from a configuration: its model's folder, the policy, the token backend, and the agent. Also the model's
+description without weights, for processes that speak through it or train it elsewhere."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from embodied_rl.sim.text.program import is_program
 from embodied_rl.types import SimSpec
 
 MODEL_FOLDER = "model"
-"""In a run's folder: the tiny model as it was made. In a checkpoint: the model's configuration and tokenizer. A domain's own lies in a
-folder of its name in there."""
+"""Folder in a run's folder with the tiny model as it was made; in a checkpoint, with the model's configuration and tokenizer. Several
+domains' models have subfolders with the domains' names."""
 
 
 def make_language_policy(
@@ -43,16 +43,16 @@ def make_language_policy(
     further: Sequence[tuple[AgentConfig, Simulators]] = (),
     place: str = "",
 ) -> LanguagePolicy:
-    """A policy of a run; a resumed one's weights are loaded by the caller.
+    """Make a run's language policy; the caller loads a resumed run's weights.
 
     Args:
-        manager: shows the texts that a tiny model's tokenizer must know; its episodes are lost.
-        checkpoint: the folder of the checkpoint that the run is continued from.
-        base: the model's folder, where that checkpoint holds only an adapter.
-        further: other domains that the policy plays: agents and their simulators.
+        manager: shows the texts that a tiny model's tokenizer must know; its running episodes are lost.
+        checkpoint: folder of the checkpoint that the run continues from.
+        base: the model's folder, if that checkpoint holds only an adapter.
+        further: agents and simulators of other domains that the policy plays.
         place: see `model_place`.
 
-    Raises MissingExtraError; UserError: the simulator does not speak, or the model cannot be loaded.
+    Raises MissingExtraError; UserError: the simulator is not one of text, or the model cannot be loaded.
     """
     language = config.language
     for _, speaking in ((config.agent, manager), *further):
@@ -66,7 +66,7 @@ def make_language_policy(
 
 
 def read_language_policy(config: TrainConfig, folder: Path, *, base: Path | None = None) -> LanguagePolicy:
-    """The policy that a checkpoint's model folder describes, with random weights, or those of the model in `base`.
+    """The policy that a checkpoint's model folder describes, with random weights, or with those of the model in `base`.
 
     Raises IncompatibleCheckpointError: the folder is not a language policy's.
     """
@@ -79,7 +79,7 @@ def read_language_policy(config: TrainConfig, folder: Path, *, base: Path | None
 
 
 class Speaking(Protocol):
-    """What an agent needs of a language policy: nothing of its weights."""
+    """The parts of a language policy that an agent needs, without weights."""
 
     @property
     def config(self) -> LanguageConfig: ...
@@ -96,7 +96,7 @@ class Speaking(Protocol):
 
 
 def make_agent(config: AgentConfig, policy: Speaking, spec: SimSpec) -> Agent:
-    """The agent that speaks through a policy's tokenizer. Raises UserError as `Agent` does, and for pictures that it cannot see."""
+    """Make the agent that speaks through a policy's tokenizer. Raises UserError as `Agent` does, and for pictures that it cannot see."""
     image_inputs = _make_image_inputs(policy, spec)
     agent = Agent(config, policy.tokenizer, instruction=spec.instruction, max_context=max_context(policy.hf_config))
     agent.image_inputs = image_inputs
@@ -104,7 +104,7 @@ def make_agent(config: AgentConfig, policy: Speaking, spec: SimSpec) -> Agent:
 
 
 def _make_image_inputs(policy: Speaking, spec: SimSpec) -> ImageInputs | None:
-    """How the policy sees the pictures of `LanguageConfig.images`; None: it is to see none."""
+    """Inputs for the pictures of `LanguageConfig.images`; None: the policy sees no pictures."""
     keys = policy.config.images
     if not keys:
         return None
@@ -123,8 +123,8 @@ def _make_image_inputs(policy: Speaking, spec: SimSpec) -> ImageInputs | None:
 
 
 def make_agent_generator(config: TrainConfig, policy: LanguagePolicy, spec: SimSpec, run_dir: Path) -> AgentGenerator:
-    """The agent with its own token backend, which `publish` fills with the policy's weights."""
-    agent = make_agent(config.agent, policy, spec)  # first: its errors come before an engine is started
+    """Make the agent with its own token backend, which `publish` fills with the policy's weights."""
+    agent = make_agent(config.agent, policy, spec)  # first, so that it raises before an engine is started
     backend = make_backend(config.generation, policy, run_dir, seed=config.seed)
     if is_program(config.sim):
         return ProgramGenerator(agent, policy.tokenizer, backend, policy.named_weights, secrets.token_urlsafe(24))
@@ -132,7 +132,7 @@ def make_agent_generator(config: TrainConfig, policy: LanguagePolicy, spec: SimS
 
 
 def make_random_agent(config: AgentConfig, policy: LanguagePolicy, spec: SimSpec, seed: int) -> AgentGenerator:
-    """Answers with one of the listed actions, each as likely. Raises UserError where none are listed."""
+    """Agent that answers with one of the listed actions, all equally likely. Raises UserError if none are listed."""
     agent = make_agent(config, policy, spec)
     if not config.actions:
         raise UserError("policy=random needs a list of actions, and agent.actions is empty: any text may be answered.")
@@ -167,7 +167,7 @@ def make_backend(config: GenerationConfig, policy: LanguagePolicy, run_dir: Path
 
 
 def _check_texts(spec: SimSpec) -> None:
-    """Raises UserError for a simulator that a language agent cannot play."""
+    """Raise UserError for a simulator that a language agent cannot play."""
     text = spec.variables.get("text")
     if spec.action.kind != "text" or text is None or text.kind != "text":
         raise UserError(
@@ -184,7 +184,7 @@ def _make_tiny(config: TrainConfig, language: LanguageConfig, texts: Iterable[st
 
 
 def _about_tools(agent: AgentConfig) -> list[str]:
-    """What is read and written about tools."""
+    """Texts about tools that the agent reads and writes."""
     if not agent.tools:
         return []
     tools = ToolRunner.make(agent.tools, agent.tool_options)
@@ -195,7 +195,7 @@ def _about_tools(agent: AgentConfig) -> list[str]:
 
 
 def _texts(agent: AgentConfig, manager: Simulators) -> Iterable[str]:
-    """What will be read and written: first observations, instruction, templates and actions, in small letters too."""
+    """Texts that the agent reads and writes: first observations, instruction, templates and actions, in small letters too."""
     texts = [*manager.texts(), manager.spec.instruction or "", agent.system, agent.template, agent.memory_item, *agent.actions]
     texts += [f"<{tag}></{tag}>" for tag in (agent.tag, agent.summary_tag)]
     texts += _about_tools(agent)
@@ -206,7 +206,7 @@ def _texts(agent: AgentConfig, manager: Simulators) -> Iterable[str]:
 
 
 ModelFiles = Mapping[str, np.ndarray]
-"""{path below the model's folder: its bytes, [n] uint8} of configuration, tokenizer and image processor."""
+"""{path in the model's folder: its bytes, [n] uint8} of configuration, tokenizer and image processor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +220,7 @@ class ModelReader:
 
 
 def model_files(policy: LanguagePolicy) -> dict[str, np.ndarray]:
-    """Configuration, tokenizer and image processor, as they can be sent."""
+    """Configuration, tokenizer and image processor, in a form that can be sent."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         policy.save_config(folder)
@@ -230,7 +230,7 @@ def model_files(policy: LanguagePolicy) -> dict[str, np.ndarray]:
 
 
 def write_model_files(files: ModelFiles, folder: Path) -> None:
-    """Raises ValueError for a path that leaves the folder."""
+    """Write the files into a folder. Raises ValueError for a path that leaves the folder."""
     for name, content in files.items():
         parts = PurePosixPath(name).parts
         if not parts or ".." in parts or parts[0] == "/":
@@ -241,7 +241,7 @@ def write_model_files(files: ModelFiles, folder: Path) -> None:
 
 
 def read_model(config: LanguageConfig, folder: Path) -> ModelReader:
-    """From a folder of `write_model_files`. Raises UserError where it is not a model's."""
+    """Read a folder of `write_model_files`. Raises UserError if it is not a model's."""
     transformers = import_transformers()
     try:
         hf_config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -252,17 +252,17 @@ def read_model(config: LanguageConfig, folder: Path) -> ModelReader:
 
 
 def blank_policy(config: LanguageConfig, folder: Path) -> LanguagePolicy:
-    """The policy of a folder of `write_model_files`, with random weights: a state is loaded next. Raises UserError as its builder does."""
+    """Policy of a folder of `write_model_files`, with random weights, for a state to be loaded. Raises UserError as its builder does."""
     return build_language_policy(dataclasses.replace(config, model=str(folder)), weights=False)
 
 
 def blank_backend(config: TrainConfig, folder: Path, device: torch.device) -> TokenBackend:
-    """The token backend of a configuration, with random weights; `load_weights` takes `LanguagePolicy.named_weights` of the whole policy.
+    """The token backend of a configuration, with random weights; `load_weights` takes the whole policy's `LanguagePolicy.named_weights`.
 
-    `folder`: of `write_model_files`; vLLM writes its model below it.
+    `folder`: a folder of `write_model_files`; vLLM writes its model into it.
     Raises UserError: the backend cannot run this model, or is not installed.
     """
-    # What is published has its adapter merged in.
+    # Published weights have their adapter merged in.
     plain = dataclasses.replace(config.language, model=str(folder), adapter=None, lora_rank=0, value_head="none")
     policy = build_language_policy(plain, device, weights=False)
     return make_backend(config.generation, policy, folder, seed=config.seed)

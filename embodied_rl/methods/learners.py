@@ -1,4 +1,4 @@
-"""What a run learns with: a learner for each policy, whatever it learns from."""
+"""Learners of a run: one for each policy, for every kind of experience."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from embodied_rl.types import EpisodeGroup
 
 
 class PolicyLearner:
-    """One policy with its learner: what it learns from what its streams play."""
+    """One policy with its learner, which learns from what its streams play."""
 
     config: TrainConfig
     policy: TrainedModule
@@ -29,47 +29,47 @@ class PolicyLearner:
     """Whether there is nothing more to learn."""
 
     def gather(self, played: Any) -> Any:
-        """What was played by its policy as `prepare` takes it; by default as it is."""
+        """Turn its policy's experience into the input of `prepare`; by default unchanged."""
         return played
 
     def observation(self, gathered: Any) -> TensorObservation:
-        """Everything that the policy saw, for its statistics; texts have none."""
+        """All observations of the policy, for its statistics; empty for texts."""
         return {}
 
     def prepare(self, gathered: Any) -> Any:
-        """Rewards become advantages; no parameter changes."""
+        """Turn rewards into advantages; no parameter changes."""
         raise NotImplementedError
 
     def update(self, prepared: Any, *, iteration: int, progress: float) -> dict[str, float]:
-        """One update, where a share `progress` of the run is over; its metrics. Raises NonFiniteLossError."""
+        """Make one update after a share `progress` of the run; return its metrics. Raises NonFiniteLossError."""
         raise NotImplementedError
 
     @property
     def wants_start(self) -> bool:
-        """Whether `begin` has a warm start to make."""
+        """Whether `begin` still has a warm start to run."""
         return False
 
     def begin(self, version: int) -> None:
-        """Before the run's first episodes: a warm start, where there is one; the weights it leaves are published as `version`."""
+        """Called before the run's first episodes: run a warm start, if there is one, and publish its weights as `version`."""
 
     def note(self, stream: Stream, groups: Sequence[EpisodeGroup]) -> None:
-        """What was played in a separate stream for this batch."""
+        """Note the groups of this batch that a stream played."""
 
     def finish(self, run_dir: Path) -> None:
-        """The run is over: write down what is to be read."""
+        """Called at the end of the run: write files to be read."""
 
     def metrics(self) -> dict[str, float]:
         return {}
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The learner's, and data that only this run has."""
+        """The learner's state, and data that only this run has."""
         return self.learner.state_tensors()
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         self.learner.load_state_tensors(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs beside tensors, JSON-able."""
+        """JSON-able state that a resume needs beside tensors."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -77,14 +77,14 @@ class PolicyLearner:
 
 
 class LearnersStart:
-    """What comes before a run's first episodes, of all learners."""
+    """Warm starts of all learners, before a run's first episodes."""
 
     def __init__(self, learners: Sequence[PolicyLearner]) -> None:
         self._learners = list(learners)
 
     @property
     def wanted(self) -> bool:
-        """Whether any learner has a warm start to make."""
+        """Whether any learner still has a warm start to run."""
         return any(learner.wants_start for learner in self._learners)
 
     def run(self, version: int) -> None:
@@ -94,15 +94,15 @@ class LearnersStart:
 
 
 Valued = TypeVar("Valued", bound=StepRewards)
-"""How a domain's experience is valued."""
+"""Values a domain's experience."""
 
 
 class RobotLearner(PolicyLearner, Generic[Valued]):
-    """A robot's policy: what was played in each of its domains is valued in its own way, and one update learns from all."""
+    """A robot's policy: each domain's experience is valued by its own configuration, and one update learns from all of it."""
 
     policy: Policy
     place: str = ""
-    """Of the domains' part in `state_dict`; empty: that is the whole."""
+    """Key of the domains' part in `state_dict`; empty: that part is the whole."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class RobotLearner(PolicyLearner, Generic[Valued]):
     ) -> None:
         """
         Args:
-            config: of the update.
-            configs: {domain that the policy plays: its own}; `values` makes of each how its experience is valued.
+            config: configuration of the update.
+            configs: {domain that the policy plays: its own}; `values` makes the valuation of its experience from each.
             ranks: see `make_learner`.
         """
         self.config, self.policy = config, policy
@@ -126,11 +126,11 @@ class RobotLearner(PolicyLearner, Generic[Valued]):
 
     @property
     def kl(self) -> KlTerm:
-        """Of the update: the first domain's, since all have the same."""
+        """KL term of the update: the first domain's, because all have the same."""
         return next(iter(self.methods.values())).kl
 
     def begin(self, version: int) -> None:
-        """See `PolicyLearner.begin`: what was cloned, if anything was, is what a KL term compares with."""
+        """See `PolicyLearner.begin`: keeps the weights after any cloning as the KL term's reference."""
         self.learner.keep_reference()
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class RobotLearner(PolicyLearner, Generic[Valued]):
 
 
 def together(seen: Sequence[TensorObservation]) -> TensorObservation:
-    """One after the other."""
+    """Concatenate observations."""
     if len(seen) < 2:
         return seen[0] if seen else {}
     return {key: torch.cat([part[key] for part in seen]) for key in seen[0]}

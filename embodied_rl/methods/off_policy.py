@@ -1,4 +1,4 @@
-"""Critics of actions that learn from stored steps: only recorded ones, or mixed with those that the run plays."""
+"""Critics of actions that learn from stored steps: recorded ones only, or mixed with steps that the run plays."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from embodied_rl.policies.q_ensemble import ActorWithCritics
 from embodied_rl.types import Rollout
 
 _UPDATE, _FRESH = 21, 22
-"""Streams of randomness: of an update's noise, and of the fresh steps that it learns from."""
+"""Streams of randomness, for an update's noise and for the choice of fresh steps."""
 _BUFFER = "replay."
 
 
 class CriticSteps(StoredSteps):
-    """Steps to learn the worth of actions from: recorded ones, and a replay buffer of those that were played.
+    """Steps that critics learn from: recorded ones, and a replay buffer of played ones.
 
-    Rewards are shaped as they are stored, and divided by the running statistics of all as they are drawn: what was stored early is on the
-    scale of what comes late.
+    Rewards are shaped when stored, and divided by the running statistics of all rewards when drawn, so that early steps are on the
+    scale of late ones.
     """
 
     def __init__(self, stream: Stream, policy: Policy, run_dir: Path) -> None:
@@ -50,7 +50,7 @@ class CriticSteps(StoredSteps):
         self._seen = SeenRewards(options.reward, self._rewards.of_steps)
 
     def read(self, demonstrations: Demonstrations) -> None:
-        # Keeps recorded actions where a squashed policy can imitate them.
+        # Keeps recorded actions in the range that a squashed policy can imitate.
         margin = 0.01 if self.policy.squashed and self.options.update != "sac" else 0.0
         options = demonstrations.options(rewards=self._seen, n_step=self.options.n_step, action_margin=margin)
         memory_mb = self.config.algorithm.recorded.memory_mb
@@ -80,7 +80,7 @@ class CriticSteps(StoredSteps):
         self.buffer.add(prepared(policy, fresh))
 
     def sample(self, number: int, size: int) -> Transitions:
-        """Rows of the minibatch `number`, of recorded steps and of those that were played."""
+        """Rows of minibatch `number`, from recorded and from played steps."""
         share = self.options.recorded_share if self.options.fresh else 1.0
         recorded, parts = 0 if self.recorded is None else round(size * share), []
         if size > recorded:
@@ -111,12 +111,12 @@ class CriticSteps(StoredSteps):
 
 
 class CriticLearner(StoredLearner[CriticSteps]):
-    """Implicit Q-learning or AWAC on recorded steps only: one iteration is `updates_per_iteration` gradient steps, which are the run's.
+    """Implicit Q-learning or AWAC on recorded steps only: an iteration takes `updates_per_iteration` gradient steps, the run's steps.
 
-    With `fresh`, off-policy learning while playing: soft actor-critic, with a share of recorded steps RLPD (Ball et al. 2023,
+    With `fresh`, off-policy learning while playing: soft actor-critic, or RLPD with a share of recorded steps (Ball et al. 2023,
     arXiv:2302.02948): half of each minibatch recorded and half fresh, critics with layer normalisation, an ensemble whose target is the
-    smallest of a random few. Steps are environment steps. Normalisation statistics are those of the recorded observations, or of the first
-    fresh ones where there are none; they do not change after.
+    smallest of a random few. Steps are environment steps. Normalisation statistics come from the recorded observations, or from the first
+    fresh ones if there are none; then they stay fixed.
     """
 
     def __init__(self, config: TrainConfig, streams: Sequence[Stream], policy: Policy, run_dir: Path, ranks: RankHost | None) -> None:
@@ -142,18 +142,18 @@ class CriticLearner(StoredLearner[CriticSteps]):
 
     @property
     def _due(self) -> int:
-        """Updates that the fresh steps so far are worth, those of the warm-up left out."""
+        """Number of updates that the fresh steps so far allow, without those of the warm-up."""
         return int(max(0, self._num_added - self.options.warmup_steps) * self.options.updates_per_step)
 
     def way(self, iteration: int) -> dict[str, Any]:
-        """See `StoredLearner.way`: in which rollout the warm-up ends goes by what is stored when one is learned from. A policy that draws
-        its own actions explores with them, untrained as it is."""
+        """See `StoredLearner.way`: the warm-up ends with the rollout at which enough steps are stored. A policy that draws its own actions
+        explores with them, even untrained."""
         left = 0 if self.policy.translates else max(0, self.options.warmup_steps - self._num_added)
         decisions = sum(steps.config.decisions_per_iteration for steps in self.steps.values())
         return {"way": "noisy", "random_before": iteration + -(-left // decisions)}
 
     def observation(self, gathered: dict[str, Rollout]) -> TensorObservation:
-        """See `PolicyLearner.observation`: until the statistics are those of the warm-up."""
+        """See `PolicyLearner.observation`: returns observations until the statistics cover the warm-up."""
         if self.has_statistics:
             return {}
         seen = together([seen_in(rollout) for rollout in gathered.values()])
@@ -168,7 +168,7 @@ class CriticLearner(StoredLearner[CriticSteps]):
         return self._due - before
 
     def update(self, prepared: int, *, iteration: int, progress: float) -> dict[str, float]:
-        """Take `prepared` gradient steps; metrics averaged over them."""
+        """Take `prepared` gradient steps; return their mean metrics."""
         rate = scheduled(self.config.algorithm, progress)
         taken = [self._step(rate, only_critics=iteration < self.config.algorithm.critic_warmup) for _ in range(prepared)]
         return {**mean_figures(taken), "learning_rate": rate, "updates": float(self._updates)}
@@ -177,7 +177,7 @@ class CriticLearner(StoredLearner[CriticSteps]):
         return steps_of(self.options, with_policy=with_policy)
 
     def _step(self, rate: float, *, only_critics: bool) -> Figures:
-        """One step of critics and state value, of the policy every `policy_every` updates unless `only_critics`, and of the targets."""
+        """Step the critics and the state value, the policy every `policy_every` updates unless `only_critics`, and the targets."""
         rng = np.random.default_rng(np.random.SeedSequence([self.config.seed, self._updates, _UPDATE]))
         with_policy = not only_critics and self._updates % self.options.policy_every == 0
         wanted = self.rows(self.config.algorithm.minibatch_size)

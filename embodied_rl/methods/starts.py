@@ -1,4 +1,4 @@
-"""Where groups and episodes of a run start that do not start ordinarily (`algorithm.initialized`), in the process that plays them."""
+"""Start libraries of a run (`algorithm.initialized`): groups and episodes that start inside others, in the process that plays them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import SimSpec
 
 _EXPERT_TRIES = 3
-"""Episodes that an expert may play for each one that is wanted."""
+"""Episodes that an expert may play per wanted one."""
 
 
 class Starts:
@@ -30,45 +30,45 @@ class Starts:
 
     @property
     def libraries(self) -> dict[str, StartLibrary]:
-        """{domain: its own}"""
+        """{domain: its start library}"""
         return {stream.domain: stream.starts for stream in self._streams if stream.starts is not None}
 
     @property
     def wanted(self) -> bool:
-        """Whether any group does not start ordinarily."""
+        """Whether any group starts inside another episode."""
         return bool(self.libraries)
 
     def record(self) -> None:
-        """Have experts play what groups are to start in, at the beginning of a run: a resumed one has it in its checkpoint.
+        """Let experts play the episodes that groups start in, at the beginning of a run; a resumed run has them in its checkpoint.
         Raises UserError."""
         for stream in self._streams:
             _record_starts(stream)
 
     def commit(self, queue: GroupQueue | None = None) -> dict[str, Lesson]:
-        """Learn from the groups that are done with, of fixed rollouts from the episodes; {domain: what was learned}."""
+        """Learn from finished groups, or from the episodes of fixed rollouts; return {domain: what was learned}."""
         return {domain: starts.commit(self._in_flight(domain, queue)) for domain, starts in self.libraries.items()}
 
     def begin_anew(self) -> None:
-        """No episode runs any more. Groups that are not done with are played again."""
+        """Note that all running episodes have ended; unfinished groups are played again."""
         for domain, starts in self.libraries.items():
             if domain in self._of_groups:
                 starts.discard()
             else:
                 starts.goes_on({})
 
-    # ---- of copies in rollout workers -------------------------------------------------------------------------------
+    # ---- copies in rollout workers ----------------------------------------------------------------------------------
 
     def report(self) -> dict[str, list[Report]]:
-        """{domain: what came about since the last call}"""
+        """{domain: reports since the last call}"""
         return {domain: [starts.report()] for domain, starts in self.libraries.items()}
 
     def learn(self, lessons: Mapping[str, Lesson], queue: GroupQueue | None) -> None:
-        """What was committed beside the trainer."""
+        """Take over what the trainer's libraries committed."""
         for domain, lesson in lessons.items():
             self.libraries[domain].learn(lesson, self._in_flight(domain, queue))
 
     def copy(self, state: Mapping[str, Any]) -> None:
-        """Go on as a copy of what `state` gave, of which nothing is to be reported."""
+        """Continue as a copy of a `state`, without reporting its contents."""
         self.load(state)
         self.report()
 
@@ -79,38 +79,38 @@ class Starts:
         return figures
 
     def state(self, queue: GroupQueue | None = None) -> dict[str, Any]:
-        """{domain: what resuming needs}, JSON-able; empty where all groups start ordinarily."""
+        """{domain: state that a resume needs}, JSON-able; empty if all groups start ordinarily."""
         return {domain: starts.state_dict(self._in_flight(domain, queue) or ()) for domain, starts in self.libraries.items()}
 
     def of_method(self, queue: GroupQueue | None = None) -> dict[str, Any]:
-        """`state` as a part of the method's: of a run's only domain without its name."""
+        """`state` as a part of the method's state; a run's only domain without its name."""
         libraries = self.state(queue)
         return {"starts": libraries.get("", libraries)} if libraries else {}
 
     def load_of_method(self, state: Mapping[str, Any]) -> None:
-        """`load` out of a method's state."""
+        """`load` from a method's state."""
         if self.wanted:
             self.load({"": state["starts"]} if "" in self.libraries else state["starts"])
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue. Raises IncompatibleCheckpointError (see `StartLibrary.load_state_dict`)."""
+        """Load a `state`. Raises IncompatibleCheckpointError (see `StartLibrary.load_state_dict`)."""
         for domain, starts in self.libraries.items():
             starts.load_state_dict(state[domain])
 
     def _in_flight(self, domain: str, queue: GroupQueue | None) -> list[int] | None:
-        """Numbers of the groups that would be asked for again, were the run resumed now; None: there are no groups."""
+        """Numbers of the groups that a resume would request again now; None: there are no groups."""
         return None if queue is None or domain not in self._of_groups else [int(number) for number in queue.state_dict()["redo"]]
 
 
 def give_starts(streams: Sequence[Stream]) -> Starts:
-    """Give each stream of the run's own player its library, where it is to have one. Raises UserError where its task does not allow it."""
+    """Give each stream of the run's own player its start library, if configured. Raises UserError if its task does not allow it."""
     for stream in streams:
         stream.starts = make_starts(stream.config, stream.manager.spec) if stream.is_own else None
     return Starts(streams)
 
 
 def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:
-    """Where groups start that do not start ordinarily; None: there are none. Raises UserError where the task does not allow it."""
+    """The start library of a configuration; None: all groups start ordinarily. Raises UserError if the task does not allow it."""
     options = config.algorithm.initialized
     if options.share == 0:
         return None
@@ -122,7 +122,7 @@ def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:
 
 
 def _record_starts(stream: Stream) -> None:
-    """At the beginning of a run; a resumed one has the expert's episodes in its checkpoint. Raises UserError."""
+    """Record the expert's episodes at the beginning of a run; a resumed run has them in its checkpoint. Raises UserError."""
     options, starts = stream.config.algorithm.initialized, stream.starts
     if starts is None or "expert" not in options.sources or starts.num_expert_messages > 0:
         return
@@ -130,7 +130,7 @@ def _record_starts(stream: Stream) -> None:
     if not needs_simulator(options.expert):
         _record_with(stream, starts, stream.manager, load_target(options.expert))
         return
-    # The expert reads the simulator's state, in separate processes: the run's simulators stay as they are.
+    # The expert reads the simulator's state in separate processes; the run's simulators stay unchanged.
     shown = instrumented(stream.config.sim, expert=options.expert, reconfigure=False)
     chunk_size = stream.config.policy.chunk_size
     with EnvManager.from_config(shown, EpisodeSeeds.given(0), autoreset=False, chunk_size=chunk_size) as manager:

@@ -1,7 +1,7 @@
-"""Learning from steps that are kept, recorded or played: the steps of each domain, and a learner for every policy.
+"""Learning from stored steps, recorded or played: the steps of each domain, and a learner for every policy.
 
-`weight` divides what is learned among domains: an iteration's environment steps (`TrainConfig.for_domain`) or, where nothing is played,
-its gradient steps; and of a policy that several domains share, the rows of each minibatch.
+`weight` divides learning among domains: an iteration's environment steps (`TrainConfig.for_domain`), or its gradient steps if nothing
+is played. Domains that share a policy also divide the rows of each minibatch by it.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from embodied_rl.policies.base import Policy
 from embodied_rl.types import Rollout
 
 _KEPT = ("replay.", "answered.")
-"""What names of tensors of steps begin with, behind that of their domain."""
+"""Prefixes of the names of step tensors, after the domain's name."""
 
 
 class StoredSteps:
     """The steps of one domain that a policy learns from."""
 
     recorded: EpisodeDataset | None = None
-    """None: not read yet, or there are none."""
+    """Dataset of recorded steps; None: not read yet, or there are none."""
 
     def __init__(self, stream: Stream, policy: Policy, run_dir: Path) -> None:
-        """Given recordings are opened and checked here. Raises UserError."""
+        """Open and check the given recordings. Raises UserError."""
         self.config, self.policy, self.spec = stream.config, policy, stream.spec
         self.seed, self.weight = stream.seed, stream.weight
         learns = self.config.algorithm.learns_from_recordings
         self.demonstrations = Demonstrations(self.config, stream.manager, policy, run_dir, domain=stream.domain) if learns else None
 
     def read(self, demonstrations: Demonstrations) -> None:
-        """Take the recorded steps. Once; the expert plays first where no recording was given. Raises UserError."""
+        """Load the recorded steps, once; without a given recording the expert plays first. Raises UserError."""
         raise NotImplementedError
 
     def add(self, rollout: Rollout) -> None:
-        """Keep what was played."""
+        """Store a played rollout."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """All episodes begin anew."""
+        """Note that all episodes begin anew."""
 
     def metrics(self) -> dict[str, float]:
         raise NotImplementedError
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        """What was played, as resuming needs it; names begin as `_KEPT` says."""
+        """Played steps that a resume needs; names begin as `_KEPT` says."""
         return {}
 
     def load_state_arrays(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continue exactly. Raises KeyError or ValueError for the state of another run."""
+        """Load what `state_arrays` returned. Raises KeyError or ValueError for another run's state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -77,14 +77,14 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
 
     policy: Policy
     num_rounds: int = 1
-    """Times that an update takes its gradient steps."""
+    """Rounds of gradient steps per update."""
     first: int = 0
-    """The first iteration that its domains are played in, if they are."""
+    """First iteration whose rollouts are played, if its domains are played."""
 
     def __init__(self, config: TrainConfig, policy: Policy, steps: Mapping[str, Steps]) -> None:
         self.config, self.policy, self.steps = config, policy, dict(steps)
         self.has_statistics = False
-        """Whether the normalisation of observations stays as it is."""
+        """Whether the normalisation statistics are final."""
         size = config.algorithm.minibatch_size
         if without := [domain for domain, rows in self.rows(size).items() if not rows]:
             raise UserError(
@@ -98,7 +98,7 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
 
     @property
     def num_minibatches(self) -> int:
-        """Gradient steps of a round, where this policy is the run's only one."""
+        """Gradient steps per round, if this policy is the run's only one."""
         raise NotImplementedError
 
     def way(self, iteration: int) -> dict[str, Any]:
@@ -106,12 +106,12 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
         raise NotImplementedError
 
     def rows(self, size: int) -> dict[str, int]:
-        """{domain: its rows of a minibatch of so many}"""
+        """{domain: its number of rows in a minibatch of `size`}"""
         edges = np.rint(np.cumsum([steps.weight for steps in self.steps.values()]) / self.weight * size).astype(int)
         return dict(zip(self.steps, np.diff(edges, prepend=0).tolist(), strict=True))
 
     def read(self) -> None:
-        """Take the recorded steps, where there are some and they were not read yet. Raises UserError."""
+        """Load the recorded steps, if there are any and they are not loaded yet. Raises UserError."""
         unread = [steps for steps in self.steps.values() if steps.recorded is None]
         for steps in unread:
             if steps.demonstrations is None:
@@ -127,13 +127,13 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
             steps.begin()
 
     def prepare(self, gathered: dict[str, Rollout]) -> int:
-        """Keep what was played; gradient steps of a round that it allows."""
+        """Store what was played; return the gradient steps per round that it allows."""
         for domain, rollout in gathered.items():
             self.steps[domain].add(rollout)
         return self.num_minibatches
 
     def go_on(self) -> None:
-        """It was `finished`, and there is more to learn."""
+        """Continue after `finished`, because there is more to learn."""
 
     def update(self, prepared: int, *, iteration: int, progress: float) -> dict[str, float]:
         raise NotImplementedError
@@ -167,5 +167,5 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
             steps.load_state_dict(state["domains"][domain] if len(self.steps) > 1 else state)
 
     def _place(self, domain: str) -> str:
-        """Of a domain's tensors; empty: the policy has no other."""
+        """Prefix of a domain's tensors; empty if the policy has no other domain."""
         return domain if len(self.steps) > 1 else ""

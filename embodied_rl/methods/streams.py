@@ -1,6 +1,6 @@
-"""What a run plays: a stream for each domain and player; one queue asks for the groups of all that learn from whole episodes.
+"""Streams of a run: one for each domain and player. One queue requests the groups of all streams that learn from whole episodes.
 
-A run with one domain has one stream, whose domain has no name: its configuration is the run's, and its figures and tensors have no prefix.
+A run with one domain has one stream, whose domain has no name: its configuration is the run's, and its metrics and tensors have no prefix.
 """
 
 from __future__ import annotations
@@ -40,40 +40,40 @@ from embodied_rl.types import ActionLayout, EpisodeSummary, SimSpec
 from embodied_rl.versions import versions
 
 OWN_PLAYER = "policy"
-"""In metrics: the run's own backend, beside the players of generation.mix."""
+"""Name of the run's own backend in metrics, beside the players of generation.mix."""
 
 
 @dataclass
 class Stream:
-    """What one player plays in one domain; generator and collector, `pump` or `rollouts`, are None where they are in another process."""
+    """One player in one domain; the generator and the collector (`pump` or `rollouts`) are None if they are in another process."""
 
     domain: str
-    """The configuration's; empty: the run's only one."""
+    """Name of the domain in the configuration; empty: the run's only one."""
     player: str
-    """`OWN_PLAYER`, or a name of generation.mix."""
+    """`OWN_PLAYER`, or a name in generation.mix."""
     config: TrainConfig
-    """Of the domain."""
+    """Configuration of the domain."""
     manager: Simulators
     policy: str
-    """Name of the policy that learns from it (`TrainConfig.policy_of`)."""
+    """Name of the policy that learns from the stream (`TrainConfig.policy_of`)."""
     other: PlayerConfig | None = None
-    """Of a player of generation.mix."""
+    """Configuration of a player of generation.mix; None: the run's own."""
     generator: Generator | None = None
-    """Plays held-out episodes; None of other players than the run's own, too."""
+    """Plays held-out episodes; None also for players other than the run's own."""
     pump: QueuePump | None = None
-    """Of a method on groups."""
+    """Collector of a method on groups."""
     rollouts: RolloutCollector | None = None
-    """Of fixed rollouts."""
+    """Collector of fixed rollouts."""
     agent: Agent | None = None
-    """Of a domain of text."""
+    """Agent of a domain of text."""
     starts: StartLibrary | None = None
-    """Where groups start that do not start ordinarily."""
+    """Library of starts inside other episodes; None: all start ordinarily."""
     weight: float = 1.0
-    """The domain's, against the others'."""
+    """Weight of the domain against the others."""
 
     @property
     def seed(self) -> int:
-        """Of what is drawn in it: each named domain draws its own."""
+        """Seed of the stream's draws: each named domain draws its own."""
         return group_seed(self.config.seed, self.domain, 0) if self.domain else self.config.seed
 
     @property
@@ -82,7 +82,7 @@ class Stream:
 
     @property
     def plays_groups(self) -> bool:
-        """Whether the queue asks for what is played; else rollouts are, if anything is."""
+        """Whether the queue requests groups from it; else it plays rollouts, or nothing."""
         return self.config.algorithm.groups is not None
 
     @property
@@ -97,37 +97,37 @@ class Stream:
 
     @property
     def name(self) -> str:
-        """Of its groups in the queue."""
+        """Name of its groups in the queue."""
         domain = self.domain or self.manager.spec.task
         return domain if self.is_own else f"{domain}{PLAYER_SIGN}{self.player}"
 
     @property
     def spec(self) -> SimSpec:
-        """As the policy sees it."""
+        """Spec of the simulators as the policy sees it."""
         return plain_spec(self.manager.spec)
 
     @property
     def temperature(self) -> float | None:
-        """Of evaluation; None: its policy acts by its mode, or draws no action tokens."""
+        """Temperature of evaluation; None: the policy acts by its mode, or draws no action tokens."""
         return self.config.evaluation.temperature if draws_tokens(self.config.policy) else None
 
 
 def domains_of(config: TrainConfig) -> tuple[str, ...]:
-    """Names of a run's domains; the only one of a run without names is empty."""
+    """Names of a run's domains; a single unnamed domain is ``""``."""
     return tuple(config.domains) or ("",)
 
 
 def played_by(config: TrainConfig, player: str) -> tuple[str, ...]:
-    """The domains where a player of generation.mix plays: by default those of text but agent programs, which talk to their policy."""
+    """Domains that a player of generation.mix plays: by default those of text, except agent programs, which talk to their policy."""
     chosen = config.generation.mix[player].domains
     text = [name for name, domain in config.domains.items() if config.speaks_in(name) and not is_program(domain.sim)]
     return tuple(name for name in config.domains if name in (chosen or text))
 
 
 def streams_of(config: TrainConfig, start: Callable[[TrainConfig, int | None], Simulators]) -> list[Stream]:
-    """All streams of a run, in their order.
+    """All streams of a run, in order.
 
-    `start`: the simulators of a stream, from the configuration of its domain; with the number of slots, where that is not the domain's.
+    `start`: makes a stream's simulators from its domain's configuration, and the number of slots if that is not the domain's.
     """
     found: list[Stream] = []
     with ExitStack() as stack:
@@ -143,9 +143,9 @@ def streams_of(config: TrainConfig, start: Callable[[TrainConfig, int | None], S
 
 
 def streams_elsewhere(config: TrainConfig, specs: Sequence[SimSpec], worker: StreamWorker | None = None) -> list[Stream]:
-    """Streams that are played in another process; `specs`: of the simulators of all streams, in their order.
+    """Streams that another process plays; `specs`: specs of all streams' simulators, in order.
 
-    `worker`: who plays them (`roles.remote.RemoteWorker`); None: nothing is asked of them here.
+    `worker`: plays them (`roles.remote.RemoteWorker`); None: this process requests nothing of them.
     """
     left = list(specs)
     streams = streams_of(config, lambda own, num_slots: SimulatorsElsewhere(left.pop(0)))
@@ -156,7 +156,7 @@ def streams_elsewhere(config: TrainConfig, specs: Sequence[SimSpec], worker: Str
 
 
 class StreamWorker(Protocol):
-    """What plays streams in another process, as it is asked about a domain."""
+    """Plays streams in another process; each call names a domain."""
 
     def texts(self, domain: str) -> list[str]: ...
 
@@ -173,7 +173,7 @@ class StreamElsewhere(SimulatorsElsewhere):
         self.domain, self._worker = domain, worker
 
     def texts(self) -> list[str]:
-        """What the first observations say."""
+        """Texts of the first observations."""
         return self._worker.texts(self.domain)
 
     def demonstrate(self) -> list[AgentEpisode]:
@@ -183,12 +183,12 @@ class StreamElsewhere(SimulatorsElsewhere):
     def evaluate(
         self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
     ) -> list[EpisodeSummary]:
-        """Held-out episodes, with the weights that were published last."""
+        """Play held-out episodes with the last published weights."""
         return self._worker.evaluate_in(self.domain, num_episodes, first_seed)
 
 
 class DomainSimulators(Simulators):
-    """The simulators of all streams, as the training loop knows one manager."""
+    """The simulators of all streams, as one manager for the training loop."""
 
     plays_itself = True
 
@@ -197,7 +197,7 @@ class DomainSimulators(Simulators):
         self._faults: list[FaultRecord] = []
         self._num_faults = [0] * len(self.streams)
         played = [stream for stream in self.streams if stream.config.algorithm.plays]
-        going_on = [stream for stream in played if not stream.plays_groups]  # from one batch to the next
+        going_on = [stream for stream in played if not stream.plays_groups]  # their episodes run from one batch to the next
         self.num_slots = sum(stream.manager.num_slots for stream in going_on or played or self.streams)
         specs = [stream.manager.spec for stream in self.streams]
         task = "+".join(dict.fromkeys(stream.domain for stream in self.streams))
@@ -205,7 +205,7 @@ class DomainSimulators(Simulators):
 
     @property
     def fault_records(self) -> list[FaultRecord]:
-        """See `EnvManager.fault_records`: of all streams, in the order in which they were asked for here."""
+        """See `EnvManager.fault_records`: of all streams, in the order in which they were first read here."""
         for index, stream in enumerate(self.streams):
             found = stream.manager.fault_records
             self._faults += found[self._num_faults[index] :]
@@ -213,7 +213,7 @@ class DomainSimulators(Simulators):
         return self._faults
 
     def worker_pids(self) -> list[int]:
-        """Of all streams."""
+        """Process ids of all streams' workers."""
         return [pid for stream in self.streams for pid in stream.manager.worker_pids()]
 
     def evaluate(
@@ -223,7 +223,7 @@ class DomainSimulators(Simulators):
         first_seed: int,
         on_episode: Callable[[EpisodeSummary], object] | None = None,
     ) -> list[EpisodeSummary]:
-        """Play held-out seeds in every domain, `num_episodes` in each; they say their domain as ``final_info["task"]``."""
+        """Play `num_episodes` held-out seeds in every domain; each episode names its domain in ``final_info["task"]``."""
         played: list[EpisodeSummary] = []
         for stream in self.streams:
             if stream.is_own and stream.generator is not None:
@@ -242,14 +242,14 @@ class DomainSimulators(Simulators):
             stream.manager.onload()
 
     def close(self) -> None:
-        """End all simulators."""
+        """Close all simulators."""
         with ExitStack() as stack:
             for stream in self.streams:
                 stack.callback(stream.manager.close)
 
 
 class StreamGenerators(Generator):
-    """The generators of several streams as one: what the engine publishes to."""
+    """The generators of several streams as one, for the engine to publish to."""
 
     caches: Sequence[TokenCache] = ()
 
@@ -266,12 +266,12 @@ class StreamGenerators(Generator):
 
 
 def simulators_of(streams: Sequence[Stream]) -> Simulators:
-    """Those of a run's streams as one."""
+    """The simulators of a run's streams as one."""
     return DomainSimulators(streams) if streams[0].domain else streams[0].manager
 
 
 def make_collector(streams: Sequence[Stream], queue: GroupQueue | None) -> Collector:
-    """What fills rollouts and the queue, from the streams' own collectors; `NOT_PLAYED` of those in another process."""
+    """Collector that fills rollouts and the queue through the streams' own collectors; `NOT_PLAYED` for streams of another process."""
     if not streams[0].domain or not any(stream.collector.plays for stream in streams):
         return streams[0].collector
     rollouts = DomainRollouts({stream.domain: stream.rollouts for stream in streams if stream.rollouts is not None})
@@ -283,14 +283,14 @@ def make_collector(streams: Sequence[Stream], queue: GroupQueue | None) -> Colle
 
 
 def recordable_streams(streams: Sequence[Stream]) -> list[Recordable]:
-    """What may be written down of a run's streams (`record.share`): every domain as the run's own policy plays it."""
+    """Collectors of a run's streams that can be recorded (`record.share`): every domain as the run's own policy plays it."""
     own = [stream for stream in streams if stream.is_own and stream.collector.plays]
     return [Recordable(one.collector, one.domain, one.manager.num_slots, one.spec, one.config.sim) for one in own]
 
 
 def make_queue(config: TrainConfig, streams: Sequence[Stream], share: Share = WHOLE) -> GroupQueue:
-    """One queue for all streams of groups; `share`: which of its groups. Filters choose what is learned from; a baseline's groups all
-    count."""
+    """Make one queue for all streams of groups; `share`: share of its groups. Filters apply only to groups that are learned from, not to a
+    baseline's."""
     groups = config.algorithm.groups
     assert groups is not None, "a method on groups"
     shares = {name: (player.share, played_by(config, name)) for name, player in config.generation.mix.items()}
@@ -321,23 +321,23 @@ def queue_config(groups: GroupsConfig) -> GroupQueueConfig:
 
 
 def prefixed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """{name/key: value}; as they are where the run's only policy or domain has no name."""
+    """{name/key: value}; unchanged without a name (a run's only policy or domain)."""
     return {f"{name}/{key}" if name else key: value for key, value in values.items()}
 
 
 def of_name(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `prefixed`, the other way round."""
+    """The inverse of `prefixed`: the values of this name, without the prefix."""
     return {key.removeprefix(f"{name}/"): value for key, value in values.items() if key.startswith(f"{name}/")} if name else dict(values)
 
 
 def episode_figures(finished: Sequence[tuple[bool, float, int]]) -> dict[str, float]:
-    """``episodes`` of a batch (`Experience.finished`), and their means where there are any: ``success``, ``return``, ``length``."""
+    """Number of ``episodes`` of a batch (`Experience.finished`), and their mean ``success``, ``return`` and ``length`` if there are any."""
     columns = zip(("success", "return", "length"), zip(*finished, strict=True), strict=False)
     return {"episodes": float(len(finished)), **{name: float(np.mean(column)) for name, column in columns}}
 
 
 def start_recorders(config: TrainConfig, recordable: Sequence[Recordable], run_dir: Path, command: str) -> list[TrainingRecorder]:
-    """Have a share of the training episodes written into ``<run_dir>/episodes``, or into the folder of each collector in it.
+    """Record a share of the training episodes in ``<run_dir>/episodes``, or in each collector's folder there.
     Raises UserError: no episodes are played; RecordingError: see `TrainingRecorder`.
     """
     if not recordable:

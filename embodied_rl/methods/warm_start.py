@@ -1,5 +1,5 @@
-"""Before a policy learns by itself: behaviour cloning of a language agent's scripted player, measured before and after, or of the expert
-(or the recorded episodes) of a robot's task."""
+"""Warm starts: behaviour cloning of a language agent's scripted player, measured before and after, or of a robot task's expert or recorded
+episodes."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from embodied_rl.sim.text.program import ProgramOptions, is_program
 _SEEDS = 2**29
 """Held-out seeds of the measurements: neither those of interim nor those of final evaluations."""
 _TRIES = 4
-"""Episodes that the player may play for each successful one that is wanted."""
+"""Episodes that the player may play per wanted successful one."""
 
 Player = Callable[[str], str]
-"""From an observation's text to the action's."""
+"""Maps an observation's text to an action's."""
 
 
 NO_START: dict[str, Any] = {"done": True, "figures": {}}
-"""State of a warm start that was not asked for."""
+"""State of a warm start that is not configured."""
 
 
 class WarmStart:
-    """Of one domain, once: before the first episode of a run that asks for it (`algorithm.warm_start`)."""
+    """Warm start of one domain, once, before the first episode of a run that configures it (`algorithm.warm_start`)."""
 
     def __init__(self, stream: Stream, generator: Generator) -> None:
-        """`generator`: acts in the stream's simulators; any, where these play by themselves."""
+        """`generator`: acts in the stream's simulators; ignored if these play by themselves."""
         options = stream.config.algorithm.warm_start
         assert options is not None, "the domain has a warm start"
         self.options = options
@@ -71,15 +71,15 @@ class WarmStart:
         return not self._done
 
     def sequences(self) -> list[TokenSequence]:
-        """Successful episodes of the player, as rows of tokens.
+        """Token rows of the player's successful episodes.
         Raises UserError: there is no such player, or it does not succeed; SimFault: see EnvManager.
         """
-        # Where another process plays, the agent is there.
+        # If another process plays, the agent is there.
         self._episodes = self._stream.manager.demonstrate() if self._stream.agent is None else play_script(self._stream)
         return [TokenSequence(row.token_ids, row.mask, row.images) for episode in self._episodes for row in rows_of(episode.turns)]
 
     def note(self, before: float, after: float, loss: float) -> None:
-        """It is done: what came of it."""
+        """Note that cloning is done, and its results."""
         self._figures = {
             "success_before": before,
             "success_after": after,
@@ -90,11 +90,11 @@ class WarmStart:
         self._done, self._episodes = True, []
 
     def metrics(self) -> dict[str, float]:
-        """Success on held-out seeds before and after, and what was learned from."""
+        """Success on held-out seeds before and after, and the amount of data learned from."""
         return self._figures
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs, JSON-able."""
+        """JSON-able state that a resume needs."""
         return {"done": self._done, "figures": prefixed("warm_start", self._figures)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class WarmStart:
 
 
 def play_script(stream: Stream) -> list[AgentEpisode]:
-    """Successful episodes of a stream's scripted player, through a collector as training has it; those of its simulators are lost.
+    """Successful episodes of a stream's scripted player, through a collector as in training; its simulators' running episodes are lost.
     Raises UserError: there is no such player, or it does not succeed; SimFault: see EnvManager.
     """
     config, manager, options = stream.config, stream.manager, stream.config.algorithm.warm_start
@@ -123,7 +123,7 @@ def play_script(stream: Stream) -> list[AgentEpisode]:
 
 
 def _scripted(stream: Stream, queue: GroupQueue, stack: ExitStack) -> tuple[Collector, TokenBackend]:
-    """What fills the queue with a stream's episodes as its scripted player answers them; `stack` ends what was started for it."""
+    """Collector that fills the queue with a stream's episodes as its scripted player answers them; `stack` closes what it starts."""
     config, manager, agent, options = stream.config, stream.manager, stream.agent, stream.config.algorithm.warm_start
     assert options is not None, "there is a warm start"
     assert agent is not None, "a domain of text that is played here"
@@ -147,7 +147,7 @@ def _scripted(stream: Stream, queue: GroupQueue, stack: ExitStack) -> tuple[Coll
 
 
 def _played(stream: Stream, queue: GroupQueue, wanted: int, collector: Collector, backend: TokenBackend) -> list[AgentEpisode]:
-    """So many successful episodes. Raises UserError where the player has too few."""
+    """`wanted` successful episodes. Raises UserError if the player has too few."""
     options = stream.config.algorithm.warm_start
     assert options is not None, "there is a warm start"
     collector.restart(queue)
@@ -169,21 +169,21 @@ def _played(stream: Stream, queue: GroupQueue, wanted: int, collector: Collector
     raise AssertionError("the loop ends by itself")
 
 
-# ---- Of a robot's policy --------------------------------------------------------------------------------------------
+# ---- robots' policies -----------------------------------------------------------------------------------------------
 
 
 def clone_experts(
     configs: Mapping[str, TrainConfig], policy: Policy, run_dir: Path, is_over: Callable[[], bool], *, shown: bool
 ) -> dict[str, dict[str, float]]:
-    """Clone `algorithm.warm_start.episodes` successful episodes: those of `recording`, or of the expert, recorded into ``run_dir`` first.
+    """Clone `algorithm.warm_start.episodes` successful episodes, of `recording`, or of the expert, which ``run_dir`` records first.
 
-    The expert plays in separate simulators, which end with it: the run's own are left as they are.
+    The expert plays in separate simulators, which end with it; the run's own stay unchanged.
 
     Args:
-        configs: {domain: its own} of those that the policy plays, cloned together so that none is forgotten; a run's only one has no name.
-        is_over: asked between the expert's rounds, which then is an error, and between epochs, of which the first is always made.
+        configs: {domain: its own} of the domains that the policy plays, cloned together so that none is forgotten; a single one is ``""``.
+        is_over: checked between the expert's rounds, where True is an error, and between epochs after the first.
 
-    Returns, of each domain, ``loss`` of the last epoch, ``episodes``, ``steps`` that were learned from, and ``minibatches``.
+    Returns for each domain ``loss`` of the last epoch, ``episodes``, ``steps`` that were learned from, and ``minibatches``.
 
     Raises:
         UserError: the task has no expert, none of its episodes succeeded, a recording does not fit, or the time was over.
@@ -195,13 +195,13 @@ def clone_experts(
         with EnvManager.from_config(sim, EpisodeSeeds.given(0), autoreset=False) as manager:
             demonstrations = Demonstrations(_cloning_of(own), manager, policy, run_dir, domain=domain, is_over=is_over, shown=shown)
             episodes = demonstrations.load()
-        # Nothing is left out: the success on held-out seeds says how well it went.
+        # No episode is held out: the success on held-out seeds measures the result.
         data = sets[domain] = EpisodeDataset(episodes, demonstrations.spec, demonstrations.options(), seed=own.seed)
         read_statistics(policy, data)
     config = next(iter(configs.values()))
     cloning, options = _cloning_of(config), config.algorithm.warm_start
     assert options is not None, "the run has a warm start"
-    # Here, where the policy is: the run's own ranks wait.
+    # In this process, where the policy is; the run's own ranks wait.
     hybrid = HybridConfig(device="cuda" if next(policy.parameters()).is_cuda else "cpu", num_threads=config.hybrid.num_threads or 1)
     learner = make_learner(CloningObjective(policy, cloning.algorithm), policy, cloning.algorithm, hybrid)
     figures: dict[str, float] = {}
@@ -221,7 +221,7 @@ def clone_experts(
 
 
 def _cloning_of(config: TrainConfig) -> TrainConfig:
-    """The run as one that clones."""
+    """The run's configuration, changed to clone."""
     options = config.algorithm.warm_start
     assert options is not None, "the run has a warm start"
     recorded: RecordedConfig = dataclasses.replace(
