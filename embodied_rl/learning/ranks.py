@@ -424,9 +424,9 @@ def join(store: Path | str | Store, rank: int, num_ranks: int, device: torch.dev
     """Make the process group of the ranks; gloo listens on the loopback interface unless the environment says otherwise.
 
     Args:
-            store: store where the ranks meet (`rank_hosts.open_store`), or its address.
-            timeout_s: longest wait for all ranks, and later for each exchange between them.
-        Raises RuntimeError: the other ranks did not join in time.
+        store: store where the ranks meet (`rank_hosts.open_store`), or its address.
+        timeout_s: longest wait for all ranks, and later for each exchange between them.
+    Raises RuntimeError: the other ranks did not join in time.
     """
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,7 +1,7 @@
 """Checkpoints of sharded tensors: every rank writes its own part, and any number of ranks reads them.
 
     <folder>/
-            index.json              names, shapes and types; file and position of each tensor's rectangles; SHA-256 of every file
+        index.json              names, shapes and types; file and position of each tensor's rectangles; SHA-256 of every file
         rank_00000.safetensors  the parts of rank 0, and so on
 
 A folder is whole or absent: ranks write into ``<folder>.partial-<number>``, and rank 0 renames it once every rank's part is there. Ranks

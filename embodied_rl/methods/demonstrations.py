@@ -95,8 +95,7 @@ class Demonstrations:
         return choose_episodes(self._recordings, only_success=recorded.only_success, max_episodes=recorded.max_episodes)
 
     def options(self, *, rewards: SeenRewards = AS_RECORDED, n_step: int = 1, action_margin: float = 0.0) -> DatasetOptions:
-        """Options that turn the episodes into this policy's data. A chunk is one decision: `n_step` decisions are as many times its
-        steps."""
+        """Dataset options for this policy. A chunk is one decision: `n_step` of them are as many times its steps."""
         return DatasetOptions(
             self.policy.observation_keys,
             self.config.algorithm.gamma,
