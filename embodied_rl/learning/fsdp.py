@@ -223,9 +223,9 @@ def own_slice(tensor: DTensor) -> tuple[slice, ...]:
 
 @torch.no_grad()
 def fill(target: Tensor, source: Tensor) -> None:
-    """Copy a whole tensor into a whole or sharded one; each rank takes its part without communication. Raises ValueError if shapes
-    differ."""
     """Copy a whole tensor into a whole or sharded one; each rank takes its part, nothing is sent. Raises ValueError if shapes differ."""
+    if target.shape != source.shape:
+        raise ValueError(f"a tensor of shape {tuple(source.shape)} does not fit one of shape {tuple(target.shape)}")
     if is_cut(target):
         target.to_local().copy_(source[own_slice(target)])
     else:
