@@ -1,4 +1,4 @@
-"""Which advantages there are, what each needs and where it comes from; importing this loads no tensor library.
+"""Table of advantages: what each needs, and its source. Importing this loads no tensor library.
 
 The names are those of ``algorithm.advantage`` in the configuration.
 """
@@ -16,22 +16,22 @@ from embodied_rl.registry import Registry
 Need = Literal["critic", "groups", "greedy_baseline", "anchors", "trajectories", "chunks"]
 """critic: values of states. groups: several episodes from the same initial state. greedy_baseline: one more episode per initial state,
 played by the mode of the policy. anchors: observations that can be compared for equality. trajectories: each row knows its episode
-and its place in it. chunks: actions are executed several at a time, or tokens belong to turns. None needs behaviour log-probabilities:
-these are a matter of the loss."""
+and its step in it. chunks: actions are executed several at a time, or tokens belong to turns. No advantage needs behaviour
+log-probabilities: the loss does."""
 
 Unit = Literal["step", "chunk", "token", "episode"]
 
 
 @dataclass(frozen=True)
 class AdvantageInfo(MethodInfo):
-    """One way to assign credit."""
+    """One method of credit assignment."""
 
     unit: Unit = "episode"
-    """What gets a separate number: a step, a chunk, a token, or a whole episode, whose action units then share one."""
+    """Unit that gets its own advantage: a step, a chunk, a token, or a whole episode, whose action units share one."""
     layout: Literal["time", "rows"] = "rows"
     """time: arrays [T, N] of slots. rows: scores [B] or rewards [B, L]."""
     returns_value_target: bool = False
-    """Gives ``(advantage, returns)``: the second is the critic's target."""
+    """Whether it returns ``(advantage, returns)``; the second is the critic's target."""
     needs: frozenset[Need] = frozenset()
 
 
@@ -50,7 +50,7 @@ _SEGMENTS = "embodied_rl.algorithms.grouped"
 
 
 def _of_critic(name: str, function: str, summary: str, source: str, unit: Unit, **own: Any) -> AdvantageInfo:
-    """One of GAE's family, as `own` does not say otherwise."""
+    """A method of GAE's family; `own` overrides the family's fields."""
     options = ("gamma", "gae_lambda")
     family: dict[str, Any] = {
         "inputs": _GAE,
@@ -64,7 +64,7 @@ def _of_critic(name: str, function: str, summary: str, source: str, unit: Unit, 
 
 
 def _of_groups(name: str, summary: str, source: str, *, function: str = "", **own: Any) -> AdvantageInfo:
-    """A comparison of the scores of a group, as `own` does not say otherwise."""
+    """A comparison of the scores of a group; `own` overrides the family's fields."""
     family: dict[str, Any] = {"inputs": ("score", "group"), "optional_inputs": _MASK, "options": ("alone",), "needs": frozenset({"groups"})}
     return AdvantageInfo(name, f"{_GROUPED}:{function or name}", summary, source, **{**family, **own})
 
@@ -196,7 +196,7 @@ _ADVANTAGES = (
 )
 
 ADVANTAGES: dict[str, AdvantageInfo] = {info.name: info for info in _ADVANTAGES}
-"""{name: advantage}; a configuration takes one."""
+"""{name: advantage}; a configuration names one."""
 
 
 _NEEDS: dict[str, tuple[Need, ...]] = {
@@ -208,22 +208,22 @@ _NEEDS: dict[str, tuple[Need, ...]] = {
     "step_return": ("anchors", "trajectories"),
     "anchor_group": ("anchors", "trajectories"),
 }
-"""{array: what a run has to bring for an advantage of the user's own that takes it}"""
+"""{array: what a run must provide for a user's own advantage that takes it}"""
 
 _NAMES = Registry("advantage", "advantages", {name: info.target for name, info in ADVANTAGES.items()})
 
 
 def advantage_info(name: str) -> AdvantageInfo:
-    """The advantage of that name, of an installed package (entry points ``embodied_rl.advantages``), or at ``package.module:function``.
+    """The advantage of that name, from an installed package (entry points ``embodied_rl.advantages``), or at ``package.module:function``.
 
-    Raises UserError with the nearest name, or with what a function of the user's own lacks.
+    Raises UserError with the nearest name, or with what a user's own function lacks.
     """
     return ADVANTAGES[name] if name in ADVANTAGES else _own(name, _NAMES.target(name))
 
 
 @functools.cache
 def _own(name: str, target: str) -> AdvantageInfo:
-    """What a function takes says what it is: of time where it takes ends or values, with a critic where it takes ``value``."""
+    """Describe a user's own function by its arguments: over time if it takes ends or values, with a critic if it takes ``value``."""
     over_time = {*_GAE, "terminated", "truncated"} - {"reward"}
     of_rows = {"score", "group", "length", "chunk_id", "greedy_score", "episode_return", "step_return", "trajectory", "anchor_group"}
     fields = described(name, target, arrays=over_time | of_rows | {"reward", "mask"})

@@ -1,11 +1,10 @@
 """Credit assignment over time: generalised advantage estimation, discounted returns, whitening. Pure functions.
 
-Everything takes numpy arrays or torch tensors, and gives back what it was given. On the CPU the recursions are compiled (`kernels`), on
-a GPU they are scans of logarithmic depth (`scans`); both give the same numbers up to rounding. Sums are float64 inside.
+All functions take numpy arrays or torch tensors, and return the same kind. On the CPU the recursions are compiled (`kernels`), on a GPU
+they are scans of logarithmic depth (`reverse_scan`); both give the same numbers up to rounding. Sums are float64 inside.
 Advantages are constants to the learner: nothing here is differentiated.
 
-What is credited by comparing episodes with one another is in `grouped`, by comparing equal states in `anchors`, and by chunks of
-tokens in `segments`.
+`grouped` has credit by comparing episodes with each other and by chunks of tokens, `anchors` credit by comparing equal states.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from torch import Tensor
 
 
 Array = TypeVar("Array", np.ndarray, Tensor)
-"""A numpy array or a torch tensor: all arguments of a call are the same kind, and so are the results."""
+"""A numpy array or a torch tensor: all arguments of a call are of one kind, and so are the results."""
 
 _FLOATS = frozenset({np.dtype(np.float32), np.dtype(np.float64), torch.float32, torch.float64})
 _FLAGS = frozenset({np.dtype(np.bool_), torch.bool})
 
 
 def check_types(numbers: Iterable[Any], flags: Iterable[Any]) -> None:
-    """Raises ValueError where kinds are mixed, a number is not float32 or float64, or a flag is not bool."""
+    """Raise ValueError if kinds are mixed, a number is not float32 or float64, or a flag is not bool."""
     numbers, flags = tuple(numbers), tuple(flags)
     kinds = {isinstance(array, Tensor) for array in (*numbers, *flags)}
     if len(kinds) > 1:
@@ -45,19 +44,19 @@ def check_types(numbers: Iterable[Any], flags: Iterable[Any]) -> None:
 
 
 def check_final_value(shape: tuple[int, ...], num_cut: int) -> None:
-    """Raises ValueError unless there is one final value for each truncated step."""
+    """Raise ValueError unless there is one final value for each truncated step."""
     if shape != (num_cut,):
         raise ValueError(f"final_value must hold one value for each of the {num_cut} truncated steps, got shape {shape}.")
 
 
 def as_numpy(array: np.ndarray | Tensor) -> np.ndarray:
-    """The same numbers, contiguous; shared where possible. The tensor lies on the CPU."""
-    # One memory layout: numba recompiles the kernel for each.
+    """The same numbers, contiguous; shared if possible. A tensor must be on the CPU."""
+    # One memory layout, because numba recompiles the kernel for each.
     return np.ascontiguousarray(array.detach().numpy() if isinstance(array, Tensor) else array)
 
 
 def alike(result: np.ndarray, given: Array) -> Array:
-    """`result` as the kind of array that was given."""
+    """Convert `result` to the kind of `given`."""
     return torch.from_numpy(result) if isinstance(given, Tensor) else result
 
 
@@ -65,7 +64,7 @@ WHITEN_EPS = 1e-8
 
 _NO_MASK = np.zeros((0, 0), bool)
 _THREADS_FROM = 2**20
-"""Entries from which more threads than one pay: starting one takes as long as some hundred thousand. Slots do not depend on one another."""
+"""Entries from which several threads are faster: starting one takes as long as some hundred thousand entries. Slots are independent."""
 
 
 def gae(
@@ -92,13 +91,13 @@ def gae(
         last_value: [N] value after the last step.
         terminated, truncated: [T, N] bool.
         final_value: [K] values of the final observations, in the order of ``np.argwhere(truncated & ~terminated)``.
-        mask: [T, N] bool; steps that count (None: all). The others, be they NaN, carry value and advantage through, and get 0;
-            their flags count for nothing either, so an episode's end must be marked at a step that counts.
-        discount: [T, N] gamma of each step, instead of the one for all; `chunk_gae` needs it.
+        mask: [T, N] bool; steps that count; None: all steps. Other steps, even NaN, pass value and advantage through, and get 0.
+            Their flags do not count either, so an episode's end must be marked at a step that counts.
+        discount: [T, N] gamma of each step instead of one gamma; `chunk_gae` needs it.
 
     Returns advantages and returns (advantage + value, 0 where masked), both [T, N] of the type of `value`.
 
-    Raises ValueError: shapes or types do not agree, or there is not one final value for each truncated step.
+    Raises ValueError: shapes or types do not agree, or the number of final values differs from that of truncated steps.
     """
     _check_gae(reward, value, last_value, terminated, truncated, mask, discount)
     arrays: dict[str, Any] = {
@@ -138,7 +137,7 @@ def _gae_compiled(arrays: dict[str, Any], gamma: float, gae_lambda: float) -> tu
 
 
 def _over_slots(kernel: Callable[..., None], given: tuple[Any, ...], shape: tuple[int, int]) -> None:
-    """A kernel's slots [first, stop), its last two arguments: all of them, or shared out to threads where these pay."""
+    """Run a kernel over slots [first, stop), its last two arguments: all at once, or divided among threads if that is faster."""
     num_steps, num_slots = shape
     num_threads = min(torch.get_num_threads(), max(num_slots // 64, 1)) if num_steps * num_slots >= _THREADS_FROM else 1
     if num_threads == 1:
@@ -165,15 +164,15 @@ def chunk_gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Array, Array]:
-    """GAE where one decision is a chunk of up to K steps; values are at the chunks' boundaries.
+    """GAE for decisions that are chunks of up to K steps; values are at the chunks' boundaries.
 
     With K' executed steps: R_t = sum_(k < K') gamma^k r_(t,k), delta_t = R_t + gamma^K' V_(t+1) - V_t and
     A_t = delta_t + gamma^K' lambda A_(t+1), the semi-Markov form of GAE (options: Sutton, Precup and Singh 1999). Terminated and
-    truncated chunks are treated as `gae` treats steps. A reward or success anywhere inside a chunk counts; steps that were not
-    executed, after an episode's end, do not, and a chunk of which nothing was executed is masked.
+    truncated chunks are treated as `gae` treats steps. A reward or success anywhere inside a chunk counts. Steps that were not
+    executed, after an episode's end, do not count, and a chunk without an executed step is masked.
 
     Args:
-        reward: [T, N, K] of each step; anything where not executed.
+        reward: [T, N, K] of each step; any value where not executed.
         executed: [T, N, K] bool.
         value: [T, N] before each chunk.
         last_value: [N] after the last chunk.
@@ -217,7 +216,7 @@ def sum_chunks(*, reward: Array, executed: Array, gamma: float) -> tuple[Array, 
         return total.to(reward.dtype), torch.pow(float(gamma), order[..., -1].double()).to(reward.dtype)
     ranks = executed.astype(np.int64).cumsum(-1)
     weights = np.power(float(gamma), np.maximum(ranks - 1, 0))
-    # where before the product: what was not executed may be NaN or infinite.
+    # `where` comes before the product, because rewards of steps that were not executed may be NaN or infinite.
     summed = (np.where(executed, reward, 0).astype(np.float64) * weights).sum(-1)
     return summed.astype(reward.dtype), np.power(float(gamma), ranks[..., -1]).astype(reward.dtype)
 
@@ -240,7 +239,7 @@ def action_gae(
     chunk that is terminated or truncated.
 
     Args:
-        reward, value: [T, N, K]; anything where not executed.
+        reward, value: [T, N, K]; any value where not executed.
         executed: [T, N, K] bool.
         last_value: [N] value of the first action after the last chunk.
         terminated, truncated: [T, N] bool, of the chunks.
@@ -286,8 +285,8 @@ def returns_to_go(
 ) -> Array:
     """REINFORCE's credit (Williams 1992), time-major: R_t = r_t + gamma (1 - done_t) R_(t+1).
 
-    Without a critic nothing is known about what comes after the last step or after a truncation: it counts as 0, unless
-    `last_value` [N] and `final_value` [K] say otherwise (see `gae`, which this is with lambda = 1 and no values in between).
+    Without a critic, what comes after the last step or after a truncation is unknown and counts as 0, unless `last_value` [N] and
+    `final_value` [K] give it. This is `gae` with lambda = 1 and no values in between.
 
     Returns [T, N] of the type of `reward`, 0 where masked.
     """
@@ -309,12 +308,12 @@ def returns_to_go(
 def token_returns(*, reward: Array, gamma: float, mask: Array | None = None) -> Array:
     """Discounted returns-to-go along rows: G_l = r_l + gamma G_(l+1) over the entries in `mask`.
 
-    REINFORCE (Williams 1992) where a row is an episode of tokens or turns. Holes in the mask (a tool's output between two turns)
+    REINFORCE (Williams 1992) if a row is an episode of tokens or turns. Holes in the mask (a tool's output between two turns)
     carry the return through undiscounted; implementations that multiply the running return with the mask lose it there.
 
     Args:
         reward: [B, L] float32 or float64.
-        mask: [B, L] bool; None: all.
+        mask: [B, L] bool; None: all entries.
 
     Returns [B, L], 0 where masked.
     """
@@ -334,7 +333,7 @@ def token_returns(*, reward: Array, gamma: float, mask: Array | None = None) -> 
 def whiten(x: Array, mask: Array | None = None) -> Array:
     """(x - mean) / sqrt(variance + 1e-8) with the unbiased variance over all entries, or over those in `mask` (0 elsewhere).
 
-    A single entry has no variance: it becomes 0, and so do entries that are all equal.
+    A single entry has no variance: it becomes 0, as do entries that are all equal.
     """
     shown = x if mask is None else x[mask]
     chosen = shown.detach().double() if isinstance(shown, Tensor) else shown.astype(np.float64)
@@ -379,13 +378,13 @@ def _last_executed(executed: Array) -> Array:
 
 
 def _flat_steps(array: Array) -> Array:
-    """[T, N, K] → [T·K, N], the steps of a slot one below the other."""
+    """[T, N, K] → [T·K, N]: the steps of a slot in sequence."""
     steps, slots, length = array.shape
     return array.swapaxes(1, 2).reshape(steps * length, slots)
 
 
 def _reorder_final(truncated: Array, terminated: Array, last: Array, final_value: Array) -> Array:
-    """Final values in the order of the chunks → in that of the flattened steps, where a shorter chunk of a later slot comes first."""
+    """Reorder final values from the chunks' order to that of the flattened steps, where a shorter chunk of a later slot comes first."""
     cut = truncated & ~terminated
     check_final_value(tuple(final_value.shape), int(cut.sum()))
     if isinstance(cut, Tensor) and isinstance(final_value, Tensor):
@@ -409,7 +408,7 @@ def reverse_scan(x: Tensor, decay: Tensor) -> Tensor:
     """
     reach = 1
     while reach < x.shape[0]:
-        # Each entry has absorbed `reach` of its successors; it now absorbs what that many later ones have absorbed.
+        # Each entry holds the sum over `reach` successors; it now adds the sums that as many later entries hold.
         x = torch.cat([torch.addcmul(x[:-reach], decay[:-reach], x[reach:]), x[-reach:]])
         decay = torch.cat([decay[:-reach] * decay[reach:], decay[-reach:]])
         reach *= 2
@@ -430,7 +429,7 @@ def gae_scan(
     mask: Tensor | None = None,
     discount: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`embodied_rl.algorithms.advantages.gae` on whatever device the tensors lie on. Arguments, results and errors are the same."""
+    """`gae` for tensors on any device. Arguments, results and errors are the same."""
     cut = truncated & ~terminated
     check_final_value(tuple(final_value.shape), int(cut.sum()))
     values = value.double()
@@ -441,7 +440,7 @@ def gae_scan(
     delta = reward.double() + step_gamma * following - values
     decay = (step_gamma * gae_lambda).masked_fill(terminated | truncated, 0.0)
     if mask is not None:
-        # A masked step is the identity: it adds nothing and hands on what comes after it.
+        # A masked step is the identity: it adds nothing and passes on what comes after it.
         delta, decay = delta.masked_fill(~mask, 0.0), decay.masked_fill(~mask, 1.0)
     advantage = reverse_scan(delta, decay).to(value.dtype)
     returns = advantage + value
@@ -451,7 +450,7 @@ def gae_scan(
 
 
 def _next_counted(values: Tensor, last_value: Tensor, mask: Tensor | None) -> Tensor:
-    """[T, N]: for each step the value of the next one that counts; `last_value` after the last of them."""
+    """[T, N]: for each step the value of the next step that counts; `last_value` after the last of them."""
     extended = torch.cat([values, last_value[None]])
     if mask is None:
         return extended[1:]
@@ -465,7 +464,7 @@ def _next_counted(values: Tensor, last_value: Tensor, mask: Tensor | None) -> Te
 
 @torch.no_grad()
 def token_returns_scan(*, reward: Tensor, gamma: float, mask: Tensor | None = None) -> Tensor:
-    """`embodied_rl.algorithms.advantages.token_returns` on whatever device the tensors lie on."""
+    """`token_returns` for tensors on any device."""
     gain = reward.double().t()
     decay = torch.full_like(gain, gamma)
     if mask is not None:

@@ -1,12 +1,12 @@
 """From a loss per entry to one number: aggregation with an explicit, global denominator.
 
-A mean over what happens to lie in one micro-batch is not the mean over the batch: with ragged masks it weighs the entries of a
-short micro-batch more. So each aggregation here is a *sum over rows* divided by a denominator that the caller knows for the whole
-batch: count the units of every micro-batch (`Aggregation.count`) on every rank, then divide each part by that same number. Parts
-then add up to the whole, values and gradients alike.
+A mean over the entries of one micro-batch is not the mean over the batch: with ragged masks it gives the entries of a short
+micro-batch more weight. So each aggregation here is a *sum over rows* divided by a denominator of the whole batch, which the caller
+passes: count the units of every micro-batch (`Aggregation.count`) on every rank, then divide each part by that number. Parts then
+add up to the whole, values and gradients alike.
 
-Shapes: entries are [B, L] (B rows or sequences, L action units), or [B] with one entry per row. `mask` is bool, and what it hides
-counts for nothing, be it NaN.
+Shapes: entries are [B, L] (B rows or sequences, L action units), or [B] with one entry per row. `mask` is bool; masked entries do not
+count, even if they are NaN.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AGGREGATION_MODES: tuple[str, ...] = get_args(Mode)
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How entries [B, L] become one number.
+    """Reduces entries [B, L] to one number.
 
     ======================== ============================================== ======================= ==========================
     mode                     numerator                                      denominator (a count)   known from
@@ -39,12 +39,12 @@ class Aggregation:
 
     A sequence is a row with at least one entry in the mask. `horizon` is a constant (the limit of generated tokens), never the
     padded width L, which differs from one micro-batch to the next.
-    Raises ValueError: unknown mode, or a horizon that is missing, not positive or not wanted.
+    Raises ValueError: unknown mode, or a horizon that is missing, not positive, or given for another mode.
     """
 
     mode: Mode = "token-mean"
     horizon: int | None = None
-    """Entries that a sequence may have; only for ``seq-mean-token-sum-norm``."""
+    """Most entries of a sequence; only for ``seq-mean-token-sum-norm``."""
 
     def __post_init__(self) -> None:
         if self.mode not in AGGREGATION_MODES:
@@ -58,23 +58,23 @@ class Aggregation:
             raise ValueError(f"horizon={self.horizon} means nothing to aggregation '{self.mode}'; leave it out.")
 
     def count(self, mask: Tensor) -> Tensor:
-        """What `mask` [B, L] or [B] adds to the denominator: its entries (token-mean) or its sequences; int64 scalar, may be 0."""
+        """Share of `mask` [B, L] or [B] in the denominator: its entries (token-mean) or its sequences; int64 scalar, may be 0."""
         if self.mode == "token-mean" or mask.dim() == 1:
             return mask.sum()
         return mask.any(-1).sum()
 
     def reduce(self, x: Tensor, mask: Tensor | None = None, denominator: float | Tensor | None = None) -> Tensor:
-        """The aggregate of `x` [B, L] or [B], a scalar; `denominator` None: the count of this mask (at least 1)."""
+        """The aggregate of `x` [B, L] or [B], a scalar; a `denominator` of None is the count of this mask (at least 1)."""
         if self.mode == "token-mean":
             return masked_mean(x, mask, denominator)
         total = self._row_values(x, mask).sum()
         return total / self._denominator(x, mask, denominator)
 
     def mean(self, x: Tensor, mask: Tensor | None = None, denominator: float | Tensor | None = None) -> Tensor:
-        """Like `reduce`, but always a mean: what figures such as a share of clipped entries are reported with.
+        """Like `reduce`, but always a mean, for metrics such as a share of clipped entries.
 
-        Over entries for token-mean, over the sequences' means for the others; the denominator is the same as that of `reduce`, so
-        these figures add up over micro-batches as the losses do.
+        It is over entries for token-mean, and over the sequences' means for the others. The denominator is that of `reduce`, so these
+        metrics add up over micro-batches as the losses do.
         """
         if self.mode in ("token-mean", "seq-mean-token-mean"):
             return self.reduce(x, mask, denominator)
@@ -103,13 +103,13 @@ def masked_mean(x: Tensor, mask: Tensor | None = None, denominator: float | Tens
     """Sum of the entries in `mask` (None: all) over `denominator` (None: their number, at least 1)."""
     if mask is None:
         return x.sum() / (max(x.numel(), 1) if denominator is None else denominator)
-    # where, not multiplication: NaN * 0 is NaN.
+    # `where` instead of multiplication, because NaN * 0 is NaN.
     total = torch.where(mask, x, torch.zeros_like(x)).sum()
     return total / (mask.sum().clamp(min=1) if denominator is None else denominator)
 
 
 def row_sum(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[B, L] → [B]: the sum of each row's entries in the mask, such as the log-probability of a whole action; [B] stays, masked."""
+    """[B, L] → [B]: sum of each row's entries in the mask, such as the log-probability of a whole action; [B] stays, masked."""
     visible = x if mask is None else torch.where(mask, x, torch.zeros_like(x))
     return visible if x.dim() == 1 else visible.sum(-1)
 
@@ -121,11 +121,11 @@ def _row_lengths(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def visible_entries(mask: Tensor | None, **tensors: Tensor) -> list[Tensor]:
-    """The tensors brought to the shape of the first, with 0 wherever `mask` is False, in at least float32.
+    """Bring the tensors to the shape of the first, with 0 where `mask` is False, in at least float32.
 
-    Entries are emptied before any arithmetic and not only after it: a NaN behind the mask would come back in the gradient, where
-    the chain rule multiplies it by a zero. A tensor [B] beside a first one of [B, L] gives its number to the whole row.
-    Raises ValueError: shapes that do not agree, or a mask that is not bool; never a silent broadcast of [B] against [B, 1].
+    Entries are emptied before any arithmetic, not only after it: a NaN behind the mask would return in the gradient, where the
+    chain rule multiplies it by a zero. A tensor [B] beside a first one of [B, L] gives its number to the whole row.
+    Raises ValueError: shapes that do not agree, or a mask that is not bool; never broadcasts [B] silently against [B, 1].
     """
     shape = next(iter(tensors.values())).shape
     if mask is not None and (mask.shape != shape or mask.dtype != torch.bool):

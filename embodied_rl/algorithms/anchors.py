@@ -1,8 +1,8 @@
 """Credit by comparing steps taken from the same state: GiGPO (Feng et al. 2025, arXiv:2505.10978).
 
-Rows [B] are steps (turns) of episodes, in any order: each has an episode group [B] (same initial state), a trajectory [B] (which
-episode of the group), and an anchor, the observation that the step was taken from. Steps of one group with the same anchor are as
-good as rollouts from that state, for nothing.
+Rows [B] are steps (turns) of episodes, in any order. Each has an episode group [B] (same initial state), a trajectory [B] (the
+episode in the group), and an anchor, the observation before the step. Steps of one group with the same anchor serve as rollouts
+from that state, at no cost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Statistics = Literal["trajectory", "row"]
 Normalize = Literal["mean_std", "mean"]
 
 SAME_RETURN = 1e-5
-"""Relative difference up to which the episode returns in the rows of one trajectory count as the same."""
+"""Relative difference up to which episode returns in the rows of one trajectory count as equal."""
 
 
 @torch.no_grad()
@@ -32,14 +32,14 @@ def step_returns(
 ) -> Tensor:
     """Discounted returns of steps that are rows: R_t = r_t + gamma R_(t+1) within a trajectory (GiGPO: gamma 0.95).
 
-    A row that does not count is passed over, as masked steps are in `gae`: it neither adds to the return nor discounts it.
+    A row that does not count is skipped, as masked steps are in `gae`: it neither adds to the return nor discounts it.
 
     Args:
         reward: [B] float32 or float64.
-        trajectory: [B] integer ids, unique over the batch; or within a group, where `group` is given.
+        trajectory: [B] integer ids, unique over the batch, or within a group if `group` is given.
         step: [B] integers, ascending with time within a trajectory.
         group: [B] integer ids.
-        rows: [B] bool, rows that count; None: all. The others get 0.
+        rows: [B] bool, rows that count; None: all rows. Other rows get 0.
 
     Returns [B] of the type of `reward`.
 
@@ -60,7 +60,7 @@ def step_returns(
         raise ValueError(
             f"Two rows are step {int(step[place])} of trajectory {int(trajectory[place])}; number the steps of a trajectory apart."
         )
-    # All trajectories one below the other in a single column, each ended by its last step.
+    # All trajectories one after another in a single column, each ended by its last step.
     column = reward.detach()[kept[order]][:, None].contiguous()
     gained = returns_to_go(reward=column, terminated=last[:, None], truncated=torch.zeros_like(last)[:, None], gamma=gamma)
     returns = torch.zeros_like(reward)
@@ -74,10 +74,10 @@ def anchor_groups(*, anchor: Sequence[Any], group: Tensor, similarity: float | N
     Args:
         anchor: B observations: strings, numbers, arrays, tensors, or dictionaries and sequences of these.
         group: [B] integer ids of episode groups.
-        similarity: None: anchors must be equal. Otherwise strings are clustered: going through the rows in their order, each joins
-            the first cluster of its group to whose *first member* its ``difflib.SequenceMatcher`` ratio, 0 to 1, is at least this;
-            or opens a new one. The clusters then depend on the order of rows.
-        rows: [B] bool, rows that count; None: all. Each of the others gets its own cluster.
+        similarity: None: anchors must be equal. Otherwise strings are clustered: in the order of rows, each row joins the first
+            cluster of its group whose *first member* has a ``difflib.SequenceMatcher`` ratio, 0 to 1, of at least this to it,
+            or opens a new cluster. The clusters then depend on the order of rows.
+        rows: [B] bool, rows that count; None: all rows. Each other row gets its own cluster.
 
     Returns [B] int64 cluster numbers, unique over the batch, on the device of `group`.
 
@@ -118,7 +118,7 @@ def gigpo(
     equal returns, get exactly 0.
 
     Args:
-        episode_return: [B] of the row's episode: the same number in all rows of a trajectory.
+        episode_return: [B] return of the row's episode: the same in all rows of a trajectory.
         step_return: [B] see `step_returns`.
         group: [B] integer ids of episode groups.
         trajectory: [B] integer ids, unique within a group.
@@ -128,9 +128,9 @@ def gigpo(
             its steps, the default of the published code, so that long episodes weigh more.
         normalize: "mean_std", or only "mean" (the paper's F_norm = 1); for both parts.
         mask: [B, L] bool.
-        alone: what A_E is where a group has one trajectory (one row, with ``statistics="row"``): its return, or 0.
+        alone: A_E in a group with one trajectory (one row, with ``statistics="row"``): its return, or 0.
 
-    Returns [B, L] where a mask is given, else [B].
+    Returns [B, L] if a mask is given, else [B].
 
     Raises:
         ValueError: shapes, types or choices are wrong, or rows of one trajectory differ in their episode return.
@@ -160,7 +160,7 @@ def _episode_part(
     normalize: Normalize,
     choice: grouped.SingleGroup,
 ) -> Tensor:
-    """[B] float64: A_E of each row, 0 where rows do not count."""
+    """[B] float64: A_E of each row, 0 for rows that do not count."""
     member = _pair(group, trajectory)
     representative = _first_rows(member, rows)
     stated = torch.where(rows, episode_return.double(), 0.0)
@@ -176,7 +176,7 @@ def _episode_part(
     if statistics == "trajectory":
         entering = rows & (representative == torch.arange(len(rows), device=rows.device))
     found = grouped.group_statistics(score=episode_return, group=group, rows=entering)
-    # By the representative's number: rows of one trajectory get the same advantage, bit by bit.
+    # Looked up by the representative row, so that rows of one trajectory get the same advantage bit by bit.
     advantage = found.centered[representative]
     if normalize == "mean_std":
         advantage = advantage / (found.std[found.index] + grouped.STD_EPS)
@@ -186,7 +186,7 @@ def _episode_part(
 
 
 def _first_rows(member: Tensor, rows: Tensor) -> Tensor:
-    """[B] int64: the first row that counts of each row's trajectory; of trajectories without one, any row."""
+    """[B] int64: first row that counts of each row's trajectory; any row for trajectories without one."""
     index = torch.unique(member, return_inverse=True)[1]
     place = torch.arange(len(member), device=member.device)
     none = len(member)
@@ -206,13 +206,13 @@ def _pair(group: Tensor, other: Tensor) -> Tensor:
 
 
 def anchor_key(observation: object) -> Hashable:
-    """Equal for equal observations, and hashable: arrays by type, shape and bytes, containers part by part."""
+    """A hashable key that is equal for equal observations: arrays by type, shape and bytes, containers part by part."""
     if isinstance(observation, Tensor):
         observation = observation.detach().cpu().numpy()
     if isinstance(observation, np.ndarray):
         if observation.dtype.kind == "O":
             return ("array", observation.shape, tuple(anchor_key(part) for part in observation.ravel()))
-        # + 0 makes -0.0 the 0.0 that it equals.
+        # + 0 turns -0.0 into 0.0, which equals it.
         array = observation + 0 if observation.dtype.kind in "fc" else observation
         return ("array", str(array.dtype), array.shape, array.tobytes())
     if isinstance(observation, Mapping):
@@ -233,14 +233,14 @@ def _similar_places(similarity: float) -> Callable[[int, Any, int], Hashable]:
             raise ValueError(
                 f"Similarity compares strings, but the anchor of row {row} is {type(observation).__name__}. Use similarity=None."
             )
-        # The same text finds the same cluster again: those before it have not changed, and newer ones come later.
+        # The same text finds the same cluster again: earlier clusters have not changed, and newer ones come later.
         if (owner, observation) in known:
             return known[owner, observation]
         clusters = matchers.setdefault(owner, [])
         number = next((index for index, matcher in enumerate(clusters) if _is_similar(matcher, observation, similarity)), len(clusters))
         if number == len(clusters):
-            # difflib prepares its second text, which stays, and reads through the first. Without its heuristic, which
-            # published code has: it leaves out frequent characters of strings over 200, and nearly equal texts can get a ratio near 0.
+            # difflib prepares its second text, which stays, and scans the first. Its heuristic, which published code keeps, is off:
+            # it ignores frequent characters of strings over 200, so that nearly equal texts can get a ratio near 0.
             clusters.append(SequenceMatcher(None, "", observation, autojunk=False))
         known[owner, observation] = number
         return number
@@ -250,5 +250,5 @@ def _similar_places(similarity: float) -> Callable[[int, Any, int], Hashable]:
 
 def _is_similar(matcher: SequenceMatcher[str], text: str, similarity: float) -> bool:
     matcher.set_seq1(text)
-    # The first two are upper bounds, and cheap.
+    # The first two are cheap upper bounds.
     return matcher.real_quick_ratio() >= similarity and matcher.quick_ratio() >= similarity and matcher.ratio() >= similarity

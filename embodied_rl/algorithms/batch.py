@@ -1,4 +1,4 @@
-"""What the learner trains on: rows, of which a minibatch is some."""
+"""Rows that the learner trains on; a minibatch is a part of them."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ class Rows(ABC):
 
     @abstractmethod
     def chosen(self, rows: Tensor) -> Self:
-        """The rows of these numbers [n], which lie on the host."""
+        """The rows with these numbers [n], a tensor on the host."""
 
     @abstractmethod
     def filler(self) -> Self:
-        """The first row; it counts for nothing in any sum. Ranks without rows of their own step on it."""
+        """The first row, masked so that it counts in no sum. Ranks without rows of their own step on it."""
 
     @abstractmethod
     def counted(self) -> Self:
-        """Those rows that count for something."""
+        """The rows that count."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Everything under flat names, for other processes and for files."""
+        """All fields under flat names, for other processes and for files."""
 
     @classmethod
     @abstractmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """What `tensors` took apart."""
+        """The inverse of `tensors`."""
 
     def moved(self, device: torch.device) -> Self:
-        """The same on a device, for one forward; rows that the policy itself moves stay where they are."""
+        """Move the rows to a device for one forward; rows that the policy itself moves stay on the host."""
         return self
 
     def staged(self, device: torch.device) -> Self:
-        """As all rows of an update wait: on the device where they are small, on the host where they are moved part by part."""
+        """Place the rows of a whole update: on the device if they are small, on the host if they are moved part by part."""
         return self
 
 
 class TensorRows(Rows):
-    """A data class of tensors [B, ...], of which some may be None, and of dictionaries of such."""
+    """A data class of tensors [B, ...], some of which may be None, and of dictionaries of them."""
 
     of_all: ClassVar[frozenset[str]] = frozenset()
-    """Fields that belong to all rows together, without a dimension B."""
+    """Fields without a dimension B, which belong to all rows together."""
 
     def replaced(self, **changes: Tensor | None) -> Self:
         return dataclasses.replace(self, **changes)  # type: ignore[type-var]
@@ -64,7 +64,7 @@ class TensorRows(Rows):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where all of it lies."""
+        """Device of all tensors."""
 
     def chosen(self, rows: Tensor) -> Self:
         numbers = rows.to(self.device, non_blocking=True)
@@ -79,7 +79,7 @@ class TensorRows(Rows):
         return self.moved(device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `Rows.tensors`: the fields that are there, and ``observation.<key>``."""
+        """See `Rows.tensors`: the fields that are not None, and ``observation.<key>``."""
         found: dict[str, Tensor] = {}
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -110,21 +110,21 @@ class Batch(TensorRows):
     action: Tensor
     """[B, A] as the policy sampled it."""
     log_prob: Tensor
-    """[B, L] under the policy that acted."""
+    """[B, L] log-probabilities under the policy that acted."""
     advantage: Tensor
-    """[B] whitened where the algorithm says so; 0 where mask is False."""
+    """[B] whitened if the algorithm is configured so; 0 where mask is False."""
     returns: Tensor
     """[B] target of the value function: advantage before whitening + value."""
     value: Tensor
     """[B] value that the returns were computed with."""
     mask: Tensor | None = None
-    """[B] bool: rows that count; None: all."""
+    """[B] bool: rows that count; None: all rows."""
     unit_mask: Tensor | None = None
-    """[B, L] bool: action units whose step of the chunk was executed; None: all."""
+    """[B, L] bool: action units whose step of the chunk was executed; None: all units."""
     value_mask: Tensor | None = None
-    """[B, K] bool, where advantage, returns and value are [B, K], a number for each step of a chunk: those that were executed."""
+    """[B, K] bool: executed steps of chunks, if advantage, returns and value are [B, K], one number per step; else None."""
     reference_log_prob: Tensor | None = None
-    """[B, L] under the policy that the run started with; None: the loss does not compare with it."""
+    """[B, L] log-probabilities under the policy that the run started with; None: the loss does not use them."""
 
     @classmethod
     def joined(cls, parts: Sequence[Batch]) -> Batch:
@@ -148,7 +148,7 @@ class Batch(TensorRows):
         )
 
     def counted(self) -> Batch:
-        """See `Rows.counted`: those that `mask` keeps."""
+        """See `Rows.counted`: the rows in `mask`."""
         if self.mask is None:
             return self
         return self.replaced(mask=None).chosen(self.mask.nonzero().squeeze(-1).cpu())

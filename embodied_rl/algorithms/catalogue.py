@@ -1,4 +1,4 @@
-"""What the tables of methods have in common, and functions of the user's own; importing this loads no tensor library."""
+"""Common fields of the tables of methods, and users' own functions. Importing this loads no tensor library."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ class MethodInfo:
 
     name: str
     target: str
-    """``package.module:function``; keyword arguments only."""
+    """``package.module:function``, with keyword arguments only."""
     summary: str
-    """Its formula in one line."""
+    """Formula in one line."""
     source: str
     inputs: tuple[str, ...]
-    """Arrays it takes by these names, all required."""
+    """Names of the arrays it requires."""
     optional_inputs: tuple[str, ...] = ()
-    """Arrays it takes but can do without."""
+    """Names of the arrays it takes and can do without."""
     options: tuple[str, ...] = ()
-    """Its own numbers and choices that a configuration may set."""
+    """Names of its own parameters that a configuration may set."""
     required_options: tuple[str, ...] = ()
-    """Those of `options` that have no default."""
+    """The `options` without a default."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments that make the function this method."""
+    """Fixed arguments that turn the function into this method."""
     own: bool = False
-    """A function of the user's own, described by its signature."""
+    """Whether it is a user's own function, described by its signature."""
 
     def load(self) -> Callable[..., Any]:
-        """The function, without `fixed`."""
+        """Import the function, without applying `fixed`."""
         return load_target(self.target)
 
 
 def described(name: str, target: str, *, arrays: Collection[str], shared: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a `MethodInfo` for a function of the user's own, read from its signature.
+    """The fields of a `MethodInfo` for a user's own function, read from its signature.
 
-    An argument that `arrays` names is an input, `shared` ones every such function takes, all others are options: a configuration sets
-    them, and those without a default it must set.
-    Raises UserError: there is no such function, its arguments cannot be given by name, or one of `shared` is missing.
+    An argument in `arrays` is an input; every such function takes those in `shared`; all others are options, which a configuration
+    sets (and must set if they have no default).
+    Raises UserError: the function does not exist, an argument cannot be passed by name, or one of `shared` is missing.
     """
     function = load_target(target)
     if not callable(function):

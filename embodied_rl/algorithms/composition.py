@@ -1,4 +1,4 @@
-"""An advantage, a loss and what surrounds them, put together from a configuration."""
+"""Combines an advantage, a loss and what surrounds them, as a configuration says."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from embodied_rl.errors import UserError, require_known
 from embodied_rl.registry import load_target
 
 OF_CONFIG = {"gamma", "gae_lambda", "clip_low", "clip_high", "dual_clip"}
-"""Options that have a key of their own in the configuration."""
+"""Options with a key of their own in the configuration."""
 OF_ROLLOUTS = {"log_prob", "old_log_prob", "advantage"}
-"""What a loss on fixed rollouts may ask for: old is the policy that acted, or with a correction the one that the update began with."""
+"""Arrays that a loss on fixed rollouts may take; old is the policy that acted, or with a correction the one at the update's start."""
 
 
 @dataclass(frozen=True)
 class Composition:
-    """Which functions a run uses. Built by `compose`."""
+    """The functions that a run uses. Built by `compose`."""
 
     advantage: AdvantageInfo
     loss: LossInfo
@@ -31,7 +31,7 @@ class Composition:
 
 
 def compose(config: AlgorithmConfig) -> Composition:
-    """Look them up. Raises UserError for names and options that do not exist; what goes together is a matter of `config.rules`."""
+    """Look up the functions. Raises UserError for unknown names and options; `config.rules` checks which combinations are allowed."""
     advantage, loss = advantage_info(config.advantage), loss_info(config.loss)
     _check_options(advantage, config.advantage_options, "algorithm.advantage_options", config)
     _check_options(loss, config.loss_options, "algorithm.loss_options", config)
@@ -39,12 +39,12 @@ def compose(config: AlgorithmConfig) -> Composition:
 
 
 def needs_present(loss: LossInfo, correction: CorrectionConfig) -> bool:
-    """Whether an update reads log-probabilities of the policy as it is when the update begins."""
+    """Whether an update reads log-probabilities of the policy at its start."""
     return "old_log_prob" in loss.inputs or correction.enabled
 
 
 def method_options(info: MethodInfo, given: dict[str, object], config: AlgorithmConfig) -> dict[str, object]:
-    """The keyword arguments of a method: its fixed ones, those with a key in the configuration, and what the user gave."""
+    """Keyword arguments of a method: its fixed ones, those with a key in the configuration, and the user's options."""
     own = {name: vars(config)[name] for name in info.options if name in OF_CONFIG and vars(config)[name] is not None}
     return {**own, **given, **info.fixed}
 

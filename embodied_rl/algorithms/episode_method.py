@@ -1,5 +1,5 @@
-"""Groups of whole episodes as a batch, and their advantages: rewards are shaped and normalised, then credit is assigned by the method that
-is configured. A row is an episode, an entry one of its steps."""
+"""Groups of whole episodes as a batch, and their advantages: rewards are shaped and normalised, then the configured method assigns credit.
+A row is an episode, an entry one of its steps."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from embodied_rl.errors import UserError
 from embodied_rl.types import Episode, EpisodeGroup
 
 _EVEN_UPDATES = 3
-"""Without any advantage, in a row, that are no accident."""
+"""Updates in a row without any advantage after which the run warns."""
 
 
 @dataclass(frozen=True)
 class EpisodeBatch:
     """B episodes of at most L steps, M steps in all.
 
-    What networks read is kept flat, [M, ...], episode after episode; what belongs to a step of a row is [B, L], 0 where the mask is
-    False. `scatter` goes from the one to the other.
+    Inputs of networks are flat, [M, ...], one episode after another; values of a row's steps are [B, L], 0 where the mask is
+    False. `scatter` converts the first form to the second.
     """
 
     episodes: tuple[Episode, ...]
@@ -45,7 +45,7 @@ class EpisodeBatch:
     row: Tensor
     """[M] int64 episode of each step."""
     column: Tensor
-    """[M] int64 its place in the episode."""
+    """[M] int64 index of each step in its episode."""
     mask: Tensor
     """[B, L] bool"""
     reward: Tensor
@@ -61,18 +61,18 @@ class EpisodeBatch:
     success: Tensor
     """[B] bool"""
     greedy: Tensor
-    """[B] bool: played by the mode of the policy, only for a baseline."""
+    """[B] bool: played by the mode of the policy, as a baseline only."""
     groups: tuple[EpisodeGroup, ...] = field(repr=False)
     num_tokens: Tensor | None = field(repr=False, default=None)
-    """[B, L] int64 sampled tokens of each answer of a language agent; None: other policies."""
+    """[B, L] int64 sampled tokens of each answer of a language agent; None for other policies."""
     unit_log_prob: Tensor | None = field(repr=False, default=None)
-    """[M, U] of each action unit under the policy that acted; None: not kept."""
+    """[M, U] log-probabilities of action units under the policy that acted; None: not kept."""
     unit_mask: Tensor | None = field(repr=False, default=None)
-    """[M, U] bool: units that count (of a chunk, those whose step was executed); None: all."""
+    """[M, U] bool: units that count (in a chunk, those whose step was executed); None: all units."""
     chunk_reward: Tensor | None = field(repr=False, default=None)
-    """[B, L, K] float32 of each step of a chunk; None: decisions are single steps."""
+    """[B, L, K] float32 reward of each step of a chunk; None: decisions are single steps."""
     executed: Tensor | None = field(repr=False, default=None)
-    """[B, L, K] bool: steps of a chunk that were taken before the episode's end."""
+    """[B, L, K] bool: steps of a chunk taken before the episode's end."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -88,7 +88,7 @@ class EpisodeBatch:
     def of(groups: Sequence[EpisodeGroup], prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None = None) -> EpisodeBatch:
         """Rows in the order of groups and members.
 
-        `prepare`: {key: array [n, ...]}, texts among them, to what networks read. None: arrays as they are, without texts.
+        `prepare`: turns {key: array [n, ...]}, texts included, into inputs of networks. None: arrays as they are, without texts.
         """
         episodes = [episode for group in groups for episode in group.episodes]
         masks = [episode.mask for episode in episodes]
@@ -120,9 +120,9 @@ class EpisodeBatch:
         """Rows in the order of groups and members.
 
         Args:
-            observations: {key: [M, ...]} of all steps, and {key: [B, ...]} after the last ones.
+            observations: {key: [M, ...]} of all steps, and {key: [B, ...]} after the episodes' last steps.
             action: [M, A]
-            log_prob: [T] of each episode's actions under the policy that acted.
+            log_prob: [T] log-probabilities of each episode's actions under the policy that acted.
         """
         episodes = tuple(episode for group in groups for episode in group.episodes)
         lengths = torch.tensor([episode.num_messages for episode in episodes])
@@ -157,7 +157,7 @@ class EpisodeBatch:
 def _observations(
     episodes: Sequence[Episode], prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """{key: [M, ...]} of all steps, and {key: [B, ...]} after the last ones."""
+    """{key: [M, ...]} of all steps, and {key: [B, ...]} after the episodes' last steps."""
 
     def stacked(key: str) -> np.ndarray:
         values = [episode.final_observation[key] for episode in episodes]
@@ -177,37 +177,37 @@ def _observations(
 
 @dataclass(frozen=True)
 class EpisodeValues:
-    """The critic's view of a batch of episodes; zeros where the method has no critic."""
+    """The critic's values of a batch of episodes; zeros if the method has no critic."""
 
     value: Tensor
     """[B, L]"""
     final_value: Tensor
-    """[B] of the final observations."""
+    """[B] values of the final observations."""
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What an update needs beside the episodes."""
+    """Inputs of an update beside the episodes."""
 
     advantage: Tensor
-    """[B, L] 0 where `mask` is False; [B, L·K] where each step of a chunk has its own, as `value` and `returns` then."""
+    """[B, L], 0 where `mask` is False; [B, L·K] if each step of a chunk has its own, and then `value` and `returns` too."""
     mask: Tensor
     """[B, L] bool: steps that are learned from (greedy baselines are not)."""
     value: Tensor
-    """[B, L] that the returns were computed with."""
+    """[B, L] values that the returns were computed with."""
     returns: Tensor | None
-    """[B, L] target of the critic; None: there is none."""
+    """[B, L] targets of the critic; None: there is no critic."""
     positive: Tensor
     """[B] bool: episodes that succeeded."""
     metrics: dict[str, float]
     executed: Tensor | None = None
-    """[B, L·K] bool: which entries of them are learned from, where they are of steps of chunks; None: see `mask`."""
+    """[B, L·K] bool: steps of chunks that are learned from; None: `mask` says so."""
 
 
 class EpisodeMethod(StepRewards):
-    """Pure but for what runs across updates: running moments of the returns, and an adaptive KL coefficient.
+    """Credit of episodes. Pure except for its state across updates: running moments of the returns, and an adaptive KL coefficient.
 
-    Raises UserError for a combination that makes no sense.
+    Raises UserError for an impossible combination.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -219,9 +219,9 @@ class EpisodeMethod(StepRewards):
     def corrected(
         self, advantage: Tensor, log_prob: Tensor | None, *, behaviour_log_prob: Tensor, mask: Tensor, chunk_id: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """Advantages times the importance weights that are configured, and their metrics.
+        """Multiply advantages by the configured importance weights; return them with metrics of the weights.
 
-        `log_prob`: as `advantage`, of the policy as it is when the update begins; None where nothing is corrected.
+        `log_prob`: shaped as `advantage`, of the policy at the start of the update; None if nothing is corrected.
         """
         if not self.config.correction.enabled:
             return advantage, {}
@@ -234,9 +234,9 @@ class EpisodeMethod(StepRewards):
         """Credit of every step.
 
         Args:
-            values: of the critic, where `composition.needs_critic`.
-            kl: [B, L] what `kl.divergence` gives, summed over the units or tokens of a step, or [B, L, K] of each step of a chunk where
-                `looks_into_chunks`; needed for a KL term in the reward.
+            values: the critic's, if `composition.needs_critic`.
+            kl: for a KL term in the reward: [B, L] `kl.divergence`, summed over the units or tokens of a step, or [B, L, K] of each
+                step of a chunk if `looks_into_chunks`.
         """
         reward, metrics = self._reward(batch, kl)
         counted = of_values = self._counted(batch)
@@ -268,7 +268,7 @@ class EpisodeMethod(StepRewards):
         return Credit(advantage, counted, value, returns, batch.success, metrics, of_values if of_steps else None)
 
     def _warn_of_even(self, advantage: Tensor) -> None:
-        """Say where all that is played teaches nothing: a run could go on so to its end."""
+        """Warn if several updates in a row have no advantage: a run could continue to its end without learning."""
         self._num_even = 0 if bool(advantage.any()) else self._num_even + 1
         if self._num_even == _EVEN_UPDATES:
             warnings.warn(
@@ -280,16 +280,16 @@ class EpisodeMethod(StepRewards):
 
     @property
     def looks_into_chunks(self) -> bool:
-        """Whether the advantage is worked out from the rewards of a chunk's steps."""
+        """Whether the advantage is computed from the rewards of a chunk's steps."""
         return "executed" in self.composition.advantage.inputs
 
     def _counted(self, batch: EpisodeBatch) -> Tensor:
-        """[B, L] what is learned from and compared with."""
+        """[B, L] bool: steps that are learned from and compared."""
         counted = batch.mask & ~batch.greedy[:, None]
         return counted & ~self._cut_off(batch)[:, None] if self.config.reward.truncated == "mask" else counted
 
     def _cut_off(self, batch: EpisodeBatch) -> Tensor:
-        """[B] bool: episodes that the step limit ended, or with an answer that took all the tokens it may have."""
+        """[B] bool: episodes that a step limit ended, or with an answer of the largest allowed number of tokens."""
         most = self.config.reward.overlong_tokens
         if most is None or batch.num_tokens is None:
             return batch.truncated
@@ -298,7 +298,7 @@ class EpisodeMethod(StepRewards):
     # ---- rewards ----------------------------------------------------------------------------------------------------
 
     def _reward(self, batch: EpisodeBatch, kl: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """[B, L] as it is learned from, or [B, L·K] of the steps of chunks; and what is worth telling about it."""
+        """[B, L] reward to learn from, or [B, L·K] of the steps of chunks; and its metrics."""
         config, given, mask = self.config.reward, batch.reward, batch.mask
         if self.looks_into_chunks:
             assert batch.chunk_reward is not None, "the configuration was checked"
@@ -329,7 +329,7 @@ class EpisodeMethod(StepRewards):
         return reward, metrics
 
     def _of_decisions(self, batch: EpisodeBatch, reward: Tensor) -> Tensor:
-        """[B, L·K] → [B, L] what each chunk returns to the advantage that looks into it; [B, L] as they are."""
+        """[B, L·K] → [B, L]: each chunk's return for an advantage that looks into chunks; [B, L] stays as it is."""
         if batch.executed is None or not self.looks_into_chunks:
             return reward
         steps = reward.view(batch.executed.shape)
@@ -337,7 +337,7 @@ class EpisodeMethod(StepRewards):
         return sum_chunks(reward=steps, executed=batch.executed, gamma=self.config.gamma)[0] if of_chunks else steps.sum(2)
 
     def _normalized(self, batch: EpisodeBatch, reward: Tensor, mask: Tensor) -> Tensor:
-        """Returns are normalised as numbers of whole episodes, and the difference is spread evenly over the steps that `mask` says."""
+        """Normalise the returns of whole episodes, and spread the difference evenly over the steps in `mask`."""
         config, whole = self.config.reward, reward.sum(1)
         counted = self._counted(batch).any(1)
         if "running" in (config.mean, config.std):
@@ -373,7 +373,7 @@ class EpisodeMethod(StepRewards):
     def _over_time(
         self, batch: EpisodeBatch, reward: Tensor, values: EpisodeValues, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """Time-major methods see the episodes side by side, [L, B], each ending at its last step."""
+        """Apply a time-major method to the episodes in parallel, [L, B], each ending at its last step."""
         info = self.composition.advantage
         ends = _ends(batch)
         terminated, truncated = (ends & batch.terminated[:, None]).T, (ends & batch.truncated[:, None]).T
@@ -402,7 +402,7 @@ class EpisodeMethod(StepRewards):
         return result.T.contiguous(), None
 
     def _from_anchors(self, batch: EpisodeBatch, reward: Tensor, options: dict[str, Any]) -> Tensor:
-        """GiGPO's rows are steps: [M], scattered to [B, L]."""
+        """Apply GiGPO, whose rows are steps: [M], scattered to [B, L]."""
         kept = self._counted(batch).any(1)[batch.row]
         flat_reward = reward[batch.row, batch.column]
         group = batch.group[batch.row]
@@ -443,12 +443,12 @@ def _ends(batch: EpisodeBatch) -> Tensor:
 
 
 def _wanted(info: AdvantageInfo, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those arrays that a method takes."""
+    """The arrays that a method takes."""
     return {name: arrays[name] for name in (*info.inputs, *info.optional_inputs) if name in arrays}
 
 
 def _require_shape(info: AdvantageInfo, advantage: Tensor, shape: tuple[int, int]) -> None:
-    """Raises UserError unless a method gave a number for each row or for each entry."""
+    """Raise UserError unless a method returned one number per row or per entry."""
     if not isinstance(advantage, Tensor) or tuple(advantage.shape) not in (shape[:1], shape):
         got = list(advantage.shape) if isinstance(advantage, Tensor) else type(advantage).__name__
         raise UserError(f"'{info.name}' must return one advantage for each row {list(shape[:1])} or entry {list(shape)}, got {got}.")

@@ -1,4 +1,4 @@
-"""Which groups are worth training on: pure functions from a finished group to the reason it is dropped for.
+"""Filters of groups: pure functions from a finished group to the reason why it is dropped, or None.
 
 Dropped groups are replaced by new ones until the batch is full (dynamic sampling; DAPO, Yu et al. 2025, arXiv:2503.14476); the
 group queue counts them by reason.
@@ -18,10 +18,10 @@ from embodied_rl.errors import UserError, did_you_mean, require_known
 from embodied_rl.types import EpisodeGroup
 
 GroupFilter = Callable[[EpisodeGroup], str | None]
-"""None keeps the group; a string is the reason to drop it. The same few strings again and again, since they are counted."""
+"""Returns None to keep the group, or the reason to drop it. Use few different strings, because they are counted."""
 
 Over = Literal["mean", "all", "any"]
-"""How the values of a group's episodes are held against a rule: their mean, each of them, or at least one."""
+"""Value of a group's episodes that a rule checks: their mean, each of them, or at least one."""
 
 
 def zero_variance(*, tolerance: Share = 1e-6) -> GroupFilter:
@@ -57,15 +57,15 @@ def mean_score(*, minimum: Score | None = None, maximum: Score | None = None) ->
 
 
 def path(*, path: str, minimum: Score | None = None, maximum: Score | None = None, equals: Any = None, over: Over = "mean") -> GroupFilter:
-    """Keep groups by any value of theirs or of their episodes, named by a dotted path.
+    """Keep groups by any value of the group or its episodes, named by a dotted path.
 
     ``success_rate`` or ``number`` is looked up in the group; ``episode.num_steps`` or ``episode.metadata.judge.score`` in each of its
-    episodes. Attributes and keys of mappings are followed alike.
+    episodes. Paths follow attributes and keys of mappings.
 
     Args:
         minimum, maximum: bounds, both included; None: no bound.
-        equals: the value must equal this one; instead of bounds.
-        over: how the episodes' values are held against the rule; `mean` goes with bounds only.
+        equals: required value, instead of bounds.
+        over: how the rule checks the episodes' values; `mean` works with bounds only.
 
     Raises UserError: neither bounds nor `equals`, or both; or (when applied) the path leads nowhere.
     """
@@ -91,7 +91,7 @@ def path(*, path: str, minimum: Score | None = None, maximum: Score | None = Non
 
 
 def follow(start: object, dotted: str) -> Any:
-    """The value at a dotted path of attributes and keys. Raises UserError naming the part that is missing and what is there."""
+    """The value at a dotted path of attributes and keys. Raises UserError naming the missing part and the available names."""
     value: Any = start
     for name in dotted.split("."):
         if isinstance(value, Mapping):
@@ -109,13 +109,13 @@ def follow(start: object, dotted: str) -> Any:
 
 
 FILTERS: dict[str, Callable[..., GroupFilter]] = {"zero_variance": zero_variance, "mean_score": mean_score, "path": path}
-"""What a configuration can name."""
+"""{name: filter} for configurations."""
 
 
 def build_filters(settings: Sequence[Mapping[str, Any]]) -> tuple[GroupFilter, ...]:
     """Filters from a configuration: ``[{name: zero_variance}, {name: mean_score, minimum: 0.1, maximum: 0.9}]``.
 
-    Raises UserError for a name or an argument that is not known, or does not fit.
+    Raises UserError for an unknown or invalid name or argument.
     """
     built = []
     for number, setting in enumerate(settings):

@@ -1,6 +1,6 @@
 """Fitted-Q evaluation: the value of a target policy by regression on recorded steps, without importance weights.
 
-Shape legend: N episodes, M steps of all of them, S = M + N states (those after the last steps included), D features of a state,
+Shape legend: N episodes, M steps in all, S = M + N states (those after the last steps included), D features of a state,
 A dimensions of an action, C choices of a discrete one, K draws of the target policy at each state, E members of the ensemble, R rows.
 """
 
@@ -21,27 +21,27 @@ from embodied_rl.config.building import Config
 from embodied_rl.memory import TRAINED, require_memory
 
 _CHUNK_ROWS = 16_384
-"""Rows of one forward pass over everything; affects only memory."""
+"""Rows of one forward pass over all data; affects only memory."""
 _WARM_SHARE = 0.1
-"""Of the steps, those at the beginning that regress on the recorded returns (see `fit_q`)."""
+"""Share of the steps at the beginning that regress on the recorded returns (see `fit_q`)."""
 _LAST_SHARE = 0.2
-"""Of the steps, the last ones, over which drift and loss are measured."""
+"""Share of the steps at the end over which drift and loss are measured."""
 _LEAST_COOLING = 1000
-"""Steps in which the learning rate falls: the noise of the last batches must not widen the intervals."""
+"""Least number of steps in which the learning rate falls, so that the noise of the last batches does not widen the intervals."""
 _NUM_CHECKS = 40
-"""How often, in so many steps, it is asked whether the values still move."""
+"""Number of checks, over all steps, whether the values still move."""
 _LEAST_CHECKS = 6
 _SETTLED = 0.25
-"""Of the members' spread: what the values may move, while the steps double, to count as settled."""
+"""Largest move of the values while the steps double, as a share of the members' spread, that counts as settled."""
 _BETAS = 0.9, 0.999
 _RESAMPLING = 0x0F17
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedSteps:
-    """What is regressed on: M steps between S states, and what the target policy would do in each state.
+    """Data of the regression: M steps between S states, and the target policy's actions in each state.
 
-    Exactly one of `draws` and `probability` is given: the actions are vectors, or choices.
+    Exactly one of `draws` and `probability` is given, for actions that are vectors or discrete choices.
     """
 
     features: Tensor
@@ -49,22 +49,22 @@ class RecordedSteps:
     state: Tensor
     """[M] int64 row of the state before each step."""
     next_state: Tensor
-    """[M] int64 row of the state after it."""
+    """[M] int64 row of the state after each step."""
     action: Tensor
     """[M, A] float32 as the simulator took them, each dimension scaled to [-1, 1]; int64 [M, 1] for choices."""
     reward: Tensor
     """[M] float32"""
     continues: Tensor
-    """[M] bool: the value of the state after counts. False after a terminated step, and after a truncated one where the value of
-    episodes of limited length is asked for."""
+    """[M] bool: whether the value of the next state counts. False after a terminated step, and after a truncated one if the value of
+    episodes of limited length is estimated."""
     episode: Tensor
     """[M] int64 0 … N − 1, ascending; each episode's steps are in order."""
     first_state: Tensor
     """[N] int64 row of each episode's first state."""
     draws: Tensor | None = None
-    """[S, K, A] float32 actions drawn from the target policy, scaled like `action`; its mode, K = 1, for a deterministic one."""
+    """[S, K, A] float32 actions drawn from the target policy, scaled like `action`; a deterministic policy's mode with K = 1."""
     probability: Tensor | None = None
-    """[S, C] float32 of each choice under the target policy."""
+    """[S, C] float32 probability of each choice under the target policy."""
 
     def __post_init__(self) -> None:
         if (self.draws is None) == (self.probability is None):
@@ -82,18 +82,18 @@ class FittedQConfig(Config, place="fqe"):
     hidden_sizes: tuple[Size, ...] = (64, 64)
     """() is a linear Q: exact for one-hot features of choices."""
     num_members: Size = 8
-    """E; each is fitted to its own resample of the episodes."""
+    """E; each member is fitted to its own resample of the episodes."""
     num_steps: Size = 6000
-    """At most; fewer where the values settle before. The following copy needs hundreds of its time constants (1 / `target_rate`) where
+    """Most steps; fewer if the values settle earlier. The target network needs hundreds of its time constants (1 / `target_rate`) if
     much is bootstrapped; `FittedQ.drift` shows it."""
     batch_size: Rows = 128
     """Rows of each member in one step."""
     learning_rate: LearningRate = 3e-3
-    """In the last steps it falls to a hundredth by a cosine."""
+    """Learning rate; in the last steps it falls to a hundredth by a cosine."""
     target_rate: PositiveShare = 0.05
     """Share of the weights that the target network takes over at each step."""
     num_draws: Size = 2
-    """Of the K draws, how many enter one target."""
+    """Number of the K draws that enter one target."""
     seed: Seed = 0
 
 
@@ -106,23 +106,23 @@ class FittedQ:
     q: np.ndarray
     """[M] float64 Q of the recorded steps, from the same members as `v`."""
     v: np.ndarray
-    """[S] float64 V of the states, only from members whose resample does not hold the episode: independent of it."""
+    """[S] float64 V of the states, only from members whose resample does not contain the state's episode: independent of it."""
     member_q: np.ndarray
-    """[E, M] float64 Q of the recorded steps, and …"""
+    """[E, M] float64 Q of the recorded steps by each member."""
     member_v: np.ndarray
-    """[E, S] float64 … V of the states by each member: what fits to other episodes would have said."""
+    """[E, S] float64 V of the states by each member: the estimates of fits to other episodes."""
     counts: np.ndarray
-    """[E, N] how often each episode is in each member's resample."""
+    """[E, N] number of times that each episode is in each member's resample."""
     drift: float
-    """How much the mean of `values` moved in the last steps, a fifth of `FittedQConfig.num_steps`."""
+    """Change of the mean of `values` in the last steps, a fifth of `FittedQConfig.num_steps`."""
     loss: float
-    """Their mean squared error, in units of reward²."""
+    """Mean squared error in the last steps, in units of reward²."""
     num_steps: int
-    """Taken."""
+    """Number of steps taken."""
 
 
 class QEnsemble(nn.Module):
-    """E networks of equal size side by side, one batched product per layer."""
+    """E networks of equal size in parallel, one batched product per layer."""
 
     def __init__(self, num_members: int, sizes: tuple[int, ...], generator: torch.Generator) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class QEnsemble(nn.Module):
             self.weights.append((torch.rand((num_members, fan_in, fan_out), generator=generator) * 2 - 1) * bound)
             self.biases.append((torch.rand((num_members, 1, fan_out), generator=generator) * 2 - 1) / math.sqrt(fan_in))
         self.flat = torch.cat([parameter.detach().flatten() for parameter in self.parameters()])
-        """All parameters, which are views into it: an update is one operation over them all."""
+        """All parameters, which are views into it: an update is one operation over all of them."""
         for parameter, part in zip(self.parameters(), self.flat.split([p.numel() for p in self.parameters()]), strict=True):
             parameter.data = part.view(parameter.shape)
 
@@ -143,20 +143,20 @@ class QEnsemble(nn.Module):
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = torch.baddbmm(bias, x, weight)
             if index < last:
-                # Smooth, and no unit can die: a member of dead ones would say the mean of everything.
+                # Smooth, so that no unit can die: a member of dead units would predict the mean everywhere.
                 x = nn.functional.silu(x)
         return x
 
 
 class FlatAdam:
-    """Kingma & Ba 2015 with its usual coefficients, on one flat tensor. torch's own has a kernel for each of many small tensors, and its
-    first step loads a compiler, which takes a second."""
+    """Adam (Kingma & Ba 2015) with its usual coefficients, on one flat tensor. torch's own has a kernel for each of many small tensors, and
+    its first step loads a compiler, which takes a second."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat, self._mean, self._square, self._step = flat, torch.zeros_like(flat), torch.zeros_like(flat), 0
 
     def step(self, gradient: Tensor, learning_rate: float) -> None:
-        """`gradient` has the shape of what is optimised."""
+        """`gradient` has the shape of the parameters."""
         self._step += 1
         self._mean.lerp_(gradient, 1 - _BETAS[0])
         self._square.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
@@ -174,20 +174,20 @@ def fit_q(
 ) -> FittedQ:
     """Fitted-Q evaluation (Le, Voloshin & Yue 2019, "Batch policy learning under constraints", algorithm 3).
 
-    Iterates Qₖ = argmin Σ (Q(s, a) − r − γ E_{a' ~ π} Qₖ₋₁(s', a'))², the previous Q being a slowly following copy. The value is the
+    Iterates Qₖ = argmin Σ (Q(s, a) − r − γ E_{a' ~ π} Qₖ₋₁(s', a'))², where the previous Q is a slowly following copy. The value is the
     mean over first states of E_{a ~ π} Q(s₀, a). Each member has its own resample of episodes (Hao et al. 2021, "Bootstrapping
     fitted Q-evaluation for off-policy inference"), so that their spread is the estimate's error from the choice of episodes;
-    the error of the function class is in no interval. The first tenth of the steps regresses on the recorded returns, which is
+    no interval contains the error of the function class. The first tenth of the steps regresses on the recorded returns, which is
     where the iteration starts, not where it ends. Once the values hardly move while the steps double, the learning rate falls and the
-    regression ends; at `num_steps` at the latest.
+    regression ends; at the latest at `num_steps`.
 
     Args:
-        gamma: discount; below 1, unless no episode is continued by the fitted values.
-        reachable: (lowest, highest) value that is possible; targets are limited to it.
-        on_step: called with how many more of `config.num_steps` are done, for a progress bar.
+        gamma: discount; below 1, unless the fitted values continue no episode.
+        reachable: (lowest, highest) possible value; targets are limited to it.
+        on_step: called with the number of further steps done, of `config.num_steps`, for a progress bar.
 
     Raises:
-        ValueError: gamma is 1 and values are bootstrapped at an episode's end, for which there may be no fixed point.
+        ValueError: gamma is 1 and values are bootstrapped at an episode's end, so that there may be no fixed point.
         FloatingPointError: the regression diverged.
     """
     if gamma >= 1 and bool((steps.continues & _is_last(steps.episode)).any()):
@@ -198,7 +198,7 @@ def fit_q(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The products are small: threads would wait for each other longer than they compute."""
+    """Use one thread: the products are small, and threads would wait for each other longer than they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -214,7 +214,7 @@ class _Regression:
         self.steps, self.gamma, self.config, self.reachable = steps, gamma, config, reachable
         self.generator = torch.Generator().manual_seed(config.seed)
         mean, std = steps.features.mean(dim=0), steps.features.std(dim=0, correction=0)
-        # A feature that never changes says nothing; it must not be blown up either.
+        # A constant feature carries no information; it must not be scaled up either.
         self.features = (steps.features - mean) / torch.where(std > 1e-6, std, torch.ones_like(std))
         returns = _returns_to_go(steps, gamma)
         self.centre, self.scale = float(returns.mean()), max(float(returns.std(correction=0)), 1e-6)
@@ -259,7 +259,7 @@ class _Regression:
             loss = (self._recorded_q(self.online, rows) - target).square().mean(dim=1)
             gradient = torch.autograd.grad(loss.sum(), parameters)
             optimizer.step(torch.cat([part.flatten() for part in gradient]), rate)
-            # Followed closely while the target is fixed, so that the iteration starts from the regression.
+            # The copy follows at once while the target is fixed, so that the iteration starts from the regression.
             self.target.flat.lerp_(self.online.flat, 1.0 if step < warm else config.target_rate)
             if step >= end - last:
                 losses.append(float(loss.detach().mean()))
@@ -276,7 +276,7 @@ class _Regression:
 
     @torch.no_grad()
     def _target(self, rows: Tensor) -> Tensor:
-        """[E, R] r + γ E_π Q(s', ·) by the following copy, where the state after counts."""
+        """[E, R] r + γ E_π Q(s', ·) by the following copy; r only where the next state does not count."""
         steps = self.steps
         if steps.draws is not None and self.config.num_draws < steps.draws.shape[1]:
             draw = torch.randint(steps.draws.shape[1], (*rows.shape, self.config.num_draws), generator=self.generator)
@@ -306,7 +306,7 @@ class _Regression:
 
     @torch.no_grad()
     def _all(self, compute: Callable[[Tensor], Tensor], num_rows: int) -> Tensor:
-        """[E, num_rows] `compute` of all rows, some at a time, with no scale any more."""
+        """[E, num_rows] unscaled `compute` of all rows, some at a time."""
         members = self.config.num_members
         size = max(1, _CHUNK_ROWS // members)
         parts = [
@@ -344,13 +344,13 @@ class _Regression:
 
 
 class _Settling:
-    """Whether the members' values have come to rest, from looks at equal distances."""
+    """Checks at equal distances whether the members' values have settled."""
 
     def __init__(self) -> None:
         self._means: list[float] = []
 
     def has(self, values: np.ndarray) -> bool:
-        """Take one more look [E]: whether their mean moved little since the look at half the way."""
+        """Take one more check [E]; return whether the values' mean moved little since the check at half the steps."""
         self._means.append(float(values.mean()))
         count = len(self._means)
         spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
@@ -363,7 +363,7 @@ def _is_last(episode: Tensor) -> Tensor:
 
 
 def _returns_to_go(steps: RecordedSteps, gamma: float) -> Tensor:
-    """[M] Σ γᵏ r of what was recorded from each step on."""
+    """[M] Σ γᵏ r recorded from each step on."""
     rewards, last = steps.reward.double().numpy(), _is_last(steps.episode).numpy()
     returns, following = np.empty_like(rewards), 0.0
     for index in range(len(rewards) - 1, -1, -1):
@@ -373,12 +373,12 @@ def _returns_to_go(steps: RecordedSteps, gamma: float) -> Tensor:
 
 
 def _resamples(num_episodes: int, num_members: int, seed: int) -> np.ndarray:
-    """[E, N] how often each episode is in each member's resample.
+    """[E, N] number of times that each episode is in each member's resample.
 
-    At least one member's resample leaves out each episode, so that a member that has not seen it can judge it. Where there are too few
-    episodes or members for that, some episodes are in every resample.
+    Each episode is left out of at least one member's resample, so that a member that has not seen it can judge it. With too few episodes
+    or members for that, some episodes are in every resample.
     """
-    # A separate random stream: the data may have been made with the plain seed.
+    # A separate random stream, because the data may have been made with the plain seed.
     random = np.random.default_rng([seed, _RESAMPLING])
     counts = random.multinomial(num_episodes, np.full(num_episodes, 1 / num_episodes), size=num_members).astype(np.float64)
     for episode in np.flatnonzero((counts > 0).all(axis=0)):

@@ -2,13 +2,13 @@
 
 Rows [B] carry one score each and belong to a group by an integer id [B]; rows of a group need not be adjacent, and ids are arbitrary.
 With a mask [B, L] the results are [B, L], the row's number at every action unit that counts and 0 elsewhere; without one, [B].
-A row of which nothing counts is padding: it enters no statistic, and its score may be NaN.
+A row without a counted unit is padding: it enters no statistic, and its score may be NaN.
 
-- Groups are compared as wholes: call these on the whole batch of a step, before it is split over ranks or micro-batches.
-- Statistics are float64, results of the type of the score (float32 for integers).
-- A group whose scores are all equal gives exactly 0. "Equal" is up to rounding, ``1e-6`` of the largest score in float32: the noise of
-  equal scores that were summed in different orders, divided by a standard deviation of the same noise, would look like a signal.
-- A group of one has no other row to compare with. It keeps its raw score as the published implementations do (a baseline of 0), or
+- Groups are compared as a whole: call these on the whole batch of a step, before it is split over ranks or micro-batches.
+- Statistics are float64; results have the type of the score (float32 for integers).
+- A group whose scores are all equal gives exactly 0. "Equal" is up to rounding, ``1e-6`` of the largest score in float32: equal scores
+  summed in different orders differ by noise, which divided by a standard deviation of the same noise would look like a signal.
+- A group of one has no other row to compare with. It keeps its raw score as in the published implementations (a baseline of 0), or
   gets 0 with ``alone="zero"``.
 """
 
@@ -27,12 +27,12 @@ STD_EPS = 1e-6
 """Added to standard deviations before dividing by them."""
 
 SingleGroup = Literal["raw", "zero"]
-"""What a group of one gets: its score, or 0."""
+"""Advantage of a group of one: its score, or 0."""
 
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Of the rows that count; G groups, ascending by id."""
+    """Statistics of the rows that count; G groups, ascending by id."""
 
     index: Tensor
     """[B] int64, 0 to G - 1: the group of each row."""
@@ -49,7 +49,7 @@ class GroupStatistics:
     equal: Tensor
     """[G] bool: the scores are all the same, up to rounding; True for groups of one."""
     centered: Tensor
-    """[B] float64, score - mean; exactly 0 where the group's scores are equal, and for padding."""
+    """[B] float64, score - mean; exactly 0 if the group's scores are equal, and for padding."""
 
     @property
     def single(self) -> Tensor:
@@ -64,7 +64,7 @@ def group_statistics(*, score: Tensor, group: Tensor, rows: Tensor | None = None
     Args:
         score: [B]
         group: [B] integer ids.
-        rows: [B] bool, rows that count; None: all.
+        rows: [B] bool, rows that count; None: all rows.
 
     Raises ValueError: shapes or types do not agree; NonFiniteError: the score of a row that counts is NaN or infinite.
     """
@@ -86,7 +86,7 @@ def group_statistics(*, score: Tensor, group: Tensor, rows: Tensor | None = None
 
 
 def rounding_of(score: Tensor) -> float:
-    """Relative difference below which two scores of this type are the same number, summed in another order."""
+    """Relative difference below which two scores of this type are one number, summed in another order."""
     if not score.dtype.is_floating_point:
         return 0.0
     return 1e-10 if score.dtype == torch.float64 else max(1e-6, 8 * torch.finfo(score.dtype).eps)
@@ -104,9 +104,9 @@ def grpo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, std: bool 
     """Group-relative advantages: (s - mean) / (std + 1e-6), with the group's unbiased standard deviation.
 
     GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2). ``std=False`` leaves the division out: Dr. GRPO (Liu et al. 2025,
-    arXiv:2503.20783), which also wants a loss that is not divided by the length of the row.
+    arXiv:2503.20783), which also needs a loss that is not divided by the length of the row.
 
-    Returns [B, L] where a mask is given, else [B].
+    Returns [B, L] if a mask is given, else [B].
     Raises ValueError, NonFiniteError: see `group_statistics`; so do all functions of this module.
     """
     statistics = group_statistics(score=score, group=group, rows=counted_rows(mask))
@@ -127,7 +127,7 @@ def rloo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, alone: Sin
 def opo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, length: Tensor | None = None, alone: SingleGroup = "raw") -> Tensor:
     """Minus the length-weighted mean of the group, sum(l s) / sum(l): OPO (Hao et al. 2025, arXiv:2505.23585).
 
-    That is the baseline of least variance where the squared norm of a row's gradient grows with its length.
+    This is the baseline of least variance if the squared norm of a row's gradient grows with its length.
 
     `length`: [B] number of action units; None: counted from the mask.
     """
@@ -143,7 +143,7 @@ def opo(*, score: Tensor, group: Tensor, mask: Tensor | None = None, length: Ten
         raise ValueError("length must not be negative.")
     zeros = torch.zeros_like(statistics.mean)
     total = zeros.index_add(0, statistics.index, weight)
-    # Of the differences from the plain mean: equal groups stay exactly 0.
+    # Computed from the differences from the plain mean, so that equal groups stay exactly 0.
     offset = zeros.index_add(0, statistics.index, weight * statistics.centered) / torch.where(total > 0, total, 1.0)
     unequal = statistics.rows & ~statistics.equal[statistics.index]
     return _result(torch.where(unequal, statistics.centered - offset[statistics.index], 0.0), statistics, score, mask, alone)
@@ -160,7 +160,7 @@ def gpg(
 ) -> Tensor:
     """(s - mean) · B / #nonzero: GPG (Chu et al. 2025, arXiv:2504.02546), with F_norm = 1.
 
-    The factor makes up for rows that give no gradient, as those of a group that solved everything or nothing do. B counts the
+    The factor compensates for rows without a gradient, such as those of a group that solved everything or nothing. B counts the
     batch's rows without padding.
 
     Args:
@@ -174,7 +174,7 @@ def gpg(
     if nonzero == "score":
         counted = torch.where(statistics.rows, score.double(), 0.0) != 0
     else:
-        # A row on its group's mean differs from it by rounding.
+        # A row at its group's mean differs from it by rounding.
         counted = exact.abs() > rounding_of(score) * statistics.largest[statistics.index]
     factor = statistics.rows.sum().double() / counted.sum().clamp(min=1)
     return spread(exact * factor, like=score, mask=mask)
@@ -184,8 +184,8 @@ def gpg(
 def pass_at_k(*, score: Tensor, group: Tensor, mask: Tensor | None = None, std: bool = False) -> Tensor:
     """Only the best row of a group is credited, with best - second best (Tang et al. 2025, arXiv:2503.19595, leave-one-out of the max).
 
-    Where two are best, none is credited. ``std=True`` divides by the group's standard deviation + 1e-6.
-    Raises ValueError: a group of one: it has no second best.
+    If two rows are best, no row is credited. ``std=True`` divides by the group's standard deviation + 1e-6.
+    Raises ValueError: a group of one, which has no second best.
     """
     statistics = group_statistics(score=score, group=group, rows=counted_rows(mask))
     if bool(statistics.single.any()):
@@ -213,9 +213,9 @@ def remax(*, score: Tensor, greedy_score: Tensor, mask: Tensor | None = None) ->
 
     Args:
         score: [B], or [B, L] returns-to-go of tokens (`token_returns`).
-        greedy_score: [B] of the greedy rollout of each row's prompt or initial state.
+        greedy_score: [B] score of the greedy rollout from each row's prompt or initial state.
 
-    Returns [B, L] where a mask or returns of tokens are given, else [B].
+    Returns [B, L] if a mask or returns of tokens are given, else [B].
     """
     if greedy_score.shape != score.shape[:1] or score.ndim not in (1, 2):
         raise ValueError(f"score must be [B] or [B, L] and greedy_score [B], got {tuple(score.shape)} and {tuple(greedy_score.shape)}.")
@@ -233,7 +233,7 @@ def remax(*, score: Tensor, greedy_score: Tensor, mask: Tensor | None = None) ->
 def reinforce_plus_plus(*, reward: Tensor, gamma: float = 1.0, mask: Tensor | None = None) -> Tensor:
     """Discounted returns of tokens, whitened over the batch: REINFORCE++ (Hu et al. 2025, arXiv:2501.03262), without its KL penalty.
 
-    The penalty belongs into `reward` [B, L] beforehand.
+    Subtract the penalty from `reward` [B, L] beforehand.
     """
     return whiten(token_returns(reward=reward, gamma=gamma, mask=mask), mask)
 
@@ -242,7 +242,7 @@ def reinforce_plus_plus(*, reward: Tensor, gamma: float = 1.0, mask: Tensor | No
 def reinforce_plus_plus_baseline(*, score: Tensor, group: Tensor, mask: Tensor, alone: SingleGroup = "raw") -> Tensor:
     """Minus the group's mean, then whitened over all action units of the batch: REINFORCE++-baseline (Hu et al. 2025, arXiv:2501.03262).
 
-    The whitening moves the zero: a group of equal scores gets the same number everywhere, which is 0 only where the batch's mean is.
+    The whitening moves the zero: a group of equal scores gets one number everywhere, which is 0 only if the batch's mean is.
     """
     return whiten(grpo(score=score, group=group, mask=mask, std=False, alone=alone), mask)
 
@@ -266,7 +266,7 @@ def spread(advantage: Tensor, *, like: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def of_single(value: Tensor, choice: SingleGroup) -> Tensor:
-    """What a group's only member gets: `value`, or 0. Raises ValueError for another choice."""
+    """Advantage of a group's only member: `value`, or 0. Raises ValueError for another choice."""
     if choice not in ("raw", "zero"):
         raise ValueError(f"alone must be 'raw' or 'zero', got {choice!r}.")
     return value if choice == "raw" else torch.zeros_like(value)
@@ -289,7 +289,7 @@ def _check_rows(score: Tensor, group: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def check_finite(score: Tensor, rows: Tensor | None, name: str) -> None:
-    """Raises NonFiniteError when `score` [B] is NaN or infinite in one of the `rows` (None: all)."""
+    """Raise NonFiniteError if `score` [B] is NaN or infinite in one of the `rows` (None: all rows)."""
     wrong = ~score.detach().double().isfinite()
     wrong = wrong if rows is None else wrong & rows
     if bool(wrong.any()):
@@ -302,10 +302,10 @@ def check_finite(score: Tensor, rows: Tensor | None, name: str) -> None:
 
 # ---- Credit by chunks of a row's action units: the tokens between two interactions with the environment, one turn of an agent ----
 
-# A row [L] is a whole episode here. `chunk_id` [B, L] integers give the chunk that each unit belongs to: units of a row with the same
-# number, adjacent or not, and in the order in which they first appear. Without it, the chunks are the runs of the mask, for between two
-# turns of an agent lie tokens that it did not write. Units outside the mask may hold any number, and chunks without a unit in the mask
-# are not counted.
+# Here a row [L] is a whole episode. `chunk_id` [B, L] integers give the chunk of each unit: units of a row with the same number,
+# adjacent or not, in the order in which they first appear. Without it, the chunks are the runs of the mask, because tokens that an
+# agent did not write separate its turns. Units outside the mask may hold any number, and chunks without a unit in the mask are not
+# counted.
 
 
 @torch.no_grad()
@@ -316,7 +316,7 @@ def chunk_ranks(*, mask: Tensor, chunk_id: Tensor | None = None) -> tuple[Tensor
         mask: [B, L] bool.
         chunk_id: [B, L] integers; None: each run of the mask is a chunk.
 
-    Returns [B, L] int64 the number of each unit's chunk, 0 outside the mask; and [B] int64 how many chunks each row has.
+    Returns [B, L] int64 number of each unit's chunk, 0 outside the mask; and [B] int64 number of chunks of each row.
 
     Raises ValueError: shapes or types do not agree.
     """
@@ -332,7 +332,7 @@ def chunk_ranks(*, mask: Tensor, chunk_id: Tensor | None = None) -> tuple[Tensor
     row, unit = mask.nonzero(as_tuple=True)
     pairs, inverse = torch.unique(torch.stack([row, chunk_id[row, unit].long()], 1), dim=0, return_inverse=True)
     first = torch.full((len(pairs),), mask.shape[1], device=mask.device).scatter_reduce(0, inverse, unit, "amin")
-    # Pairs are sorted by row already; within a row, by first appearance.
+    # Pairs are already sorted by row; within a row, sort by first appearance.
     order = (pairs[:, 0] * (mask.shape[1] + 1) + first).argsort()
     num_chunks = torch.bincount(pairs[:, 0], minlength=mask.shape[0])
     before = num_chunks.cumsum(0) - num_chunks
@@ -348,9 +348,9 @@ def segment_returns(*, reward: Tensor, gamma: float, mask: Tensor, chunk_id: Ten
     """Discounted returns chunk by chunk, shared by a chunk's units: G_k = r_k + gamma G_(k+1), r_k the sum of the chunk's rewards.
 
     This is ROLL's agentic REINFORCE (Wang et al. 2025, arXiv:2506.06122): one discount per turn, however many tokens it has. Rewards
-    anywhere inside a chunk count there, not only those of its last token.
+    anywhere inside a chunk count, not only those of its last token.
 
-    `reward`: [B, L] float32 or float64; anything outside the mask. Returns [B, L], 0 outside the mask.
+    `reward`: [B, L] float32 or float64; any value outside the mask. Returns [B, L], 0 outside the mask.
     Raises ValueError: shapes or types do not agree.
     """
     if reward.shape != mask.shape:
@@ -368,7 +368,7 @@ def chunk_returns(*, score: Tensor, gamma: float, mask: Tensor, chunk_id: Tensor
     """IPA's credit of chunks: G_k = gamma^(distance to the last chunk) · R_final (ROME, arXiv:2512.24873).
 
     The last chunk gets the whole score, the one before it gamma times that, and so on. It is `segment_returns` of a row that is
-    rewarded only at its end. Where each chunk is a separate row, `anchors.step_returns` gives the same.
+    rewarded only at its end. If each chunk is a separate row, `anchors.step_returns` gives the same.
 
     `score`: [B] the episode's final reward.
 

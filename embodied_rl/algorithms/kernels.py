@@ -1,4 +1,4 @@
-"""Recursions over time, compiled. Import this module where it is used: numba takes a third of a second to import."""
+"""Compiled recursions over time. Import this module only in functions that use it: importing numba takes a third of a second."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numba
 import numpy as np
 
 _BYTE_4, _BYTES_2367, _BYTES_1357 = np.uint64(1 << 32), np.uint64(0xFFFF_0000_FFFF_0000), np.uint64(0xFF00_FF00_FF00_FF00)
-"""Of a word in the order of little-endian machines."""
+"""Bit masks of a word on little-endian machines."""
 
 
 @numba.njit(cache=True, nogil=True)
 def find_cuts(truncated: np.ndarray, terminated: np.ndarray, cut: np.ndarray) -> int:
-    """Write the flat positions of steps that are truncated and not terminated to `cut`, ascending; returns how many there are.
+    """Write the flat positions of steps that are truncated and not terminated to `cut`, ascending; return their number.
 
-    `truncated` and `terminated` [T * N] bool. What does not fit into `cut` is counted only. Sixty-four steps, which as a rule hold
-    none, are looked at as eight words: six times as fast as `np.flatnonzero`.
+    `truncated` and `terminated` [T * N] bool. Positions that do not fit into `cut` are only counted. Sixty-four steps, which rarely
+    contain one, are checked as eight words: six times as fast as `np.flatnonzero`.
     """
     found, whole = 0, truncated.size // 64 * 8
     ends, others = truncated[: 8 * whole].view(np.uint64), terminated[: 8 * whole].view(np.uint64)
@@ -55,11 +55,11 @@ def _gae_row(
     first: int,
     num_slots: int,
 ) -> None:
-    """One step of neighbouring slots, which begin at `first` of the flat arrays [T * N]. There is no branch in the loop, so that it runs
-    on whole vectors: five times as fast. Positions are unsigned: those that could be negative would be a branch, and a slice of each
-    array for each row costs as much as the row.
+    """One step of neighbouring slots, starting at `first` of the flat arrays [T * N]. The loop has no branch, so that it runs on whole
+    vectors: five times as fast. Positions are unsigned, because possibly negative ones would be a branch; a slice of each array per row
+    would cost as much as the row.
 
-    `following` and `carried`, float64 [num_slots]: the values and advantages after the step go in, those of the step come out.
+    `following` and `carried`, float64 [num_slots]: in: the values and advantages after the step; out: those of the step.
     """
     for n in range(num_slots):
         at = first + n
@@ -86,7 +86,7 @@ def _gae_row_masked(
     advantage: np.ndarray,
     returns: np.ndarray,
 ) -> None:
-    """The same with a mask and with a discount of each slot's own. What is masked is computed too, and chosen away."""
+    """As `_gae_row`, with a mask and a discount for each slot. Masked entries are computed too, and then discarded."""
     for n in range(reward.size):
         bootstrap = 0.0 if terminated[n] else following[n]
         carry = 0.0 if terminated[n] | truncated[n] else carried[n]
@@ -115,8 +115,8 @@ def gae_kernel(
 ) -> None:
     """Fill slots [first, stop) of `advantage` and `returns`; see `embodied_rl.algorithms.advantages.gae`.
 
-    Arrays of steps are flat, [T * N]; `last_value` is [N]. Sums are float64 whatever the arrays are. `cut` [K] are the flat positions of
-    steps that were truncated, ascending; `final_value` [K] is what came after.
+    Arrays of steps are flat, [T * N]; `last_value` is [N]. Sums are float64 for every type. `cut` [K]: flat positions of truncated
+    steps, ascending; `final_value` [K]: the values after them.
     """
     num_slots, own = last_value.size, np.uint64(stop - first)
     following, carried = last_value[first:stop].copy(), np.zeros(stop - first, np.float64)
@@ -125,12 +125,12 @@ def gae_kernel(
     k = cut.size
     for t in range(num_steps - 1, -1, -1):
         row = t * num_slots
-        while k > 0 and cut[k - 1] >= row:  # steps after which another value stands
+        while k > 0 and cut[k - 1] >= row:  # steps that another value follows
             k -= 1
             n = cut[k] - row
             if first <= n < stop:
                 following[n - first] = final_value[k]
-        # Written out: a tuple of arrays in between costs half as much as the row.
+        # Written out, because a tuple of arrays in between costs half as much as the row.
         at = np.uint64(row + first)
         _gae_row(reward, value, terminated, truncated, gamma, decay, following, carried, advantage, returns, at, own)
 
@@ -152,7 +152,7 @@ def masked_gae_kernel(
     first: int,
     stop: int,
 ) -> None:
-    """The same where steps of a mask count, each with its own discount; arrays of steps are [T, N]."""
+    """As `gae_kernel`, for the steps in a mask, each with its own discount; arrays of steps are [T, N]."""
     num_slots = last_value.size
     following = last_value[first:stop].astype(np.float64)
     carried = np.zeros(stop - first, np.float64)
@@ -170,7 +170,7 @@ def masked_gae_kernel(
 
 @numba.njit(cache=True, nogil=True)
 def discounted_returns_kernel(reward: np.ndarray, done: np.ndarray, gamma: float, carried: np.ndarray, returns: np.ndarray) -> None:
-    """Fill `returns` [T, N] with R_t = r_t + gamma R_(t-1), forgotten after a done; `carried` [N] goes in and comes out."""
+    """Fill `returns` [T, N] with R_t = r_t + gamma R_(t-1), reset after a done; `carried` [N] is read and updated."""
     num_steps, num_slots = reward.shape
     for t in range(num_steps):
         for n in range(num_slots):

@@ -14,7 +14,7 @@ from embodied_rl.algorithms.aggregation import TOKEN_MEAN, Aggregation, visible_
 KlKind = Literal["k1", "k2", "k3"]
 
 K3_SLOPE = 10.0
-"""The steepest slope of k3: beyond d = -ln(1 + K3_SLOPE) = -2.4 it is continued by its tangent."""
+"""Steepest slope of k3: beyond d = -ln(1 + K3_SLOPE) = -2.4 its tangent continues it."""
 _K3_FAR = math.log1p(K3_SLOPE)
 
 
@@ -22,9 +22,9 @@ def kl_estimate(*, log_prob: Tensor, reference_log_prob: Tensor, kind: str) -> T
     """Estimators of KL(pi || reference) from samples of pi, entry by entry (Schulman, "Approximating KL divergence", 2020).
 
     With d = log pi - log reference: k1 = d (unbiased), k2 = d^2 / 2, k3 = exp(-d) - 1 + d (unbiased, never negative). k3 grows
-    exponentially with -d: at d = -10 one entry would weigh 22,015 and take over a clipped gradient. Where its slope would exceed
-    `K3_SLOPE` its tangent takes its place, so that value and gradient stay finite and a far entry is still pulled back.
-    Raises ValueError: another `kind`.
+    exponentially with -d: at d = -10 one entry would weigh 22,015 and dominate a clipped gradient. Where its slope would exceed
+    `K3_SLOPE`, its tangent replaces it, so that value and gradient stay finite and a far entry is still pulled back.
+    Raises ValueError: unknown `kind`.
     """
     d = log_prob - reference_log_prob
     if kind == "k1":
@@ -32,7 +32,7 @@ def kl_estimate(*, log_prob: Tensor, reference_log_prob: Tensor, kind: str) -> T
     if kind == "k2":
         return 0.5 * d * d
     if kind == "k3":
-        # The exponential is taken of a clamped d: an infinity in the branch that is not chosen would be NaN in the gradient.
+        # The exponential of a clamped d: an infinity in the unused branch would be NaN in the gradient.
         near = torch.expm1(-d.clamp(min=-_K3_FAR)) + d
         return torch.where(d < -_K3_FAR, K3_SLOPE - _K3_FAR - K3_SLOPE * (d + _K3_FAR), near)
     raise ValueError(f"kind must be k1, k2 or k3, got {kind!r}.")
@@ -51,9 +51,9 @@ def kl_loss(
     """KL(pi || reference) as a loss; multiply it by the coefficient.
 
     An unbiased value does not make an unbiased gradient. On samples of pi, the gradient of k2, E[d grad log pi], is that of the
-    divergence. That of k3 is the gradient of KL(reference || pi) (weights 1 - exp(-d)), which agrees with it near d = 0 and lies
-    between -`K3_SLOPE` and 1. That of k1 is E[grad log pi] = 0: noise and nothing else, so it is refused unless `straight_through` is set,
-    which takes the value of `kind` with the gradient of k2 (Tang and Munos 2025, arXiv:2506.09477).
+    divergence. The gradient of k3 is that of KL(reference || pi) (weights 1 - exp(-d)), which agrees with it near d = 0 and lies
+    between -`K3_SLOPE` and 1. The gradient of k1 is E[grad log pi] = 0, only noise, so k1 is refused unless `straight_through` is set,
+    which combines the value of `kind` with the gradient of k2 (Tang and Munos 2025, arXiv:2506.09477).
 
     `log_prob`, `reference_log_prob`: [B, L] or [B]; the gradient goes only into the former.
     Returns the loss, and ``kl``, a mean over entries (token-mean) or over sequences' means (the other aggregations).
@@ -74,10 +74,10 @@ def kl_loss(
 
 
 class KlCoefficient:
-    """The factor before a divergence, which may follow a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    """Factor of a divergence, which may follow a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
     e = clip(KL / target - 1, -0.2, 0.2) and value <- value (1 + e min(n / horizon, 1)), with n the samples of the step: a proportional
-    controller on the logarithm of the coefficient. One measurement moves it by a fifth at most, however many samples it is of: beyond
+    controller on the logarithm of the coefficient. One measurement moves it by at most a fifth, whatever its number of samples: beyond
     five horizons the paper's factor 1 + e n / horizon would fall to 0, which it never leaves.
     """
 
@@ -86,8 +86,8 @@ class KlCoefficient:
     def __init__(self, value: float, *, target: float | None = None, horizon: float = 10_000) -> None:
         """
         Args:
-            value: to begin with; above 0 where there is a target, since a factor never leaves 0.
-            target: divergence in nats, summed or averaged over entries as `update` gets it; None: the value stays.
+            value: initial value; above 0 if there is a target, because a factor of 0 stays 0.
+            target: divergence in nats, summed or averaged over entries like the argument of `update`; None: the value stays.
             horizon: samples after which a constant error of 0.2 has changed the coefficient by a factor of about e^0.2.
         """
         if target is not None and not value > 0:
@@ -95,16 +95,16 @@ class KlCoefficient:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, kl: float, num_samples: int) -> float:
-        """Take the divergence of the last step; the coefficient from now on. One that is NaN changes nothing: the loss or the reward that
-        it spoiled is refused where it is made."""
+        """Take the divergence of the last step; return the new coefficient. A NaN changes nothing: the loss or reward that contains it
+        raises where it is computed."""
         if self.target is not None and not math.isnan(kl):
             error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
-            # In this order for steps within the horizon, so that older runs go on bit for bit.
+            # In this order for steps within the horizon, so that older runs resume bit for bit.
             self.value *= 1.0 + (error * num_samples / self.horizon if num_samples <= self.horizon else error)
         return self.value
 
     def state_dict(self) -> dict[str, float]:
-        """JSON-able; target and horizon belong to the configuration."""
+        """JSON-able; target and horizon come from the configuration."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

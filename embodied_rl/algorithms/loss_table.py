@@ -1,6 +1,6 @@
-"""Which losses there are, what each needs and where it comes from; importing this loads no tensor library.
+"""Table of losses: what each needs, and its source. Importing this loads no tensor library.
 
-The names are those of ``algorithm.loss`` in the configuration. `LossInfo.load` gives the function.
+``algorithm.loss`` in the configuration takes these names. `LossInfo.load` imports the function.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Need = Literal["critic", "groups", "old_log_prob", "behaviour_log_prob", "refere
 
 @dataclass(frozen=True)
 class LossInfo(MethodInfo):
-    """One loss: what a configuration has to bring for it.
+    """One loss, and what a configuration must provide for it.
 
     Its function takes keyword arguments only and returns ``(loss, metrics)``; beside `inputs`, every loss takes mask, denominator and
     aggregation. Formulas: r = pi / pi_old, sg = a constant, A = advantage.
     """
 
     unit: Literal["entry", "chunk", "sequence"] = "entry"
-    """What a ratio belongs to. An entry is a token, an action dimension, or a whole action where log-probabilities are summed first."""
+    """Unit of a ratio. An entry is a token, an action dimension, or a whole action if log-probabilities are summed first."""
     needs: frozenset[Need] = frozenset()
     default_aggregation: str = "token-mean"
 
     def load(self) -> Callable[..., Any]:
-        """The function, without `fixed`; what one of the user's own returns is checked."""
+        """The function, without `fixed`; the results of a user's own function are checked."""
         function = super().load()
         return functools.partial(_checked, function, self.target) if self.own else function
 
@@ -143,24 +143,24 @@ _TERMS = (
 )
 
 LOSSES: dict[str, LossInfo] = {info.name: info for info in _POLICY_LOSSES}
-"""{name: loss of the policy}; a configuration takes one."""
+"""{name: loss of the policy}; a configuration names one."""
 
 LOSS_TERMS: dict[str, LossInfo] = {info.name: info for info in _TERMS}
 """{name: term}; a configuration adds any of them with a coefficient."""
 
 
 ARRAYS = ("log_prob", "old_log_prob", "behaviour_log_prob", "advantage", "chunk_id", "positive")
-"""Arrays that a loss of the user's own takes by these names; `LossInfo.inputs` of the table say what they are."""
+"""Names of the arrays that a user's own loss may take; `LossInfo.inputs` of the table show their use."""
 SHARED = ("mask", "denominator", "aggregation")
-"""Arguments of every loss, so that parts of a batch add up, on ranks too."""
+"""Arguments of every loss, so that parts of a batch add up, also over ranks."""
 
 _NAMES = Registry("loss", "losses", {name: info.target for name, info in LOSSES.items()})
 
 
 def loss_info(name: str) -> LossInfo:
-    """The policy loss of that name, of an installed package (entry points ``embodied_rl.losses``), or at ``package.module:function``.
+    """The policy loss of that name, from an installed package (entry points ``embodied_rl.losses``), or at ``package.module:function``.
 
-    Raises UserError with the nearest name, or with what a function of the user's own lacks.
+    Raises UserError with the nearest name, or with what a user's own function lacks.
     """
     return LOSSES[name] if name in LOSSES else _own(name, _NAMES.target(name))
 
@@ -174,7 +174,7 @@ def _own(name: str, target: str) -> LossInfo:
 
 
 def _checked(function: Callable[..., Any], target: str, **arguments: object) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss of the user's own returns: one number that has a gradient, and metrics, detached."""
+    """Check the results of a user's own loss: one number with a gradient, and metrics, which are detached."""
     import torch
 
     result = function(**arguments)

@@ -1,7 +1,7 @@
-"""Losses for rows that another policy made, and the weights and masks that correct for it.
+"""Losses for rows of another policy, and the weights and masks that correct for it.
 
 Three policies may differ: *behaviour* (the generator that sampled, perhaps old, perhaps of another numerical precision),
-*proximal* (the trainer's weights before this update, around which PPO keeps), and the one in training. Shapes and denominators are
+*proximal* (the trainer's weights before this update, which PPO stays close to), and the one in training. Shapes and denominators are
 those of `losses`. Weights are constants: no gradient flows through them.
 """
 
@@ -35,21 +35,21 @@ def importance_weights(
     denominator: float | Tensor | None = None,
     aggregation: Aggregation = TOKEN_MEAN,
 ) -> tuple[Tensor, Metrics]:
-    """w = pi / behaviour, bounded: what to multiply a loss with when the generator is not the policy that it should have been.
+    """w = pi / behaviour, bounded: factors of a loss if the generator's policy is not the one that should have sampled.
 
     ``clamp`` with low = 0 is truncated importance sampling (Ionides 2008; between generator and trainer: Yao et al. 2025,
-    "Your efficient RL framework secretly brings you off-policy RL training"); ``mask`` gives 0 to whatever lies outside
-    [low, high] (Ling Team 2025, arXiv:2510.18855, "IcePop"), with weights kept as they are inside. `level` says whose ratio it is:
-    that of the entry, of its chunk or sequence by geometric mean, or of the whole sequence (`ratios.log_ratio_at`).
+    "Your efficient RL framework secretly brings you off-policy RL training"); ``mask`` gives 0 to ratios outside [low, high]
+    (Ling Team 2025, arXiv:2510.18855, "IcePop") and leaves the others unchanged. `level` is the unit of the ratio: the entry, the
+    geometric mean of its chunk or sequence, or the whole sequence (`ratios.log_ratio_at`).
 
     Args:
-        log_prob: [B, L] or [B] of the policy that should have sampled (the trainer's weights before the update).
+        log_prob: [B, L] or [B] under the policy that should have sampled (the trainer's weights before the update).
         behaviour_log_prob: the same shape, as the generator reported it.
         chunk_id: [B, L] integers, for level ``chunk``.
 
     Returns:
-        Weights of the shape of `log_prob`, 0 outside the mask, detached; and ``weight_mean``, ``weight_bounded_fraction`` (the share that
-        was clamped or rejected) and ``behaviour_kl`` (k3 of KL(behaviour || pi), entry by entry).
+        Weights of the shape of `log_prob`, 0 outside the mask, detached; and ``weight_mean``, ``weight_bounded_fraction`` (share of
+        clamped or rejected entries) and ``behaviour_kl`` (k3 of KL(behaviour || pi), entry by entry).
 
     Raises ValueError: bounds out of order, unknown level or mode, shapes that do not agree.
     """
@@ -80,18 +80,18 @@ def correction_weights(
     mask: Tensor | None = None,
     chunk_id: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """What the advantages of a whole batch are multiplied with, as `algorithm.correction` says, before its first step.
+    """Factors of the advantages of a whole batch, as `algorithm.correction` says, before its first step.
 
-    Every policy loss f(log pi, A) is proportional to a positive factor of A, so that this is the loss multiplied entry by entry:
+    Every policy loss f(log pi, A) is proportional to a positive factor of A, so that this multiplies the loss entry by entry:
     w max(-A r, -A clip(r)) = max(-(w A) r, -(w A) clip(r)). An entry of weight 0 stays in the denominator.
 
-    With w of `importance_weights` and the sequences that `rejection_mask` keeps. ``batch_normalise`` divides by the mean of w over all
-    entries before rejection, so that the batch keeps its weight as a whole (self-normalised importance sampling: Owen 2013,
+    Combines w of `importance_weights` with the sequences that `rejection_mask` keeps. ``batch_normalise`` divides by the mean of w over
+    all entries before rejection, so that the batch keeps its total weight (self-normalised importance sampling: Owen 2013,
     "Monte Carlo theory, methods and examples", section 9.2).
 
     Args:
-        log_prob: [B, L] or [B] of the policy as it is when the update begins.
-        behaviour_log_prob: the same shape, of the policy that sampled; of all rows of the batch, since a mean is over them.
+        log_prob: [B, L] or [B] under the policy at the start of the update.
+        behaviour_log_prob: the same shape, under the policy that sampled; for all rows of the batch, because a mean is over them.
 
     Returns weights of the shape of `log_prob`, 0 outside the mask; the metrics of `importance_weights`, and ``rejected_fraction``.
     """
@@ -123,13 +123,13 @@ def rejection_mask(
 ) -> Tensor:
     """Entries whose ratio pi / behaviour lies within [low, high], as a bool of the shape of `log_prob`; False outside the mask.
 
-    Use it as a `weight` (``kept.to(dtype)``), not in the place of the mask: the denominator is the number *before* rejection, or
-    the entries that are left would count more the fewer they are.
+    Use it as a `weight` (``kept.to(dtype)``), not in place of the mask: the denominator is the number *before* rejection, otherwise
+    the fewer entries are left, the more each would count.
 
     Args:
-        level: whose ratio is looked at; ``sequence``, ``geometric`` and ``chunk`` keep or drop the whole of it.
-        token_veto: a row with any entry whose own ratio is below this is dropped as a whole (0: none); a single action that the
-            trainer finds all but impossible is a sign of a broken generator rather than of an old one.
+        level: unit of the ratio; ``sequence``, ``geometric`` and ``chunk`` keep or drop the whole unit.
+        token_veto: drop a row with any entry whose own ratio is below this (0: no row): a single action that the trainer finds all but
+            impossible indicates a broken generator rather than an old one.
     """
     _check_bounds(low, high)
     if not 0.0 <= token_veto <= 1.0:
@@ -156,7 +156,7 @@ def cispo_loss(
 ) -> tuple[Tensor, Metrics]:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: CISPO (MiniMax 2025, arXiv:2506.13585).
 
-    The ratio's weight is clipped instead of its gradient, so that every entry keeps pulling. The paper has no lower bound:
+    The ratio's weight is clipped instead of its gradient, so that every entry keeps its pull. The paper has no lower bound:
     clip_low = 1.
 
     Returns the loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``.
@@ -186,16 +186,16 @@ def topr_loss(
 ) -> tuple[Tensor, Metrics]:
     """Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv:2503.14286).
 
-    -A log pi where A >= 0, without a ratio: good rows are imitated however unlikely they have become.
-    -sg(clip(pi / behaviour, ratio_low, ratio_high)) A log pi where A < 0: what the policy no longer does is not pushed down further.
-    The ratio is that of the whole sequence, as in the paper; `level` offers the others. With ``sign="score"`` it is tapered in rows that
-    failed (`positive` [B] False), whatever their advantage: the paper separates good rows from bad ones by their reward.
+    If A >= 0: -A log pi, without a ratio: good rows are imitated however unlikely they have become.
+    If A < 0: -sg(clip(pi / behaviour, ratio_low, ratio_high)) A log pi: actions that the policy no longer takes are not pushed down
+    further. The ratio is that of the whole sequence, as in the paper; `level` offers others. With ``sign="score"`` the ratio is tapered in
+    failed rows (`positive` [B] False), whatever their advantage: the paper separates good rows from bad ones by their reward.
 
     Returns:
-        The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction`` (among all entries, those that are tapered with a clipped
+        The loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction`` (share of all entries that are tapered with a clipped
         ratio).
 
-    Raises ValueError: bounds or shapes that make no sense, or ``sign="score"`` without `positive`.
+    Raises ValueError: invalid bounds or shapes, or ``sign="score"`` without `positive`.
     """
     _check_bounds(ratio_low, ratio_high)
     new, old, advantages = visible_entries(mask, log_prob=log_prob, behaviour_log_prob=behaviour_log_prob, advantage=advantage.detach())

@@ -1,7 +1,7 @@
 """Learning with critics of actions Q(s, a) from stored steps: implicit Q-learning, advantage-weighted and soft actor-critic.
 
-Shapes: B rows, E critics of an ensemble. Losses are sums over the rows of `mask` [B] (None: all), divided by `denominator` rows (None: as
-many); targets are constants, no gradient flows through them. Notation of the papers: r reward, γ discount, π the policy, Q̄ the target
+Shapes: B rows, E critics of an ensemble. Losses are sums over the rows of `mask` [B] (None: all), divided by `denominator` rows (None:
+their number). Targets are constants, without a gradient. Notation of the papers: r reward, γ discount, π the policy, Q̄ the target
 critics.
 """
 
@@ -17,10 +17,10 @@ Metrics = dict[str, Tensor]
 
 
 def smallest_of(values: Tensor, members: Tensor | None = None) -> Tensor:
-    """min over the ensemble of Q̄ [E, B] → [B]; over `members` [M] only, where given.
+    """min over the ensemble of Q̄ [E, B] → [B]; with `members` [M], over these only.
 
-    Clipped double Q-learning (Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1); a random subset of a larger ensemble is REDQ's
-    (Chen et al. 2021, arXiv:2101.05982, algorithm 1), which RLPD takes over (Ball et al. 2023, arXiv:2302.02948, algorithm 1).
+    Clipped double Q-learning (Fujimoto et al. 2018, arXiv:1802.09477, algorithm 1). The random subset of a larger ensemble is from REDQ
+    (Chen et al. 2021, arXiv:2101.05982, algorithm 1), and RLPD uses it too (Ball et al. 2023, arXiv:2302.02948, algorithm 1).
     """
     return (values if members is None else values[members]).min(dim=0).values
 
@@ -31,7 +31,7 @@ def td_target(*, reward: Tensor, discount: Tensor, next_value: Tensor) -> Tensor
     Args:
         reward: [B] discounted sum of n steps.
         discount: [B] γ^n, 0 where the n-th step terminated; a truncated episode bootstraps from its final observation.
-        next_value: [B]; what it holds where the discount is 0 does not matter, be it NaN.
+        next_value: [B]; ignored where the discount is 0, even if NaN.
     """
     _check_rows(reward=reward, discount=discount, next_value=next_value)
     following = torch.where(discount > 0, next_value, torch.zeros_like(next_value))
@@ -51,7 +51,7 @@ def critic_loss(*, values: Tensor, target: Tensor, mask: Tensor | None = None, d
         values: [E, B]; every critic learns the same target.
         target: [B], a constant.
 
-    Returns the loss, and ``critic_loss``, ``q_mean``, ``q_spread`` (standard deviation between critics, mean over rows; 0 of one critic).
+    Returns the loss, and ``critic_loss``, ``q_mean``, ``q_spread`` (standard deviation between critics, mean over rows; 0 with one critic).
     """
     if values.dim() != 2 or target.shape != values.shape[1:]:
         raise ValueError(f"values must be [E, B] and target [B], got {tuple(values.shape)} and {tuple(target.shape)}.")
@@ -85,7 +85,7 @@ def expectile_loss(
 def advantage_weights(
     *, advantage: Tensor, temperature: float, max_weight: float, mask: Tensor | None = None, denominator: float | None = None
 ) -> tuple[Tensor, Metrics]:
-    """exp(A / λ) [B], at most `max_weight`, detached: what recorded actions are imitated by.
+    """exp(A / λ) [B], at most `max_weight`, detached: weights for imitating recorded actions.
 
     Advantage-weighted regression (Peng et al. 2019, arXiv:1910.00177, algorithm 1); in AWAC (Nair et al. 2020, arXiv:2006.09359,
     algorithm 1) with A = Q(s, a) - V(s), V the mean of Q over the policy; in implicit Q-learning (its eq. 7) with the expectile V and
@@ -95,7 +95,7 @@ def advantage_weights(
     """
     if not (temperature > 0 and max_weight > 0):
         raise ValueError(f"temperature and max_weight must be > 0, got {temperature} and {max_weight}.")
-    # The exponent is bounded, not its exp: that would be infinite first.
+    # Bound the exponent, because its exp may already be infinite.
     bound = torch.log(torch.as_tensor(max_weight, dtype=advantage.dtype, device=advantage.device))
     exponent = advantage.detach() / temperature
     weight = torch.minimum(exponent, bound).exp()
@@ -109,8 +109,8 @@ def soft_policy_loss(
     """Mean of α log π(a|s) - Q(s, a), a drawn from π by reparametrisation (Haarnoja et al. 2018, eq. 7).
 
     Args:
-        values: [B] of the critics at the policy's own action, with its gradient; the ensemble's mean in RLPD.
-        log_prob: [B] of that action, with its gradient.
+        values: [B] values of the policy's own action, with gradient; the ensemble's mean in RLPD.
+        log_prob: [B] of that action, with gradient.
     """
     _check_rows(values=values, log_prob=log_prob)
     coefficient = entropy_coef.detach() if isinstance(entropy_coef, Tensor) else entropy_coef
@@ -121,14 +121,14 @@ def soft_policy_loss(
 def entropy_coef_loss(
     *, log_coef: Tensor, log_prob: Tensor, target_entropy: float, mask: Tensor | None = None, denominator: float | None = None
 ) -> tuple[Tensor, Metrics]:
-    """α (H - target) in expectation, H = -log π: minimising it raises α where the entropy is too small (Haarnoja et al. 2018, eq. 18).
+    """α (H - target) in expectation, H = -log π: minimising it raises α if the entropy is too small (Haarnoja et al. 2018, eq. 18).
 
     Args:
         log_coef: [] log α, in training.
         log_prob: [B], a constant.
         target_entropy: nats.
 
-    Returns the loss, and ``entropy_coef``: α times the share of the `denominator` rows that are here, so that parts add up to α.
+    Returns the loss, and ``entropy_coef``: α times these rows' share of the `denominator` rows, so that parts add up to α.
     """
     loss = masked_mean(log_coef.exp() * (-log_prob.detach() - target_entropy), mask, denominator)
     rows = len(log_prob) if mask is None else int(mask.sum())

@@ -27,11 +27,11 @@ def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def segment_mean(x: Tensor, *, mask: Tensor | None = None, chunk_id: Tensor | None = None) -> Tensor:
-    """The mean over each row, or over each chunk of each row, handed back to every entry of it; detached, summed in float64.
+    """Mean over each row, or over each chunk of each row, returned at every entry of it; detached, summed in float64.
 
     Args:
         x: [B, L].
-        mask: [B, L] bool; entries that count. The others get 0.
+        mask: [B, L] bool; entries that count. Other entries get 0.
         chunk_id: [B, L] integers, any values; entries of one row with the same number form a chunk, adjacent or not. None: the row
             is one chunk.
 
@@ -47,7 +47,7 @@ def segment_mean(x: Tensor, *, mask: Tensor | None = None, chunk_id: Tensor | No
     if chunk_id.shape != x.shape or chunk_id.is_floating_point():
         raise ValueError(f"chunk_id must be integers of shape {tuple(x.shape)}, got {chunk_id.dtype} of shape {tuple(chunk_id.shape)}.")
     row = torch.arange(x.shape[0], device=x.device)[:, None].expand(x.shape)
-    # What the mask hides may hold any chunk number: it is counted nowhere, so it need not be cleaned.
+    # Masked entries may have any chunk number: they are not counted, so nothing needs cleaning.
     pairs, inverse = torch.unique(torch.stack([row.flatten(), chunk_id.flatten().long()], dim=1), dim=0, return_inverse=True)
     total = torch.zeros(len(pairs), dtype=torch.float64, device=x.device).index_add_(0, inverse, values.flatten())
     count = torch.zeros_like(total).index_add_(0, inverse, shown.flatten().double())
@@ -63,18 +63,18 @@ def log_ratio_at(
     mask: Tensor | None = None,
     chunk_id: Tensor | None = None,
 ) -> Tensor:
-    """Detached log(pi / pi_old) of what each entry belongs to, for use as a weight.
+    """Detached log(pi / pi_old) of the unit that each entry belongs to, for use as a weight.
 
-    ``token``: of the entry itself. ``sequence``: of the whole row, the sum over its entries; the exact importance weight of the row.
-    ``geometric``: the row's mean over entries, the geometric mean of the ratios, which does not grow with the length. ``chunk``: the
-    mean over the entry's chunk.
+    ``token``: the entry itself. ``sequence``: the whole row, summed over its entries; the exact importance weight of the row.
+    ``geometric``: the row's mean over entries, i.e. the geometric mean of the ratios, which does not grow with the length. ``chunk``:
+    the mean over the entry's chunk.
 
     Args:
-        log_prob, old_log_prob: [B, L], or [B] (where all levels are the same).
+        log_prob, old_log_prob: [B, L], or [B] (then all levels are the same).
         mask: bool; entries that count.
         chunk_id: [B, L] integers, only for ``chunk``.
 
-    Returns ratios of the shape of `log_prob`, within ±MAX_LOG_RATIO, 0 where the mask is False.
+    Returns log-ratios of the shape of `log_prob`, within ±MAX_LOG_RATIO, 0 where the mask is False.
 
     Raises ValueError: unknown level, or ``chunk`` without `chunk_id`.
     """

@@ -1,4 +1,4 @@
-"""Scaling of rewards, by the running return and by the statistics of a batch or of groups of rows, and changes of what is rewarded."""
+"""Scales rewards by the running return or by statistics of a batch or of groups of rows, and changes what is rewarded."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Statistic = Literal["none", "batch", "group", "running"]
 STATISTICS: tuple[str, ...] = get_args(Statistic)
 
 MIN_STD = 1e-6
-"""A standard deviation up to this is none: what is left of equal rewards is rounding, and dividing by it would make it a signal."""
+"""Largest standard deviation that counts as none: equal rewards differ by rounding, and dividing by it would turn that into a signal."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and variance of what has been seen; parts merge exactly, in any order up to rounding (Chan, Golub and LeVeque 1979)."""
+    """Mean and variance of numbers; parts merge exactly, in any order up to rounding (Chan, Golub and LeVeque 1979)."""
 
     mean: float = 0.0
     var: float = 0.0
-    """Biased (divided by the count)."""
+    """Biased variance (divided by the count)."""
     count: float = 0.0
 
     @property
     def std(self) -> float:
-        """Unbiased (divided by the count minus 1); 0 for fewer than two numbers."""
+        """Unbiased standard deviation (divided by the count minus 1); 0 for fewer than two numbers."""
         return float(np.sqrt(self.var * self.count / (self.count - 1))) if self.count > 1 else 0.0
 
     @staticmethod
     def of(x: Tensor | np.ndarray, mask: Tensor | np.ndarray | None = None) -> Moments:
-        """Of all entries of `x`, or those in `mask`; in float64. Equal entries have exactly no variance."""
+        """Moments of all entries of `x`, or of those in `mask`, in float64. Equal entries have exactly no variance."""
         if isinstance(x, Tensor):
             x = x.detach().double().cpu().numpy()
         if isinstance(mask, Tensor):
@@ -53,7 +53,7 @@ class Moments:
         return Moments(float(values.mean()), float(values.var()), float(values.size))
 
     def merge(self, other: Moments) -> Moments:
-        """Of both parts together."""
+        """Moments of both parts together."""
         if self.count == 0 or other.count == 0:
             return other if self.count == 0 else self
         total = self.count + other.count
@@ -73,9 +73,9 @@ class Moments:
 class ReturnNormalizer:
     """Divide rewards by the running standard deviation of the discounted return, then clip (Engstrom et al. 2020, "code-level" PPO).
 
-    The return of a slot is summed forward, R_t = r_t + gamma R_(t-1), across rollouts, and starts again after an episode's
-    end, be it a termination or a truncation. A rollout is folded in as a whole before its rewards are divided, so that all of
-    them are divided by the same number. The mean is not subtracted: that would change which policy is best.
+    The return of a slot is summed forward, R_t = r_t + gamma R_(t-1), across rollouts, and restarts after an episode's end, by
+    termination or truncation. A whole rollout is counted before its rewards are divided, so that one number divides all of them.
+    The mean is not subtracted: that would change which policy is best.
     """
 
     def __init__(self, gamma: float, clip: float = 10.0, eps: float = 1e-8) -> None:
@@ -83,7 +83,7 @@ class ReturnNormalizer:
         self.clip = clip
         self.eps = eps
         self.moments = Moments()
-        """Of the discounted returns."""
+        """Moments of the discounted returns."""
         self.carried: np.ndarray | None = None
         """[N] float64 discounted return of each slot's running episode."""
 
@@ -103,13 +103,13 @@ class ReturnNormalizer:
     def __call__(
         self, reward: np.ndarray, done: np.ndarray, mask: np.ndarray | None = None, *, steps: np.ndarray | None = None
     ) -> np.ndarray:
-        """Fold in rewards [T, N] with dones [T, N]; return them normalised, in the same type. `mask`: [T, N] that count; None: all.
-        `steps`: [T, N, K] that these are the sums of, to be divided and returned in their place."""
+        """Count rewards [T, N] with dones [T, N]; return them normalised, in the same type. `mask`: [T, N] that count; None: all.
+        `steps`: [T, N, K] rewards that these are the sums of; they are divided and returned instead."""
         self.fold(reward, done, mask)
         return self.divided(reward if steps is None else steps)
 
     def fold(self, reward: np.ndarray, done: np.ndarray, mask: np.ndarray | None = None) -> None:
-        """Count rewards [T, N] with dones [T, N]."""
+        """Count rewards [T, N] with dones [T, N] in the statistics."""
         from embodied_rl.algorithms.kernels import discounted_returns_kernel
 
         if self.carried is None or self.carried.shape != reward.shape[1:]:
@@ -119,11 +119,11 @@ class ReturnNormalizer:
         self.moments = self.moments.merge(Moments.of(returns, mask))
 
     def divided(self, reward: np.ndarray) -> np.ndarray:
-        """Rewards by what was counted so far, clipped, in the same type."""
+        """Divide rewards by the statistics so far and clip them, in the same type."""
         return np.clip(reward / np.sqrt(self.var + self.eps), -self.clip, self.clip).astype(reward.dtype)
 
     def restart_episodes(self) -> None:
-        """Forget the returns of running episodes, not the statistics."""
+        """Clear the returns of running episodes; keep the statistics."""
         self.carried = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,15 +146,15 @@ def normalize_reward(
     running: Moments | None = None,
     eps: float = MIN_STD,
 ) -> Tensor:
-    """r' = (r - mu) / (sigma + eps), mu and sigma each from nothing, the batch, the row's group or a running record.
+    """r' = (r - mu) / (sigma + eps), with mu and sigma each from nothing, the batch, the row's group or a running record.
 
-    As in ROLL (Wang et al. 2025, arXiv:2506.06122). sigma is unbiased. Where a sigma is asked for and there is none (fewer than two
-    rows, or sigma <= 1e-6) the result is exactly 0. Statistics are float64.
+    As in ROLL (Wang et al. 2025, arXiv:2506.06122). sigma is unbiased. If a sigma is required and there is none (fewer than two
+    rows, or sigma <= 1e-6), the result is exactly 0. Statistics are float64.
 
     Args:
         reward: [B], one number per row (an episode's or a turn's).
-        group: [B] integers, any values, rows of a group anywhere; see `group_ids`. Only for ``group``.
-        mask: [B] bool; rows that count. The others get 0 and may be NaN.
+        group: [B] integers, any values, in any order; see `group_ids`. Only for ``group``.
+        mask: [B] bool; rows that count. Other rows get 0 and may be NaN.
         running: the record for ``running``; merge this batch into it first, so that one number divides the whole batch.
 
     Returns [B] of the type of `reward`.
@@ -174,7 +174,7 @@ def normalize_reward(
         if name == "group":
             assert group is not None, "checked above"
             found = group_statistics(score=values, group=group, rows=shown)
-            # Rounding in the mean of equal values would leave a difference of their last bit.
+            # The mean of equal values is rounded and would leave a difference in their last bit.
             sources[name] = (torch.where(found.equal[found.index], values, found.mean[found.index]), found.std[found.index])
         else:
             moments = running if name == "running" else Moments.of(values, shown)
@@ -214,7 +214,7 @@ def group_ids(rows: Sequence[Any], keys: str | Sequence[str]) -> Tensor:
     Returns:
         [B] int64, from 0 in order of first appearance. Values are compared as JSON: lists and mappings by content, 1 is not "1" nor True.
 
-    Raises UserError: a row lacks the key; names the row and what it has.
+    Raises UserError: a row lacks the key; the message has the row's number and keys.
     """
     paths = (keys,) if isinstance(keys, str) else tuple(keys)
     if not paths:
@@ -229,7 +229,7 @@ def _lookup(row: object, path: str, index: int) -> object:
     while rest:
         names = [str(name) for name in node] if isinstance(node, Mapping) else [name for name in dir(node) if not name.startswith("_")]
         parts = rest.split(".")
-        # The longest name first: a key may itself contain dots.
+        # The longest name first, because a key may itself contain dots.
         name = next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in names), None)
         if name is None:
             raise UserError(f"Row {index} has no '{path}': no '{parts[0]}' in it.{did_you_mean(parts[0], names)}")
@@ -249,8 +249,8 @@ def _canonical(value: object) -> str:
 
 # ---- What is rewarded: clipping, penalties, divergence from a reference policy ----------------------------------------
 
-# Pure functions; each returns the new reward in the type of the old one. `mask` is bool: what it hides counts for nothing, be it NaN, and
-# gets 0. Shapes are [B] (one number per row), [B, L] (per action unit) or [T, N] (time-major: T steps of N slots), as stated.
+# Pure functions; each returns the new reward in the type of the old one. `mask` is bool: masked entries do not count, even if they are NaN,
+# and get 0. Shapes are [B] (one number per row), [B, L] (per action unit) or [T, N] (time-major: T steps of N slots), as stated.
 
 
 def clip_reward(*, reward: Tensor, low: float = -math.inf, high: float = math.inf, mask: Tensor | None = None) -> Tensor:
@@ -265,9 +265,9 @@ def clip_reward(*, reward: Tensor, low: float = -math.inf, high: float = math.in
 def penalize_overlong(
     *, reward: Tensor, length: Tensor, max_length: int, buffer: int, penalty: float = 1.0, mask: Tensor | None = None
 ) -> Tensor:
-    """Soft overlong punishment (DAPO: Yu et al. 2025, arXiv:2503.14476): nothing up to max_length - buffer, then linear to `penalty`.
+    """Soft overlong punishment (DAPO: Yu et al. 2025, arXiv:2503.14476): 0 up to max_length - buffer, then linear to `penalty`.
 
-    The penalty is reached at max_length and stays beyond it. [B] rewards and lengths in tokens or steps.
+    The full penalty applies from max_length on. [B] rewards and lengths in tokens or steps.
     Raises ValueError: unless 0 < buffer <= max_length.
     """
     if not 0 < buffer <= max_length:
@@ -291,12 +291,12 @@ def kl_in_reward(
 
     Args:
         reward: [B, L], or [B].
-        kl: the same shape, `kl.kl_estimate` of the policy that sampled, as the trainer computes it, from the reference on the same
-            actions; k1 is the paper's. An entry of several tokens has the sum of their estimates: an estimate of the tokens' summed
-            log-ratio spreads many times as far, exponentially in their number for k3.
-        coefficient: >= 0; `kl.KlCoefficient` may steer it.
+        kl: the same shape, `kl.kl_estimate` between the sampling policy, as the trainer computes it, and the reference, on the same
+            actions; k1 is the paper's. An entry of several tokens has the sum of their estimates: an estimate from the tokens' summed
+            log-ratio would vary many times as much, exponentially in their number for k3.
+        coefficient: >= 0; `kl.KlCoefficient` may control it.
 
-    Returns rewards, and ``kl`` and ``kl_penalty``, their means as `aggregation` takes them.
+    Returns rewards, and ``kl`` and ``kl_penalty``, their means by `aggregation`.
     """
     _require_not_negative("coefficient", coefficient)
     visible, estimate = visible_entries(mask, reward=reward, kl=kl.detach())

@@ -1,7 +1,7 @@
 """Losses whose ratio belongs to a whole sequence or a chunk of it. Shapes and denominators are those of `losses`.
 
-A chunk is what an agent does between two looks at its environment: the tokens of one turn, or the K·D action units of one chunk of
-a robot's actions.
+A chunk is what an agent does between two observations: the tokens of one turn, or the K·D action units of one chunk of a robot's
+actions.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def gspo_loss(
 ) -> tuple[Tensor, Metrics]:
     """PPO's clip on the ratio of whole sequences (GSPO: Zheng et al. 2025, arXiv:2507.18071, in its token form).
 
-    s = (pi(y) / pi_old(y))^(1/|y|), the geometric mean of the entries' ratios, stands at every entry as sg(s) · pi / sg(pi): its value
+    s = (pi(y) / pi_old(y))^(1/|y|), the geometric mean of the entries' ratios, enters at every entry as sg(s) · pi / sg(pi): its value
     is s, and its gradient s · grad log pi. With one advantage per row and the default aggregation this is exactly the gradient of the
     sequence form, (1/B) sum of max(-A s, -A clip(s)); advantages may also differ within a row.
 
-    The bounds are much tighter than PPO's (the paper: 3e-4 and 4e-4), since a mean of log-ratios hardly moves.
+    The bounds are much tighter than PPO's (the paper: 3e-4 and 4e-4), because a mean of log-ratios hardly moves.
 
     Args:
         log_prob, old_log_prob: [B, L], or [B] (then it is PPO).
@@ -46,7 +46,7 @@ def gspo_loss(
     new, old, advantages = visible_entries(mask, log_prob=log_prob, old_log_prob=old_log_prob.detach(), advantage=advantage.detach())
     log_ratio = new - old
     if log_ratio.dim() == 2:
-        # The value is the mean over the sequence, the gradient only that of the entry; the clamp ends both, as it does for PPO.
+        # The value is the mean over the sequence, the gradient that of the entry; the clamp limits both, as in PPO.
         log_ratio = segment_mean(log_ratio, mask=mask) + (new - new.detach())
     ratio = clamp_log_ratio(log_ratio).exp()
     per_entry, clipped = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
@@ -69,16 +69,16 @@ def ipa_loss(
 ) -> tuple[Tensor, Metrics]:
     """Interaction-perceptive agentic policy optimisation over chunks (IPA; ROME, Wang et al. 2025, arXiv:2512.24873).
 
-    Trajectories that succeeded: -G m log pi, imitation without a ratio. The others: -sg(clip(rho_c, 0, 1)) G m log pi.
-    rho_c is the geometric mean over the chunk of pi / pi_old; m keeps a chunk when the geometric mean over it of
-    pi_old / behaviour is at most `max_mismatch`. Entries with m = 0 stay in the denominator.
+    For trajectories that succeeded: -G m log pi, imitation without a ratio. For the others: -sg(clip(rho_c, 0, 1)) G m log pi.
+    rho_c is the geometric mean of pi / pi_old over the chunk; m keeps a chunk if the geometric mean of pi_old / behaviour over it
+    is at most `max_mismatch`. Entries with m = 0 stay in the denominator.
 
     Args:
-        log_prob, old_log_prob, behaviour_log_prob: [B, L] of the policy in training, of the trainer's weights before the update, and
-            as the generator reported them.
+        log_prob, old_log_prob, behaviour_log_prob: [B, L] under the policy in training, under the trainer's weights before the update,
+            and as the generator reported them.
         advantage: [B, L] the chunk's return G_k = gamma^(distance to the last chunk) · R_final at each of its entries, or [B].
         chunk_id: [B, L] integers; None: each row is one chunk.
-        positive: [B] bool, the trajectory succeeded; None: where the return is positive, which has the sign of R_final.
+        positive: [B] bool, whether the trajectory succeeded; None: whether the return is positive, which has the sign of R_final.
         max_mismatch: H > 0.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Rewards as they are learned from, of rollouts and of whole episodes alike, with what runs on across updates."""
+"""Shapes the rewards of rollouts and of whole episodes for learning, with state across updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from embodied_rl.errors import IncompatibleCheckpointError
 
 
 class KlTerm:
-    """The divergence from the first policy that a configuration asks for, in the loss or in the reward, and its present coefficient."""
+    """The configured divergence from the first policy, in the loss or in the reward, and its present coefficient."""
 
     def __init__(self, config: KlConfig) -> None:
         self.config = config
@@ -31,8 +31,8 @@ class KlTerm:
         return self.config.coef > 0 and self.config.place == "loss"
 
     def divergence(self, log_prob: Tensor | None, reference: Tensor | None) -> Tensor | None:
-        """The estimate of KL(present || first policy), unit by unit; None where the reward has no KL term. What has several units has
-        the sum of their estimates."""
+        """Estimate of KL(present || first policy) for each unit, or the sum of estimates if an entry has several units; None if the reward
+        has no KL term."""
         if not self.in_reward:
             return None
         assert log_prob is not None, "the learner computes both"
@@ -40,8 +40,8 @@ class KlTerm:
         return kl_estimate(log_prob=log_prob, reference_log_prob=reference, kind=self.config.kind)
 
     def penalized(self, reward: Tensor, kl: Tensor | None, mask: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """Rewards less the divergence, which the coefficient then follows, with ``kl`` and ``kl_penalty``; as they are where it is not in
-        the reward. `kl`: as `reward`, of `divergence`; `mask`: what counts, None: all."""
+        """Subtract the divergence from rewards and update the coefficient; return ``kl`` and ``kl_penalty`` too. Changes nothing if the KL
+        term is not in the reward. `kl`: a `divergence`, shaped as `reward`; `mask`: entries that count, None: all."""
         if not self.in_reward:
             return reward, {}
         assert kl is not None, "`divergence` gives it"
@@ -51,15 +51,15 @@ class KlTerm:
         return taken, figures
 
     def measured(self, stats: Mapping[str, float], num_samples: int) -> dict[str, float]:
-        """``kl_coef`` after the divergence that an update measured in its loss; nothing where none was measured."""
+        """``kl_coef`` after the divergence that an update measured in its loss; empty if it measured none."""
         if "kl" not in stats or not self.in_loss:
             return {}
         return {"kl_coef": self.coefficient.update(stats["kl"], num_samples)}
 
 
 class StepRewards:
-    """Rewards of single steps before credit is assigned, of rollouts and of whole episodes: what `algorithm.reward`, `algorithm.kl` and
-    `algorithm.normalize_reward` say of them, with what runs on across updates."""
+    """Rewards of single steps before credit assignment, for rollouts and whole episodes, as `algorithm.reward`, `algorithm.kl` and
+    `algorithm.normalize_reward` configure them, with state across updates."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
@@ -67,29 +67,29 @@ class StepRewards:
         self.reward_normalizer = ReturnNormalizer(config.gamma, config.reward_clip) if config.normalize_reward else None
 
     def scaled(self, reward: Tensor, mask: Tensor | None) -> Tensor:
-        """Clipped, then scaled; `mask`: what counts, None: all."""
+        """Clip, then scale rewards; `mask`: entries that count, None: all."""
         limit = self.config.reward.clip
         if limit is not None:
             reward = clip_reward(reward=reward, low=-limit, high=limit, mask=mask)
         return reward * self.config.reward.scale
 
     def less_costs(self, reward: Tensor, kl: Tensor | None, mask: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """Less the divergence `kl` (see `KlTerm.penalized`), and what each step costs; with figures of the divergence."""
+        """Subtract the divergence `kl` (see `KlTerm.penalized`) and each step's cost; return metrics of the divergence too."""
         reward, figures = self.kl.penalized(reward, kl, mask)
         price = self.config.reward.length_penalty
         return (reward - price * (1.0 if mask is None else mask)) if price else reward, figures
 
     def of_steps(self, reward: np.ndarray) -> np.ndarray:
-        """Stored steps' rewards, any shape: clipped, scaled, less what each costs; `reward_normalizer` divides them when they are drawn."""
+        """Shape stored steps' rewards: clip, scale, subtract each step's cost; `reward_normalizer` divides them when they are drawn."""
         return self.less_costs(self.scaled(torch.tensor(reward), None), None, None)[0].numpy()
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs, JSON-able."""
+        """JSON-able state that a resume needs."""
         normalizer = None if self.reward_normalizer is None else self.reward_normalizer.state_dict()
         return {"reward_normalizer": normalizer, "kl_coefficient": self.kl.coefficient.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises IncompatibleCheckpointError when the state was made with the other setting of ``normalize_reward``."""
+        """Load a state. Raises IncompatibleCheckpointError if it was made with the other setting of ``normalize_reward``."""
         saved = state.get("reward_normalizer")
         if (saved is None) != (self.reward_normalizer is None):
             raise IncompatibleCheckpointError(
@@ -102,6 +102,6 @@ class StepRewards:
             self.kl.coefficient.load_state_dict(state["kl_coefficient"])
 
     def restart_episodes(self) -> None:
-        """All episodes begin anew, outside a rollout: returns that were being summed are over."""
+        """Note that all episodes begin anew outside a rollout, so that the running sums of returns end."""
         if self.reward_normalizer is not None:
             self.reward_normalizer.restart_episodes()

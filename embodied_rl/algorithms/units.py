@@ -1,7 +1,7 @@
-"""Action units of chunks: which of them were executed, and what a probability ratio belongs to. Pure functions.
+"""Action units of chunks: which were executed, and which of them share a probability ratio. Pure functions.
 
-Shape legend: B rows, K steps of a chunk, A action dimensions, S denoising steps (1 for tokens), L = S·K·A action units, step of the
-chunk k and dimension a at unit (s·K + k)·A + a.
+Shape legend: B rows, K steps of a chunk, A action dimensions, S denoising steps (1 for tokens), L = S·K·A action units; denoising step s,
+step k of the chunk and dimension a are at unit (s·K + k)·A + a.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 Level = Literal["chunk", "action", "token"]
-"""What has one probability ratio: the whole decision, each step of its chunk, or each action unit by itself."""
+"""Unit with one probability ratio: the whole decision, each step of its chunk, or each action unit."""
 
 
 def unit_steps(num_units: int, chunk_size: int, action_dim: int) -> Tensor:
-    """[L] int64: the step of the chunk that each unit belongs to. Raises ValueError where L is no multiple of K·A."""
+    """[L] int64: step of the chunk that each unit belongs to. Raises ValueError if L is no multiple of K·A."""
     if num_units % (chunk_size * action_dim):
         raise ValueError(f"{num_units} action units cannot be those of {chunk_size} steps of {action_dim} dimensions.")
     return (torch.arange(num_units) // action_dim) % chunk_size
 
 
 def at_level(x: Tensor, level: Level, mask: Tensor | None, steps: Tensor) -> Tensor:
-    """Sum log-probabilities (or entropies) [B, L] over what belongs together: [B], [B, K], or [B, L] as they are.
+    """Sum log-probabilities (or entropies) [B, L] over each unit of the level: [B], [B, K], or [B, L] unchanged.
 
     Args:
-        mask: [B, L] bool, units that count; the others are left out of the sums. None: all.
+        mask: [B, L] bool, units that count; the sums leave out the others. None: all units.
         steps: [L] of `unit_steps`.
     """
     if level == "token":
@@ -38,19 +38,19 @@ def at_level(x: Tensor, level: Level, mask: Tensor | None, steps: Tensor) -> Ten
 
 
 def mask_at_level(mask: Tensor | None, level: Level, steps: Tensor) -> Tensor | None:
-    """[B, L] bool → [B], [B, K] or [B, L]: which sums of `at_level` hold anything."""
+    """[B, L] bool → [B], [B, K] or [B, L]: which sums of `at_level` are over any counted unit."""
     if mask is None or level == "token":
         return mask
     return at_level(mask.float(), level, None, steps) > 0
 
 
 def spread(x: Tensor, level: Level, steps: Tensor) -> Tensor:
-    """Advantages [B] or [B, K] to the shape of `level`, each number for all that belongs to it; [B, L] pass as tokens'.
+    """Bring advantages [B] or [B, K] to the shape of `level`: each number for all of its units; [B, L] stays.
 
-    Raises ValueError: numbers of single steps, and a level that has one number for all of them.
+    Raises ValueError: numbers of single steps, with a level that has one number for the whole decision.
     """
     if x.dim() == 1:
-        return x  # losses give the number of a row to all its entries
+        return x  # losses give a row's number to all its entries
     if level == "chunk":
         raise ValueError("Advantages of single actions need ratios of actions or tokens, not of whole chunks.")
     return x if level == "action" or x.shape[1] == len(steps) else x[:, steps]
