@@ -1,1 +1,1 @@
-"""How processes of one run are started, and what they say to each other."""
+"""Starting the processes of a run, and the messages between them."""

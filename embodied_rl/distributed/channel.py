@@ -1,6 +1,6 @@
-"""The one form of messages between processes of a run: JSON and a block of raw bytes, or tensors, on a socket. Nothing is pickled.
+"""Messages between processes of a run: JSON with a block of raw bytes, or with tensors, on a socket. Nothing is pickled.
 
-What is frequent has its own ways: steps go through shared memory, weights through shared memory or Ray's object store.
+Frequent data has its own channels: steps use shared memory, weights use shared memory or Ray's object store.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 _HEADER = struct.Struct("<8sQIQ")
-"""Key of the channel, number of the request, bytes of the text, bytes of the payload."""
+"""Key of the channel, request number, text bytes, payload bytes."""
 _MOST_TEXT = 1 << 28
 _MOST_PAYLOAD = 1 << 36
 _JOINED = 1 << 16
-"""A payload up to so many bytes is sent with its header in one call."""
+"""Largest payload in bytes that is sent with its header in one call."""
 _SLOWEST = 1 << 20
-"""Bytes a second: a message that comes more slowly is none."""
+"""Lowest speed of a valid message, in bytes per second."""
 
 
 class ChannelClosed(ConnectionError):
@@ -35,18 +35,18 @@ class ChannelClosed(ConnectionError):
 
 
 class ChannelGarbled(ValueError):
-    """What came is no message of the other end's: nothing that comes later can be trusted either."""
+    """The received bytes are no message of the other end: nothing after them can be trusted either."""
 
 
 class Messages:
     """A connected socket of numbered messages.
 
-    Every message carries a key, which the end that begins draws and the first message brings, and a number that the other end expects. So
-    foreign bytes, and messages out of turn, are detected at once.
+    Every message carries a key, which the end that begins draws and sends first, and the number that the other end expects. So foreign
+    bytes and messages out of turn are detected at once.
     """
 
     stall_s: float = 10.0
-    """A message that has begun and does not go on for so long was cut off."""
+    """Seconds without progress after which a message that has begun counts as cut off."""
 
     def __init__(self, connection: socket.socket, *, begins: bool) -> None:
         """`begins`: this end sends the first message."""
@@ -54,7 +54,7 @@ class Messages:
         self._key = secrets.token_bytes(8) if begins else None
 
     def has_message(self) -> bool:
-        """Whether something, or the news of the other end's death, can be read without waiting."""
+        """Whether a message, or the news of the other end's death, can be read without waiting."""
         return can_be_read(self.socket.fileno(), timeout_s=0.0)
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Messages:
             raise ChannelClosed(str(error)) from error
 
     def _recv(self, number: int, timeout_s: float | None) -> tuple[dict[str, Any], bytes, list[int]]:
-        """A whole message of this number and the descriptors that came with it; none stay open when it raises."""
+        """Receive a whole message of this number and its descriptors; none stay open when it raises."""
         fds: list[int] = []
         try:
             header = self._begin(timeout_s, fds)
@@ -98,7 +98,7 @@ class Messages:
         return message, payload, fds
 
     def _begin(self, timeout_s: float | None, fds: list[int]) -> bytes:
-        """The first bytes of a header, all of it as a rule. 1 ms at least: what has already arrived is taken even when the time is up."""
+        """Receive the first bytes of a header, usually all. Waits at least 1 ms: data that has arrived is read even if the time is up."""
         self.socket.settimeout(None if timeout_s is None else max(timeout_s, 0.001))
         try:
             data, came, _, _ = socket.recv_fds(self.socket, _HEADER.size, 8)
@@ -114,7 +114,7 @@ class Messages:
         return data
 
     def _exactly(self, size: int) -> bytes:
-        """The rest of a message that has begun."""
+        """Receive the rest of a message that has begun."""
         parts, missing = [], size
         until = time.monotonic() + self.stall_s + size / _SLOWEST
         while missing:
@@ -133,29 +133,29 @@ class Messages:
 
 
 class Channel(Messages):
-    """Requests one way, each with one answer; both carry the request's number."""
+    """Requests in one direction, each with one answer; both carry the request's number."""
 
     def __init__(self, connection: socket.socket, *, asks: bool = False) -> None:
         """`asks`: this end sends the requests."""
         super().__init__(connection, begins=asks)
         self.number = 0
-        """Of the last request."""
+        """Number of the last request."""
 
     def ask(self, message: dict[str, Any], payload: bytes = b"", *, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
-        """Send the next request, and file descriptors along with it. Raises ChannelClosed as `answer`."""
+        """Send the next request, with file descriptors. Raises ChannelClosed as `answer`."""
         self.number += 1
         self._send(self.number, message, payload, fds, timeout_s)
 
     def answer(self, message: dict[str, Any], payload: bytes = b"", timeout_s: float | None = None) -> None:
-        """Answer the last request. Raises ChannelClosed, also when the other end does not take the message in time."""
+        """Answer the last request. Raises ChannelClosed, also if the other end does not read the message in time."""
         self._send(self.number, message, payload, (), timeout_s)
 
     def next_answer(self, timeout_s: float | None = None) -> tuple[dict[str, Any], bytes]:
-        """The answer to the last request.
+        """Wait for the answer to the last request.
 
         Raises:
             ChannelClosed: the other end is gone.
-            ChannelGarbled: something else came, or a message was cut off.
+            ChannelGarbled: the data is no answer, or a message was cut off.
             TimeoutError: nothing came in time.
         """
         message, payload, fds = self._recv(self.number, timeout_s)
@@ -163,7 +163,7 @@ class Channel(Messages):
         return message, payload
 
     def next_request(self, *, num_fds: int = 0) -> tuple[dict[str, Any], bytes, list[int]]:
-        """Wait for the next request; (message, payload, as many descriptors as were to come). Raises ChannelClosed or ChannelGarbled."""
+        """Wait for the next request; return (message, payload, exactly `num_fds` descriptors). Raises ChannelClosed or ChannelGarbled."""
         message, payload, fds = self._recv(self.number + 1, None)
         self.number += 1
         if len(fds) != num_fds:
@@ -173,7 +173,7 @@ class Channel(Messages):
 
 
 def can_be_read(*descriptors: int, timeout_s: float | None) -> bool:
-    """Whether one can within the time; None waits. (`select.select` knows no descriptors above 1023.)"""
+    """Whether one becomes readable in time; None waits for ever. (`select.select` accepts no descriptors above 1023.)"""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
@@ -199,9 +199,9 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 class Link(Messages):
-    """A connected socket that carries JSON messages with named tensors, both ways at any time; each direction counts its own."""
+    """A connected socket for JSON messages with named tensors, in both directions at any time; each direction has its own count."""
 
-    stall_s = 120.0  # a process that computes on all cores may let a large message wait
+    stall_s = 120.0  # a process that computes on all cores may delay a large message
 
     def __init__(self, connection: socket.socket, *, begins: bool = False) -> None:
         """`begins`: this end sends the first message."""
@@ -209,16 +209,16 @@ class Link(Messages):
         self._num_sent = self._num_received = 0
 
     def send(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Send; tensors are copied to the host. Raises ChannelClosed."""
-        from safetensors.torch import save  # not before: simulators' processes hold no torch
+        """Send a message; tensors are copied to the host. Raises ChannelClosed."""
+        from safetensors.torch import save  # not earlier: simulator processes load no torch
 
         plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in (tensors or {}).items()}
         self._num_sent += 1
         self._send(self._num_sent, message, save(plain) if plain else b"")
 
     def recv(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The next message and its tensors, which lie on the host.
-        Raises ChannelClosed: the other end is gone, or what came is none of its messages; TimeoutError: nothing came in time.
+        """Receive the next message and its tensors, on the host.
+        Raises ChannelClosed: the other end is gone, or the data is not its message; TimeoutError: nothing came in time.
         """
         from safetensors.torch import load
 
@@ -230,7 +230,7 @@ class Link(Messages):
         return message, load(payload) if payload else {}
 
     def close(self) -> None:
-        """May be called while another thread waits for a message: that thread and the other end get ChannelClosed at once."""
+        """Close the socket, even while another thread waits for a message: it and the other end get ChannelClosed at once."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         super().close()

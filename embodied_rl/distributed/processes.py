@@ -1,4 +1,4 @@
-"""Starting a module of this package as a separate process, for simulators, ranks, rollout workers and token processes alike."""
+"""Start modules of this package as separate processes: simulators, ranks, rollout workers and token processes alike."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def start_module(
     environment: Mapping[str, str] | None = None,
     output: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """``python -m module arguments``: a fresh interpreter, never a fork of ours, which may hold threads, locks and graphics contexts.
+    """Run ``python -m module arguments`` in a fresh interpreter, never a fork, which might inherit threads, locks and graphics contexts.
 
-    It finds this package also where we run from a checkout that is not installed. It is in its own process group, so that Ctrl-C reaches
-    only us; it ends when its connection to us closes. Its garbage collector is off until it calls `started`.
+    The process finds this package even in a checkout that is not installed. It has its own process group, so Ctrl-C reaches only the
+    parent; it ends when its connection to the parent closes. Its garbage collector is off until it calls `started`.
 
     Args:
-        pass_fds: descriptors that stay open in it, under their numbers.
-        environment: variables beside ours, or in place of ours.
-        output: gets what it prints; None: printed where we print.
+        pass_fds: descriptors that stay open in it, with the same numbers.
+        environment: variables that extend or replace the parent's.
+        output: receives its output; None: it prints where the parent prints.
 
     Raises OSError: no process can be started.
     """
@@ -46,16 +46,16 @@ def start_module(
 
 
 def started() -> None:
-    """Called by what `start_module` runs, when it has imported what it needs: the garbage collector begins, and looks through none of it.
+    """Turn the garbage collector on, after a module from `start_module` has made its imports; imported objects are exempt from collection.
 
-    Collecting while libraries are imported frees next to nothing, and takes a sixth of their time (of transformers', a quarter).
+    Collections during imports free next to nothing and take a sixth of the import time (a quarter for transformers).
     """
     gc.freeze()
     gc.enable()
 
 
 def end_process(process: subprocess.Popen[bytes], patience_s: float) -> None:
-    """Wait for a process that is to end by itself, since its connection is closed; end it by SIGKILL where it does not in time."""
+    """Wait for a process to end after its connection was closed; kill it (SIGKILL) if it does not end in time."""
     try:
         process.wait(patience_s)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What LeRobot knows of a policy of ours: ``--policy.type=embodied_rl`` and where its checkpoint lies."""
+"""LeRobot's configuration of an embodied_rl policy: ``--policy.type=embodied_rl`` and the location of its checkpoint."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from embodied_rl.errors import UserError
 @PreTrainedConfig.register_subclass("embodied_rl")
 @dataclass
 class EmbodiedRLConfig(PreTrainedConfig):
-    """A checkpoint of ours as LeRobot's commands see it. It is played; what trains it is ``python -m embodied_rl.train``."""
+    """An embodied_rl checkpoint for LeRobot's commands. LeRobot plays it; ``python -m embodied_rl.train`` trains it."""
 
     checkpoint: str = ""
-    """The folder of a run, or of one of its checkpoints."""
+    """Folder of a run or of one of its checkpoints."""
     keys: dict[str, str] = field(default_factory=dict)
-    """{LeRobot's feature: our part of the observation}, for those whose names do not say it."""
+    """{LeRobot's feature: part of the policy's observation}, for features whose name does not match."""
     push_to_hub: bool = False
 
     @property
@@ -34,11 +34,11 @@ class EmbodiedRLConfig(PreTrainedConfig):
         return None
 
     def get_optimizer_preset(self) -> AdamConfig:
-        """Raises UserError: LeRobot does not train our policies."""
+        """Raises UserError: LeRobot does not train embodied_rl policies."""
         raise UserError("A policy of embodied_rl is trained by python -m embodied_rl.train.")
 
     def get_scheduler_preset(self) -> None:
         return None
 
     def validate_features(self) -> None:
-        """Nothing to say before the checkpoint is open."""
+        """Do nothing: the features are known after the checkpoint is open."""

@@ -1,4 +1,4 @@
-"""The policy itself: LeRobot's observations in, the actions of our checkpoint out."""
+"""The policy class: LeRobot's observations in, actions of an embodied_rl checkpoint out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EmbodiedRLPolicy(PreTrainedPolicy):
     name = "embodied_rl"
 
     def __init__(self, config: EmbodiedRLConfig, **_: Any) -> None:
-        """Raises UserError: no checkpoint is named, it cannot be read, or it reads what LeRobot's environment does not show."""
+        """Raises UserError: no checkpoint is named, it cannot be read, or its observations are not in LeRobot's environment."""
         super().__init__(config)
         if not config.checkpoint:
             raise UserError("--policy.checkpoint=FOLDER is missing: the folder of a run, or of one of its checkpoints.")
@@ -47,11 +47,11 @@ class EmbodiedRLPolicy(PreTrainedPolicy):
         self.inner.reset()
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any] | None]:
-        """Raises UserError: LeRobot does not train our policies."""
+        """Raises UserError: LeRobot does not train embodied_rl policies."""
         raise UserError("A policy of embodied_rl is trained by python -m embodied_rl.train.")
 
     def predict_action_chunk(self, batch: dict[str, Any], **_: Any) -> Tensor:
-        """[B, K, A] in the units of the simulator that the policy was trained in."""
+        """Next chunk of actions [B, K, A], in the units of the policy's simulator."""
         observation = {key: _as_ours(batch[feature], self._parts[key]) for key, feature in self._features.items()}
         if "instruction" in self.inner.keys:
             observation["instruction"] = np.array(batch[TASK], object)
@@ -59,14 +59,14 @@ class EmbodiedRLPolicy(PreTrainedPolicy):
         return action if action.ndim == 3 else action[:, None]
 
     def select_action(self, batch: dict[str, Any], **_: Any) -> Tensor:
-        """[B, A]: the next of the chunk, which is asked for when the last one is used up."""
+        """Next action [B, A] of the chunk; computes a new chunk when the last one is used up."""
         if not self._steps:
             self._steps.extend(self.predict_action_chunk(batch).unbind(dim=1))
         return self._steps.popleft()
 
 
 def _as_ours(values: Tensor, part: TensorSpec) -> np.ndarray:
-    """Pictures [B, C, H, W] in 0 … 1 as [B, H, W, C] bytes; all else as it is."""
+    """Convert pictures [B, C, H, W] in 0 … 1 to [B, H, W, C] bytes; leave other values unchanged."""
     array = values.detach().cpu()
     if part.dtype == "uint8":
         array = (array.permute(0, 2, 3, 1) * 255).round().clamp(0, 255)

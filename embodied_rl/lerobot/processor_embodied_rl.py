@@ -1,4 +1,4 @@
-"""What LeRobot does before and after a policy of ours: nothing. The checkpoint holds its own normalisation."""
+"""LeRobot's pre- and post-processing of an embodied_rl policy: none. The checkpoint contains its own normalisation."""
 
 from __future__ import annotations
 

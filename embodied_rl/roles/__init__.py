@@ -1,1 +1,1 @@
-"""The roles of a run and where they live: in this process, in processes of this machine, or in actors of a Ray cluster."""
+"""The roles of a run and their locations: this process, other processes of this machine, or actors of a Ray cluster."""

@@ -1,4 +1,4 @@
-"""The components of a run (simulators, policy, generator, method), and in which processes they are."""
+"""Builds the components of a run (simulators, policy, generator, method) in their processes."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from embodied_rl.types import SimSpec
 
 @dataclass(frozen=True)
 class Started:
-    """The simulators of a run, and how the rest of it is built around them."""
+    """Simulators of a run, and the function that builds the rest of it around them."""
 
     simulators: Simulators
     build: Callable[[SimSpec, Path, Path | None, Path | None], RunComponents]
-    """(spec as the policy sees it, the run's folder, folder of the checkpoint that the run goes on from, folder of the model that its
-    adapter belongs to) → the other components. Raises UserError where they do not fit together."""
+    """Function that builds the other components from (spec as the policy sees it, run folder, folder of the checkpoint to resume, folder of
+    the adapter's base model). Raises UserError if they do not fit together."""
 
 
 def start_simulators(config: TrainConfig, tell: Callable[[str], None]) -> Started:
-    """A rollout worker elsewhere with its own, or those of all domains here.
+    """Start a remote rollout worker with its simulators, or the simulators of all domains here.
 
-    `tell` takes the line that says what ``sim.num_workers=auto`` came to.
-    Raises UserError: a simulator rejects its configuration, packages, assets or devices are missing.
+    `tell` receives the line that reports the result of ``sim.num_workers=auto``.
+    Raises UserError: a simulator rejects its configuration; packages, assets or devices are missing.
     """
     if (worker := start_worker(config)) is not None:
         return Started(worker, functools.partial(_around_worker, config, worker))
@@ -62,7 +62,7 @@ def start_simulators(config: TrainConfig, tell: Callable[[str], None]) -> Starte
 
 
 def _simulators(config: TrainConfig, num_slots: int | None, tell: Callable[[str], None] | None) -> Simulators:
-    """Of one domain in this process; with `tell`, the number of their workers is measured where it is ``auto``."""
+    """Start one domain's simulators in this process; with `tell`, measure the number of workers if it is ``auto``."""
     sim, seeds = training_sim(config), EpisodeSeeds.training(config.seed)
     if is_program(sim):
         return make_manager(sim, seeds)
@@ -83,8 +83,8 @@ def _simulators(config: TrainConfig, num_slots: int | None, tell: Callable[[str]
 
 
 def _tried(config: TrainConfig) -> tuple[int, ...]:
-    """The numbers of turns that rollouts try. What is played ahead shares its time with training; what is written down while it is played
-    has its episodes in the order of their ends."""
+    """Numbers of pipeline groups to try for rollouts. None with staleness, where playing shares its time with training; no as-ready mode
+    while recording, where episodes must stay in the order of their ends."""
     groups = config.sim.num_groups
     if config.algorithm.max_staleness:
         return ()
@@ -94,7 +94,7 @@ def _tried(config: TrainConfig) -> tuple[int, ...]:
 
 
 def rollout_player(config: TrainConfig) -> Player:
-    """A policy as configured, with random weights, that plays short rollouts; torch's random numbers go on where they were."""
+    """Player of short rollouts with the configured policy and random weights; torch's random state is unchanged."""
 
     def seconds(manager: EnvManager, num_steps: int) -> Callable[[], tuple[float, int]]:
         own = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, rollout_steps=num_steps, max_staleness=0))
@@ -102,7 +102,7 @@ def rollout_player(config: TrainConfig) -> Player:
             policy = build_policy(config.policy, plain_spec(manager.spec))
         generator = make_generator(config.generation, policy)
         gpu = devices_here(config).ranks[0]
-        policy.to("cpu" if gpu is None else f"cuda:{gpu}")  # afterwards, as in a run: where a small one acts is the generator's to say
+        policy.to("cpu" if gpu is None else f"cuda:{gpu}")  # after, as in a run: the generator decides where a small policy acts
         generator.publish(0)
         collector = make_rollout_collector(own, manager, generator, policy.action_layout)
         collector.restart(reconfigure=False)
@@ -120,12 +120,12 @@ def rollout_player(config: TrainConfig) -> Player:
 def _around_streams(
     config: TrainConfig, streams: list[Stream], spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
 ) -> RunComponents:
-    """All in this process."""
+    """Build all components in this process."""
     return _scored(config, build_here(_here(config), streams, run_dir, folder, base, _ranks_here(config)))
 
 
 def _scored(config: TrainConfig, components: RunComponents) -> RunComponents:
-    """With reward workers for the collector of this process, where the configuration asks for some."""
+    """Add reward workers to this process's collector, if configured."""
     with ExitStack() as undo:
         undo.callback(end_ranks, components.method)
         if (scorer := make_scorer(config)) is not None:
@@ -137,7 +137,7 @@ def _scored(config: TrainConfig, components: RunComponents) -> RunComponents:
 def _around_worker(
     config: TrainConfig, worker: RemoteWorker, spec: SimSpec, run_dir: Path, folder: Path | None, base: Path | None
 ) -> RunComponents:
-    """What acts is with the simulators; what learns is here, or with Ray elsewhere too."""
+    """Build components for a remote worker: generation is there, training here, or also elsewhere with Ray."""
     own = _here(config)
     streams = streams_elsewhere(own, worker.specs, worker)
     starts = worker.starts = RemoteStarts(worker, streams)
@@ -152,14 +152,14 @@ def _around_worker(
 
 
 def end_ranks(method: Method) -> None:
-    """End the training processes that a method started, where there is no engine yet that would."""
+    """End a method's training processes, if no engine exists yet to do so."""
     if method.sharded is not None:
         method.sharded.close()
 
 
 def hybrid_here(config: TrainConfig) -> HybridConfig:
-    """What of `hybrid` is about the process of the training loop: with Ray the ranks of training are elsewhere, unless the method keeps its
-    steps and sends them to its ranks, be it the only one on a GPU; and a rollout worker puts aside itself what it plays with."""
+    """`hybrid` for the process of the training loop. With Ray the ranks are elsewhere, unless the method keeps its steps and sends them to
+    its ranks, even to a single one on a GPU. A rollout worker offloads its own cache and simulators."""
     hybrid = config.hybrid
     if _names_devices(config) and devices_here(config).ranks[0] is None:
         hybrid = on_processor(hybrid)
@@ -179,7 +179,7 @@ def _here(config: TrainConfig) -> TrainConfig:
 
 
 def _ranks_here(config: TrainConfig) -> LocalRanks | None:
-    """On the GPUs that the configuration names for training; None: on the first ones."""
+    """Ranks on the GPUs that the configuration names for training; None: on the first GPUs."""
     return LocalRanks([gpu for gpu in devices_here(config).ranks if gpu is not None]) if _names_devices(config) else None
 
 
@@ -191,9 +191,9 @@ def _names_devices(config: TrainConfig) -> bool:
 
 
 def start_worker(config: TrainConfig) -> RemoteWorker | None:
-    """Start the rollout worker, or several, that play outside this process; None: the run plays here.
+    """Start the rollout workers outside this process; None: the run plays here.
 
-    Raises UserError: the simulators or the cluster cannot be had; see also `config.rules`, which come first.
+    Raises UserError: the simulators or the cluster cannot be started; see also `config.rules`, which run first.
     """
     if not plays_apart(config):
         return None
@@ -214,7 +214,7 @@ def _start_process(config: TrainConfig) -> WorkerHandle:
 
 
 def _start_one(config: TrainConfig, share: Share) -> WorkerHandle:
-    # Each has a part of the configuration, and its device by the whole of it.
+    # Each worker gets a part of the configuration, but its device follows from the whole.
     players = dataclasses.replace(config, hybrid=dataclasses.replace(config.hybrid, players=share.count))
     gpu = devices_here(players).players[share.index]
     if gpu is None and _names_devices(config):

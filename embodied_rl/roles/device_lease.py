@@ -1,4 +1,4 @@
-"""How many hosts generate in a multiplexed run and what each computes on, and those that are lent to training and come back."""
+"""Hosts of a multiplexed run: their number and devices, and the lease that lends some of them to training."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _HOSTS_ON_A_PROCESSOR = 2
 
 @dataclass(frozen=True)
 class HostPlan:
-    """Hosts are numbered; the first ones are lent, since training has the first GPUs."""
+    """Numbers and devices of the hosts. The first ones are lent, since training has the first GPUs."""
 
     num_hosts: int
     num_lent: int
     num_cores: int
-    """Of this machine."""
+    """Number of cores of this machine."""
     devices: tuple[str, ...] = ()
-    """Of each host; none: all share the processor, where one copy of a robot's policy acts for them."""
+    """Device of each host; empty: all hosts share the CPU, where one copy of a robot's policy acts for them."""
 
     @property
     def train_on(self) -> list[int]:
-        """Numbers of the hosts that are lent."""
+        """Numbers of the lent hosts."""
         return list(range(self.num_lent))
 
     @property
@@ -38,18 +38,18 @@ class HostPlan:
 
     @property
     def train_threads(self) -> int:
-        """The lent hosts' share of the cores."""
+        """Threads for training: the lent hosts' share of the cores."""
         return max(1, self.num_cores * self.num_lent // self.num_hosts)
 
     def gpu(self, number: int) -> str | None:
-        """What host `number` is to see, as CUDA_VISIBLE_DEVICES names it; None: there are no GPUs."""
+        """Value of CUDA_VISIBLE_DEVICES for host `number`; None: there are no GPUs."""
         return visible_gpu(number) if self.devices else None
 
 
 def plan_hosts(hybrid: HybridConfig, *, num_gpus: int, num_cores: int) -> HostPlan:
-    """`num_gpus`: of this machine; with Ray none, since each host is an actor, which has what `hybrid.ray` says.
+    """Plan the hosts. `num_gpus`: GPUs of this machine; 0 with Ray, where each host is an actor with the resources of `hybrid.ray`.
 
-    Raises UserError for what this machine cannot have, with the nearest that it can.
+    Raises UserError for what this machine cannot provide, with the nearest possible setting.
     """
     placement, sharding = hybrid.placement, hybrid.sharding
     ranks = 1 if sharding is None else sharding.num_ranks
@@ -79,13 +79,13 @@ def plan_hosts(hybrid: HybridConfig, *, num_gpus: int, num_cores: int) -> HostPl
 
 
 def plan_here(config: TrainConfig) -> HostPlan:
-    """Of this machine, or of a Ray cluster with this machine's cores. Raises UserError as `plan_hosts`."""
+    """Plan for this machine, or for a Ray cluster with this machine's cores. Raises UserError as `plan_hosts`."""
     gpus = 0 if config.hybrid.cluster == "ray" else len(this_machine(config).gpus)
     return plan_hosts(config.hybrid, num_gpus=gpus, num_cores=available_cores())
 
 
 def hosted_sim(config: TrainConfig, sim: SimConfig) -> SimConfig:
-    """Simulators as hosts need them: each worker belongs to one host. Unchanged where nothing is multiplexed."""
+    """Simulator configuration with workers that each belong to one host; unchanged in a run without multiplexing."""
     if config.hybrid.placement.kind != "multiplexed" or config.policy.name == "language":
         return sim
     workers = max(sim.fixed_workers or available_cores(), plan_here(config).num_hosts)
@@ -93,7 +93,7 @@ def hosted_sim(config: TrainConfig, sim: SimConfig) -> SimConfig:
 
 
 def with_host_threads(config: TrainConfig, plan: HostPlan) -> TrainConfig:
-    """The configuration of the side that trains: on a processor it has the threads of the hosts that are lent to it."""
+    """Configuration of the training side: on a CPU, it has the threads of the hosts lent to it."""
     if plan.devices or config.hybrid.num_threads is not None:
         return config
     ranks = 1 if config.hybrid.sharding is None else config.hybrid.sharding.num_ranks
@@ -101,7 +101,7 @@ def with_host_threads(config: TrainConfig, plan: HostPlan) -> TrainConfig:
 
 
 class DeviceLease:
-    """Hosts of one run, their multiplexers with their figures: each domain's simulators, each token backend has its part of every host.
+    """Lends hosts of a run to training. Each domain's simulators and each token backend have a multiplexer with a part of every host.
 
     ```
      a batch is full ── shrink ──▶ vacating ── vacated, lend ──▶ training elsewhere ── weights come, take_back ──▶ all generate
@@ -109,13 +109,13 @@ class DeviceLease:
     """
 
     def __init__(self, plan: HostPlan, *, keep_spans: bool = False) -> None:
-        """`keep_spans`: for a timeline."""
+        """`keep_spans`: keep the hosts' states for a timeline."""
         self.plan = plan
         self.multiplexers: list[Multiplexer] = []
         self.times = HostTimes(plan.num_hosts, keep_spans=keep_spans)
         self.num_shrinks = 0
         self.is_lent = False
-        """Training has the hosts."""
+        """Whether training has the lent hosts."""
         self._on_lent: list[Callable[[Collection[int]], None]] = []
         self._on_back: list[Callable[[Collection[int]], None]] = []
         self._asked_at = 0.0
@@ -127,7 +127,7 @@ class DeviceLease:
         on_lent: Callable[[Collection[int]], None] = lambda hosts: None,
         on_back: Callable[[Collection[int]], None] = lambda hosts: None,
     ) -> Multiplexer:
-        """What plays on these parts of the hosts, in their order; it is vacated with the others.
+        """Create the multiplexer of these parts of the hosts, in their order; it vacates them together with the others.
 
         Args:
             on_lent: called with the numbers of empty hosts that go to training; frees their memory.
@@ -140,12 +140,12 @@ class DeviceLease:
         return self.multiplexers[-1]
 
     def follow(self, on_lent: Callable[[Collection[int]], None], on_back: Callable[[Collection[int]], None]) -> None:
-        """See `share`; of what plays on no part of the hosts, and has memory there."""
+        """Add callbacks as for `share`, for a user of the hosts' memory that plays on none of them."""
         self._on_lent.append(on_lent)
         self._on_back.append(on_back)
 
     def shrink(self) -> None:
-        """Have the hosts vacated that training is to have; play on until they are `vacated`, then `lend` them."""
+        """Start to vacate the hosts for training; play on until they are `vacated`, then `lend` them."""
         self._asked_at = time.perf_counter()
         self.num_shrinks += 1
         for multiplexer in self.multiplexers:
@@ -157,7 +157,7 @@ class DeviceLease:
         return all(multiplexer.vacated for multiplexer in self.multiplexers)
 
     def lend(self) -> None:
-        """Nothing is played on them any more: training may begin."""
+        """Hand the vacated hosts to training."""
         assert self.vacated, "episodes are being played there"
         self._vacate_s = time.perf_counter() - self._asked_at
         for lend in self._on_lent:
@@ -166,7 +166,7 @@ class DeviceLease:
         self.note()
 
     def take_back(self) -> None:
-        """All hosts generate again, if some did not."""
+        """Let all hosts generate again, if some did not."""
         if not self.is_lent and not any(multiplexer.shrunk for multiplexer in self.multiplexers):
             return
         for restore in self._on_back if self.is_lent else ():
@@ -181,7 +181,7 @@ class DeviceLease:
         self.times.note([self._state(number) for number in range(self.plan.num_hosts)])
 
     def figures(self) -> dict[str, float]:
-        """Counts of the worker's whole life, and times since the last call."""
+        """Counts since the worker's start, and times since the last call."""
         counts = [multiplexer.counts() for multiplexer in self.multiplexers]
         return {
             "multiplex/shrinks": float(self.num_shrinks),
@@ -193,7 +193,7 @@ class DeviceLease:
         }
 
     def spans(self) -> list[Span]:
-        """Bars of a timeline since the last call."""
+        """Timeline bars since the last call."""
         return self.times.take_spans()
 
     def _state(self, number: int) -> HostState:

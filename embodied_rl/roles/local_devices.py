@@ -1,4 +1,4 @@
-"""Which device each process of a run without Ray computes on: this one, the ranks that it starts, and those that play."""
+"""Devices of each process of a run without Ray: this process, its training ranks, and the playing processes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from embodied_rl.sim.affinity import available_cores
 
 @dataclass(frozen=True)
 class LocalDevices:
-    """GPUs by the numbers that this process knows them by; None: the processor."""
+    """GPU numbers in this process's numbering; None: the CPU."""
 
     ranks: tuple[int | None, ...]
-    """Of each rank of training; the first is this process."""
+    """Device of each training rank; the first is this process."""
     players: tuple[int | None, ...] = ()
-    """Of each process that plays; empty: this process plays."""
+    """Device of each playing process; empty: this process plays."""
 
 
 def this_machine(config: TrainConfig) -> Cluster:
-    """The devices that a run without Ray has."""
+    """The devices available to a run without Ray."""
     gpus = 0
     if resolve_device(config.hybrid.device).type == "cuda":
         import torch
@@ -36,7 +36,7 @@ def this_machine(config: TrainConfig) -> Cluster:
 
 
 def devices_here(config: TrainConfig) -> LocalDevices:
-    """Of this machine. Raises UserError as `plan_devices`."""
+    """Devices for this machine. Raises UserError as `plan_devices`."""
     return plan_devices(config, this_machine(config))
 
 
@@ -46,10 +46,10 @@ def plays_apart(config: TrainConfig) -> bool:
 
 
 def plan_devices(config: TrainConfig, machine: Cluster) -> LocalDevices:
-    """Training has the first GPUs and what plays the last, unless `hybrid.placement` names those of each role. What trains on none of the
-    devices that actions are generated on has them played in other processes.
+    """Assign the first GPUs to training and the last to playing, unless `hybrid.placement` names devices. If training shares no device with
+    generation, other processes play.
 
-    Raises UserError for roles that the machine or these processes cannot have, with the nearest that they can.
+    Raises UserError for an impossible assignment, with the nearest possible one.
     """
     hybrid = config.hybrid
     num_ranks = 1 if hybrid.sharding is None else hybrid.sharding.num_ranks
@@ -57,7 +57,7 @@ def plan_devices(config: TrainConfig, machine: Cluster) -> LocalDevices:
         return _named(config, machine, num_ranks)
     ranks = tuple(range(num_ranks)) if machine.gpus else (None,) * num_ranks
     if hybrid.placement.kind == "multiplexed":
-        return LocalDevices(ranks, (None,))  # its hosts have devices (`HostPlan`)
+        return LocalDevices(ranks, (None,))  # multiplexed hosts have their own devices (`HostPlan`)
     if hybrid.placement.kind != "disaggregated":
         return LocalDevices(ranks)
     last = len(machine.gpus) - 1
@@ -81,7 +81,7 @@ def _named(config: TrainConfig, machine: Cluster, num_ranks: int) -> LocalDevice
             f"hybrid.placement gives role reward {lent[0].name}, and without Ray reward workers are threads of what plays, which sees the "
             f"GPUs of role generation. The nearest possible: reward: {describe(generation)}, or hybrid.cluster=ray."
         )
-    # Who plays beside training does so on the first rank's.
+    # A player that shares a device with training shares it with the first rank.
     train = tuple(sorted(train, key=lambda device: (device not in generation, device)))
     ranks = tuple(device.index for device in train) if on_gpus else (None,) * num_ranks
     if placement.trains_apart:
@@ -101,7 +101,7 @@ def _named(config: TrainConfig, machine: Cluster, num_ranks: int) -> LocalDevice
 
 
 def _of_players(devices: tuple[Device, ...], players: int) -> tuple[int | None, ...]:
-    """As many on each."""
+    """Distribute the players evenly over the devices."""
     if devices[0].kind == "cpu":
         return (None,) * players
     if players % len(devices):
@@ -113,12 +113,12 @@ def _of_players(devices: tuple[Device, ...], players: int) -> tuple[int | None, 
 
 
 def visible_gpu(number: int) -> str:
-    """What CUDA_VISIBLE_DEVICES says in a process that has only this GPU."""
+    """Value of CUDA_VISIBLE_DEVICES for a process that sees only this GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return str(number) if visible is None else visible.split(",")[number].strip()
 
 
 def on_processor(hybrid: HybridConfig) -> HybridConfig:
-    """Of a process whose role has none of the machine's GPUs."""
+    """Configuration of a process whose role has none of the machine's GPUs."""
     sharding = None if hybrid.sharding is None else dataclasses.replace(hybrid.sharding, cpu_offload=False)
     return dataclasses.replace(hybrid, device="cpu", sharding=sharding)

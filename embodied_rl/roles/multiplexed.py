@@ -1,7 +1,7 @@
-"""The simulators of one manager, or one token backend, as several hosts, some of which are lent to training and come back; episodes and
+"""The simulators of one manager, or one token backend, as several hosts. Some hosts are lent to training and come back; episodes and
 answers move between them.
 
-A *slot* here is what the collector knows: it keeps its number while its episode moves from one of the manager's slots to another.
+A *slot* here is the collector's: it keeps its number while its episode moves between the manager's slots.
 
 ```
  collector's slot ──▶ episode ──▶ host ──▶ manager's slot        waiting: its host is yet to be found, or
@@ -37,17 +37,17 @@ from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import EpisodeSummary, Observation, StepBatch
 
 Key = tuple[int, int]
-"""(slot, number of the episode)"""
+"""Key of an episode: (slot, number of the episode)."""
 Sent = tuple[np.ndarray, bool]
-"""An action, and whether its chunk is watched."""
+"""(action, whether its chunk is observed step by step)"""
 _NAP_S = 0.002
 
 
 class MultiplexedSimulators(Simulators):
-    """The slots of an `EnvManager`, whose episodes move between hosts."""
+    """Slots of an `EnvManager` whose episodes move between hosts."""
 
     def __init__(self, manager: Simulators, lease: DeviceLease) -> None:
-        """`manager`: with workers that each belong to one host; `lease`: of the run's hosts.
+        """`manager`: manager whose workers each belong to one host; `lease`: lease of the run's hosts.
         Raises UserError: the simulator's episodes cannot be moved, or there are not enough slots or workers."""
         if manager.spec.steps_together:
             raise UserError(
@@ -67,7 +67,7 @@ class MultiplexedSimulators(Simulators):
         self._multiplexer = lease.share(self._hosts)
         self.spec, self.num_slots, self.chunk_size, self.autoreset = manager.spec, manager.num_slots, manager.chunk_size, manager.autoreset
         self._episodes: dict[int, Key] = {}
-        """What each slot plays; of a manager with ``autoreset``, all of its episodes until the next `reset`."""
+        """Key of each slot's episode; with ``autoreset``, of all its episodes until the next `reset`."""
         self._num_begun = 0
         self._waiting: deque[tuple[Key, int]] = deque()
         """Episodes with their seeds that no host has begun yet."""
@@ -76,11 +76,11 @@ class MultiplexedSimulators(Simulators):
 
     @property
     def fault_records(self) -> list[FaultRecord]:
-        """See `EnvManager.fault_records`; slots are the manager's."""
+        """See `EnvManager.fault_records`; the slots are the manager's."""
         return self.manager.fault_records
 
     def reset(self, seeds: EpisodeSeeds | None = None, *, seed_round: int = 0, reconfigure: bool = False) -> StepBatch:
-        """See `EnvManager.reset`; all hosts play. Slots have the seeds that they have in the manager."""
+        """See `EnvManager.reset`; all hosts play. Slots get the seeds that they have in the manager."""
         self.discard()
         for slot, host in sorted(self._host_of.items()):
             key = self._named(slot)
@@ -89,7 +89,7 @@ class MultiplexedSimulators(Simulators):
         return self.manager.reset(seeds, seed_round=seed_round, reconfigure=reconfigure)
 
     def snapshot(self, slots: Slots) -> list[Snapshot]:
-        """See `EnvManager.snapshot`; no episode is parked."""
+        """See `EnvManager.snapshot`; no episode may be parked."""
         keys = [self._episodes[slot] for slot in slots]
         hosts = [self._multiplexer.host_of(key) for key in keys]
         return self.manager.snapshot([self._hosts[host].slot_of(key) for host, key in zip(hosts, keys, strict=True) if host is not None])
@@ -100,7 +100,7 @@ class MultiplexedSimulators(Simulators):
         return self._multiplexer.num_free
 
     def restore(self, slots: Slots, snapshots: Sequence[Snapshot]) -> StepBatch:
-        """See `EnvManager.restore`, of no more slots than there is `room` for."""
+        """See `EnvManager.restore`; accepts no more slots than there is `room` for."""
         placed: dict[int, int] = {}
         for slot in slots:
             self.release(slot)
@@ -115,19 +115,19 @@ class MultiplexedSimulators(Simulators):
         return _renamed(batch, np.asarray([placed[own] for own in batch.slots.tolist()], np.int64))
 
     def hosts_of(self, slots: np.ndarray) -> np.ndarray:
-        """[n] numbers of the hosts that the slots' episodes play on; of parked ones, any that are not lent."""
+        """[n] host numbers of the slots' episodes; for parked ones, any host that is not lent."""
         active, found = self._multiplexer.active, [self._multiplexer.host_of(self._episodes[slot]) for slot in slots.tolist()]
         return np.array([active[place % len(active)] if host is None else host for place, host in enumerate(found)])
 
     def begin(self, slots: Slots, seeds: Sequence[int] | np.ndarray) -> None:
-        """See `EnvManager.begin`; an episode that finds no room begins when there is some."""
+        """See `EnvManager.begin`; an episode without a free slot begins when there is one."""
         for slot, seed in zip(slots, seeds, strict=True):
             self.release(slot)
             self._waiting.append((self._named(slot), int(seed)))
         self._settle()
 
     def send(self, slots: Slots, actions: np.ndarray | Sequence[str], watched: Sequence[bool] | None = None) -> None:
-        """See `EnvManager.send`; an episode that is parked gets its action when it is taken up."""
+        """See `EnvManager.send`; a parked episode gets its action when a host has room for it."""
         playing: dict[int, Sent] = {}
         for slot, action, shown in zip(slots, actions, watched or [False] * len(slots), strict=True):
             key = self._episodes[slot]
@@ -139,7 +139,7 @@ class MultiplexedSimulators(Simulators):
         self._send(playing)
 
     def recv(self, slots: Slots | None = None, *, min_ready: int | None = None, timeout_s: float | None = None) -> StepBatch:
-        """See `EnvManager.recv`, of whichever slots are ready. While all that was sent is parked, the batch is empty."""
+        """See `EnvManager.recv`; returns any ready slots. While all sent actions are parked, the batch is empty."""
         self._settle()  # hosts may have come back since
         if not any(host.num_in_flight for host in self._hosts):
             time.sleep(min(_NAP_S, timeout_s or _NAP_S))
@@ -158,7 +158,7 @@ class MultiplexedSimulators(Simulators):
         return given
 
     def release(self, slot: int) -> None:
-        """The collector has no use for what this slot plays; its step is not in flight, or is over."""
+        """Drop the slot's episode; no step of it may be in flight."""
         key = self._episodes.pop(slot, None)
         if key is None:
             return
@@ -190,13 +190,13 @@ class MultiplexedSimulators(Simulators):
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _named(self, slot: int) -> Key:
-        """The key of the episode that begins in a slot."""
+        """Key of the episode that begins in a slot."""
         self._num_begun += 1
         self._episodes[slot] = (slot, self._num_begun)
         return self._episodes[slot]
 
     def _settle(self) -> None:
-        """Move what can be moved, give those that were taken up the actions that were held for them, and begin what waits."""
+        """Move episodes that can be moved, send held actions to those that have a slot again, and begin waiting ones."""
         self._multiplexer.settle()
         due: dict[int, Sent] = {}
         for host in self._hosts:
@@ -211,7 +211,7 @@ class MultiplexedSimulators(Simulators):
         self.lease.note()
 
     def _send(self, due: dict[int, Sent]) -> None:
-        """{manager's slot: what it is sent}"""
+        """Send {manager's slot: (action, watched)}."""
         if due:
             slots = sorted(due)
             actions, watched = zip(*(due[slot] for slot in slots), strict=True)
@@ -219,13 +219,13 @@ class MultiplexedSimulators(Simulators):
 
 
 def _dealt(manager: Simulators, num_hosts: int) -> list[list[range]]:
-    """The slots of each host's workers: a manager of one group of slots deals them out in this way."""
+    """Slots of each host's workers, in the same split as a manager with one group of slots."""
     of_workers = split_slots(range(manager.num_slots), manager.num_workers)
     return [[of_workers[worker] for worker in own] for own in split_slots(range(manager.num_workers), num_hosts)]
 
 
 def _renamed(batch: StepBatch, slots: np.ndarray) -> StepBatch:
-    """The batch with the collector's numbers of its rows, ascending; copies, since slots may change hands before they are sent again."""
+    """Renumber a batch's rows by the collector's slots, ascending; copies them, since slots may change owners before the next send."""
     order = np.argsort(slots)
     renamed = dict(zip(batch.slots.tolist(), slots.tolist(), strict=True))
     changed: dict[str, object] = {"slots": slots[order]}
@@ -240,7 +240,7 @@ def _renamed(batch: StepBatch, slots: np.ndarray) -> StepBatch:
 
 
 def _empty(manager: Simulators) -> StepBatch:
-    """No rows."""
+    """A batch without rows."""
     observation: Observation = {key: np.empty(0, object) for key in manager.spec.observation}
     observation |= {key: np.empty((0, *part.shape), part.dtype) for key, part in manager.spec.tensors.items()}
     flags = np.empty(0, bool)
@@ -251,12 +251,12 @@ LoadAll = Callable[[int, Iterable[tuple[str, Any]]], None]
 
 
 class MultiplexedTokens(TokenBackend):
-    """Implements `TokenBackend`; a request goes to the emptiest host. Called by one thread, the collector's."""
+    """Token backend over several hosts; a request goes to the emptiest host. Only the collector's thread may call it."""
 
     version: int = 0
-    """Of the weights that sample now."""
+    """Version of the weights that sample now."""
     can_constrain: bool = False
-    """See `TokenBackend`: where all hosts do."""
+    """See `TokenBackend`; True if all hosts can."""
 
     def __init__(
         self,
@@ -269,10 +269,10 @@ class MultiplexedTokens(TokenBackend):
     ) -> None:
         """
         Args:
-            backends: of the hosts. Those with a ``fileno()`` are waited for; others work inside `poll`.
-            lease: of the run's hosts.
+            backends: backends of the hosts. Those with a ``fileno()`` are waited for; others work inside `poll`.
+            lease: lease of the run's hosts.
             capacity: requests of one host at a time.
-            load_all: `load_weights` of all of them.
+            load_all: loads weights into all of them.
             at_close: called when they have ended.
 
         Raises UserError as `Multiplexer` does.
@@ -286,7 +286,7 @@ class MultiplexedTokens(TokenBackend):
         self._waiting: deque[GenerationRequest] = deque()
         self._ready: list[Completion] = []
         self._in_flight: set[int] = set()
-        """Ids of what was submitted and has not ended."""
+        """Ids of unfinished requests."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         check_new_ids(requests, self._in_flight)
@@ -312,7 +312,7 @@ class MultiplexedTokens(TokenBackend):
         return ready
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """See `TokenBackend.abort`: whatever these had, wherever they were, is ready when this returns."""
+        """See `TokenBackend.abort`; the tokens so far, on any host, are ready when this returns."""
         wanted = self._in_flight & set(request_ids)
         unasked = [request for request in self._waiting if request.request_id in wanted]
         self._waiting = deque(request for request in self._waiting if request.request_id not in wanted)
@@ -323,7 +323,7 @@ class MultiplexedTokens(TokenBackend):
             for key, part in host.take(here).items() if here else ():
                 self._multiplexer.finished(key)
                 self._ready.append(_aborted(part))
-            if len(host.running) > len(host.movable()):  # some had just ended
+            if len(host.running) > len(host.movable()):  # some have just ended
                 self._end(host.poll(1, 0.0))
         for number in sorted(wanted):
             if number in self._multiplexer.parked:
@@ -340,7 +340,7 @@ class MultiplexedTokens(TokenBackend):
             backend.resume()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `TokenBackend.load_weights`; of all hosts, also those that train at the moment."""
+        """See `TokenBackend.load_weights`; loads into all hosts, including those that are training."""
         self._load_all(version, tensors)
         self.version = version
 
@@ -371,7 +371,7 @@ class MultiplexedTokens(TokenBackend):
         self._ready += completions
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Wait until a host has something to report; hosts without a socket work when they are polled."""
+        """Wait until a host has a result; hosts without a socket work when they are polled."""
         playing = [host.backend for host in self._hosts if host.running]
         for backend in playing:
             backend.flush()
@@ -389,17 +389,17 @@ class MultiplexedTokens(TokenBackend):
 
 
 def start_token_hosts(config: TrainConfig, files: ModelFiles, lease: DeviceLease) -> MultiplexedTokens:
-    """A process for each host of `lease`. Raises UserError as `blank_backend` does, and RoleLost."""
+    """Start a process for each host of `lease`. Raises UserError as `blank_backend` does, and RoleLost."""
     plan = lease.plan
     processes: list[TokenProcess] = []
-    publishers: list[SharedWeightsPublisher] = []  # one, from the first publication on
+    publishers: list[SharedWeightsPublisher] = []  # one publisher, from the first publication on
 
     def load_all(version: int, tensors: Iterable[tuple[str, Any]]) -> None:
         named = dict(tensors)
         if not publishers:
             publishers.append(SharedWeightsPublisher(named))
         publishers[0].publish(version, named.items())
-        # All take them at the same time.
+        # All hosts load the weights at the same time.
         for process in processes:
             process.load(version, publishers[0].path)
         for process in processes:
@@ -423,7 +423,7 @@ def start_token_hosts(config: TrainConfig, files: ModelFiles, lease: DeviceLease
 
 
 def capacity_of(config: TrainConfig, plan: HostPlan) -> int:
-    """Requests of one host at a time: those that stay have room for all that play."""
+    """Requests of one host at a time: the hosts that stay have room for all requests."""
     return -(-config.sim.num_slots // (plan.num_hosts - plan.num_lent))
 
 

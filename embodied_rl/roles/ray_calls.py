@@ -1,4 +1,4 @@
-"""Calls of a Ray cluster's actors: what they return, what they raise, and which role was lost."""
+"""Calls of Ray actors: their results, their exceptions, and which role was lost."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from embodied_rl.roles.wire import RoleLost, decode_error, encode_error
 from embodied_rl.stopping import waiting
 
 Outcome = tuple[str, Any]
-"""("value", …), ("error", what `wire.encode_error` gives), or ("lost", which other role ended)."""
+"""("value", result), ("error", output of `wire.encode_error`), or ("lost", other role that ended)."""
 Actor = Any
-"""Handle of an actor: Ray makes its methods when they are called."""
+"""Handle of an actor; Ray creates its methods on first call."""
 Reference = Any
-"""To what an actor's method will have returned."""
+"""Reference to the result of an actor's method."""
 _SLICE_S = 0.5
 GONE = (RayActorError, ObjectLostError)
-"""What Ray raises for an actor that ended, or for a lost node and its objects."""
+"""Exceptions that Ray raises for an actor that ended, or for a lost node and its objects."""
 
 
 def outcome_of(task: Callable[[], Any]) -> Outcome:
-    """Run a task of an actor; Ray's own exceptions hide what was raised, so that ours travel as values."""
+    """Run a task of an actor. Exceptions travel as values, because Ray's own exceptions would hide them."""
     try:
         return "value", task()
     except (*GONE, RoleLost) as error:
@@ -33,14 +33,14 @@ def outcome_of(task: Callable[[], Any]) -> Outcome:
 
 
 def value_of(reference: Reference, role: str, *, can_give_up: bool = True) -> Any:
-    """What an actor's method returned. Raises RoleLost, and what was raised there.
+    """Wait for the result of an actor's method. Raises RoleLost, and any exception raised there.
 
-    `can_give_up`: a run that is to end may do without the answer (see `stopping`).
+    `can_give_up`: an ending run may do without the answer (see `stopping`).
     """
     try:
         while not ray.wait([reference], timeout=_SLICE_S)[0]:
             if can_give_up:
-                with waiting:  # in between: what a signal raises inside of Ray comes out as another exception
+                with waiting:  # in between: a signal's exception raised inside Ray arrives as another exception
                     pass
         kind, value = ray.get(reference)
     except GONE as error:
@@ -53,5 +53,5 @@ def value_of(reference: Reference, role: str, *, can_give_up: bool = True) -> An
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's type and the first line of its message."""
+    """Type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -1,4 +1,4 @@
-"""A Ray cluster for one run: connected or started, checked for what the roles need, and divided among them."""
+"""A Ray cluster for one run: connects to or starts it, checks it against the needs of the roles, and assigns nodes to actors."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ _KNOCK_S = 10.0
 
 @dataclass(frozen=True)
 class Need:
-    """What one actor takes."""
+    """Resources of one actor."""
 
     role: Role
     cpus: float
     gpus: float
 
     def fits(self, free: Mapping[str, float]) -> bool:
-        """Whether so much is free."""
+        """Whether these resources are free."""
         return self.cpus <= free.get("CPU", 0.0) + 1e-9 and self.gpus <= free.get("GPU", 0.0) + 1e-9
 
     def copies_in(self, free: Mapping[str, float]) -> int:
-        """How many of these fit what is free."""
+        """Number of such actors that fit the free resources."""
         wanted = ((self.cpus, free.get("CPU", 0.0)), (self.gpus, free.get("GPU", 0.0)))
         return min(int((amount + 1e-9) / part) for part, amount in wanted if part > 0)
 
     def taken_from(self, free: Mapping[str, float]) -> dict[str, float]:
-        """What remains."""
+        """Free resources that remain."""
         return {"CPU": free.get("CPU", 0.0) - self.cpus, "GPU": free.get("GPU", 0.0) - self.gpus}
 
     @property
     def bundle(self) -> dict[str, float]:
-        """As Ray takes it."""
+        """The resources in Ray's form."""
         return {name: value for name, value in (("CPU", self.cpus), ("GPU", self.gpus)) if value > 0}
 
     def __str__(self) -> str:
@@ -59,10 +59,10 @@ class Need:
 
 
 def needs_of(config: HybridConfig) -> list[Need]:
-    """What every actor of a run takes: env and generation of each rollout worker (of a multiplexed run one for each host), each rank of
-    train, and each reward worker.
+    """Resources of every actor of a run: env and generation of each rollout worker (in a multiplexed run one generation actor per host),
+    each rank of train, and each reward worker.
 
-    Raises UserError: an actor has nothing.
+    Raises UserError: an actor has no resources.
     """
     num_ranks = 1 if config.sharding is None else config.sharding.num_ranks
     players, hosts = config.players, 1 if (plan := _hosts_of(config)) is None else plan.num_hosts
@@ -73,7 +73,7 @@ def needs_of(config: HybridConfig) -> list[Need]:
     for role, num in actors:
         cpus, gpus = all_cpus[role], all_gpus[role]
         if role == "train":
-            # Divided among the ranks; Ray counts in steps of 0.0001.
+            # The ranks share the resources; Ray counts in steps of 0.0001.
             cpus, gpus = (math.floor(amount / num_ranks * 1e4 + 1e-6) / 1e4 for amount in (cpus, gpus))
         needs += [Need(role, cpus, gpus)] * num
     for need in needs:
@@ -84,17 +84,17 @@ def needs_of(config: HybridConfig) -> list[Need]:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Actors that are always on the same node, and on the same GPU."""
+    """Actors that always share a node and a GPU."""
 
     whole: Need
-    """What it reserves."""
+    """Resources that the bundle reserves."""
     actors: tuple[int, ...]
-    """Places among the needs."""
+    """Indices of the actors' needs."""
 
 
 def bundles_of(config: HybridConfig, needs: Sequence[Need]) -> list[Bundle]:
-    """One for each actor; a host that is lent to training has the rank that it is lent to in its own: Ray gives an actor its part of a GPU
-    for life, and both have a part of the same one. Whose turn it is says the `DeviceLease`, as it does without Ray."""
+    """One bundle per actor. A host that is lent to training shares its bundle with that training rank, since Ray assigns a part of a GPU to
+    an actor for life, and both need the same GPU. The `DeviceLease` decides whose turn it is, as without Ray."""
     plan = _hosts_of(config)
     if plan is None:
         return [Bundle(need, (place,)) for place, need in enumerate(needs)]
@@ -105,7 +105,7 @@ def bundles_of(config: HybridConfig, needs: Sequence[Need]) -> list[Bundle]:
         if need.role == "train":
             continue
         own = [place, *guests.get(place, [])]
-        # A host that stays shares its GPU with nothing.
+        # A host that is never lent shares its GPU with no other actor.
         gpus = need.gpus + (needs[of["train"][0]].gpus if need.role == "generation" else 0.0)
         bundles.append(Bundle(Need(need.role, sum(needs[one].cpus for one in own), gpus), tuple(own)))
     return bundles
@@ -116,7 +116,7 @@ def _hosts_of(config: HybridConfig) -> HostPlan | None:
 
 
 def why_never(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]], strategy: str) -> str | None:
-    """Why nodes with these resources, all of them free, could never hold the actors; None: they could."""
+    """Reason why nodes with these resources, all of them free, could never hold the actors; None: they could."""
     for need in needs:
         if not any(need.fits(node) for node in nodes):
             cpus, gpus = (max((node.get(kind, 0.0) for node in nodes), default=0.0) for kind in ("CPU", "GPU"))
@@ -143,15 +143,15 @@ def _listed(needs: Sequence[Need]) -> str:
 
 
 def _place(needs: Sequence[Need], nodes: list[Mapping[str, float]], apart: bool, first: int = 0) -> bool:
-    """Whether the actors fit the nodes, by trying; equal nodes are tried once, and equal actors (which follow one another) in order.
+    """Whether the actors fit the nodes, by backtracking; equal nodes are tried once, and equal (neighbouring) actors in order.
 
-    `first`: the first node that the first actor may have.
+    `first`: index of the first node that the first actor may use.
     """
     if not needs:
         return True
     equal = len(list(itertools.takewhile(lambda need: need == needs[0], needs)))
     if equal > sum(1 if apart else needs[0].copies_in(node) for node in nodes[first:] if needs[0].fits(node)):
-        return False  # hundreds of ranks would have as many orders to try
+        return False  # otherwise hundreds of ranks would mean as many orders to try
     seen: list[Mapping[str, float]] = []
     for place, node in enumerate(nodes):
         if place < first or node in seen or not needs[0].fits(node):
@@ -164,14 +164,14 @@ def _place(needs: Sequence[Need], nodes: list[Mapping[str, float]], apart: bool,
 
 
 class RayCluster:
-    """The connection of this process, and a place for each role."""
+    """Connection of this process to the cluster, with a location for each role."""
 
     def __init__(self, config: HybridConfig) -> None:
         """Connect, or start a cluster on this machine.
 
         Raises:
             MissingExtraError: Ray is not installed.
-            UserError: no server answers at the address; the cluster can never have what the roles need, or does not have it in time.
+            UserError: no server answers at the address; the cluster can never provide what the roles need, or does not in time.
         """
         self.config = config
         self.ray = prepare(config.ray)
@@ -196,7 +196,7 @@ class RayCluster:
         return "STRICT_PACK" if self.config.placement.kind == "collocated" else self.config.ray.strategy
 
     def check(self) -> None:
-        """Raises UserError, at once, where the nodes that live can never hold the roles: Ray itself would wait without a word."""
+        """Raise UserError at once if the live nodes can never hold the roles: Ray itself would wait silently."""
         alive = self._alive()
         nodes = [node["Resources"] for node in alive]
         if self._nodes is None:
@@ -215,7 +215,7 @@ class RayCluster:
             )
 
     def options(self, role: Role, number: int = 0) -> dict[str, Any]:
-        """Of ``Actor.options``: where actor `number` of a role goes, and what it takes there."""
+        """Arguments for ``Actor.options``: location and resources of actor `number` of a role."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
         index = [place for place, need in enumerate(self._needs) if need.role == role][number]
@@ -227,7 +227,7 @@ class RayCluster:
         return {**resources, "scheduling_strategy": strategy}
 
     def close(self) -> None:
-        """Give everything back; ends the cluster that was started here. May be called twice."""
+        """Release everything; end the cluster if it was started here. May be called twice."""
         group, self._group = self._group, None
         if group is not None and self.ray.is_initialized():
             from ray.util import remove_placement_group
@@ -250,7 +250,7 @@ class RayCluster:
         }
         address = self.config.ray.address
         if address is None:
-            # Nothing of it is to be left, however this process ends.
+            # The watch ends the cluster's processes, however this process ends.
             self._watch = ClusterWatch() if sys.platform == "linux" else None
             self.ray.init(address="local", include_dashboard=False, **common)
             if self._watch is not None:
@@ -267,12 +267,12 @@ class RayCluster:
             ) from error
 
     def _alive(self) -> list[dict[str, Any]]:
-        """Nodes, the head first: 0, 1, … of hybrid.placement."""
+        """Live nodes, the head first: numbers 0, 1, … in hybrid.placement."""
         nodes = [node for node in self.ray.nodes() if node["Alive"]]
         return sorted(nodes, key=lambda node: (_HEAD not in node["Resources"], node["NodeManagerAddress"], node["NodeID"]))
 
     def _chosen_nodes(self) -> list[str] | None:
-        """The node of each of the needs, where hybrid.placement names devices; None: Ray chooses."""
+        """Node of each need, if hybrid.placement names devices; None: Ray chooses."""
         if self.config.placement.kind != "explicit":
             return None
         alive = self._alive()
@@ -299,7 +299,7 @@ class RayCluster:
         timeout_s = self.config.ray.start_timeout_s
         deadline = time.monotonic() + timeout_s
         while not self._group.wait(min(1.0, timeout_s)):
-            self.check()  # a node that has just gone is known to have gone after a while
+            self.check()  # Ray notices the loss of a node only after a while
             if time.monotonic() < deadline:
                 continue
             free = self.ray.available_resources()
@@ -310,9 +310,9 @@ class RayCluster:
 
 
 def nodes_of_ranks(devices: Sequence[Device], num_ranks: int) -> list[int]:
-    """The node of each rank of training: one for each GPU that the role names; or as many on each node, where it names processors.
+    """Node of each training rank: one rank per GPU that the role names, or equally many per node if it names CPUs.
 
-    Raises UserError: they cannot be divided so.
+    Raises UserError if the ranks cannot be divided in this way.
     """
     nodes = sorted({device.node for device in devices})
     if devices[0].kind == "gpu" and num_ranks > 1:
@@ -332,7 +332,7 @@ def nodes_of_ranks(devices: Sequence[Device], num_ranks: int) -> list[int]:
 
 
 def nodes_of_players(devices: Sequence[Device], role: Role, players: int) -> list[int]:
-    """The node of each rollout worker's actor of a role: as many on each. Raises UserError: they cannot be divided so."""
+    """Node of each rollout worker's actor of a role, equally many per node. Raises UserError if they cannot be divided in this way."""
     nodes = sorted({device.node for device in devices})
     if players % len(nodes):
         raise UserError(
@@ -360,11 +360,11 @@ def _knock(address: str) -> None:
 
 
 def prepare(config: RayConfig) -> Any:
-    """Import Ray, so that a cluster which is started here requires a token: any client that reaches a Ray cluster can run code in it,
-    and its servers listen on every interface. Raises MissingExtraError: Ray is not installed.
+    """Import Ray so that a cluster started here requires a token: any client of a Ray cluster can run code in it, and its servers listen on
+    every interface. Raises MissingExtraError: Ray is not installed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray reads this when it is imported; a process that has done so keeps what it has.
+    # Ray reads this variable on import; a process that has imported it already keeps its setting.
     if config.address is None and "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
     with from_extra("hybrid.cluster=ray", "ray"):

@@ -1,4 +1,4 @@
-"""Generation as an actor of a Ray cluster: `GenerationWorker` holds the policies that act, and the token backends."""
+"""Generation as an actor of a Ray cluster: `GenerationWorker` holds acting policies and token backends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from embodied_rl.types import ActionLayout, Observation, SimSpec
 
 _ROLE = "GenerationWorker"
 _MOMENT_S = 0.05
-"""For which a host samples before it looks whether it is asked for something else."""
+"""Seconds that a host samples before it checks for other requests."""
 _NAP_S = 0.002
 _OF_TOKENS: dict[str, Callable[..., Any]] = {
     "submit": lambda backend, requests: backend.submit(requests),
@@ -39,22 +39,22 @@ _OF_TOKENS: dict[str, Callable[..., Any]] = {
     "forget": lambda backend: backend.forget(),
     "cache_bytes": lambda backend: backend.cache_bytes,
 }
-"""What is asked of a token backend there."""
+"""Token backend methods that may be called by name."""
 
 
 class GenerationWorker:
-    """Policies that act for simulators elsewhere, and token backends that answer for language agents: one of them, or each domain's."""
+    """Actor with the policies that act for remote simulators, and the token backends of language agents: of one domain or of all."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._acting = LoadedActing(config)
         self._sink = DeltaSink() if config.hybrid.publish == "changed" else None
         self._lease: DeviceLease | None = None
-        """Of a host with a GPU, on which robots' policies have copies: it is lent when the run's lease says so."""
+        """Lease of a host with a GPU that has copies of robots' policies; it follows the run's lease."""
         if acts_on_hosts(config):
             self._lease = DeviceLease(HostPlan(1, 1, 1, devices=(str(resolve_device(config.hybrid.device)),)))
 
     def begin(self, name: str, domain: str, spec: Mapping[str, Any]) -> Outcome:
-        """Build the policy `name` of a domain for its simulator; the layout of its actions."""
+        """Build the policy `name` of a domain for its simulator; return the layout of its actions."""
 
         def build() -> ActionLayout:
             _one_thread()
@@ -64,8 +64,8 @@ class GenerationWorker:
         return outcome_of(build)
 
     def begin_tokens(self, files: ModelFiles, policy: str, name: str, kind: str) -> Outcome:
-        """Build the token backend `name` of a kind (`generation.backend`) for a policy's model; (whether it `can_constrain`, and
-        `can_free_memory`, its device)."""
+        """Build the token backend `name` of a kind (`generation.backend`) for a policy's model; return (`can_constrain`, `can_free_memory`,
+        device)."""
 
         def build() -> tuple[bool, bool, str]:
             _one_thread()
@@ -76,7 +76,7 @@ class GenerationWorker:
         return outcome_of(build)
 
     def tokens(self, name: tuple[str, str], what: str, *arguments: object) -> Outcome:
-        """What the method `what` of a token backend returns."""
+        """Call the method `what` of a token backend."""
         return outcome_of(lambda: _OF_TOKENS[what](self._acting.backends[name], *arguments))
 
     def act(self, name: str, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> Outcome:
@@ -90,7 +90,7 @@ class GenerationWorker:
         return outcome_of(answer)
 
     def load(self, version: int, references: list[Reference]) -> Outcome:
-        """Act with the weights that a `RayPublisher` published."""
+        """Load the weights that a `RayPublisher` published."""
 
         def take() -> None:
             tensors: NamedTensors = ray_tensors(references)
@@ -99,11 +99,11 @@ class GenerationWorker:
         return outcome_of(take)
 
     def lend(self) -> Outcome:
-        """Free what robots' policies have on the GPU."""
+        """Free the GPU memory of robots' policies."""
         return outcome_of(lambda: self._own_lease.lend())
 
     def take_back(self) -> Outcome:
-        """Act there again, with the newest weights."""
+        """Act on the GPU again, with the newest weights."""
         return outcome_of(lambda: self._own_lease.take_back())
 
     @property
@@ -113,19 +113,19 @@ class GenerationWorker:
 
 
 def acts_on_hosts(config: TrainConfig) -> bool:
-    """Whether a robot's policy has a copy on the GPU of each host."""
+    """Whether a robot's policy has a copy on each host's GPU."""
     return config.hybrid.placement.kind == "multiplexed" and config.hybrid.ray.gpus.generation > 0
 
 
 class RayActing(WorkerActing):
-    """`GenerationWorker`s as the rollout worker in an `EnvWorker` sees them."""
+    """Remote policies and token backends (`GenerationWorker`) for the rollout worker of an `EnvWorker`."""
 
     def __init__(self, config: TrainConfig, workers: Sequence[Actor]) -> None:
-        """`workers`: of each host; the last is never lent."""
+        """`workers`: one per host; the last is never lent."""
         super().__init__(config)
         self._workers = list(workers)
         self._acts_in = self._workers if acts_on_hosts(config) else self._workers[-1:]
-        """Those that have robots' policies."""
+        """Workers that have robots' policies."""
         self._handles: list[RayGenerator | RayHostedGenerator | RayTokens | MultiplexedTokens] = []
 
     def generator(self, stream: Stream) -> tuple[Generator, ActionLayout]:
@@ -157,7 +157,7 @@ class RayActing(WorkerActing):
         return hosts
 
     def load(self, version: int, tensors: list[Reference]) -> None:
-        """See `WorkerActing.load`; `tensors` are references of a `RayPublisher`."""
+        """See `WorkerActing.load`; `tensors` are references from a `RayPublisher`."""
         self._all([worker.load.remote(version, tensors) for worker in self._workers])
         for handle in self._handles:
             handle.version = version
@@ -173,7 +173,7 @@ class RayActing(WorkerActing):
 
 
 class RayGenerator(Generator):
-    """A robot's policy in a `GenerationWorker`, as a collector sees it."""
+    """Generator for a robot's policy in a `GenerationWorker`."""
 
     def __init__(self, worker: Actor, name: str) -> None:
         self._worker, self._name = worker, name
@@ -181,7 +181,7 @@ class RayGenerator(Generator):
         self._asked: deque[Reference] = deque()
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
-        """See `Generator.send`; what is sent is copied into the object store."""
+        """See `Generator.send`; the observation is copied into the object store."""
         self._asked.append(self._worker.act.remote(self._name, slots, observation, noise))
 
     def recv(self) -> ActedBatch:
@@ -193,13 +193,13 @@ class RayGenerator(Generator):
 
 
 class RayHostedGenerator(Generator):
-    """A robot's policy on the hosts that its slots play on, as a collector sees it: all act at the same time."""
+    """Generator for a robot's policy on the hosts where its slots play; all hosts act at the same time."""
 
     def __init__(self, workers: Sequence[Actor], name: str, hosts_of: HostsOf) -> None:
         self._on, self._hosts_of = [RayGenerator(worker, name) for worker in workers], hosts_of
         self.version = 0
         self._asked: deque[tuple[list[int], np.ndarray]] = deque()
-        """(hosts, place of each of their rows) of every batch."""
+        """(hosts, host index of each row) of every batch."""
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
         """See `Generator.send`; each host gets its slots' rows."""
@@ -222,15 +222,15 @@ class RayHostedGenerator(Generator):
 
 
 class RayTokens(TokenBackend):
-    """A token backend in a `GenerationWorker`; every call is answered there before it returns, so that their order is the caller's.
+    """A token backend in a `GenerationWorker`. Each call returns after the worker has executed it, so the order is the caller's.
 
-    Raises RoleLost when the worker has ended, and what the backend raised there.
+    Raises RoleLost when the worker has ended, and any exception of the backend.
     """
 
     version: int = 0
-    """Of the weights that sample now."""
+    """Version of the weights that sample now."""
     can_constrain: bool = False
-    """See `TokenBackend`, as what follows; as the backend there."""
+    """See `TokenBackend`, also for the attributes below; copied from the remote backend."""
     can_free_memory: bool = False
     device: str = "cpu"
 
@@ -272,14 +272,14 @@ class RayTokens(TokenBackend):
         _from_the_trainer(version, tensors)
 
     def close(self) -> None:
-        """The driver ends the worker."""
+        """Do nothing: the driver ends the worker."""
 
     def _ask(self, what: str, *arguments: object) -> Any:
         return value_of(self._worker.tokens.remote(self._name, what, *arguments), _ROLE)
 
 
 class RayHostTokens(RayTokens):
-    """One of several hosts, which sample at the same time: it is asked for what is ready, and meanwhile the caller goes on."""
+    """One of several hosts that sample at the same time; polling does not block the caller."""
 
     def __init__(self, worker: Actor, name: tuple[str, str], can_constrain: bool, can_free_memory: bool, device: str) -> None:
         super().__init__(worker, name, can_constrain, can_free_memory, device)
@@ -292,11 +292,11 @@ class RayHostTokens(RayTokens):
         self._ask_on()
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`; with 0 it waits for a moment, in which the caller has nothing to do but to ask again."""
+        """See `TokenBackend.poll`; with 0 it waits a moment, since the caller could only poll again."""
         deadline = None if timeout_s is None else time.monotonic() + max(timeout_s, _NAP_S)
         ready: list[Completion] = []
         while len(ready) < max(min_ready, 1) and self._asked is not None:
-            # Without a deadline `value_of` waits, which a run that is to end interrupts.
+            # Without a deadline `value_of` waits; the end of a run interrupts it.
             if deadline is not None and not ray.wait([self._asked], timeout=max(deadline - time.monotonic(), 0.0))[0]:
                 break
             found: list[Completion] = value_of(self._asked, _ROLE)
@@ -316,5 +316,5 @@ def _from_the_trainer(version: int, tensors: Iterable[Any]) -> None:
 
 
 def _one_thread() -> None:
-    """Of an actor that generates, for as long as it lives."""
+    """Limit a generation actor to one thread for its lifetime."""
     set_compute_threads(1, 1)

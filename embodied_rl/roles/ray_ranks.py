@@ -1,11 +1,11 @@
-"""Ranks of training as actors of a Ray cluster, on any of its nodes: what they are sent goes through the object store.
+"""Training ranks as actors of a Ray cluster, on any of its nodes; messages go through the object store.
 
 ```
  TrainWorker (rank 0), or a method that keeps its steps   RankWorker (rank 1, 2, …; or all), on this node or another
  part of a minibatch ── Ray: call, object store ────────▶ the same step
         │  forward, backward ◀══ gloo or NCCL between the nodes: parameters, gradients ══▶
 ```
-The driver makes the actors and ends them; rank 0 talks to them, or the driver itself.
+The driver creates and ends the actors; rank 0, or the driver itself, sends them messages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CAUSE_S = 10.0
 
 
 class RankWorker:
-    """One rank."""
+    """Actor of one rank."""
 
     def __init__(self) -> None:
         self._model: ModelFiles = {}
@@ -53,15 +53,15 @@ class RankWorker:
         self._model = files
 
     def address(self) -> str:
-        """Of this actor's node."""
+        """Address of this actor's node."""
         return str(ray.util.get_node_ip_address())
 
     def listen(self, address: str | None) -> Outcome:
-        """Meet the other ranks at this address from now on; None: at this actor's node's."""
+        """Set the address where the ranks meet; None: this actor's node."""
         return outcome_of(lambda: listen_on(address or self.address()))
 
     def do(self, message: dict[str, Any], text: bytes, payload: np.ndarray) -> Outcome:
-        """See `RankServer.do`; tensors come as `pack_tensors` gives them, and go so."""
+        """See `RankServer.do`; tensors arrive and leave in the form of `pack_tensors`."""
         tensors = dict(unpack_tensors(text, torch.from_numpy(payload.copy()))) if len(payload) else {}  # Ray's arrays are read-only
 
         def task() -> tuple[bytes, Any] | None:
@@ -73,7 +73,7 @@ class RankWorker:
 
         outcome = outcome_of(task)
         if outcome[0] != "value":
-            # The others may wait for this rank in an exchange: that ends with its process.
+            # Other ranks may wait for this one in a collective; the end of its process ends their wait.
             threading.Timer(_LEAVE_S, os._exit, (1,)).start()
         return outcome
 
@@ -87,24 +87,24 @@ class RankWorker:
 
 
 class RayLink:
-    """The way to one `RankWorker`. Implements `RankLink`."""
+    """Link to one `RankWorker`. Implements `RankLink`."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
         self._sent: list[Any] = []
-        """References to what is not known to be done, in order."""
+        """References to unfinished calls, in order."""
 
     def send(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """See `Link.send`."""
         self.send_packed(message, *_packed(tensors))
 
     def send_packed(self, message: Mapping[str, Any], text: bytes | Reference, payload: Tensor | Reference) -> None:
-        """`text` and `payload`: of `pack_tensors`, or references to them. Raises ChannelClosed."""
+        """Send packed tensors; `text` and `payload`: from `pack_tensors`, or references to them. Raises ChannelClosed."""
         self._forget_done()
         self._sent.append(self._actor.do.remote(dict(message), text, payload))
 
     def recv(self, timeout_s: float | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What the last message is answered with. Raises as `Link.recv`, and UserError for what is one there."""
+        """Answer to the last message. Raises as `Link.recv`, and UserError for a user's mistake on the other side."""
         try:
             outcome = ray.get(self._sent[-1], timeout=timeout_s)
         except GetTimeoutError as error:
@@ -119,7 +119,7 @@ class RayLink:
         return {}, dict(unpack_tensors(text, torch.from_numpy(payload.copy())))
 
     def failure(self, patience_s: float) -> tuple[bool, str] | None:
-        """(whether its process is gone without a word, what happened) of a rank that failed within the time; None: it goes on."""
+        """(whether its process ended without an error, description) of a rank that failed within the time; None: it continues."""
         deadline = time.monotonic() + patience_s
         while self._sent:
             try:
@@ -146,17 +146,17 @@ class RayLink:
 
 
 class RayRanks:
-    """Actors, each on its node. Implements `RankHost`; made in the process of rank 0, or in the driver, where all ranks are actors."""
+    """Rank actors, each on its node. Implements `RankHost`; created in the process of rank 0, or in the driver if all ranks are actors."""
 
     def __init__(self, actors: Sequence[Any], *, device: str | None = None) -> None:
-        """`device`: of all ranks, the first among them (cpu, cuda); None: these are rank 1, 2, …, and compute where rank 0 does."""
+        """`device`: device of all ranks, including rank 0 (cpu, cuda); None: the actors are ranks 1, 2, … and compute where rank 0 does."""
         self._actors, self._device = list(actors), device
         self._lowest = 1 if device is None else 0
-        """Rank of the first actor: without a device rank 0 is in this process."""
+        """Rank of the first actor; without a device, rank 0 is in this process."""
         self._links = [RayLink(actor) for actor in actors]
         self._addresses: list[str] = []
         self._address = _LOOPBACK
-        """Where ranks meet."""
+        """Address where the ranks meet."""
 
     @property
     def first(self) -> RankLink | None:
@@ -168,7 +168,7 @@ class RayRanks:
         return list(self._links[1 - self._lowest :])
 
     def start(self, num_ranks: int, device: torch.device) -> None:
-        """See `RankHost.start`: the driver has begun them. UserError also for a node that the others could not reach."""
+        """See `RankHost.start`: the driver has already created them. Also raises UserError for a node that the others cannot reach."""
         assert num_ranks == len(self._actors) + self._lowest, "the driver makes as many as the configuration says"
         self._addresses = ray.get([actor.address.remote() for actor in self._actors])
         own = str(ray.util.get_node_ip_address())
@@ -176,12 +176,12 @@ class RayRanks:
         self._address = _LOOPBACK if within else own
         if self._device is None:
             listen_on(self._address)
-        # Checked here, where all actors are awaited: a rank that fails later, at the meeting, keeps the others waiting.
+        # Check here, where all actors are awaited: a rank that fails later, at the meeting, would keep the others waiting.
         for reference in [actor.listen.remote(_LOOPBACK if within else None) for actor in self._actors]:
             value_of(reference, "RankWorker")
 
     def take_model(self, files: ModelFiles) -> None:
-        """See `RankHost.take_model`; an actor does one thing after another."""
+        """See `RankHost.take_model`; an actor executes its calls in order."""
         shared = ray.put(dict(files))
         for actor in self._actors:
             actor.take_model.remote(shared)
@@ -195,18 +195,18 @@ class RayRanks:
 
     @contextlib.contextmanager
     def meeting(self, num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Store]]:
-        """See `RankHost.meeting`: at the address of this node, or within it where all ranks are on one."""
+        """See `RankHost.meeting`: at this node's address, or at loopback if all ranks are on one node."""
         yield listening_store(self._address, num_ranks, timeout_s)
 
     def tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """See `RankHost.tell`: the tensors lie in the object store once."""
+        """See `RankHost.tell`; the tensors are in the object store once."""
         text, payload = _packed(tensors)
         shared = ray.put(payload) if len(payload) else payload
         for link in self._links[1 - self._lowest :]:
             link.send_packed(message, text, shared)
 
     def ended(self, patience_s: float) -> Exception | None:
-        """See `RankHost.ended`. RoleLost for one whose process or node is gone; the others then fail too."""
+        """See `RankHost.ended`. RoleLost for a rank whose process or node is gone; the others then fail too."""
         failed: dict[int, str] = {}
         deadline = time.monotonic() + patience_s
         while len(failed) < len(self._links) and time.monotonic() < deadline:
@@ -216,7 +216,7 @@ class RayRanks:
                 gone, what = found
                 if gone:
                     return RoleLost(f"{self._named(index)} has ended: {what}")
-                if not failed:  # perhaps another one's end is the cause, and not known yet
+                if not failed:  # another rank's end may be the cause, and may not be known yet
                     deadline = min(deadline, time.monotonic() + _CAUSE_S)
                 failed[index] = what
         return TrainWorkerError("\n".join(f"{self._named(index)}: {what}" for index, what in failed.items())) if failed else None
@@ -225,7 +225,7 @@ class RayRanks:
         return f"Rank {index} of training (node {self._addresses[index - self._lowest]})"
 
     def close(self) -> None:
-        """See `RankHost.close`: the driver ends them."""
+        """See `RankHost.close`; the driver ends the actors."""
         self._links = []
 
 

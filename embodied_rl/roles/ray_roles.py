@@ -1,4 +1,4 @@
-"""The roles that play, as actors of a Ray cluster: `EnvWorker` (simulators, collector), `GenerationWorker` (policy), `RewardWorker`.
+"""The playing roles as actors of a Ray cluster: `EnvWorker` (simulators, collector), `GenerationWorker` (policy), `RewardWorker`.
 
 ```
  driver: training loop          EnvWorker                                GenerationWorker
@@ -8,8 +8,8 @@
  publish(v): object store ──────────────────────┼──────────────────────────▶ weights of version v
                                           RewardWorker × n
 ```
-The driver owns the actors. Should one of them end, all are replaced, as a worker is that is one process. With `hybrid.players` there are
-as many of each, every one with its share of the groups.
+The driver owns the actors. If one ends, the driver replaces all, as it replaces a worker process. `hybrid.players` sets the number of
+EnvWorkers, each with its own actors and its share of the groups.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from embodied_rl.stopping import waiting
 from embodied_rl.types import Episode
 
 _END_S = 5.0
-"""Time for simulators to shut down in order; they may wait for a server that does not answer."""
+"""Time for an orderly shutdown of simulators; they may wait for a server that does not answer."""
 
 
 class RewardWorker:
@@ -51,12 +51,12 @@ class RewardWorker:
         self._score = load_score(target, kwargs)
 
     def score(self, episode: Episode) -> float:
-        """Raises ValueError for what is no finite number, and whatever the function raises."""
+        """Score an episode. Raises ValueError for a score that is no finite number, and any exception of the function."""
         return checked_score(self._score, episode)
 
 
 class RayScorer(Scorer):
-    """Reward workers as actors; they are begun anew by Ray, which asks again for what was lost with one."""
+    """Reward workers as actors. Ray restarts a lost one and repeats its calls."""
 
     def __init__(self, workers: list[Any], options: RewardWorkerConfig) -> None:
         self._workers = workers
@@ -88,19 +88,19 @@ class RayScorer(Scorer):
         return self._log.metrics()
 
     def close(self) -> None:
-        """The driver ends the workers."""
+        """Do nothing: the driver ends the workers."""
 
 
 class EnvWorker:
-    """Simulators and the collector, which plays on between requests; a separate thread answers the requests."""
+    """Simulators with the collector, which plays on between requests; a separate thread answers the requests."""
 
     def __init__(self, config: TrainConfig, generation: list[Actor], rewards: list[Actor], share: Share = WHOLE) -> None:
-        """`generation`: of each host; `share`: of the groups, where others play the rest."""
+        """`generation`: the actor of each host; `share`: this worker's share of the groups."""
         self._requests: queue.SimpleQueue[tuple[str, dict[str, Any], Future[Outcome]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, args=(config, generation, rewards, share), daemon=True).start()
 
     def do(self, what: str, arguments: dict[str, Any]) -> Outcome:
-        """What the worker's method `what` returns."""
+        """Call the worker's method `what`."""
         answer: Future[Outcome] = Future()
         self._requests.put((what, arguments, answer))
         return answer.result()
@@ -119,7 +119,7 @@ class EnvWorker:
             with contextlib.suppress(EOFError):
                 serve(worker, self)
             worker.close()
-        while True:  # a daemon thread, until the actor ends: late requests get an answer and do not wait for ever
+        while True:  # a daemon thread until the actor ends: late requests get an answer instead of waiting for ever
             _, _, answer = self._requests.get()
             answer.set_result((kind, worker) if kind != "value" else ("lost", "it was ended"))
 
@@ -140,10 +140,10 @@ class EnvWorker:
 
 
 class RayWorker:
-    """Handle of the actors that play. Implements `WorkerHandle`."""
+    """Handle of the playing actors. Implements `WorkerHandle`."""
 
     def __init__(self, config: TrainConfig, cluster: RayCluster, share: Share = WHOLE) -> None:
-        """Create the actors; `share`: of the groups. Raises UserError where the cluster can never hold them."""
+        """Create the actors; `share`: their share of the groups. Raises UserError if the cluster can never hold them."""
         cluster.check()
         self._cluster, self._publisher = cluster, RayPublisher()
         self._differences = DeltaSource() if config.hybrid.publish == "changed" else None
@@ -164,7 +164,7 @@ class RayWorker:
 
     @property
     def generation(self) -> Actor:
-        """The last of them, which is never lent."""
+        """The last generation actor, which is never lent."""
         return self.hosts[-1]
 
     def call(self, what: str, **arguments: object) -> Any:
@@ -176,20 +176,20 @@ class RayWorker:
         return value_of(reference, "EnvWorker")
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """See `WorkerHandle.publish`: through the object store."""
+        """See `WorkerHandle.publish`; sends through the object store."""
         references, num_bytes = self.put(version, tensors)
         self.call("load", version=version, tensors=references)
         return num_bytes
 
     def put(self, version: int, tensors: Mapping[str, Tensor]) -> tuple[list[Any], int]:
-        """(references that `load` takes until the next call, bytes) of weights in the object store."""
+        """Put weights into the object store; return (references that `load` accepts until the next call, number of bytes)."""
         stream: NamedTensors = tensors.items()
         if self._differences is not None:
             stream = self._differences.stream(version, stream)
         return self._publisher.publish(stream)
 
     def close(self) -> None:
-        """End the actors: the simulators in order, as long as their actor lives."""
+        """End the actors; simulators shut down in order if their actor is alive."""
         with contextlib.suppress(*GONE, ray.exceptions.GetTimeoutError):
             ray.get(self.env.do.remote("end", {}), timeout=_END_S)
         for actor in (self.env, *self.hosts, *self.rewards):
@@ -197,17 +197,17 @@ class RayWorker:
 
 
 class RayTeam(WorkerTeam):
-    """Several rollout workers of a cluster: each an `EnvWorker` with a `GenerationWorker`, on any node."""
+    """Several rollout workers of a cluster, each an `EnvWorker` with a `GenerationWorker`, on any node."""
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """See `WorkerHandle.publish`: all of them read what lies in the object store once."""
+        """See `WorkerHandle.publish`; the weights are in the object store once, and all workers read them there."""
         references, num_bytes = self._workers[0].put(version, tensors)
         self._all(lambda worker: worker.call("load", version=version, tensors=references), self._workers)
         return int(num_bytes)
 
 
 def wait_for_start(cluster: RayCluster, reference: Reference, timeout_s: float, role: str) -> None:
-    """Until an actor answers for the first time. Raises UserError: it does not in time, or the cluster has lost what it needs."""
+    """Wait for an actor's first answer. Raises UserError: it does not come in time, or the cluster has lost a needed resource."""
     deadline = time.monotonic() + timeout_s
     while not ray.wait([reference], timeout=1.0)[0]:
         with waiting:  # see `value_of`

@@ -1,4 +1,4 @@
-"""Training as an actor of a Ray cluster: `TrainWorker` holds the policy that is trained and the optimizer's state."""
+"""Training as an actor of a Ray cluster: `TrainWorker` holds the trained policy and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from embodied_rl.types import SimSpec
 
 
 class TrainWorker:
-    """The learning half of a method."""
+    """Actor with the learning half of a method."""
 
     policy: TrainedModule
     method: Method
-    """Both are there where nothing went wrong in making them."""
+    """Method; it and the policy exist only if they were built without an error."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class TrainWorker:
     ) -> None:
         """
         Args:
-            models: {policy: of a language policy}; empty without one.
-            specs: of all streams (`RemoteWorker.specs`).
-            ranks: the `RankWorker` of rank 1, 2, …
+            models: {policy: files of a language policy}; empty without one.
+            specs: simulator specs of all streams (`RemoteWorker.specs`).
+            ranks: `RankWorker` actors of rank 1, 2, …
         """
         self._publisher = RayPublisher()
 
@@ -60,17 +60,17 @@ class TrainWorker:
             threads = config
             if config.hybrid.placement.kind == "multiplexed":
                 threads = with_host_threads(config, plan_here(config))
-            # What plays, and with it the rest of `hybrid`, is elsewhere.
+            # Playing, and with it the rest of `hybrid`, is elsewhere.
             hybrid = HybridConfig(
                 device=config.hybrid.device,
                 num_threads=threads.hybrid.num_threads,
                 precision=config.hybrid.precision,
                 sharding=config.hybrid.sharding,
             )
-            # A warm start is over before it matters here: see `TrainedApart.restart`.
+            # The warm start runs before training starts here: see `TrainedApart.restart`.
             own = dataclasses.replace(config, hybrid=hybrid, algorithm=dataclasses.replace(config.algorithm, warm_start=None))
             torch.manual_seed(config.seed)
-            # A model's files are read when this is over: an actor that is killed leaves nothing behind.
+            # The model's files are read inside the block, so a killed actor leaves nothing behind.
             with tempfile.TemporaryDirectory(prefix="embodied_rl_trained_") as folder:
                 found = [SimSpec.from_dict(one) for one in specs]
                 self.policy, self.method = _learner(own, found, models, Path(folder), RayRanks(ranks))
@@ -78,7 +78,7 @@ class TrainWorker:
         self._built = outcome_of(build)
 
     def load(self, weights: dict[str, Tensor]) -> Outcome:
-        """Take a policy's state: the first one, or a checkpoint's."""
+        """Load a policy's state: the initial one, or a checkpoint's."""
         if self._built[0] != "value":
             return self._built
 
@@ -90,7 +90,7 @@ class TrainWorker:
         return outcome_of(take)
 
     def update(self, experience: Experience, iteration: int, steps: int) -> Outcome:
-        """One iteration: prepare, update, statistics of observations; metrics."""
+        """Run one iteration: prepare, update, observation statistics; return metrics."""
 
         def learn() -> dict[str, float]:
             self.policy.train()
@@ -103,7 +103,7 @@ class TrainWorker:
         return outcome_of(learn)
 
     def weights(self) -> Outcome:
-        """Put the policy's state into the object store; references for `ray_tensors`, valid until the next call."""
+        """Put the policy's state into the object store; return references for `ray_tensors`, valid until the next call."""
 
         def publish() -> list[Any]:
             if self._ranks is not None:
@@ -114,11 +114,11 @@ class TrainWorker:
 
     @property
     def _ranks(self) -> RankExecutor | None:
-        """Where `hybrid.sharding` divides the policy over actors; None: it trains in this one."""
+        """Executor that shards the policy over actors (`hybrid.sharding`); None: training is in this actor only."""
         return self.method.sharded
 
     def ask(self, what: str, *arguments: Any) -> Outcome:
-        """What the method's `what` returns: its state, or that it takes one."""
+        """Call the method's `what`, which returns or accepts its state."""
         return outcome_of(lambda: _OF_METHODS[what](self.method, *arguments))
 
 
@@ -129,13 +129,13 @@ _OF_METHODS: dict[str, Callable[..., object]] = {
     "state_dict": lambda method: method.state_dict(),
     "load_state_dict": lambda method, state: method.load_state_dict(state),
 }
-"""What is asked of a method there."""
+"""Methods of the learning half that may be called by name."""
 
 
 class TrainedApart(Method[Any, Experience]):
-    """A method whose learning half is a `TrainWorker`. It is the engine's `TrainedCopy` too.
+    """A method whose learning half is a `TrainWorker`. Also the engine's `TrainedCopy`.
 
-    Raises RoleLost when the worker has ended: its weights are gone, and the run goes back to its last checkpoint.
+    Raises RoleLost when the worker has ended: its weights are gone, and the run restarts from its last checkpoint.
     """
 
     def __init__(self, config: TrainConfig, method: Method, worker: RemoteWorker, cluster: RayCluster) -> None:
@@ -163,7 +163,7 @@ class TrainedApart(Method[Any, Experience]):
 
     @property
     def all_learners(self) -> Sequence[Learner]:
-        """Those of this process; they have nothing to do."""
+        """Learners of this process; they have nothing to do."""
         return self.inner.all_learners
 
     @property
@@ -178,7 +178,7 @@ class TrainedApart(Method[Any, Experience]):
         return self.inner.collect(iteration)
 
     def prepare(self, experience: Experience) -> Experience:
-        """The worker does it, with the update."""
+        """Return the experience unchanged: the worker prepares it with the update."""
         return experience
 
     def update(self, prepared: Experience, *, iteration: int, steps: int) -> dict[str, float]:
@@ -186,7 +186,7 @@ class TrainedApart(Method[Any, Experience]):
         return stats
 
     def write_back(self) -> None:
-        """Bring the trained weights and statistics into the whole policy of this process."""
+        """Copy the trained weights and statistics into the whole policy of this process."""
         references = self._ask(self._worker.weights.remote())
         self._policy.load_state_dict(dict(ray_tensors(references)))
 
@@ -199,7 +199,7 @@ class TrainedApart(Method[Any, Experience]):
     def restart(self, iteration: int) -> None:
         warm_start = self.inner.warm_start
         if warm_start is not None and warm_start.wanted:
-            # Of a language agent: here, where policy and rollout worker are at hand; the worker takes what came of it.
+            # A language agent's warm start runs here, where policy and rollout worker are available; the worker then loads the result.
             warm_start.run(iteration)
             self.take_weights()
         self._ask(self._worker.ask.remote("restart", iteration))
@@ -209,7 +209,7 @@ class TrainedApart(Method[Any, Experience]):
         return self.inner.running_episodes()
 
     def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        """The worker that trains knows no episodes."""
+        """Do nothing: the training worker has no episodes."""
         self.inner.take_up(episodes)
 
     def finish(self) -> None:
@@ -223,16 +223,16 @@ class TrainedApart(Method[Any, Experience]):
         return state
 
     def of_ranks(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the ranks of a run without Ray wrote of their optimizer, as it stands in `state_tensors`."""
+        """Convert optimizer state that the ranks of a run without Ray wrote to the form of `state_tensors`."""
         return self.inner.of_ranks(state)
 
     def load_state_tensors(self, state: dict[str, Tensor]) -> None:
-        """The policy's present weights are taken too: they were loaded before."""
+        """Load the state; also sends the policy's current weights, which were loaded before."""
         self.take_weights()
         self._ask(self._worker.ask.remote("load_state_tensors", state))
 
     def state_dict(self) -> dict[str, Any]:
-        """The worker's, with what is of this process."""
+        """The worker's state, with this process's own part."""
         state: dict[str, Any] = self._ask(self._worker.ask.remote("state_dict"))
         return self.inner.with_trained(state)
 
@@ -247,12 +247,12 @@ class TrainedApart(Method[Any, Experience]):
             _end(worker)
 
     def _ask(self, reference: Reference) -> Any:
-        # A trained policy that stayed there would be missing in the checkpoint.
+        # The answer must come: otherwise the checkpoint would lack the trained policy.
         return value_of(reference, "TrainWorker", can_give_up=False)
 
 
 class RayRun(RemoteWorker):
-    """Rollout workers that are actors, and with them the actor that trains; they end the cluster with themselves."""
+    """Rollout workers and the training worker as actors; closing them ends the cluster."""
 
     def __init__(self, config: TrainConfig) -> None:
         """Raises UserError as `RayCluster` does."""
@@ -265,9 +265,9 @@ class RayRun(RemoteWorker):
         return RayTeam(config, lambda own, share: RayWorker(own, self._cluster, share))
 
     def connect(self, method: Method) -> Method:
-        """See `RemoteWorker.connect`: the method's learning half is given to an actor, unless it keeps the steps that it learns from.
+        """See `RemoteWorker.connect`: moves the method's learning half to an actor, unless the method keeps the steps that it learns from.
 
-        Raises UserError when the actor cannot begin.
+        Raises UserError when the actor cannot start.
         """
         if self.config.keeps_steps:
             return super().connect(method)
@@ -277,7 +277,7 @@ class RayRun(RemoteWorker):
         return trained
 
     def ranks(self, hybrid: HybridConfig) -> RankHost | None:
-        """See `RemoteWorker.ranks`: of a method that keeps its steps, which sends them its minibatches."""
+        """See `RemoteWorker.ranks`; for a method that keeps its steps and sends minibatches to its ranks."""
         if not self.config.keeps_steps or hybrid.sharding is None:
             return None
         rank: Actor = ray.remote(RankWorker)
@@ -289,14 +289,14 @@ class RayRun(RemoteWorker):
 
 
 def _end(actor: Actor) -> None:
-    with contextlib.suppress(Exception):  # whatever became of the cluster: this is the end of the run
+    with contextlib.suppress(Exception):  # ignore any failure of the cluster: this is the end of the run
         ray.kill(actor)
 
 
 def _learner(
     config: TrainConfig, specs: Sequence[SimSpec], models: Mapping[str, ModelFiles], folder: Path, ranks: RankHost
 ) -> tuple[TrainedModule, Method]:
-    """(policy with random weights, method). `specs`: of all streams; `models`: {policy: of a language policy}."""
+    """Build (policy with random weights, method). `specs`: of all streams; `models`: {policy: files of a language policy}."""
     languages = {}
     for name, files in models.items():
         write_model_files(files, folder / name)

@@ -1,7 +1,7 @@
-"""Ends what a run's own Ray cluster leaves behind: ``python -m embodied_rl.roles.ray_watch DRIVER``, started before the cluster.
+"""Ends leftover processes of a run's own Ray cluster: ``python -m embodied_rl.roles.ray_watch DRIVER``, started before the cluster.
 
-Ray's servers die with the process that started them. The agents of a node do not: they try for a minute to tell a server that is gone why
-they end. This process notes what runs below the cluster's servers, and ends what is still there some seconds after its driver.
+Ray's servers die with the process that started them. A node's agents do not: for a minute they try to report to a server that is gone. This
+process tracks the descendants of the cluster's servers, and some seconds after its driver's end it ends those that remain.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from embodied_rl.sim.keeper import parents
 _LOOK_S = 0.5
 _SESSION = re.compile(rb"ray/session_\d")
 _ALONE_S = 3.0
-"""For processes to end by themselves."""
+"""Seconds that processes have to end before they are killed."""
 _END_S = 3.0
 
 
 class ClusterWatch:
-    """The watching process, as the driver sees it."""
+    """The driver's handle of the watching process."""
 
     def __init__(self) -> None:
-        """Start it; it watches the servers that this process starts from now on."""
+        """Start the process; it watches the servers that this process starts from now on."""
         path = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "embodied_rl.roles.ray_watch", str(os.getpid())],
@@ -44,7 +44,7 @@ class ClusterWatch:
         self.note()
 
     def note(self) -> None:
-        """Wait until it has taken in what runs now."""
+        """Wait until the watch has noted all running processes."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(b"\n")
@@ -52,7 +52,7 @@ class ClusterWatch:
         self._process.stdout.readline()
 
     def close(self) -> None:
-        """After the cluster was shut down: wait until it is gone, and end what is not. May be called twice."""
+        """Wait until the stopped cluster's processes are gone, and end the rest. May be called twice."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
@@ -60,15 +60,15 @@ class ClusterWatch:
 
 
 class _Watcher:
-    """What the watching process knows."""
+    """State of the watching process."""
 
     def __init__(self, driver: int) -> None:
         self._driver = driver
         self._handles: dict[int, int] = {}
-        """{process of the cluster: a descriptor that stands for it, whichever process gets its number later}."""
+        """{process id in the cluster: pidfd, which stays valid for that process even if the id is reused}."""
 
     def watch(self) -> None:
-        """Until the driver ends, or closes our standard input."""
+        """Watch until the driver ends or closes this process's standard input."""
         poll = select.poll()
         with contextlib.suppress(ProcessLookupError):
             poll.register(driver := os.pidfd_open(self._driver), select.POLLIN)
@@ -82,7 +82,7 @@ class _Watcher:
                     os.write(1, b"\n")
 
     def note(self) -> None:
-        """Take in what has begun since."""
+        """Note processes that have started since."""
         for pid in [pid for pid, handle in self._handles.items() if _has_ended(handle)]:
             os.close(self._handles.pop(pid))
         above = parents()
@@ -97,11 +97,11 @@ class _Watcher:
                     self._handles[pid] = os.pidfd_open(pid)
 
     def end(self) -> None:
-        """Wait a moment for all to end, and end what does not."""
+        """Wait a moment for all processes to end, and kill the rest."""
         self._wait(_ALONE_S)
         until = time.monotonic() + _END_S
         while self._running() and time.monotonic() < until:
-            self.note()  # what the last ones started
+            self.note()  # children of the last ones
             for handle in self._running():
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
@@ -116,7 +116,7 @@ class _Watcher:
         return [handle for handle in self._handles.values() if not _has_ended(handle)]
 
     def _is_server(self, pid: int, above: dict[int, int]) -> bool:
-        """Whether it is one of those that the driver started for its cluster: they name the folder of its session."""
+        """Whether the driver started this process as a server of its cluster: servers name the folder of its session."""
         if above[pid] != self._driver:
             return False
         with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -129,7 +129,7 @@ def _has_ended(handle: int) -> bool:
 
 
 def main() -> None:
-    """Watch, and end."""
+    """Watch until the driver ends, then end the leftover processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watcher = _Watcher(int(sys.argv[1]))
     watcher.watch()

@@ -1,4 +1,4 @@
-"""A rollout worker elsewhere, as the training loop sees it: in place of the manager, the generator and the collector."""
+"""A remote rollout worker for the training loop, in place of the manager, the generator and the collector."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout, SimSpec
 
 
 class WorkerHandle(Protocol):
-    """A rollout worker in a process or in an actor."""
+    """Handle of a rollout worker in a process or an actor."""
 
     def call(self, what: str, **arguments: object) -> Any:
-        """What the worker's method `what` returns. Raises RoleLost, and what the method raised."""
+        """Call the worker's method `what`. Raises RoleLost, and any exception of the method."""
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """Have it play with these weights; how many bytes were sent. Raises RoleLost."""
+        """Send weights for the worker to play with; return the number of bytes sent. Raises RoleLost."""
 
     def close(self) -> None: ...
 
@@ -46,8 +46,8 @@ class WorkerHandle(Protocol):
 class RemoteWorker(Simulators):
     """Simulators with their generator in another process; a worker that ends is replaced.
 
-    Nothing is lost with it but time: groups that were in flight are asked for again, with their seeds, and what was consumed is known
-    here. Fixed rollouts begin new episodes.
+    A lost worker costs only time: groups in flight are requested again with their seeds, and this process knows what was consumed. Fixed
+    rollouts begin new episodes.
     """
 
     plays_itself = True
@@ -55,7 +55,7 @@ class RemoteWorker(Simulators):
     def __init__(
         self, config: TrainConfig, start: Callable[[TrainConfig], WorkerHandle], *, at_close: Sequence[Callable[[], None]] = ()
     ) -> None:
-        """Start a worker; `at_close` is called when none is needed any more, last first. Raises UserError as `EnvManager` does."""
+        """Start a worker; `at_close` functions run after the last worker has ended, last first. Raises UserError as `EnvManager` does."""
         self.config, self._start = config, start
         self.at_close: list[Callable[[], None]] = list(at_close)
         self.version = 0
@@ -63,19 +63,19 @@ class RemoteWorker(Simulators):
         self._faults: list[FaultRecord] = []
         self.publish_s = 0.0
         self.published_bytes = 0
-        """Of the last time."""
+        """Number of bytes published last."""
         self._has_base = False
-        """The worker has what never changes."""
+        """Whether the worker has the weights that never change."""
         self.policy: TrainedModule | None = None
-        """Whose weights `publish` sends; see `take_policy`."""
+        """Policy whose weights `publish` sends; see `take_policy`."""
         self.models: Mapping[str, ModelFiles] = {}
-        """{policy: files of a language model}, from which the worker builds it elsewhere (`language_player.model_files`)."""
+        """{policy: files of a language model}, from which the worker builds the model (`language_player.model_files`)."""
         self.starts: RemoteStarts | None = None
-        """Of groups; those that workers play by are copies."""
+        """Start libraries of the streams; workers use copies."""
         self._recorded: dict[str, str] = {}
-        """Arguments of `RolloutWorker.record`; empty: nothing is written down."""
+        """Arguments of `RolloutWorker.record`; empty: nothing is recorded."""
         self.needs_restart = False
-        """A new worker waits for `restart`, which says which episodes to play."""
+        """Whether a new worker waits for `restart`, which says which episodes to play."""
         self._handle: WorkerHandle | None = None
         try:
             self._handle = start(config)
@@ -90,13 +90,13 @@ class RemoteWorker(Simulators):
         self.num_slots = int(described["num_slots"])
         self._worker_pids: list[int] = described["worker_pids"]
         self.specs = [SimSpec.from_dict(spec) for spec in described["specs"]]
-        """Of the simulators of every stream, in their order (`methods.streams`)."""
+        """Simulator specs of all streams, in their order (`methods.streams`)."""
         self.generator = RemoteGenerator(self)
 
     def take_policy(self, policy: TrainedModule, models: Mapping[str, ModelFiles]) -> None:
-        """The policy that is trained: its weights are published from now on.
+        """Set the trained policy, whose weights are published from now on.
 
-        `models`: {policy: files of a language model}, which the worker receives; empty where no policy speaks.
+        `models`: {policy: files of a language model} for the worker; empty without language policies.
 
         Raises UserError for a model that the worker's token backend cannot run.
         """
@@ -107,17 +107,17 @@ class RemoteWorker(Simulators):
             self.replace(lost)
 
     def ranks(self, hybrid: HybridConfig) -> RankHost | None:
-        """Where the ranks of `hybrid.sharding` are that a method of this process trains with; None: processes of this machine."""
+        """Host of the `hybrid.sharding` ranks with which a method of this process trains; None: processes of this machine."""
         return None
 
     def connect(self, method: Method) -> Method:
-        """Have a method learn from what is played there, if it plays; returns what the training loop asks."""
+        """Connect a method that plays to the worker; return the method for the training loop."""
         if self.config.plays:
             method.collector = RemoteCollector(self, method.restart)
         return method
 
     def worker_pids(self) -> list[int]:
-        """Of the worker's simulators."""
+        """Process ids of the worker's simulators."""
         return self._worker_pids
 
     def texts(self, domain: str = "") -> list[str]:
@@ -131,7 +131,7 @@ class RemoteWorker(Simulators):
         return self._faults
 
     def note_faults(self, records: Sequence[FaultRecord]) -> None:
-        """Faults of the worker's simulators since the last time."""
+        """Note faults of the worker's simulators since the last call."""
         self._faults.extend(records)
 
     def publish(self, version: int) -> None:
@@ -146,7 +146,7 @@ class RemoteWorker(Simulators):
     def evaluate(
         self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
     ) -> list[EpisodeSummary]:
-        """See `RolloutWorker.evaluate`: of every domain."""
+        """See `RolloutWorker.evaluate`; covers every domain."""
         return self.evaluate_in("", num_episodes, first_seed)
 
     def evaluate_in(self, domain: str, num_episodes: int, first_seed: int) -> list[EpisodeSummary]:
@@ -158,7 +158,7 @@ class RemoteWorker(Simulators):
         return self._live().call(what, **arguments)
 
     def record(self, run_dir: Path, command: str) -> bool:
-        """See `Simulators.record`: on the machine where it plays."""
+        """See `Simulators.record`; writes on the worker's machine."""
         if not self.config.plays:
             return False
         self._recorded = {"run_dir": str(run_dir.resolve()), "command": command}
@@ -166,14 +166,14 @@ class RemoteWorker(Simulators):
         return True
 
     def peek(self, slots: Sequence[int]) -> dict[str, np.ndarray]:
-        """See `EnvManager.peek`; nothing where the worker is gone."""
+        """See `EnvManager.peek`; empty if the worker is gone."""
         try:
             return dict(self._live().call("peek", slots=list(slots)))
         except RoleLost:
             return {}
 
     def replace(self, lost: RoleLost) -> None:
-        """Start another worker with the weights that were published last. Raises UserError when that was done too often."""
+        """Start another worker with the weights published last. Raises UserError after too many replacements."""
         if self.num_restarts >= self.config.hybrid.max_restarts:
             raise UserError(
                 f"{lost} It was replaced {self.num_restarts} times already (hybrid.max_restarts). "
@@ -206,14 +206,14 @@ class RemoteWorker(Simulators):
         self._has_base = True
 
     def _weights(self) -> dict[str, Tensor]:
-        """What the worker acts with: of a language agent only the model, with any adapter merged, unless the worker merges by itself."""
+        """The worker's weights; for a language agent only the model, with any adapter merged unless the worker merges it."""
         assert self.policy is not None, "take_policy comes first"
         if self.config.hybrid.publish == "adapter":
             return dict(self.policy.unmerged_weights(base=not self._has_base))
         return dict(self.policy.named_weights())
 
     def insist(self, what: str, **arguments: object) -> Any:
-        """`ask`, again of a new worker when one ends."""
+        """`ask`, repeated with a new worker if one ends."""
         while True:
             try:
                 return self.ask(what, **arguments)
@@ -232,7 +232,7 @@ class RemoteWorker(Simulators):
 
 
 class RemoteGenerator(Generator):
-    """What acts in a worker's process, as the engine knows it: it takes weights, and nothing is asked of it here."""
+    """Generator of a worker's process for the engine: it publishes weights and does not act here."""
 
     def __init__(self, worker: RemoteWorker) -> None:
         self._worker = worker
@@ -243,7 +243,7 @@ class RemoteGenerator(Generator):
 
 
 class RemoteStarts(Starts):
-    """Where groups start, of streams that rollout workers play by copies of these libraries."""
+    """Start libraries of streams that rollout workers play with copies."""
 
     def __init__(self, worker: RemoteWorker, streams: Sequence[Stream]) -> None:
         """Raises UserError: see `give_starts`."""
@@ -251,28 +251,28 @@ class RemoteStarts(Starts):
         super().__init__(streams)
         self._worker = worker
         self._queue: GroupQueue | None = None
-        """The method's when it last learned or was resumed; None: fixed rollouts, or there was none yet."""
+        """Group queue of the last commit or resume; None: fixed rollouts, or no commit yet."""
 
     @property
     def now(self) -> dict[str, Any]:
-        """{domain: its state}, as a worker that begins takes it."""
+        """{domain: library state} for a starting worker."""
         return self.state(self._queue)
 
     def record(self) -> None:
-        """See `Starts.record`: a worker does it, and all take what it has."""
+        """See `Starts.record`: one worker records, and all load its result."""
         if any("expert" in starts.config.sources and starts.num_expert_messages == 0 for starts in self.libraries.values()):
             self.load(self._worker.insist("start_states"))
             for starts in self.libraries.values():
                 starts.report()
 
     def take_in(self, reports: Mapping[str, Sequence[Report]]) -> None:
-        """What workers report of their copies."""
+        """Add the changes that workers report of their copies."""
         for domain, found in reports.items():
             for report in found:
                 self.libraries[domain].take_in(report)
 
     def commit(self, queue: GroupQueue | None = None) -> dict[str, Lesson]:
-        """See `Starts.commit`: the workers learn the same."""
+        """See `Starts.commit`; the workers learn the same lessons."""
         self._queue = queue
         lessons = super().commit(queue)
         if lessons:
@@ -288,17 +288,17 @@ class RemoteStarts(Starts):
 
 
 class RemoteCollector(Collector):
-    """Stands where a method has its collector, of rollouts or of groups."""
+    """A method's collector of rollouts or groups, played by the remote worker."""
 
     def __init__(self, worker: RemoteWorker, begin_again: Callable[[int], None]) -> None:
-        """`begin_again(iteration)`: restarts the method after a worker was replaced; that starts the new worker's episodes."""
+        """`begin_again(iteration)`: restarts the method after a worker was replaced, which starts the new worker's episodes."""
         self._worker, self._begin_again = worker, begin_again
         self._queue: GroupQueue | None = None
         self._played: Collected | None = None
-        """What came with the rollouts that were asked for last."""
+        """Experience of the last request for rollouts."""
         self._figures: dict[str, float] = {}
         self._drawn: dict[str, Any] = {}
-        """{domain: arguments of `draw`}, where it was called."""
+        """{domain: arguments of `draw`}, for domains where it was called."""
         self.times = CollectorTimes()
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
@@ -315,7 +315,7 @@ class RemoteCollector(Collector):
                 return
 
     def episodes(self) -> list[bytes]:
-        """See `RolloutCollector.episodes`; of a worker that was replaced, those that it begins."""
+        """See `RolloutCollector.episodes`; after a replacement, the new worker's episodes."""
         while True:
             if self._worker.needs_restart:
                 self._begin_again(self._worker.version)
@@ -337,7 +337,7 @@ class RemoteCollector(Collector):
         return self._played.rollouts
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
-        """See `GroupCollector.next_groups`; the queue here learns in the same moment that they are consumed."""
+        """See `GroupCollector.next_groups`; also marks the groups as consumed in this process's queue."""
         played, self._played = self._played or self._play(version), None
         assert self._queue is not None, "restart comes first"
         assert played.queue is not None
@@ -345,7 +345,7 @@ class RemoteCollector(Collector):
         return played.groups
 
     def metrics(self) -> dict[str, float]:
-        """How long the trainer waited, what the worker did meanwhile or before, and what publishing took; of the last iteration."""
+        """Metrics of the last iteration: the trainer's waiting time, the worker's times, and the time of publishing."""
         return {
             **self._figures,
             "roles/publish_s": self._worker.publish_s,
@@ -370,7 +370,7 @@ class RemoteCollector(Collector):
         for role, name, begin_ns, end_ns in played.spans:
             record(role, name, begin_ns, end_ns)
         times = played.times
-        # The loop's own figures are of its waiting: it is divided as the worker's time was.
+        # The loop's own times are waiting times, so they are split in the proportions of the worker's times.
         share = waited / max(times.simulate_s + times.act_s, 1e-9)
         self.times = CollectorTimes(times.simulate_s * min(share, 1.0), times.act_s * min(share, 1.0))
         figures = {"roles/wait_s": waited, "roles/simulate_s": times.simulate_s, "roles/act_s": times.act_s}

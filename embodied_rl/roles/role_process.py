@@ -1,4 +1,4 @@
-"""A role's own process on this machine, as its handle sees it: ``python -m MODULE SOCKET``, asked over the socket in JSON and arrays."""
+"""Handle of a role's process on this machine: ``python -m MODULE SOCKET``, with requests over the socket in JSON and arrays."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _END_S = 20.0
 
 
 class RoleProcess:
-    """Started at once; ended by `close`, or with this object."""
+    """Process of a role, started at once; ends with `close` or with this object."""
 
     def __init__(self, module: str, who: str, *, gpu: str | None = None) -> None:
         """
         Args:
-            module: what it runs; it gets the number of its end of the socket.
-            who: begins the sentence of how it ended.
-            gpu: the only one that it sees; None: as this process does.
+            module: module to run; its argument is the number of its end of the socket.
+            who: subject of the sentence that reports its end.
+            gpu: the only GPU that it sees; None: the same GPUs as this process.
         """
         self.socket, theirs = socket.socketpair()
         environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
@@ -43,7 +43,7 @@ class RoleProcess:
             raise self._lost() from error
 
     def recv(self) -> tuple[Mapping[str, Any], Any]:
-        """The next message and its arrays. Raises RoleLost, and what went wrong on the other side."""
+        """Receive the next message and its arrays. Raises RoleLost, and errors of the other side."""
         try:
             with waiting:
                 message, tensors = self._link.recv()
@@ -58,7 +58,7 @@ class RoleProcess:
         self._finalizer()
 
     def _lost(self) -> RoleLost:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # the connection closes a little before the process is gone
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the connection closes a little before the process ends
             self.process.wait(_END_S)
         code = self.process.returncode
         how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with status {code}"

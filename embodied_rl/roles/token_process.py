@@ -1,4 +1,4 @@
-"""A token backend in a separate process on this machine: ``python -m embodied_rl.roles.token_process SOCKET``, and its handle.
+"""A token backend in a separate process on this machine, ``python -m embodied_rl.roles.token_process SOCKET``, and its handle.
 
 ```
  worker's process (handle)                              host's process
@@ -38,20 +38,20 @@ _NAP_S = 0.001
 
 
 class TokenProcess(TokenBackend):
-    """The handle. Implements `TokenBackend`; many that take the same weights `load` what one publisher has written."""
+    """Handle of the process; several handles with the same weights can `load` the output of one publisher."""
 
     version: int = 0
-    """Of the weights that sample now."""
+    """Version of the weights that sample now."""
     can_constrain: bool = False
-    """See `TokenBackend`; known once it has `started`."""
+    """See `TokenBackend`; known after `started`."""
 
     def __init__(self, config: TrainConfig, files: ModelFiles, *, gpu: str | None = None, num_threads: int = 1) -> None:
-        """Start the process; `started` waits until it can be asked.
+        """Start the process; `started` waits until it accepts requests.
 
         Args:
-            files: of the model; its weights are random until some are loaded.
-            gpu: the only one that it sees; None: as this process does.
-            num_threads: of its computation on a processor.
+            files: files of the model; its weights are random until some are loaded.
+            gpu: the only GPU that it sees; None: the same GPUs as this process.
+            num_threads: CPU threads of its computation.
         """
         self._role = RoleProcess("embodied_rl.roles.token_process", "A process that generates", gpu=gpu)
         self.process = self._role.process
@@ -65,18 +65,18 @@ class TokenProcess(TokenBackend):
         self._asked += 1
 
     def started(self) -> None:
-        """Wait until the backend is there. Raises UserError for a model that it cannot run, and RoleLost."""
+        """Wait until the backend is ready. Raises UserError for a model that it cannot run, and RoleLost."""
         self._until_answered()
 
     def fileno(self) -> int:
-        """Of the socket, for `select`: readable when something has come."""
+        """File descriptor of the socket for `select`: readable when a message has come."""
         return self._role.socket.fileno()
 
     # ---- TokenBackend -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """See `TokenBackend.submit`; what a request asks too much for is raised by a later call, and a structure that cannot be compiled
-        ends its request as ``failed`` (rejected)."""
+        """See `TokenBackend.submit`. A later call raises the error of an invalid request; a structure that cannot be compiled ends its
+        request as ``failed`` (rejected)."""
         check_new_ids(requests, self._in_flight)
         if not self.can_constrain:
             refuse_structures(requests)
@@ -107,7 +107,7 @@ class TokenProcess(TokenBackend):
         self._ask("resume")
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `TokenBackend.load_weights`; through its own shared memory."""
+        """See `TokenBackend.load_weights`; uses this handle's own shared memory."""
         named = dict(tensors)
         if self._publisher is None:
             self._publisher = SharedWeightsPublisher(named)
@@ -116,18 +116,18 @@ class TokenProcess(TokenBackend):
         self.loaded(version)
 
     def load(self, version: int, path: str) -> None:
-        """Have it take the weights that are published at `path`; it goes on sampling until then. `loaded` waits for it."""
+        """Start loading the weights published at `path`; sampling goes on meanwhile. `loaded` waits for the end."""
         self.flush()
         self._role.tell("load", version=version, path=path)
         self._asked += 1
 
     def loaded(self, version: int) -> None:
-        """Wait until the weights of `load` sample."""
+        """Wait until the weights from `load` sample."""
         self._until_answered()
         self.version = version
 
     def release_memory(self) -> int:
-        """Let the cache go, where the backend can; nothing may be in flight. 0: its bytes are the other process's."""
+        """Free the cache if the backend can; nothing may be in flight. Returns 0: the bytes are the other process's."""
         self._ask("release_memory")
         return 0
 
@@ -143,7 +143,7 @@ class TokenProcess(TokenBackend):
             self._publisher.close()
 
     def flush(self) -> None:
-        """Send what was submitted: many requests go in one message."""
+        """Send submitted requests, many in one message."""
         if self._outbox:
             requests, self._outbox = self._outbox, []
             self._role.tell("submit", requests=requests)
@@ -172,7 +172,7 @@ class TokenProcess(TokenBackend):
 
 
 class _Host:
-    """The backend with its connection."""
+    """The backend and its connection."""
 
     def __init__(self, link: Link, descriptor: int, backend: TokenBackend) -> None:
         self._link, self._descriptor, self.backend = link, descriptor, backend
@@ -192,10 +192,10 @@ class _Host:
             "load": self._load,
             **{name: functools.partial(self._do, name, call) for name, call in calls.items()},
         }
-        """What may be asked, by name."""
+        """Requests that may be made, by name."""
 
     def serve(self) -> None:
-        """Sample, and do what is asked between two steps, until the other end is gone (ChannelClosed)."""
+        """Sample, and serve requests between two steps, until the other end is gone (ChannelClosed)."""
         while True:
             wait_s = None if not self._in_flight else _NAP_S if self._stands else 0.0
             if can_be_read(self._descriptor, timeout_s=wait_s):
@@ -212,7 +212,7 @@ class _Host:
                 self._submit_structured(request)
 
     def _submit_structured(self, request: GenerationRequest) -> None:
-        """Structures come from agent programs' clients: one that is wrong must not end the run."""
+        """Submit a request with a structure from an agent program's client; an invalid one must not end the run."""
         try:
             self.backend.submit([request])
         except UserError as error:
@@ -252,7 +252,7 @@ def main(descriptor: int) -> None:
     backend: TokenBackend | None = None
     try:
         with compute_threads(begin["num_threads"]):
-            # All of it is read when the backend is there: a process that is killed leaves nothing behind.
+            # The backend reads all files when it is built, so a killed process leaves nothing behind.
             with tempfile.TemporaryDirectory(prefix="embodied_rl_host_") as name:
                 write_model_files(begin["files"], Path(name))
                 backend = blank_backend(config, Path(name), resolve_device(config.hybrid.device))

@@ -1,4 +1,4 @@
-"""Values and exceptions that go from one process to another as JSON and plain arrays: nothing is pickled, and no unknown type is built."""
+"""Values and exceptions between processes as JSON and plain arrays: nothing is pickled, and no unknown type is built."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_ROBOTS, *_AGE
 _ENUMS: dict[str, type[enum.Enum]] = {kind.__name__: kind for kind in (FaultKind,)}
 _SMALL_BYTES = 4096
 _KIND = "$"
-"""Key of the objects below; a mapping is always sent as a list of pairs, so that none is taken for one of them."""
+"""Key of the tagged objects below; mappings travel as lists of pairs, so none is mistaken for a tagged object."""
 
 
 def register(kind: type[Any]) -> type[Any]:
-    """Let dataclass `kind` be sent; a decorator."""
+    """Allow dataclass `kind` on the wire; a decorator."""
     _TYPES[kind.__name__] = kind
     return kind
 
 
 def pack(value: object) -> tuple[Any, dict[str, Tensor]]:
-    """What `json` takes, and the arrays beside it.
+    """Convert a value to JSON values and the arrays beside them.
 
-    Numbers, texts, None, lists, tuples, mappings, arrays, torch tensors and the known dataclasses come back as they were; of anything
-    else (a simulator's own objects in an info) its `repr` arrives.
+    Numbers, texts, None, lists, tuples, mappings, arrays, torch tensors and registered dataclasses are restored by `unpack`; any other
+    object (such as a simulator's own in an info) arrives as its `repr`.
     """
     parcel = _Parcel()
     return _pack(value, parcel), parcel.tensors()
 
 
 def unpack(value: object, tensors: dict[str, Tensor]) -> Any:
-    """What `pack` was given. Raises ValueError for a type that is not known."""
+    """Inverse of `pack`. Raises ValueError for an unknown type."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -68,7 +68,7 @@ def unpack(value: object, tensors: dict[str, Tensor]) -> Any:
         return np.asarray(value["v"], value["t"]).reshape(value["s"])
     if kind == "objects":
         found: np.ndarray = np.empty(len(value["v"]), object)
-        for place, item in enumerate(value["v"]):  # one by one: numpy would look into arrays
+        for place, item in enumerate(value["v"]):  # one by one: numpy would look inside arrays
             found[place] = unpack(item, tensors)
         return found.reshape(value["s"])
     if kind == "tuple":
@@ -88,7 +88,7 @@ def _pack(value: object, parcel: _Parcel) -> Any:
 
 @functools.singledispatch
 def _pack_as(value: Any, parcel: _Parcel) -> Any:
-    """By the value's type."""
+    """Pack a value by its type."""
     name = type(value).__name__
     if _TYPES.get(name) is not type(value):
         return repr(value)
@@ -136,12 +136,12 @@ def _pack_array(value: np.ndarray, parcel: _Parcel) -> Any:
     if value.nbytes <= _SMALL_BYTES:
         name, start = parcel.add_small(value)
         return {_KIND: "small array", "p": name, "o": start, "s": list(value.shape)}
-    plain = np.ascontiguousarray(value).reshape(value.shape)  # numpy gives arrays without axes one
+    plain = np.ascontiguousarray(value).reshape(value.shape)  # numpy gives arrays without axes one axis
     return {_KIND: "array", "n": parcel.add(torch.from_numpy(plain if plain.flags.writeable else plain.copy()))}
 
 
 class _Parcel:
-    """Arrays of one message. Small ones of a type lie in one tensor: agents' episodes have thousands, and each tensor costs by itself."""
+    """Arrays of one message. Small arrays of a type share one tensor: agents' episodes have thousands, and each tensor has its own cost."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -149,13 +149,13 @@ class _Parcel:
         self._sizes: Counter[str] = Counter()
 
     def add(self, tensor: Tensor) -> str:
-        """Its name."""
+        """Add a tensor; return its name."""
         name = str(len(self._tensors))
         self._tensors[name] = tensor
         return name
 
     def add_small(self, array: np.ndarray) -> tuple[str, int]:
-        """(name of its pool, where it begins there)"""
+        """Add a small array; return (name of its pool, offset)."""
         name = f"small {array.dtype.str}"
         start = self._sizes[name]
         self._pools.setdefault(name, []).append(array.reshape(-1))
@@ -163,7 +163,7 @@ class _Parcel:
         return name, start
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them."""
+        """All tensors of the message, by name."""
         return {**self._tensors, **{name: torch.from_numpy(np.concatenate(parts)) for name, parts in self._pools.items()}}
 
 
@@ -174,16 +174,16 @@ _USER_ERRORS: dict[str, type[UserError]] = {kind.__name__: kind for kind in (Use
 
 
 class RoleLost(ConnectionError):
-    """A process or an actor that held a role has ended unexpectedly."""
+    """A process or actor of a role has ended unexpectedly."""
 
 
 class RoleError(RuntimeError):
-    """A role raised something unexpected; the message holds its own traceback."""
+    """A role raised an unexpected exception; the message contains its traceback."""
 
 
 @functools.singledispatch
 def encode_error(error: BaseException) -> dict[str, Any]:
-    """An exception, as plain values."""
+    """Convert an exception to plain values."""
     return {"type": "RoleError", "message": "".join(traceback.format_exception(error)).rstrip()}
 
 
@@ -215,18 +215,18 @@ def _(error: NonFiniteError) -> dict[str, Any]:
 
 
 def decode_error(what: dict[str, Any]) -> Exception:
-    """The exception that `encode_error` serialised: same type for a user's mistakes, simulators' faults and lost roles, or `RoleError`."""
+    """Inverse of `encode_error`: same type for user mistakes, simulator faults and lost roles; otherwise `RoleError`."""
     kind = what["type"]
     if kind in ("SimFault", "NonFiniteSimulationError"):
         make = NonFiniteSimulationError if kind == "NonFiniteSimulationError" else SimFault
         slots, seeds, steps = what["slots"], what["seeds"], what["steps"]
         return make(FaultKind[what["kind"]], what["worker"], what["detail"], slots=slots, seeds=seeds, steps=steps)
-    if kind == "RoleLost":  # one that the role itself depends on: it is begun anew as a whole
+    if kind == "RoleLost":  # a role that this role depends on: the whole is started again
         return RoleLost(what["message"])
     if kind in _USER_ERRORS:
         return _USER_ERRORS[kind](what["message"])
     if kind == "NonFiniteError":
         error = NonFiniteError(what["message"])
-        error.batch = what["batch"]  # the training loop writes it down
+        error.batch = what["batch"]  # for the training loop, which writes it to a file
         return error
     return RoleError(what["message"])

@@ -1,5 +1,5 @@
-"""The rollout worker: simulators, generators and collectors together, asked by name from wherever training is, and what acts in it:
-policies and token backends, into which published weights are loaded."""
+"""The rollout worker: simulators, generators and collectors behind calls by name from the training side; and its policies and token
+backends, which load the published weights."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, EpisodeGroup, EpisodeSummary, Rollout, SimSpec
 
 Weights = Any
-"""What is published: (name, tensor) pairs, or references to them in Ray's object store."""
+"""Published weights: (name, tensor) pairs, or references to them in Ray's object store."""
 HostsOf = Callable[[np.ndarray], np.ndarray]
-"""See `MultiplexedSimulators.hosts_of`."""
+"""Type of `MultiplexedSimulators.hosts_of`."""
 
 
 class OwnPolicy:
     """A robot's policy in this process, with its generator."""
 
     def __init__(self, config: TrainConfig, spec: SimSpec, lease: DeviceLease | None = None) -> None:
-        """`lease`: of hosts on whose devices it acts."""
+        """`lease`: lease of the hosts on whose devices the policy acts."""
         torch.manual_seed(config.seed)
         self.policy = build_policy(config.policy, spec)
         self.policy.eval()
         self.layout = self.policy.action_layout
         self.generator: Generator
         self._hosted: tuple[TorchGenerator, HostActors] | None = None
-        # What reads vectors only acts on the processor in any case.
+        # A policy of vectors only always acts on the CPU.
         if lease is not None and lease.plan.devices and config.generation.backend == "torch" and self.policy.work != "vectors":
             actors = HostActors(self.policy, lease.plan.devices)
             lease.follow(actors.lend, actors.take_back)
@@ -73,24 +73,24 @@ class OwnPolicy:
             self._hosted = own, actors
             return
         self.generator = make_generator(config.generation, self.policy)
-        # As in one process: what acts as a copy says where (`ModuleActor`), a large policy acts where it is.
+        # As in one process: a `ModuleActor` decides where its copy acts, and a large policy acts where it is.
         self.policy.to(resolve_device(config.hybrid.device))
 
     def on_hosts(self, hosts_of: HostsOf) -> Generator:
-        """The generator, for slots that play there."""
+        """Generator for slots that play on hosts."""
         return self.generator if self._hosted is None else HostedGenerator(*self._hosted, hosts_of)
 
     def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Act with the policy's state as `version` from now on: whole, or as `TrainedModule.unmerged_weights` gives it."""
+        """Act with these weights as `version` from now on: the whole state, or the output of `TrainedModule.unmerged_weights`."""
         _take(self.policy, tensors)
         self.generator.publish(version)
 
 
 class WorkerActing(Acting):
-    """What acts for a rollout worker; weights come by name, as `load` is given them."""
+    """Policies and token backends of a rollout worker; `load` takes weights by name."""
 
     lease: DeviceLease | None = None
-    """Hosts that are lent to training, where it takes some over (placement multiplexed)."""
+    """Lease of the hosts that training borrows (placement multiplexed)."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -100,8 +100,8 @@ class WorkerActing(Acting):
 
     @contextlib.contextmanager
     def reading(self, models: Mapping[str, player.ModelFiles]) -> Iterator[None]:
-        """Inside, the files of each language policy's model lie in a folder of its name. All of them are read when this is over: a process
-        that is killed leaves nothing behind. Raises UserError where one is no model's folder."""
+        """Write the files of each language policy's model to a folder of its name for the duration of the block. All must be read inside
+        it, so that a killed process leaves nothing behind. Raises UserError if a model's files are invalid."""
         with tempfile.TemporaryDirectory(prefix="embodied_rl_model_") as name:
             self.models, self.folder = models, Path(name)
             for policy, files in models.items():
@@ -119,7 +119,7 @@ class WorkerActing(Acting):
 
 
 class LoadedActing(WorkerActing):
-    """In this process; token backends of a multiplexed run are hosts in separate processes."""
+    """Policies and backends in this process; token backends of a multiplexed run are hosts in separate processes."""
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
@@ -127,10 +127,10 @@ class LoadedActing(WorkerActing):
         self.backends: dict[tuple[str, str], TokenBackend] = {}
         """{(policy, name): backend}"""
         self._merging: dict[str, LanguagePolicy] = {}
-        """Hold what was loaded so far, where adapters come apart (the first time with their base model) and are merged here."""
+        """Policies that hold the loaded weights, if adapters arrive separately (first with their base model) and are merged here."""
 
     def policy(self, name: str, config: TrainConfig, spec: SimSpec, lease: DeviceLease | None = None) -> OwnPolicy:
-        """The policy `name`, built for the first simulator that asks for it; `lease`: of this process only, which is one of the hosts."""
+        """The policy `name`, built for the first simulator that requests it; `lease`: of this process only, which is one of the hosts."""
         if name not in self.policies:
             self.policies[name] = OwnPolicy(config, spec, lease or self.lease)
         return self.policies[name]
@@ -158,7 +158,7 @@ class LoadedActing(WorkerActing):
         self.backends[policy, name] = backend
 
     def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `WorkerActing.load`: of a run with several policies their names stand before those of the tensors (`RunPolicies`)."""
+        """See `WorkerActing.load`: in a run with several policies their names precede those of the tensors (`RunPolicies`)."""
         for name, named in _by_policy(tensors).items() if self.config.domains else [("", tensors)]:
             if name in self.policies:
                 self.policies[name].load(version, named)
@@ -171,14 +171,14 @@ class LoadedActing(WorkerActing):
 
 
 def _take(policy: TrainedModule, tensors: Iterable[tuple[str, Any]]) -> None:
-    """Load what `TrainedModule.unmerged_weights` gave. Raises ValueError where names differ."""
+    """Load the output of `TrainedModule.unmerged_weights`. Raises ValueError if names differ."""
     missing, unknown = policy.load_state_dict(dict(tensors), strict=False)
     if differing := [*unknown, *(saved_tensors(policy).keys() & set(missing))]:
         raise ValueError(f"{differing[0]} is not a tensor of both the policy and what was published")
 
 
 def _by_policy(tensors: Iterable[tuple[str, Any]]) -> dict[str, Iterable[tuple[str, Any]]]:
-    """{policy: (name, tensor) of each}."""
+    """Split weights into {policy: (name, tensor) pairs}."""
     found: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors:
         policy, _, own = name.partition("/")
@@ -193,26 +193,26 @@ for _kind in (Lesson, Outcome, ReplayFigures, Report, SourceEpisode, Start):
 @register
 @dataclass(frozen=True)
 class Collected:
-    """What was collected for one update, and what its receiver needs to go on should the worker end."""
+    """Experience for one update, and the state that its receiver needs to continue if the worker ends."""
 
     groups: list[EpisodeGroup]
-    """Empty: there are fixed rollouts."""
+    """Groups of the update; empty in a run of fixed rollouts."""
     times: CollectorTimes
     queue: dict[str, Any] | None
-    """Of groups: the queue's state as if they were trained on. It comes with the groups, so that none is consumed twice."""
+    """State of the group queue as if the groups were trained on. It travels with the groups, so that none is consumed twice."""
     faults: list[FaultRecord]
-    """Of simulators, since the last time."""
+    """Simulator faults since the last call."""
     metrics: dict[str, float]
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     """{domain: its fixed rollout}"""
     spans: list[Span] = field(default_factory=list)
-    """Of hosts, for a timeline."""
+    """Spans of the hosts, for a timeline."""
     starts: dict[str, list[Report]] = field(default_factory=dict)
-    """{domain: of each worker, what came about in its copy of the start library}"""
+    """{domain: for each worker, the changes in its copy of the start library}"""
 
 
 def make_scorer(config: TrainConfig) -> Scorer | None:
-    """Reward workers as threads of this process; None: the configuration asks for none. Raises UserError for a wrong target."""
+    """Reward workers as threads of this process; None: not configured. Raises UserError for a wrong target."""
     options = config.hybrid.reward_worker
     if options is None:
         return None
@@ -221,15 +221,15 @@ def make_scorer(config: TrainConfig) -> Scorer | None:
 
 
 class RolloutWorker:
-    """Plays what the training loop asks for and, where staleness is allowed, goes on playing while it trains.
+    """Plays what the training loop requests and, if staleness is allowed, continues to play while it trains.
 
     ```
                 publish(v)              play(v)
      trainer ───────────────▶ worker ◀──────────── trainer waits; gets groups (or a rollout) with the queue's state
                                  │ pump(): plays on between requests, as long as the queue has places: (max_staleness + 1) batches
     ```
-    It begins before there is a model: a tiny model's tokenizer is made of what environments of text say, so that the trainer asks for
-    the `texts` first and then says what the model is (`take_models`). Its kinds of experience differ in only the collectors of its streams.
+    The worker starts before the model exists, because a tiny model's tokenizer is made of the text environments' words: the trainer first
+    requests the `texts`, then sends the model (`take_models`). Kinds of experience differ only in the collectors of the streams.
     """
 
     def __init__(
@@ -243,9 +243,9 @@ class RolloutWorker:
         """Start the simulators.
 
         Args:
-            acting: what acts in them; None: policies and backends in this process.
-            make_scoring: makes the reward workers, where the configuration asks for some.
-            share: of groups and slots, where other workers play the rest.
+            acting: policies and token backends for the simulators; None: in this process.
+            make_scoring: makes the reward workers, if the configuration has any.
+            share: groups and slots of this worker; other workers play the rest.
 
         Raises UserError: as `EnvManager` does.
         """
@@ -254,32 +254,32 @@ class RolloutWorker:
         self.streams = streams_of(config, self._start)
         self.manager = simulators_of(self.streams)
         self.queue: GroupQueue | None = None
-        """None: no groups are played."""
+        """Group queue; None: no groups are played."""
         self.scorer: Scorer | None = None
         self.lease = DeviceLease(plan_here(config), keep_spans=config.profile) if config.hybrid.placement.kind == "multiplexed" else None
-        """Hosts that are lent to training, where it takes some over (placement multiplexed)."""
+        """Lease of the hosts that training borrows (placement multiplexed)."""
         self.acting.lease = self.lease
         self._collector: Collector | None = None
         self._playing: Playing | None = None
         self.recorders: list[TrainingRecorder] = []
         self._faults_logged = 0
         self.starts = Starts(())
-        """Of the streams, after `take_models`: copies of those beside the trainer."""
+        """Start libraries of the streams, after `take_models`: copies of the trainer's."""
         self._residency = Residency()
-        """What is put aside while training."""
+        """Offloading during training."""
         self._pending: deque[tuple[int, Weights]] = deque()
         """Versions with their weights that do not act yet."""
         self._may_pump = False
-        """True after `restart`; False before it, and after an evaluation or another use of the simulators."""
+        """Whether the worker may play on: from `restart` until an evaluation or another use of the simulators."""
 
     @property
     def collector(self) -> Collector:
-        """There is one after `take_models`."""
+        """Collector; exists after `take_models`."""
         assert self._collector is not None, "take_models comes first"
         return self._collector
 
     def _start(self, config: TrainConfig, num_slots: int | None) -> Simulators:
-        """The simulators of a stream."""
+        """Start the simulators of a stream."""
         return make_manager(
             hosted_sim(config, training_sim(config)),
             EpisodeSeeds.training(config.seed),
@@ -291,7 +291,7 @@ class RolloutWorker:
     # ---- what may be asked ------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """What the training loop knows of the simulators; ``specs`` are of all streams, in their order."""
+        """Description of the simulators for the training loop; ``specs`` covers all streams, in their order."""
         return {
             "spec": self.manager.spec.to_dict(),
             "num_slots": self.manager.num_slots,
@@ -300,13 +300,13 @@ class RolloutWorker:
         }
 
     def texts(self, domain: str = "") -> list[str]:
-        """First observations of a domain, which a tiny model's tokenizer must know; before any episode."""
+        """First observations of a domain, which a tiny model's tokenizer must know; call before any episode."""
         return self._stream(domain).manager.texts()
 
     def take_models(self, models: Mapping[str, player.ModelFiles]) -> None:
-        """Begin to act. Once; weights come with `load`.
+        """Build what acts, once; weights come with `load`.
 
-        `models`: {policy: what its language model is}; none where no policy speaks. Raises UserError: a backend or an agent cannot use one.
+        `models`: {policy: files of its language model}, if any. Raises UserError: a backend or an agent cannot use a model.
         """
         assert self._collector is None, "a worker takes models once"
         config, first = self.config, self.streams[0]
@@ -322,7 +322,7 @@ class RolloutWorker:
         self._collector.score_with(self.scorer)
 
     def record(self, run_dir: str, command: str) -> None:
-        """Write a share of the episodes down from now on, each of several workers into its own folder. Once, after `take_models`.
+        """Record a share of the episodes from now on, each worker into its own folder. Call once, after `take_models`.
 
         Raises UserError: see `start_recorders`.
         """
@@ -332,14 +332,14 @@ class RolloutWorker:
         self.recorders = start_recorders(self.config, recordable, Path(run_dir), command)
 
     def load(self, version: int, tensors: Weights) -> None:
-        """Take weights as `version`, which act when nothing is left to play with older ones; then the batch that was played last is
-        settled, and places are free."""
+        """Accept weights as `version`; they act as soon as nothing is left to play with older ones. The last batch then counts as trained
+        on, and its places are free."""
         self._pending.append((version, tensors))
         self._take_weights()
         self._take_back()
 
     def restart(self, seed_round: int, queue: Mapping[str, Any] | None = None, drawn: Mapping[str, Any] | None = None) -> None:
-        """Begin new episodes: of all slots, or what the state of a group queue asks for. `drawn`: see `play`."""
+        """Begin new episodes: in all slots, or those in the state of a group queue. `drawn`: see `play`."""
         self._give_up_weights()
         for domain, words in (drawn or {}).items():
             self.collector.draw(domain=domain, **words)
@@ -351,7 +351,7 @@ class RolloutWorker:
         self.collector.restart(self.queue, seed_round=seed_round)
 
     def play(self, version: int, drawn: Mapping[str, Any] | None = None) -> Collected:
-        """Collect for one update of the weights `version`. `drawn`: {domain: arguments of `Collector.draw`}, from now on.
+        """Collect experience for one update with the weights `version`. `drawn`: {domain: arguments of `Collector.draw`}, from now on.
         Raises SimFault and BatchNeverFullError."""
         for domain, words in (drawn or {}).items():
             self.collector.draw(domain=domain, **words)
@@ -371,19 +371,19 @@ class RolloutWorker:
         return Collected(groups, self.collector.times, state, faults, self._metrics(), rollouts, spans, self.starts.report())
 
     def start_states(self) -> dict[str, Any]:
-        """See `Starts.state`. An expert's episodes come before all others: those of fixed rollouts begin in all slots at once."""
+        """See `Starts.state`. Records the expert's episodes first: those of fixed rollouts begin in all slots at once."""
         self.starts.record()
         return self.starts.state(self.queue)
 
     def demonstrate(self, domain: str = "") -> list[AgentEpisode]:
-        """See `play_script`; what was being played is lost, so that `restart` must follow."""
+        """See `play_script`; running episodes are lost, so `restart` must follow."""
         self._give_up_episodes()
         return play_script(self._stream(domain))
 
     def evaluate(self, num_episodes: int, first_seed: int, domain: str = "") -> list[EpisodeSummary]:
-        """See `rollout.evaluation.evaluate`; what was being played is lost, so that `restart` must follow.
+        """See `rollout.evaluation.evaluate`; running episodes are lost, so `restart` must follow.
 
-        `domain`: empty: `num_episodes` of every domain, or of the only one.
+        `domain`: domain to evaluate; empty: `num_episodes` of every domain.
         """
         self._give_up_episodes()
         stream = self._stream(domain)
@@ -392,7 +392,7 @@ class RolloutWorker:
         return evaluate(manager, stream.generator, num_episodes, first_seed=first_seed, temperature=stream.temperature)
 
     def episodes(self) -> list[np.ndarray]:
-        """See `Collector.episodes`: the running episodes, [bytes] uint8 each, when older weights have nothing left to play."""
+        """See `Collector.episodes`: the running episodes, each [bytes] uint8, after older weights have nothing left to play."""
         self._residency.begin("generation")
         self._act_with_newest()
         return [np.frombuffer(episode, np.uint8) for episode in self.collector.episodes()]
@@ -408,11 +408,11 @@ class RolloutWorker:
         return {name: np.array(part) for name, part in self.manager.peek(slots).items()}
 
     def pump(self) -> bool:
-        """Play on for a moment, between requests; False: nothing may be played now."""
+        """Play on for a moment between requests; False: nothing may be played now."""
         if not self._may_pump or self._residency.has_out:
             return False
         if self.queue is None and self.starts.wanted:
-            return False  # where the next episodes start is learned after the weights have come
+            return False  # the next starts are learned after the weights have come
         in_lockstep = self.queue is not None and self.collector.min_ready is None
         return not in_lockstep and (self.collector.pump() or self._take_weights())
 
@@ -428,7 +428,7 @@ class RolloutWorker:
                 stack.callback(self.scorer.close)
 
     def _give_up_episodes(self) -> None:
-        """For whatever else is to be played: nothing may answer for the slots' old episodes."""
+        """Drop running episodes, so that the simulators are free for other uses."""
         self._give_up_weights()
         if self.queue is not None:
             self.collector.restart(self.queue)
@@ -436,18 +436,18 @@ class RolloutWorker:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _stream(self, domain: str) -> Stream:
-        """Where the run's own policy plays a domain; empty: the first, or the only one."""
+        """The stream in which the run's own policy plays a domain; empty: the first stream."""
         return next(stream for stream in self.streams if stream.is_own and domain in ("", stream.domain))
 
     def _hosted(self, stream: Stream, generator: Generator) -> tuple[Simulators, Generator]:
-        """What a robot's collector plays in, and what acts for it: the stream's own, or on hosts of which some are lent to training."""
+        """Simulators and generator of a robot's collector: the stream's own, or multiplexed over the hosts."""
         if self.lease is None:
             return stream.manager, generator
         simulators = MultiplexedSimulators(stream.manager, self.lease)
         return simulators, self.acting.on_hosts(stream, simulators.hosts_of)
 
     def _lend(self) -> None:
-        """Have the hosts vacated that training takes over. In lockstep nothing can be played meanwhile, and nothing has to move."""
+        """Vacate the hosts for training and lend them. In lockstep nothing is played meanwhile, so nothing has to move."""
         if self.lease is None or self.collector.min_ready is None:
             return
         self.lease.shrink()
@@ -456,7 +456,7 @@ class RolloutWorker:
         self.lease.lend()
 
     def _take_weights(self) -> bool:
-        """Act with what was published, as far as older weights have nothing left to play; whether newer ones act now."""
+        """Load published weights once older ones have nothing left to play; return whether newer ones act now."""
         before = len(self._pending)
         while self._pending and not (self._may_pump and self.collector.keeps_weights):
             version, tensors = self._pending.popleft()
@@ -466,14 +466,14 @@ class RolloutWorker:
         return len(self._pending) < before
 
     def _act_with_newest(self) -> None:
-        """Play what older weights are to play, so that those act that were published last."""
+        """Play what older weights must still play, so that the newest ones act."""
         self._take_weights()
         while self._pending:
             self.collector.pump()
             self._take_weights()
 
     def _give_up_weights(self) -> None:
-        """What was played ahead is given up, and what was published last acts."""
+        """Give up what was played ahead, and act with the newest weights."""
         self._residency.begin("generation")
         self._take_back()
         self._may_pump = False
@@ -503,20 +503,20 @@ _ASKED: dict[str, Callable[..., Any]] = {
     "load_starts": lambda worker, states: worker.starts.copy(states),
     "learn_starts": lambda worker, lessons: worker.starts.learn(lessons, worker.queue),
 }
-"""What may be asked of a worker by name."""
+"""Methods of a worker that may be called by name."""
 
 
 class Inbox(Protocol):
-    """Where requests come from."""
+    """Source of requests."""
 
     def take(self, wait: bool) -> tuple[str, dict[str, Any], Callable[[Any, BaseException | None], None]] | None:
-        """(what, arguments, how to answer), in order; None: there is none and `wait` is false. Raises EOFError when no client is left."""
+        """Next request (method, arguments, reply function); None: none is there and `wait` is false. Raises EOFError without clients."""
 
 
 def serve(worker: RolloutWorker, inbox: Inbox) -> None:
-    """Serve requests in order, and play on between them where that is allowed, until `Inbox.take` raises EOFError."""
+    """Serve requests in order, and play on between them if allowed, until `Inbox.take` raises EOFError."""
     plays_on, failure = False, None
-    with compute_threads(1):  # the other cores are the simulators'
+    with compute_threads(1):  # the simulators use the other cores
         while True:
             try:
                 request = inbox.take(wait=not plays_on)
@@ -526,7 +526,7 @@ def serve(worker: RolloutWorker, inbox: Inbox) -> None:
                 try:
                     plays_on = worker.pump()
                 except BaseException as error:
-                    # The next request gets it as its answer.
+                    # The next request gets the error as its answer.
                     plays_on, failure = False, error
                 continue
             what, arguments, answer = request
@@ -540,6 +540,6 @@ def serve(worker: RolloutWorker, inbox: Inbox) -> None:
                 plays_on = False
                 answer(None, error)
             else:
-                # After an evaluation nothing is played until episodes were begun anew.
+                # After an evaluation, nothing is played until new episodes begin.
                 plays_on = what in ("play", "load", "restart", "learn_starts")
                 answer(value, None)

@@ -1,6 +1,6 @@
-"""A rollout worker in a separate process on this machine: ``python -m embodied_rl.roles.worker_process SOCKET``, and its handle.
+"""A rollout worker in a separate process on this machine, ``python -m embodied_rl.roles.worker_process SOCKET``, and its handle.
 
-Requests and answers are JSON and plain arrays over a socket; weights come through shared memory, with their version.
+Requests and answers are JSON and plain arrays over a socket; weights and their version go through shared memory.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _END_S = 20.0
 
 
 class WorkerProcess:
-    """The handle in the process that trains. Implements `WorkerHandle`."""
+    """The training process's handle. Implements `WorkerHandle`."""
 
     def __init__(self, config: TrainConfig, share: Share = WHOLE, *, gpu: str | None = None) -> None:
-        """Start the process; `call("describe")` waits until it plays.
+        """Start the process; `call("describe")` waits until it is ready.
 
         Args:
-            share: of groups and slots, where others play the rest.
-            gpu: the only one that it sees; None: as this process does.
+            share: groups and slots of this worker; other workers play the rest.
+            gpu: the only GPU that it sees; None: the same GPUs as this process.
         """
         self._role = RoleProcess("embodied_rl.roles.worker_process", "The process that plays", gpu=gpu)
         self.process = self._role.process
@@ -47,14 +47,14 @@ class WorkerProcess:
         self._role.tell("begin", config=config.to_dict(), share=list(dataclasses.astuple(share)))
 
     def call(self, what: str, **arguments: object) -> Any:
-        """What the worker's method `what` returns. Raises RoleLost, and what the method raised."""
+        """Call the worker's method `what`. Raises RoleLost, and any exception of the method."""
         self._role.tell(what, **arguments)
         return self._answer()
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """Write the weights into shared memory; the worker takes them before it does anything else that is asked."""
+        """Write the weights into shared memory; the worker loads them before it serves any other request."""
         if self._names != tensors.keys():  # after the whole policy, only its adapter
-            # The new one is there before the old one goes: their paths differ, and the worker knows one by its path.
+            # Create the new publisher before closing the old one: the worker knows a publisher by its path, so the paths must differ.
             publisher = SharedWeightsPublisher(tensors)
             self._end_publisher()
             self._weights, self._names = publisher, set(tensors)
@@ -116,7 +116,7 @@ class _LinkInbox(Inbox):
 
 
 def main(descriptor: int) -> None:
-    """Serve until the trainer is gone."""
+    """Serve until the trainer ends."""
     connection = socket.socket(fileno=descriptor)
     link = Link(connection)
     message, tensors = link.recv()
@@ -128,7 +128,7 @@ def main(descriptor: int) -> None:
             begin = unpack(message["with"], tensors)
             worker = RolloutWorker(TrainConfig.from_dict(begin["config"]), share=Share(*begin["share"]))
         except Exception as error:
-            link.recv()  # what it is asked first
+            link.recv()  # the first request
             link.send({"error": encode_error(error)})
             return
         started()
@@ -142,13 +142,13 @@ def main(descriptor: int) -> None:
 
 
 def _end_with_trainer(descriptor: int) -> None:
-    """Even in the middle of an episode: simulators end with this process."""
+    """End this process with the trainer, even in the middle of an episode; simulators end with this process."""
 
     def watch() -> None:
         poll = select.poll()
         poll.register(descriptor, select.POLLRDHUP)
         poll.poll()
-        # Serving ends by itself if it is waiting for a request; what it is in the middle of has a moment.
+        # A serving loop that waits for a request ends without help; other work has a moment to finish.
         threading.Event().wait(_END_S / 4)
         os._exit(0)
 

@@ -1,13 +1,12 @@
-"""Several rollout workers side by side, processes or actors: each plays its share of the groups, by their numbers, or of a rollout's slots.
+"""Several rollout workers side by side, as processes or actors. Each plays its share of the groups, by number, or of a rollout's slots.
 
 ```
                        ┌── worker 0: groups 0, 2, 4, …  its half of each batch; of batches of three 0, 2, 3, 5, …
  RemoteWorker ── team ─┤
                        └── worker 1: groups 1, 3, 5, …                                              1, 4, …
 ```
-A group's episodes depend only on its number and seeds, and what a slot plays only on its own, so that a team plays what one worker would;
-which observations share a forward pass differs. Each worker's queue keeps the staleness bound for its own groups; so the bound holds for
-all groups.
+A group's episodes depend only on its number and seeds, and a slot's episodes only on the slot, so a team plays the same as one worker; only
+the batches of forward passes differ. Each worker's queue keeps the staleness bound for its own groups, so it holds for all groups.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from embodied_rl.stopping import waiting
 from embodied_rl.types import EpisodeGroup, EpisodeSummary, Rollout
 
 _OF_ONE = ("texts", "demonstrate", "peek", "start_states")
-"""What one of them is asked for all."""
+"""Methods that only the first worker is called for."""
 
 
 class WorkerTeam:
     """Handle of several rollout workers. Implements `WorkerHandle`; when one ends, all are replaced."""
 
     def __init__(self, config: TrainConfig, start: Callable[[TrainConfig, Share], Any]) -> None:
-        """`start` a `WorkerHandle` for each share of the configuration's `hybrid.players`; those that began are ended if one cannot."""
+        """`start` starts a `WorkerHandle` for a share of the configuration's `hybrid.players`; if one fails, the others are ended."""
         self._workers: list[Any] = []
         self._slots: list[dict[str, int]] = []
-        """{domain: its own} of each of them."""
+        """{domain: number of slots} of each worker."""
         self._domains, whole, groups = list(config.domains), slots_of(config), config.algorithm.groups
         self._share = Share(count=config.hybrid.players, batch=None if groups is None else groups.groups_per_step)
         self._pool = ThreadPoolExecutor(config.hybrid.players, thread_name_prefix="worker")
@@ -58,7 +57,7 @@ class WorkerTeam:
             raise
 
     def call(self, what: str, **arguments: Any) -> Any:
-        """What the method `what` of one worker would return. Raises RoleLost, and what a worker raised."""
+        """Call the method `what` and combine the answers as if from one worker. Raises RoleLost, and any exception of a worker."""
         if what in _OF_ONE:
             return self._workers[0].call(what, **arguments)
         if what == "evaluate":
@@ -83,15 +82,15 @@ class WorkerTeam:
 
     @property
     def _order(self) -> list[tuple[str, int]]:
-        """(domain, worker) as one worker for all would have their slots."""
+        """(domain, worker) pairs in the order of a single worker's slots."""
         return [(domain, index) for domain in self._slots[0] for index in range(len(self._workers))]
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> int:
-        """Have all of them play with these weights. Raises RoleLost."""
+        """Send weights to all workers; return the number of bytes sent. Raises RoleLost."""
         return sum(self._all(lambda worker: worker.publish(version, tensors), self._workers))
 
     def close(self) -> None:
-        """End all workers at the same time, since each may take a while to end. May be called twice."""
+        """End all workers at the same time, since each may take a while. May be called twice."""
         workers, self._workers = self._workers, []
         with ThreadPoolExecutor(max(len(workers), 1), thread_name_prefix="end") as ending:
             for ended in [ending.submit(worker.close) for worker in workers]:
@@ -99,7 +98,7 @@ class WorkerTeam:
         self._pool.shutdown(wait=False)
 
     def _evaluate(self, num_episodes: int, first_seed: int, domain: str) -> list[Any]:
-        """Every worker some of the seeds, in their order."""
+        """Evaluate a part of the seeds on each worker; return results in the order of seeds."""
         count = len(self._workers)
         starts = [num_episodes * index // count for index in range(count + 1)]
         ranges = [(end - start, first_seed + start) for start, end in itertools.pairwise(starts)]
@@ -110,7 +109,7 @@ class WorkerTeam:
         return episodes
 
     def _ask(self, what: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The same of all of them at the same time, each with its own arguments."""
+        """Call one method of all workers at the same time, each with its own arguments."""
         return self._all(lambda asked: asked[0].call(what, **asked[1]), list(zip(self._workers, arguments, strict=True)))
 
     def _all(self, ask: Callable[[Any], Any], of: Sequence[Any]) -> list[Any]:
@@ -118,20 +117,20 @@ class WorkerTeam:
         with waiting:
             wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
-        # A lost worker comes first, since it is replaced. Errors that did not follow from the loss occur again with the new worker.
+        # A lost worker comes first, since it is replaced. Errors that the loss did not cause occur again with the new worker.
         for error in sorted(errors, key=lambda error: not isinstance(error, RoleLost)):
             raise error
         return [future.result() for future in futures]
 
 
 def slots_of(config: TrainConfig) -> dict[str, int]:
-    """{domain that plays rollouts: its slots}; the only one of a run has no name."""
+    """{domain with rollouts: number of slots}; a run's only domain has the empty name."""
     of_rollouts = (name for name, own in config.algorithms.items() if own.plays and own.groups is None)
     return {name: config.for_domain(name).sim.num_slots for name in of_rollouts}
 
 
 def part_of(config: TrainConfig, index: int) -> TrainConfig:
-    """The configuration of one worker of a team: its part of the slots, of the workers and of each batch."""
+    """Configuration of one worker of a team: its part of the slots, of the simulator workers and of each batch."""
     count, groups = config.hybrid.players, config.algorithm.groups
 
     def part(number: int) -> int:
@@ -158,7 +157,7 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
 
 
 def divided(state: Mapping[str, Any], share: Share) -> list[dict[str, Any]]:
-    """A group queue's state as those of all such shares. What was counted so far goes to the first: their sums are the whole's."""
+    """Split a group queue's state into one per share. The first gets all counts so far: the sums stay the same."""
     nothing = {"counts": {}, "episodes": dataclasses.asdict(EpisodeCounts()), "rejected": 0, "reasons": {}}
     return [
         {**state, **({} if index == 0 else nothing), "redo": [number for number in state["redo"] if share.player_of(number) == index]}
@@ -167,11 +166,11 @@ def divided(state: Mapping[str, Any], share: Share) -> list[dict[str, Any]]:
 
 
 def united(states: Sequence[Mapping[str, Any]], share: Share) -> dict[str, Any]:
-    """The state of the whole queue out of those of its shares: `divided` the other way round."""
+    """Combine the states of all shares into the whole queue's: the inverse of `divided`."""
     last = max(int(state["next_number"]) for state in states)
     redo = [number for state in states for number in state["redo"]]
     for index, state in enumerate(states):
-        # A share that is behind has still to admit these.
+        # A share that is behind still has to admit these.
         redo += [number for number in range(int(state["next_number"]), last) if share.player_of(number) == index]
     domains = sorted({domain for state in states for domain in state["counts"]})
     none = dataclasses.asdict(GroupCounts())
@@ -187,7 +186,7 @@ def united(states: Sequence[Mapping[str, Any]], share: Share) -> dict[str, Any]:
 
 
 def joined(parts: Sequence[Collected], share: Share) -> Collected:
-    """What all of them played, as one worker's: groups by number, rollouts side by side; times of the one that took longest."""
+    """Combine the workers' experience as one worker's: groups by number, rollouts side by side, times of the slowest worker."""
     groups: list[EpisodeGroup] = []
     for part in parts:
         groups += part.groups
@@ -203,7 +202,7 @@ def joined(parts: Sequence[Collected], share: Share) -> Collected:
 
 
 def side_by_side(parts: Sequence[Rollout]) -> Rollout:
-    """The rollout of all slots out of those of their parts (`Share`), as one collector would have filled it."""
+    """Combine rollouts of slot ranges (`Share`) into the rollout of all slots, equal to that of a single collector."""
     sizes = [part.reward.shape[1] for part in parts]
     total, before = sum(sizes), np.cumsum([0, *sizes])
 
@@ -230,7 +229,7 @@ def side_by_side(parts: Sequence[Rollout]) -> Rollout:
 
 
 def _figures(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Counts add up, extremes are the largest, and of everything else the mean."""
+    """Combine metrics: counts add up, maxima are the largest, all else is averaged."""
     found: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         values = [part[name] for part in parts if name in part]
@@ -243,7 +242,7 @@ def _figures(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _described(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Slots and workers of all of them."""
+    """Combine the workers' descriptions: slots and process ids of all."""
     pids = [pid for part in parts for pid in part["worker_pids"]]
     return {**parts[0], "num_slots": sum(part["num_slots"] for part in parts), "worker_pids": pids}
 

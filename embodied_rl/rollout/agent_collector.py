@@ -40,24 +40,24 @@ from embodied_rl.stopping import waiting
 from embodied_rl.types import EpisodeSummary, Observation, StepBatch
 
 MANY = 8
-"""Failures in a row, after each one's own retries, that are no accident."""
+"""Failures in a row (after retries) that count as systematic."""
 _OF_THE_PROMPT = ("prompt_too_long",)
 
 
 class ServerHealth:
-    """Counts a backend's failures in a row. Without it a run whose server is down would play the same groups again and again."""
+    """Counts a backend's failures in a row, so that a run stops when its server is down instead of replaying the same groups for ever."""
 
     def __init__(self) -> None:
         self._ever_answered = False
         self._in_a_row = 0
 
     def answered(self) -> None:
-        """An answer came."""
+        """Note an answer."""
         self._ever_answered, self._in_a_row = True, 0
 
     def failed(self, failure: Failure | None) -> None:
-        """A request failed; None: it had no log-probabilities where they are needed.
-        Raises UserError: no request was ever answered, and many were not."""
+        """Note a failed request; None: its log-probabilities are missing.
+        Raises UserError: many requests failed, and none was ever answered."""
         if failure is None or failure.kind in _OF_THE_PROMPT:
             return
         self._in_a_row += 1
@@ -72,16 +72,16 @@ class ServerHealth:
 
 
 _FEW_TURNS, _ALMOST_ALL = 32, 0.9
-"""Share of the answers that name no action, of at least so many, that is no accident."""
+"""Number of turns, and share of answers without an action among them, that count as systematic."""
 _GLANCE_S = 0.002
-"""How long one side is waited for while another may be ready first."""
+"""Seconds to wait for one side while the other may be ready first."""
 _SEEDS = 23
-"""Stream of randomness: the seeds of requests."""
+"""Stream of randomness for the seeds of requests."""
 
 
 @dataclass
 class _Answered:
-    """A turn whose action is with the simulator, or whose calls are with the tools."""
+    """A turn whose action is at the simulator, or whose calls are at the tools."""
 
     observation: str
     prompt: Prompt
@@ -91,7 +91,7 @@ class _Answered:
 
 @dataclass
 class _Playing:
-    """An episode while it is being played."""
+    """Running episode of a slot."""
 
     assignment: Assignment
     conversation: Conversation
@@ -99,24 +99,24 @@ class _Playing:
     turns: list[Turn] = field(default_factory=list)
     observation: str = ""
     images: list[np.ndarray] = field(default_factory=list)
-    """All that were seen so far."""
+    """All images shown so far."""
     prompt: Prompt | None = None
     answered: _Answered | None = None
     success: bool = False
     record: AgentRecord | None = None
-    """None: nothing is written down."""
+    """Record of the episode; None: it is not recorded."""
     start: Start | None = None
-    """None: it began ordinarily."""
+    """Start inside another episode; None: an ordinary start."""
     success_at: int | None = None
-    """Turns up to the first success; None: there was none."""
+    """Turns up to the first success; None: no success yet."""
 
 
 class AgentCollector(SlotPump[_Playing]):
-    """Fills the queue's groups from a manager made with ``autoreset=False`` and a token backend; idle slots stand still. What it hands
-    in are `AgentEpisode`s.
+    """Fills the queue's groups with `AgentEpisode`s, from a manager made with ``autoreset=False`` and a token backend; idle slots stand
+    still.
 
-    With ``min_ready=None`` all slots move together, so that samples depend only on the seeds: every request has its own seed,
-    made of the run's seed, the group, the member, the attempt and the turn. With a number whatever is ready moves on.
+    With ``min_ready=None`` all slots move in lockstep, and samples depend only on the seeds: each request has its own seed, made of the
+    run's seed, the group, the member, the attempt and the turn. With a number, the collector moves whatever is ready.
     """
 
     def __init__(
@@ -134,15 +134,15 @@ class AgentCollector(SlotPump[_Playing]):
     ) -> None:
         """
         Args:
-            trained: False: no learner uses the episodes, so that answers with text but no tokens are accepted, and log-probabilities are 0.
-            temperature: in place of the agent's.
+            trained: False: no learner uses the episodes, so answers without tokens are accepted and log-probabilities are 0.
+            temperature: sampling temperature in place of the agent's.
             starts: see `SlotPump`.
         """
         super().__init__(manager, queue, seed=seed, min_ready=min_ready, starts=starts)
         self.agent, self.backend = agent, backend
         self._trained, self._temperature = trained, temperature
         self._requests: dict[int, int] = {}  # {request: slot}
-        self._tools: dict[int, Future[str]] = {}  # {slot: what its tools will give}
+        self._tools: dict[int, Future[str]] = {}  # {slot: result of its tool calls}
         self._next_id = 0
         self._counts: Counter[str] = Counter()
         self._server_health = ServerHealth()
@@ -150,7 +150,7 @@ class AgentCollector(SlotPump[_Playing]):
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """Move on what is ready, or everything in lockstep; False: no episode is running.
-        `patience_s`: how long to wait where nothing is ready; in lockstep everything is waited for."""
+        `patience_s`: longest wait if nothing is ready; in lockstep the collector waits for everything."""
         taken = self._take_scores()
         self._begin_idle()
         if not self._playing:
@@ -167,7 +167,7 @@ class AgentCollector(SlotPump[_Playing]):
         return True
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
-        """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
+        """Give up every running episode and continue with another queue: after an evaluation or a resume."""
         self._forget_all(queue)
         self.backend.abort(list(self._requests))
         self.backend.forget()
@@ -177,8 +177,8 @@ class AgentCollector(SlotPump[_Playing]):
         self._tools.clear()
 
     def figures(self) -> dict[str, float]:
-        """Since the last call: turns, tokens of prompts and answers a turn, the shares of invalid answers by reason and of those that call
-        tools; and how each tool was used (`ToolRunner.figures`)."""
+        """Figures since the last call: turns, prompt and answer tokens per turn, shares of invalid answers by reason and of tool calls, and
+        the use of each tool (`ToolRunner.figures`)."""
         counts, self._counts = self._counts, Counter()
         turns = max(counts["turns"], 1)
         if not self._warned_of_invalid and turns >= _FEW_TURNS and counts["invalid"] >= _ALMOST_ALL * turns:
@@ -219,7 +219,7 @@ class AgentCollector(SlotPump[_Playing]):
         self._ask(sorted(seen), lambda playing: playing.conversation.prompt(playing.observation))
 
     def _repeat(self, playing: _Playing) -> None:
-        """Have an episode's conversation go as the one that its start lies in, up to there."""
+        """Replay the conversation of the source episode up to the start."""
         start, conversation = playing.start, playing.conversation
         assert self._starts is not None, "it gave the start"
         assert start is not None, "it was taken up"
@@ -231,7 +231,7 @@ class AgentCollector(SlotPump[_Playing]):
             conversation.answered(token_ids, self.agent.tokenizer.decode(token_ids), action)
 
     def _look(self, playing: _Playing, observation: Observation, row: int) -> None:
-        """The agent is shown a row of observations."""
+        """Show the agent a row of observations."""
         playing.observation = self.agent.look(observation, row, playing.images)
         if playing.record is not None:
             playing.record.looked(observation, row)
@@ -247,8 +247,8 @@ class AgentCollector(SlotPump[_Playing]):
         final_seen: dict[str, Any] | None = None,
         summary: EpisodeSummary | None = None,
     ) -> None:
-        """An episode is over: `final_seen` is the simulator's last observation, None where the agent was shown it; `summary` is the
-        simulator's, None where it goes on."""
+        """End an episode. `final_seen`: the simulator's last observation, None if the agent saw it; `summary`: None if the simulator goes
+        on."""
         playing = self._playing[slot]
         self._stop(slot)
         if not playing.turns:
@@ -274,7 +274,7 @@ class AgentCollector(SlotPump[_Playing]):
         self._hand_in(playing.assignment, episode, partial(self._taken, playing, summary))
 
     def _taken(self, playing: _Playing, summary: EpisodeSummary | None) -> None:
-        """The queue has an episode, which others may start in."""
+        """Tell the library of starts about an episode that the queue accepted."""
         if self._starts is not None:
             turns = playing.turns[: playing.success_at]
             given, marks = [turn.parsed.text for turn in turns], self.agent.placeholders
@@ -288,7 +288,7 @@ class AgentCollector(SlotPump[_Playing]):
     # ---- the simulators' side ---------------------------------------------------------------------------------------
 
     def _take_steps(self, batch: StepBatch) -> None:
-        """Note what came of the actions; ask for the answers of the episodes that go on."""
+        """Note the outcomes of the actions; request answers for the episodes that go on."""
         self._in_step -= len(batch.slots)
         ended = {episode.slot: episode for episode in batch.episodes}
         asking: list[int] = []
@@ -302,7 +302,7 @@ class AgentCollector(SlotPump[_Playing]):
                 if playing.record is not None:
                     playing.record.stepped(len(playing.turns) - 1, bool(batch.success[row]))
             if slot in ended and (why := ended[slot].final_info.get("failure")):
-                # The episode could not be scored: it failed, which is not a reward of 0.
+                # An episode without a score has failed; its reward is not 0.
                 self._counts["unscored"] += 1
                 self._fail(slot, playing.assignment, str(why))
             elif slot in ended:
@@ -361,7 +361,7 @@ class AgentCollector(SlotPump[_Playing]):
         self.backend.submit(requests)
 
     def _take_answers(self, patience_s: float) -> None:
-        """Read what was sampled; send the actions, and start the tools."""
+        """Read the sampled answers; send the actions and start the tools."""
         if not self._requests:
             return
         self._give_up_superfluous()
@@ -373,7 +373,7 @@ class AgentCollector(SlotPump[_Playing]):
         for completion in self.backend.poll(min_ready=wanted, timeout_s=wait_s):
             slot = self._requests.pop(completion.request_id, None)
             if slot is None:
-                continue  # asked before a restart
+                continue  # requested before a restart
             playing = self._playing[slot]
             if completion.finish_reason == "aborted" or self.queue.should_stop(playing.assignment):
                 self._stop(slot)
@@ -409,7 +409,7 @@ class AgentCollector(SlotPump[_Playing]):
         return answer
 
     def _take_tools(self, patience_s: float) -> None:
-        """Take what the tools gave as turns without a reward, and ask for the answers that follow; all of them together in lockstep."""
+        """Add the tools' results as turns without a reward, and request the next answers; in lockstep, wait for all tools."""
         if not self._tools:
             return
         with waiting:
@@ -434,14 +434,14 @@ class AgentCollector(SlotPump[_Playing]):
         self._ask(asking, lambda playing: prompts[id(playing)])
 
     def _give_up_superfluous(self) -> None:
-        """Abort the answers of episodes that the queue no longer needs; `poll` returns them as aborted."""
+        """Abort the answers of episodes that the queue no longer needs; `poll` then returns them as aborted."""
         superfluous = [number for number, slot in self._requests.items() if self.queue.should_stop(self._playing[slot].assignment)]
         if superfluous:
             self.backend.abort(superfluous)
 
 
 def _for_show(completion: Completion, version: int, stop_ids: tuple[int, ...]) -> Completion:
-    """An answer that no learner uses, as a turn: at least one token, log-probabilities of 0, and of the present weights' age."""
+    """Turn a completion that no learner uses into a valid one: at least one token, log-probabilities 0, the current version."""
     token_ids = completion.token_ids if completion.num_tokens else np.array(stop_ids[:1] or (0,), np.int64)
     zeros = np.zeros(len(token_ids), np.float32)
     text = completion.text if completion.num_tokens or completion.text is not None else ""

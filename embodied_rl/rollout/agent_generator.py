@@ -1,4 +1,4 @@
-"""A language agent behind the interface of generators: for evaluation and filming, where slots act in batches and without noise."""
+"""A language agent as a `Generator`, for evaluation and filming: slots act in batches and without noise."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from embodied_rl.stopping import waiting
 from embodied_rl.types import Observation
 
 _FIRST_ID = 2**40
-"""Of requests: those of a collector that shares the backend lie below."""
+"""First request id; a collector that shares the backend uses smaller ones."""
 
 
 @dataclass
 class _Playing:
-    """An episode of one slot."""
+    """Running episode of a slot."""
 
     conversation: Conversation
     budget: ToolBudget
     opening: str | None = None
-    """Its first observation."""
+    """First observation of the episode."""
     images: list[np.ndarray] = field(default_factory=list)
-    """All that were seen so far."""
+    """All images shown so far."""
     num_turns: int = 0
 
     def next_seed(self, seed: int, text: str) -> int:
-        """Of the next request: from how the episode began and how far it is, so that neither slot nor history matters."""
+        """Seed of the next request, from the episode's opening and its progress: neither slot nor history matters."""
         self.opening = text if self.opening is None else self.opening
         self.num_turns += 1
         digest = hashlib.blake2b(f"{seed}/{self.num_turns}/{self.opening}".encode(), digest_size=8).digest()
@@ -45,9 +45,9 @@ class _Playing:
 
 
 class AgentGenerator(QueuedGenerator):
-    """A language agent: an agent and a token backend.
+    """Generator made of an agent and a token backend.
 
-    A turn whose prompt is too long answers with the empty text; what was counted lies in `figures`.
+    A turn whose prompt is too long is answered with the empty text. `figures` reports the counts.
     """
 
     remembers = True
@@ -63,8 +63,8 @@ class AgentGenerator(QueuedGenerator):
     ) -> None:
         """
         Args:
-            weights: what `publish` loads into the backend; None: it loads no tensors, only the version.
-            temperature: of the answers; None: `AgentConfig.evaluation_temperature`.
+            weights: tensors that `publish` loads into the backend; None: it loads only the version.
+            temperature: sampling temperature of the answers; None: `AgentConfig.evaluation_temperature`.
         """
         super().__init__()
         self.agent, self.backend = agent, backend
@@ -75,7 +75,7 @@ class AgentGenerator(QueuedGenerator):
         self._conversations: dict[int, _Playing] = {}
         self._next_id = _FIRST_ID
         self.on_answer: Callable[[int, str, Prompt, Completion, Answer], object] | None = None
-        """Called with every answer: slot, what was seen, the prompt, its tokens, what they mean. For films and pages of dialogues."""
+        """Callback for every answer, for films and dialogue pages: slot, observed text, prompt, completion, parsed answer."""
         self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0
 
     @property
@@ -87,7 +87,7 @@ class AgentGenerator(QueuedGenerator):
             self._conversations[int(slot)] = _Playing(self.agent.begin(), self.agent.budget())
 
     def send(self, slots: np.ndarray, observation: Observation, noise: np.ndarray | None) -> None:
-        """Ask for the actions of slots whose episodes were begun; `observation` holds ``text`` [n]."""
+        """Request the actions of slots whose episodes have begun; `observation` contains ``text`` [n]."""
         looked = ((row, slot, self._conversations[slot].images) for row, slot in enumerate(slots.tolist()))
         seen = {slot: self.agent.look(observation, row, images) for row, slot, images in looked}
         prompts: dict[int, Prompt | PromptTooLong] = {}
@@ -96,7 +96,7 @@ class AgentGenerator(QueuedGenerator):
             playing.budget.begin_turn()
             prompts[slot] = playing.conversation.prompt(text)
         answers: dict[int, str] = {}
-        while prompts:  # again where answers call tools
+        while prompts:  # repeats while answers call tools
             prompts, seen = self._answer(prompts, seen, answers)
         chosen: Sequence[str] = [answers[slot] for slot in slots.tolist()]
         self._acted.append(ActedBatch(slots.copy(), texts(chosen), np.zeros((len(slots), 1), np.float32), self.version))
@@ -104,7 +104,7 @@ class AgentGenerator(QueuedGenerator):
     def _answer(
         self, prompts: Mapping[int, Prompt | PromptTooLong], seen: Mapping[int, str], answers: dict[int, str]
     ) -> tuple[dict[int, Prompt | PromptTooLong], dict[int, str]]:
-        """Sample answers to {slot: prompt}; put actions into `answers`; {slot: prompt} and {slot: text} of those that called tools."""
+        """Sample answers to {slot: prompt}; put actions into `answers`; return {slot: prompt} and {slot: text} after tool calls."""
         requests, asked = [], {}
         prompts = {slot: self.agent.show(prompt, self._conversations[slot].images) for slot, prompt in prompts.items()}
         for slot, prompt in prompts.items():
@@ -124,7 +124,7 @@ class AgentGenerator(QueuedGenerator):
             for completion in self.backend.poll(min_ready=len(asked)):
                 slot_of = asked.pop(completion.request_id, None)
                 if slot_of is None:
-                    continue  # of an earlier call that was given up
+                    continue  # left over from an earlier call that was given up
                 if completion.finish_reason in ("failed", "aborted"):
                     raise UserError(f"The token backend gave no answer: {_why(completion)}")
                 playing = self._conversations[slot_of]
@@ -157,7 +157,7 @@ class AgentGenerator(QueuedGenerator):
         self.agent.close()
 
     def figures(self) -> dict[str, float]:
-        """Shares of the turns since the last call: answers that were no action, prompts that lost turns or were too long."""
+        """Shares of the turns since the last call: invalid answers, truncated prompts, prompts that were too long."""
         turns = max(self._num_turns, 1)
         shares = {"invalid": self._num_invalid / turns, "dropped": self._num_dropped / turns, "too_long": self._num_too_long / turns}
         self._num_turns = self._num_invalid = self._num_too_long = self._num_dropped = 0

@@ -1,6 +1,6 @@
-"""Episodes of many slots recorded side by side, of a recording or of a share of a run's training.
+"""Record episodes of many slots side by side, for a recording or for a share of a run's training.
 
-Nothing of the run depends on it: it looks at what the collectors pass on, draws no random number and touches no simulator.
+The run does not depend on it: it observes what the collectors pass on, draws no random number and touches no simulator.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import Episode, Observation, StepBatch
 
 _OUTCOME = ("reward", "terminated", "truncated", "success")
-"""Of a step."""
+"""Columns of a step's outcome."""
 _KNOWN_BATCHES = 8
-"""Of ranges of slots; there are few, unless slots step together in whatever order they are ready."""
+"""Limit on remembered batches of slot ranges. There are few ranges unless slots step together in arbitrary order."""
 _STEADY_BYTES = 2**20
-"""Of all slots' steady rows together, about."""
+"""Approximate size of all slots' steady rows together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class _Known:
 
     batch: StepBatch
     given: tuple[str, ...]
-    """Names of what else comes with a step."""
+    """Names of the other columns of a step."""
     group: SteadyGroup
 
     def is_place_of(self, batch: StepBatch) -> bool:
@@ -59,16 +59,16 @@ class _Known:
 
 
 class _Moving:
-    """A range of slots whose steps come in other arrays each time: they are copied to where a group finds them, all slots at once."""
+    """A range of slots whose steps arrive in new arrays: each step is copied, for all slots at once, to where a group reads it."""
 
     def __init__(self, place: StepBatch, given: tuple[str, ...], keys: Sequence[str], group: SteadyGroup) -> None:
-        """`place`: a batch with separate arrays, in which the group's steps leave their outcome; `keys`: of what is seen and written."""
+        """`place`: a batch with its own arrays, from which the group reads the outcome; `keys`: recorded parts of the observation."""
         self.given, self.group = given, group
         self._place, self._keys = place, tuple(keys)
         self._last: np.ndarray | None = None
 
     def take(self, batch: StepBatch) -> bool:
-        """Copy a step; False where its arrays are those of the step before, or others than these would hold."""
+        """Copy a step; False if its arrays are those of the previous step or do not fit these."""
         own, arrives = self._place, [batch.observation[key] for key in self._keys]
         rooms = [own.observation[key] for key in self._keys]
         if batch.reward is self._last or any(
@@ -83,15 +83,15 @@ class _Moving:
 
 
 class BatchSinks:
-    """One episode in progress per slot, stepped in batches. Writes what an `EpisodeSink` of each slot would.
+    """Episodes in progress, one per slot, stepped in batches. Writes the same as an `EpisodeSink` per slot.
 
-    The batches of pipeline groups are views into shared memory, the same ones at every step: from the third on they are copied as
-    they lie there, and columns are made of hundreds of steps at once (`SteadyGroup`). Batches of other arrays each time are first copied
-    to where such a group finds them. What is neither, or comes with snapshots, goes to the slots' sinks row by row.
+    The batches of pipeline groups are views into shared memory, the same at every step. From the third step on they are copied whole, and
+    columns are made of hundreds of steps at once (`SteadyGroup`). Batches in new arrays each time are first copied to where such a group
+    reads them. All other batches, and those with snapshots, go to the slots' sinks row by row.
 
     Args:
-        films: columns whose pictures are encoded elsewhere; they are due only at an episode's beginning, for their size.
-        observations_alone: leave out states and images, which the batches may hold too.
+        films: columns whose pictures another process encodes; only an episode's first observation needs them, for their size.
+        observations_alone: leave out states and images, which the batches may also contain.
     """
 
     def __init__(self, writer: RecordingWriter, num_slots: int, films: Films | None = None, *, observations_alone: bool = False) -> None:
@@ -102,13 +102,13 @@ class BatchSinks:
         self._steady: dict[int, SteadyGroup] = {}
         """{slot: the group that its steps may be in}"""
         self._full: list[SteadyGroup] = []
-        """Groups that have no more room."""
+        """Groups without room for more steps."""
         self._known: dict[int, _Known] = {}
-        """By the batch's identity, which stays its own as long as it is held here."""
+        """Known batches by `id`, which stays unique while the batch is held here."""
         self._last: dict[tuple[int, int], StepBatch] = {}
-        """{(first slot, how many): the last batch}, of those that are not known."""
+        """{(first slot, number of slots): the last batch} of batches that are not known."""
         self._moving: dict[tuple[int, int], _Moving] = {}
-        """By the same, those whose arrays change."""
+        """Ranges with changing arrays, by the same key."""
 
     def start(
         self,
@@ -123,8 +123,8 @@ class BatchSinks:
         state: Mapping[str, Any] | None = None,
         images: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin an episode; `row` is the slot's in the batches given.
-        Raises RecordingError: one is in progress, or it is a duplicate and these are refused."""
+        """Begin an episode; `row` is the slot's row in the given batches.
+        Raises RecordingError: an episode is in progress, or this one is a duplicate and duplicates are refused."""
         if self._sinks[slot] is not None:
             raise RecordingError(f"The episode of slot {slot} is in progress: finish or discard it first.")
         sink = EpisodeSink(self._writer, seed, task=task, instruction=instruction, metadata=metadata, films=self._films)
@@ -142,26 +142,26 @@ class BatchSinks:
         rows: Sequence[int] | None = None,
         snapshots: Sequence[bytes | None] | None = None,
     ) -> list[int]:
-        """One step of the slots of a batch, each with an episode in progress.
+        """Record one step of the slots of a batch, each with an episode in progress.
 
         Args:
-            batch: as `EnvManager.recv` hands it out, after automatic resets or without.
-            given: {column: [n, ...]} the actions and what else was done, in the order of `batch.slots`.
-            rows: of the batch that are meant; None: all.
-            snapshots: of each of these rows, of the moment before the step.
+            batch: from `EnvManager.recv`, with or without automatic resets.
+            given: {column: [n, ...]} the actions and other columns, in the order of `batch.slots`.
+            rows: rows of the batch to record; None: all.
+            snapshots: snapshot of each of these rows from before the step.
 
         Returns the rows whose episode ended; `finish`, `take` or `discard` these slots' episodes before the next step.
 
-        Raises RecordingError: as of `EpisodeSink.step`.
+        Raises RecordingError: as `EpisodeSink.step` does.
         """
         if snapshots is not None and not any(snapshots):
-            snapshots = None  # none was due before this step
+            snapshots = None  # no snapshot was due before this step
         known = self._known.get(id(batch))
         if known is not None and rows is None and snapshots is None and tuple(given) == known.given:
-            # Nothing ended, or it would be another object.
+            # No episode ended, otherwise it would be another object.
             group = known.group
             if group.ready and group.fill + 1 < group.max_rows:
-                group.keep(tuple(given.values()))  # all that is left of `_step_group`, without which it is a third quicker
+                group.keep(tuple(given.values()))  # inlined from `_step_group`; a third faster
             else:
                 self._step_group(group, tuple(given.values()))
             return []
@@ -175,7 +175,7 @@ class BatchSinks:
         return over
 
     def settle(self) -> None:
-        """Do a bit of what can wait until the next actions are sent, so that simulators need not: call it after every step.
+        """Do a part of the deferred work, so that simulators need not wait for it: call this after every step, while they run.
         Raises UserError: see `RecordingWriter.flush`."""
         while self._full:
             group = self._full.pop()
@@ -188,10 +188,10 @@ class BatchSinks:
         return self.take(slot).finish(metadata)
 
     def take(self, slot: int) -> EpisodeSink:
-        """The slot's episode, to be finished or discarded later; the slot is free for the next one."""
+        """Take the slot's episode, to finish or discard later; the slot is free for the next one."""
         group, sink = self._steady.get(slot), self._require(slot)
         if group is not None and self._writer.gathers:
-            # The rows are fetched with those of many other steps.
+            # The rows are fetched together with those of many other steps.
             group.end(group.rows[slot], sink, self._hand_over_group)
         else:
             self._hand_over(slot)
@@ -205,18 +205,18 @@ class BatchSinks:
         return self._sinks[slot] is not None
 
     def steps_of(self, batch: StepBatch, given: Mapping[str, Any], rows: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(row, {column: its value, copied}) of `step_batch`, of rows whose episodes go on."""
+        """(row, {column: value, copied}) of a `step_batch` call, for rows whose episodes continue."""
         outcome = {name: vars(batch)[name] for name in _OUTCOME}
         for row in rows:
             yield row, {name: copied(column[row]) for name, column in {**given, **outcome, **self._seen(batch.observation)}.items()}
 
     def go_on(self, slot: int, steps: Sequence[Mapping[str, Any]]) -> None:
-        """Steps that `steps_of` gave, one after the other, of the slot's episode that `start` began."""
+        """Append steps from `steps_of`, in order, to the slot's episode that `start` began."""
         for step in steps:
             self._require(slot).append(dict(step))
 
     def forget_batches(self) -> None:
-        """Let go of the batches that are known, and of the memory that they are views into."""
+        """Release the known batches, and the memory that they are views into."""
         self._known.clear()
         self._last.clear()
         self._moving.clear()
@@ -228,7 +228,7 @@ class BatchSinks:
     def _step_apart(
         self, batch: StepBatch, given: Mapping[str, Any], rows: Sequence[int], snapshots: Sequence[bytes | None] | None
     ) -> list[int]:
-        """`step_batch` by the sinks of the slots."""
+        """`step_batch` through the sinks of the slots."""
         over_now = batch.terminated | batch.truncated
         ends = [row for row in rows if over_now[row]] if over_now.any() else []
         after, final, slots = self._seen(batch.observation), self._seen(batch.final_observation) if ends else {}, batch.slots.tolist()
@@ -257,7 +257,7 @@ class BatchSinks:
     # ---- batches that are known -------------------------------------------------------------------------------------
 
     def _step_known(self, batch: StepBatch, given: Mapping[str, Any], rows: Sequence[int] | None) -> list[int] | None:
-        """`step_batch` where episodes begin or end in a range that is known; None where it is not."""
+        """`step_batch` for a known range in which episodes begin or end; None if the range is not known."""
         for known in self._known.values():
             if known.is_place_of(batch):
                 break
@@ -271,12 +271,12 @@ class BatchSinks:
         return over
 
     def _has_stepped(self, slot: int) -> bool:
-        """Whether a slot has an episode in progress that has had a step."""
+        """Whether a slot has an episode in progress with at least one step."""
         sink = self._sinks[slot]
         return sink is not None and sink.columns is not None
 
     def _get_to_know(self, batch: StepBatch, given: Mapping[str, Any]) -> None:
-        """Remember a batch that came a second time."""
+        """Remember a batch object that came a second time."""
         if not batch.slots.size or int(batch.slots[-1]) - int(batch.slots[0]) + 1 != batch.slots.size:
             return
         place = int(batch.slots[0]), batch.slots.size
@@ -296,7 +296,7 @@ class BatchSinks:
             self._known[id(batch)] = _Known(batch, tuple(given), group)
 
     def _step_moving(self, batch: StepBatch, given: Mapping[str, Any]) -> list[int] | None:
-        """`step_batch` of a range of slots whose arrays change from step to step; None where it is not known as such."""
+        """`step_batch` for a range of slots whose arrays change from step to step; None if the range is not known as such."""
         place = (int(batch.slots[0]), batch.slots.size) if batch.slots.size else (0, 0)
         moving = self._moving.get(place)
         if moving is None or int(batch.slots[-1]) != place[0] + place[1] - 1:
@@ -310,7 +310,7 @@ class BatchSinks:
         return over
 
     def _moving_of(self, batch: StepBatch, given: Mapping[str, Any]) -> _Moving | None:
-        """Of a batch whose arrays are not those of the one before; None as of `_group_of`."""
+        """Range of a batch whose arrays differ from the last one's; None as for `_group_of`."""
         seen = {id(rows) for rows in self._seen(batch.observation).values()}
         keys = [key for key, rows in batch.observation.items() if id(rows) in seen]
         if self._films is not None or len(keys) != len(seen) or not all(isinstance(batch.observation[key], np.ndarray) for key in keys):
@@ -327,8 +327,8 @@ class BatchSinks:
         return None if group is None else _Moving(own, tuple(given), keys, group)
 
     def _group_of(self, batch: StepBatch, given: Mapping[str, Any]) -> SteadyGroup | None:
-        """A group whose steps leave their outcome in the arrays of this batch; None where these must be taken apart: a column varies
-        in size, or the arrays' memory is not in one piece."""
+        """Group that reads its steps' outcome from the arrays of this batch; None if they must be recorded row by row: a column varies in
+        size, or the arrays' memory is not contiguous."""
         outcome = {name: vars(batch)[name] for name in _OUTCOME}
         outcome |= self._seen(batch.observation)
         layout = self._require(int(batch.slots[0])).columns or ()
@@ -343,7 +343,7 @@ class BatchSinks:
             return None
 
     def _seen(self, observation: Observation) -> dict[str, Any]:
-        """{column: [n, ...]} what is written of what is seen."""
+        """{column: [n, ...]} of the recorded parts of an observation."""
         parts = split(observation)
         around = () if self._observations_alone else (parts.state, parts.images)
         columns = columns_around(parts.observation, *around)
@@ -359,14 +359,14 @@ class BatchSinks:
         final: Mapping[str, np.ndarray] | None = None,
         absent: Sequence[int] = (),
     ) -> None:
-        """One step of a steady group, each slot with an episode in progress, but for those that are absent.
+        """Record one step of a steady group. Each slot that is not absent has an episode in progress.
 
         Args:
-            group: the outcome lies in its arrays.
-            given: what else comes with the step, in the order of the group's names.
-            over: the rows whose episode ends.
-            final: {column: [n, ...]} what to take instead for these.
-            absent: rows of slots that did not step, and whose episode, if there is one, has had no step.
+            group: group whose arrays contain the outcome.
+            given: the other columns of the step, in the order of the group's names.
+            over: rows whose episode ends.
+            final: {column: [n, ...]} replacement columns for these rows.
+            absent: rows of slots that did not step; their episode, if any, has no step yet.
         """
         if group.fill == group.max_rows:
             self._hand_over_group(group)
@@ -383,7 +383,7 @@ class BatchSinks:
             self._full.append(group)
 
     def _enter_group(self, group: SteadyGroup, absent: Sequence[int]) -> None:
-        """Have a group's slots go on in it, whatever they went on in before."""
+        """Move a group's slots into it from any earlier group."""
         for row, slot in enumerate(group.slots):
             if row not in absent:
                 sink = self._require(slot)
@@ -427,40 +427,40 @@ def _same_arrays(left: Observation, right: Observation) -> bool:
 
 
 FOLDER = "episodes"
-"""Of a run's folder."""
+"""Folder of the recording in a run's folder."""
 
 
 @dataclass
 class _Slot:
-    """What a slot is playing."""
+    """Recording state of a slot."""
 
     index: int = 0
-    """Number of its episode since the restart."""
+    """Number of the slot's episode since the restart."""
     recorded: bool = False
-    """Whether the episode is written down; decided at its first action."""
+    """Whether the episode is recorded; decided at its first action."""
     fresh: bool = True
-    """The episode has had no action yet."""
+    """Whether the episode has had no action yet."""
     num_chunks: int = 0
-    """Decisions of the episode."""
+    """Number of decisions in the episode."""
     version: int = 0
-    """Of the weights that began an episode that is written down."""
+    """Version of the weights at the start of a recorded episode."""
     first: dict[str, Any] = field(default_factory=dict)
-    """What it saw first, and its `steps` so far as columns have them; kept where checkpoints go on within episodes."""
+    """First observation of the episode; with its `steps` as columns, kept if checkpoints continue within episodes."""
     steps: list[dict[str, Any]] = field(default_factory=list)
 
 
 class TrainingRecorder:
-    """Takes what the collectors see and writes the chosen episodes into ``<run_dir>/episodes``.
+    """Records chosen episodes of the collectors into ``<run_dir>/episodes``.
 
-    Which episodes are chosen follows from their seeds, so that a run that is resumed chooses the same; those that it plays a second
-    time are in the recording already and are skipped.
+    The choice follows from the episodes' seeds, so a resumed run chooses the same ones; episodes that it plays a second time are already in
+    the recording and are skipped.
 
     Args:
-        folder: of the recording; gone on with where it exists.
-        seeds: of the slots of fixed rollouts.
-        keeps_running: keep what running episodes have shown so far, for `running`.
+        folder: folder of the recording; an existing one is continued.
+        seeds: seeds of the slots of fixed rollouts.
+        keeps_running: keep the data of running episodes so far, for `running`.
 
-    Raises RecordingError: the folder holds a recording of another simulator, or a damaged one.
+    Raises RecordingError: the folder contains a recording of another simulator, or a damaged one.
     """
 
     def __init__(
@@ -476,14 +476,14 @@ class TrainingRecorder:
         self._seed_of: Callable[[int], int | None] | None = None
         self._slots: list[_Slot] = []
         self._done: dict[str, np.ndarray] = {}
-        """{column: [N, ...]} what was done in the step of each slot that is being simulated."""
+        """{column: [N, ...]} of each slot's action in flight."""
 
     # ---- fixed rollouts of all slots --------------------------------------------------------------------------------
 
     def restarted(self, seed_round: int, seed_of: Callable[[int], int | None] | None = None) -> None:
-        """All slots begin new episodes, as `EnvManager.reset` counts them; what they were playing is given up.
+        """All slots begin new episodes, counted as `EnvManager.reset` does; their running episodes are dropped.
 
-        `seed_of`: seed of a slot's episode, where it does not follow from that; None: it cannot be played again from one.
+        `seed_of`: seed of a slot's episode if it does not follow from that count; None: no seed reproduces the episode.
         """
         self._seed_of = seed_of
         self._give_up()
@@ -491,8 +491,8 @@ class TrainingRecorder:
         self._round, self._slots = seed_round, [_Slot() for _ in range(self._num_slots)]
 
     def running(self, slot: int) -> dict[str, Any]:
-        """What is to be known of a slot's episode to go on in it (`taken_up`), plain values: what was shown so far as it came, so that
-        pictures are encoded from their first one again."""
+        """Plain state of a slot's episode, from which `taken_up` continues it: observations as they came, so that pictures are encoded
+        again from the first one."""
         playing = self._slots[slot]
         columns = {name: _plain(stacked([step[name] for step in playing.steps])) for name in next(iter(playing.steps), ())}
         return {**vars(playing), "first": {key: _plain(value) for key, value in playing.first.items()}, "steps": columns}
@@ -503,8 +503,8 @@ class TrainingRecorder:
         running: Sequence[Mapping[str, Any] | None],
         seed_of: Callable[[int], int | None] | None = None,
     ) -> None:
-        """All slots go on in these episodes, of which `running` told; None: they began without a recorder, and are not written down. Nor
-        are those again that the interrupted run finished after its checkpoint. `seed_of`: see `restarted`."""
+        """Continue the episodes that `running` described in all slots; None: an episode without a recorder at its start, which is not
+        recorded. Episodes that the interrupted run finished after its checkpoint are not recorded again. `seed_of`: see `restarted`."""
         self.restarted(snapshots[0].stream.seed_round, seed_of)
         for slot, (snapshot, saved) in enumerate(zip(snapshots, running, strict=True)):
             if saved is None:
@@ -519,15 +519,15 @@ class TrainingRecorder:
                 self._sinks.go_on(slot, steps)
 
     def acted(self, slots: np.ndarray, observation: Observation, acted: ActedBatch, given: np.ndarray) -> list[bool]:
-        """A batch of slots is about to be sent its actions.
+        """Note the actions that a batch of slots is about to receive.
 
         Args:
             slots: [n]
-            observation: {key: [n, ...]} what was seen before.
+            observation: {key: [n, ...]} observed before the actions.
             acted: what the policy drew.
-            given: [n, A] what the simulator is given, or chunks [n, K, A].
+            given: [n, A] the simulator's actions, or chunks [n, K, A].
 
-        Returns, of each slot, whether its episode is written down: every step of its chunk is to be observed (`Simulators.send`).
+        Returns, for each slot, whether its episode is recorded, so that every step of its chunk must be observed (`Simulators.send`).
         """
         seen: Observation | None = None
         for row, slot in enumerate(slots.tolist()):
@@ -556,7 +556,7 @@ class TrainingRecorder:
         return [one.recorded for one in playing]
 
     def stepped(self, batch: StepBatch) -> None:
-        """What came of it, as `EnvManager.recv` hands it out."""
+        """Note the outcome of the actions, as `EnvManager.recv` returns it."""
         slots = batch.slots.tolist()
         aborted = [] if batch.aborted is None else np.flatnonzero(batch.aborted).tolist()
         for row in aborted:
@@ -567,7 +567,7 @@ class TrainingRecorder:
             self._write(batch, rows)
         for summary in batch.episodes:
             if self._slots[summary.slot].recorded:
-                # The same seed, unless episodes are counted otherwise here than in the simulators.
+                # Seeds differ only if recorder and simulators count episodes differently.
                 assert summary.seed == self._seed(summary.slot, self._slots[summary.slot].index), "another episode ended"
                 self._count(self._sinks.finish(summary.slot, {"final_info": summary.final_info}))
         for slot in (*(slots[row] for row in aborted), *(summary.slot for summary in batch.episodes)):
@@ -576,7 +576,7 @@ class TrainingRecorder:
     # ---- groups of whole episodes -----------------------------------------------------------------------------------
 
     def chooses(self, seed: int, member: int) -> bool:
-        """Whether the episode of a group's member is written down when it is over."""
+        """Whether to record a finished episode of this group member."""
         return self._is_chosen(f"{seed}/{member}")
 
     def finished(
@@ -589,12 +589,12 @@ class TrainingRecorder:
         member: int,
         inner: Sequence[Observation] = (),
     ) -> None:
-        """An episode of a group is over.
+        """Record a finished episode of a group.
 
         Args:
-            given: [T, A] what the simulator was given, or T texts; chunks [T, K, A].
-            success: of each step; [T, K] of chunks.
-            inner: of each chunk, {key: [K - 1, ...]} what was seen after its steps but the last.
+            given: [T, A] the simulator's actions, or T texts; chunks [T, K, A].
+            success: success of each step; [T, K] for chunks.
+            inner: for each chunk {key: [K - 1, ...]} observed after its steps but the last.
         """
         if not self.chooses(episode.seed, member):
             return
@@ -619,7 +619,7 @@ class TrainingRecorder:
             truncated=last_only(length, episode.truncated),
             success=columns["success"],
             sampled_action=columns.get("sampled_action"),
-            # The mode's is no probability of having drawn it.
+            # The mode was not drawn, so its log-probability is left out.
             log_prob=None if episode.metadata.get("greedy") else columns["log_prob"],
             policy_version=columns["policy_version"],
             chunk=columns.get("chunk"),
@@ -628,7 +628,7 @@ class TrainingRecorder:
         self._count(self._writer.add(recorded))
 
     def close(self) -> None:
-        """Give up what is in progress and flush the rest."""
+        """Drop episodes in progress and flush the rest."""
         self._give_up()
         self._writer.close()
 
@@ -638,7 +638,7 @@ class TrainingRecorder:
         return self._seed_of(slot) if self._seed_of is not None else self._seeds.seed(slot, index, self._num_slots, self._round)
 
     def _has(self, slot: int, playing: _Slot) -> bool:
-        """Whether a slot's episode is written down already."""
+        """Whether a slot's episode is already in the recording."""
         seed = self._seed(slot, playing.index)
         return seed is not None and self._writer.has(seed, policy=_who(playing))
 
@@ -655,7 +655,7 @@ class TrainingRecorder:
         return int.from_bytes(digest, "little") < self._config.share * 2**64
 
     def _write(self, batch: StepBatch, rows: list[int]) -> None:
-        """A step of the slots in these rows of a batch."""
+        """Record a step of the slots in these rows of a batch."""
         done = {name: column[batch.slots] for name, column in self._done.items()}
         for number, step in enumerate(_single_steps(batch)):
             own, now = done, rows
@@ -685,14 +685,14 @@ def _who(playing: _Slot) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As a checkpoint can hold it: texts of any length as a list."""
+    """Plain value for a checkpoint: texts of any length become a list."""
     return value.tolist() if isinstance(value, np.ndarray) and value.dtype == object else value
 
 
 def done_in_steps(acted: ActedBatch, given: np.ndarray) -> dict[str, np.ndarray]:
-    """{column: [n, ...]} what a policy did, or of chunks [n, K, ...]: what the units of each step were.
+    """{column: [n, ...]} of a policy's actions; for chunks [n, K, ...], the units of each step.
 
-    Actions as the policy drew them can be stored where they are a text or choice each, or one number a unit; a denoising is left out.
+    Sampled actions can be stored if they are a text, one choice, or one number per unit; a denoising chain is left out.
     """
     columns = {"log_prob": acted.log_prob}
     if acted.action.ndim == 1 or acted.action.shape[1] == acted.log_prob.shape[1]:
@@ -705,7 +705,7 @@ def done_in_steps(acted: ActedBatch, given: np.ndarray) -> dict[str, np.ndarray]
 
 
 def _single_steps(batch: StepBatch) -> Iterator[StepBatch]:
-    """The steps of a batch of chunks, each as a batch of all rows, of which only those that were executed count; else the batch."""
+    """Split a batch of chunks into batches of single steps with executed rows only; other batches pass unchanged."""
     if batch.executed is None or batch.chunk_reward is None or batch.chunk_success is None:
         yield batch
         return
@@ -727,7 +727,7 @@ def _single_steps(batch: StepBatch) -> Iterator[StepBatch]:
 
 
 def _interleaved(before: np.ndarray, inner: Sequence[np.ndarray], num_steps: np.ndarray) -> np.ndarray:
-    """[sum of num_steps, ...]: what was seen before each step, of chunks that show what was before the first and after all but the last."""
+    """[sum of num_steps, ...]: observations before each step, from those before each chunk and those inside it."""
     room = np.empty((int(num_steps.sum()), *before.shape[1:]), before.dtype)
     firsts = np.cumsum(num_steps) - num_steps
     room[firsts] = before
@@ -737,7 +737,7 @@ def _interleaved(before: np.ndarray, inner: Sequence[np.ndarray], num_steps: np.
 
 
 def _joined(part: np.ndarray, last: Value) -> np.ndarray:
-    """[T + 1, ...]"""
+    """Append the last observation: [T + 1, ...]."""
     if part.dtype != object:
         return np.concatenate([part, np.asarray(last, part.dtype)[None]])
     joined = np.empty(len(part) + 1, dtype=object)
@@ -747,23 +747,23 @@ def _joined(part: np.ndarray, last: Value) -> np.ndarray:
 
 @dataclass
 class AgentRecord:
-    """A language agent's episode that may be written down, while it is played: its simulator's side, with the texts that were sampled.
+    """Record of a running language agent's episode: the simulator's side, with the sampled texts.
 
-    A turn that calls tools is no step of the simulator, and stands in none of the rows.
+    A turn that calls tools is no step of the simulator and has no row.
     """
 
     seen: list[dict[str, Any]] = field(default_factory=list)
-    """{key: what was seen} before each step, and after the last where nothing was answered to it any more."""
+    """{key: observation} before each step, and after the last one if the agent no longer answered it."""
     turns: list[int] = field(default_factory=list)
-    """Numbers of the turns that were steps."""
+    """Numbers of the turns that were simulator steps."""
     success: list[bool] = field(default_factory=list)
 
     def looked(self, observation: Observation, row: int) -> None:
-        """The agent is shown a row of a batch."""
+        """Note a row of a batch that the agent sees."""
         self.seen.append({key: copied(part[row]) for key, part in observation.items()})
 
     def stepped(self, turn: int, success: bool) -> None:
-        """The simulator took the action of a turn."""
+        """Note that the simulator executed the action of a turn."""
         self.turns.append(turn)
         self.success.append(success)
 
@@ -779,7 +779,7 @@ class AgentRecord:
         final: dict[str, Any] | None,
     ) -> None:
         """Hand the episode to a recorder.
-        `final`: {key: what was seen} after the last step; None: the agent was shown it, and answered no more."""
+        `final`: {key: observation} after the last step; None: the agent saw it, and answered no more."""
         if not self.turns:
             return
         seen, played = self.seen if final is None else [*self.seen, final], [turns[number] for number in self.turns]
@@ -797,7 +797,7 @@ def record_turns(
     truncated: bool,
     greedy: bool,
 ) -> None:
-    """Hand an episode of T turns to a recorder, each a step. `seen`: [T + 1] {key: what was seen} before each, and after the last."""
+    """Hand an episode of T turns, each one step, to a recorder. `seen`: [T + 1] {key: observation} before each turn and after the last."""
     assert len(seen) == len(turns) + 1, "a look before each step, and one after the last"
     actions = texts([turn.parsed.text for turn in turns])
     episode = Episode(

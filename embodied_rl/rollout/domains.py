@@ -1,4 +1,4 @@
-"""Several domains (tasks, simulators, data sets) in one run: which group belongs to which, and what each of them achieves."""
+"""Several domains (tasks, simulators, data sets) in one run: which group belongs to which domain, and each domain's results."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from fractions import Fraction
 from embodied_rl.errors import UserError
 
 PLAYER_SIGN = "@"
-"""``domain@player``: the groups of a domain that another player plays."""
+"""Separator in ``domain@player``, the groups of a domain that another player plays."""
 
 
 class DomainMixture:
-    """Deals group numbers 0, 1, 2, … out to domains in proportion to their weights: a function of only the number and the weights.
+    """Assigns group numbers 0, 1, 2, … to domains in proportion to their weights: a function of only the number and the weights.
 
-    After every n groups the number of each domain's groups differs from its share n·wᵢ/Σw by at most 1 − 1/(2k − 2), k being the
-    number of domains: the best bound there is (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980).
-    Random draws would stray by √n. The sums are exact (whole numbers), so that every machine deals alike.
+    After every n groups each domain's count differs from its share n·wᵢ/Σw by at most 1 − 1/(2k − 2), with k domains: the best possible
+    bound (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Random draws would stray by √n. The sums are
+    exact (whole numbers), so every machine assigns alike.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """`weights` {domain: weight >= 0}; a domain of weight 0 gets no group. Raises UserError when they make no sense."""
+        """`weights` {domain: weight >= 0}; a domain of weight 0 gets no group. Raises UserError for invalid weights."""
         if not weights or any(not math.isfinite(weight) or weight < 0 for weight in weights.values()) or not any(weights.values()):
             raise UserError(f"Domain weights must be numbers >= 0, at least one of them above 0, got {dict(weights)}.")
         self.weights = {domain: float(weight) for domain, weight in weights.items()}
-        # In a fixed order, so that the order of a configuration file does not matter.
+        # Sorted, so that the order in a configuration file does not matter.
         self._domains = sorted(domain for domain, weight in self.weights.items() if weight > 0)
         exact = [Fraction(self.weights[domain]) for domain in self._domains]
         scale = math.lcm(*(fraction.denominator for fraction in exact))
@@ -42,12 +42,12 @@ class DomainMixture:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Those with a weight above 0, sorted."""
+        """Domains with a weight above 0, sorted."""
         return tuple(self._domains)
 
     def domain_of(self, number: int) -> str:
-        """Domain of group `number` >= 0. The first call with a large number deals all groups up to it (two bytes and about a
-        microsecond per domain for each)."""
+        """Domain of group `number` >= 0. The first call with a large number assigns all groups up to it (per group two bytes, and about a
+        microsecond per domain)."""
         assert number >= 0, number
         while len(self._dealt) <= number:
             self._deal()
@@ -61,11 +61,11 @@ class DomainMixture:
         n = len(self._dealt) + 1
         best, best_slack = -1, 0
         for index, (weight, count) in enumerate(zip(self._whole, self._counts, strict=True)):
-            # Everything times 2(k - 1) · total. A domain may be dealt to when its deficit n·w - count has reached 1/(2k - 2) ...
+            # All terms are scaled by 2(k - 1) · total. A domain may be chosen when its deficit n·w - count has reached 1/(2k - 2) ...
             deficit = (2 * k - 2) * (n * weight - count * total)
             if deficit < total:
                 continue
-            # ... and the one goes first whose deficit reaches 1 - 1/(2k - 2) soonest: (bound - deficit) / weight, cross-multiplied.
+            # ... and the domain comes first whose deficit reaches 1 - 1/(2k - 2) soonest: (bound - deficit) / weight, cross-multiplied.
             slack = (2 * k - 3) * total - deficit
             if best < 0 or slack * self._whole[best] < best_slack * weight:
                 best, best_slack = index, slack
@@ -75,7 +75,7 @@ class DomainMixture:
 
 
 def queue_weights(domains: Mapping[str, float], shares: Mapping[str, tuple[float, Sequence[str]]]) -> dict[str, float]:
-    """Weights of the group queue's domains: of each domain a part for every player beside the run's own.
+    """Weights of the group queue's domains, where each player beside the run's own gets a part of its domains' weights.
 
     Args:
         domains: {domain: weight}.
@@ -90,6 +90,6 @@ def queue_weights(domains: Mapping[str, float], shares: Mapping[str, tuple[float
 
 
 def place_of(name: str) -> str:
-    """Where the figures of a queue's domain stand in the metrics: ``domains/lake``, ``players/cool/lake`` of ``lake@cool``."""
+    """Metric prefix of a queue's domain: ``domains/lake`` for ``lake``, ``players/cool/lake`` for ``lake@cool``."""
     domain, _, player = name.partition(PLAYER_SIGN)
     return f"players/{player}/{domain}" if player else f"domains/{domain}"

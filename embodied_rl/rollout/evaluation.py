@@ -1,4 +1,4 @@
-"""Playing whole episodes of a fixed set of seeds."""
+"""Play whole episodes of a fixed set of seeds."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import ActionLayout, EpisodeSummary, Observation, StepBatch
 
 _NOISE = 0x6E6F6973
-"""Keeps these random numbers apart from all others that begin with the same seeds."""
+"""Constant that separates these random numbers from all others that derive from the same seeds."""
 Draw = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""(seeds of episodes [n], numbers of their decisions [n]) → noise [n, W]."""
+"""Function from (episode seeds [n], decision numbers [n]) to noise [n, W]."""
 
 
 class Watcher:
-    """Sees what the episodes of a set of seeds do (`play_seeds`)."""
+    """Observer of the episodes that `play_seeds` plays."""
 
     def begun(self, slots: Sequence[int], seeds: Sequence[int], observation: Observation) -> None:
-        """New episodes begin in these slots; `observation` {key: [slots, ...]} is what all slots see."""
+        """New episodes begin in `slots`; `observation` {key: [slots, ...]} covers all slots."""
 
     def stepped(self, actions: np.ndarray, outcome: StepBatch, observation: Observation, ended: Sequence[EpisodeSummary]) -> None:
-        """`actions`, in the simulator's units, came to `outcome`; slots that rest may be among its rows, and not among `ended`."""
+        """`actions` (simulator units) led to `outcome`; its rows may include idle slots, `ended` does not."""
 
 
 class _Summaries(Watcher):
-    """Keeps the summaries of episodes that end."""
+    """Watcher that keeps the summaries of finished episodes."""
 
     def __init__(self, on_episode: Callable[[EpisodeSummary], object] | None) -> None:
         self.finished: list[EpisodeSummary] = []
@@ -54,22 +54,22 @@ def evaluate(
     on_episode: Callable[[EpisodeSummary], object] | None = None,
     is_over: Callable[[], bool] | None = None,
 ) -> list[EpisodeSummary]:
-    """Play the held-out seeds 2**30 + first_seed + 0 … num_episodes − 1, each exactly once, with the policy's mode, or with its samples.
+    """Play each held-out seed 2**30 + first_seed + 0 … num_episodes − 1 exactly once, with the policy's mode or with samples.
 
-    Every seed counts, so that short episodes are not over-represented (as they are where the first n episodes to finish
-    are taken). Slots that have played their share stand still. The manager's episodes are lost: reset it afterwards.
+    Every seed counts, so short episodes are not over-represented, as they would be among the first n episodes to finish. Slots that have
+    played their share stand still. The manager's running episodes are lost: reset it afterwards.
 
     Args:
-        reconfigure: begin as in fresh simulators, whatever was played before (see `EnvManager.reset`).
-        temperature: of action tokens that are drawn, from random numbers that depend only on an episode's seed; None: the mode.
-        is_over: asked before every step; once it is true, the evaluation ends with the seeds up to the first that was not played to its
-            end. Simulators that play by themselves do not ask.
+        reconfigure: begin as in fresh simulators, regardless of earlier episodes (see `EnvManager.reset`).
+        temperature: sampling temperature of action tokens; the random numbers depend only on an episode's seed. None: the mode.
+        is_over: checked before every step; once it is true, the evaluation stops and returns the seeds before the first unfinished one.
+            Simulators that play by themselves ignore it.
 
     Returns:
-        One summary per seed, ascending by seed; an episode that its simulator could not finish (see the manager's fault records)
-        is missing, with a warning.
+        One summary per seed, ascending by seed. Episodes that the simulator could not finish (see the manager's fault records) are missing,
+        with a warning.
 
-    Raises UserError: a temperature, and what acts draws no action tokens.
+    Raises UserError: a temperature is given, and the generator draws no action tokens.
     """
     if manager.plays_itself:
         return manager.evaluate(generator, num_episodes, first_seed, on_episode)
@@ -83,7 +83,7 @@ def evaluate(
 
 @contextmanager
 def _drawing(generator: Generator, temperature: float | None) -> Iterator[Draw | None]:
-    """What noise a generator is given meanwhile; None: none."""
+    """Switch the generator to `temperature` and yield its noise function; None without a temperature."""
     if temperature is None:
         yield None
         return
@@ -92,7 +92,7 @@ def _drawing(generator: Generator, temperature: float | None) -> Iterator[Draw |
 
 
 def episode_noise(layout: ActionLayout) -> Draw:
-    """Random numbers of a decision by its episode's seed and its number there, so that neither slots nor neighbours matter."""
+    """Noise of a decision, derived only from its episode's seed and its number there: slots and neighbours do not matter."""
 
     def draw(seeds: np.ndarray, decisions: np.ndarray) -> np.ndarray:
         rows = [np.random.default_rng([_NOISE, int(seed), int(number)]) for seed, number in zip(seeds, decisions, strict=True)]
@@ -113,23 +113,23 @@ def play_seeds(
     draw: Draw | None = None,
     is_over: Callable[[], bool] | None = None,
 ) -> int:
-    """Play each seed once: slot s of N the seeds[s], seeds[s + N], …, and then it stands still.
+    """Play each seed once: slot s of N plays seeds[s], seeds[s + N], …, then stands still.
 
     Args:
-        seeds: held-out ones; where the manager begins episodes by itself, consecutive ones.
-        draw: noise of the generator's actions; None: it acts by its mode.
-        is_over: asked before every step.
+        seeds: held-out seeds; they must be consecutive if the manager resets episodes automatically.
+        draw: noise of the generator's actions; None: the generator acts by its mode.
+        is_over: checked before every step; once it is true, playing stops.
 
-    Returns how many of the seeds, from the first on, were played to their end: all, unless it was over before.
+    Returns the number of seeds, counted from the first, that were played to their end: all of them unless `is_over` stopped it.
     """
     spec, num_slots, num_seeds = manager.spec, manager.num_slots, len(seeds)
-    slots, place = np.arange(num_slots), np.arange(num_slots)  # of what each slot plays, in `seeds`
+    slots, place = np.arange(num_slots), np.arange(num_slots)  # `place`: index into `seeds` that each slot plays
     decisions, first = np.zeros(num_slots, np.int64), seeds[0]
     batch = manager.reset(EpisodeSeeds.held_out(first - HELD_OUT_START), reconfigure=reconfigure)
     observation = {key: part.copy() for key, part in batch.observation.items()}
 
     def seeds_of(chosen: Sequence[int] | np.ndarray) -> list[int]:
-        """What these slots play; those that rest, the last one once more."""
+        """Seeds that these slots play; an idle slot repeats the last seed."""
         return [seeds[min(place[slot], num_seeds - 1)] for slot in chosen]
 
     def begin(begun: list[int], by_itself: bool) -> None:
@@ -142,12 +142,12 @@ def play_seeds(
         if shown:
             watcher.begun(shown, seeds_of(shown), observation)
 
-    other = [slot for slot in range(min(num_slots, num_seeds)) if seeds[slot] != first + slot]  # than what the reset began
+    other = [slot for slot in range(min(num_slots, num_seeds)) if seeds[slot] != first + slot]  # other than the reset began
     begin([slot for slot in range(num_slots) if slot not in other], by_itself=True)
     begin(other, by_itself=False)
     while (left := place < num_seeds).any() and not (is_over is not None and is_over()):
         active = slots if spec.steps_together else np.flatnonzero(left)
-        # What rests is asked too, unless the generator remembers episodes: the shape of its batch stays what it is.
+        # Idle slots are sent too, unless the generator has memory: the batch keeps its shape.
         acting = active if generator.remembers else slots
         noise = None if draw is None else draw(np.array(seeds_of(acting)), decisions[acting])
         generator.send(acting, {key: part[acting] for key, part in observation.items()} if generator.remembers else observation, noise)
@@ -173,7 +173,7 @@ def play_seeds(
 
 
 def _whole(finished: list[EpisodeSummary], first: int, num_episodes: int) -> list[EpisodeSummary]:
-    """Ascending by seed; warns of seeds that are missing."""
+    """Return summaries ascending by seed; warn about missing seeds."""
     missing = sorted(set(range(first, first + num_episodes)) - {episode.seed for episode in finished})
     assert len(finished) + len(missing) == num_episodes, "a seed was played twice"
     if missing:

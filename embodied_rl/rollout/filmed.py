@@ -1,7 +1,7 @@
-"""A simulator whose pictures are encoded where they are drawn, for the recording that its episodes go into.
+"""A simulator wrapper that encodes videos in the simulator's own process, for the recording of its episodes.
 
-Every process that simulates encodes its own pictures, some at a time: no other process waits for an encoder, and twice as many
-simulators come with twice as many encoders.
+Every simulator process encodes its own pictures a few at a time: no other process waits for an encoder, and encoders grow with the number
+of simulator processes.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from embodied_rl.types import SimSpec, StepBuffers
 
 
 def with_films(config: SimConfig, folder: Path) -> SimConfig:
-    """The same simulator, whose processes write the pictures of its episodes into `folder` as videos.
+    """Wrap a simulator so that its processes write the pictures of its episodes into `folder` as videos.
 
     Args:
-        config: of a simulator, `instrumented` or not.
-        folder: of `films_folder`; it must be there when the first episode begins.
+        config: configuration of a simulator, `instrumented` or not.
+        folder: a `films_folder`; it must exist when the first episode begins.
     """
     return wrapped(config, "embodied_rl.rollout.filmed:EncodingSim", folder=str(folder.absolute()))
 
 
 def films_of(spec: SimSpec, folder: Path) -> Films | None:
-    """Which columns of a recording such a simulator encodes; None where it has no pictures."""
+    """Columns of a recording that such a simulator encodes; None if it has no pictures."""
     columns = filmed_columns(spec)
     return Films(folder, frozenset(column.name for column in columns.values())) if columns else None
 
 
 def filmed_columns(spec: SimSpec) -> dict[str, Column]:
-    """{part of the observation: its column} of those that are kept as videos."""
+    """{part of the observation: its column} for the parts kept as videos."""
     columns: dict[str, Column] = {}
     for key, part in spec.tensors.items():
         name = f"images.{key.removeprefix(IMAGE)}" if key.startswith(IMAGE) else f"observation.{key}"
@@ -49,7 +49,7 @@ def filmed_columns(spec: SimSpec) -> dict[str, Column]:
 class EncodingSim(SimWrapper):
     """Passes everything on to the simulator named by `target` and films its episodes.
 
-    An episode that is taken up from a snapshot has lost its beginning: it is not filmed. Raises UserError: a video cannot be written.
+    An episode restored from a snapshot lacks its beginning and is not filmed. Raises UserError: a video cannot be written.
     """
 
     def __init__(self, num_envs: int, inner: Mapping[str, Any], folder: str) -> None:

@@ -1,4 +1,4 @@
-"""The pump between simulators and generator for whole episodes: it plays what the group queue asks for and hands it in."""
+"""The pump between simulators and generator for whole episodes: it plays what the group queue requests and hands the episodes in."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _NOISE_BLOCK = 64
 
 
 class EpisodeNoise:
-    """The randomness of one episode's actions, a function of only `key`: the order of arrival changes nothing."""
+    """Randomness of one episode's actions, a function of only `key`: the order of arrival changes nothing."""
 
     def __init__(self, action: ActionSpec | ActionLayout, key: Sequence[int]) -> None:
-        """`action` is the policy's, or the simulator's where the policy gives that one."""
+        """`action`: layout of the policy's actions, or the simulator's action spec if the policy uses it."""
         self._generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
         self._layout = action if isinstance(action, ActionLayout) else ActionLayout.of(action)
         self._block = self._draw()
         self._used = 0
 
     def next(self) -> np.ndarray:
-        """[noise_width] float32: standard normal numbers for continuous actions, uniform ones in [0, 1) for choices."""
+        """Next noise [noise_width] float32: standard normal for continuous actions, uniform in [0, 1) for discrete ones."""
         if self._used == _NOISE_BLOCK:
             self._block, self._used = self._draw(), 0
         self._used += 1
@@ -50,33 +50,33 @@ class EpisodeNoise:
 
 @dataclass
 class EpisodeRecorder:
-    """An episode while it is being played."""
+    """Running episode of a slot, with its data so far."""
 
     assignment: Assignment
     noise: EpisodeNoise
     start: Start | None = None
-    """None: it began ordinarily."""
+    """Start inside another episode; None: an ordinary start."""
     observation: list[dict[str, Any]] = field(default_factory=list)
     action: list[np.ndarray] = field(default_factory=list)
     given: list[np.ndarray] = field(default_factory=list)
-    """What the simulator got: actions [A], or chunks [k, A]."""
+    """Actions [A], or chunks [k, A], that the simulator received."""
     log_prob: list[np.ndarray] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
     reward: list[float] = field(default_factory=list)
     success: list[bool] = field(default_factory=list)
     chunk_reward: list[np.ndarray] = field(default_factory=list)
-    """[K] of each message; empty where messages are single steps."""
+    """Rewards [K] of each message; empty if messages are single steps."""
     chunk_success: list[np.ndarray] = field(default_factory=list)
     executed: list[np.ndarray] = field(default_factory=list)
     recorded: bool = False
-    """Whether it is written down: every step of its chunks is observed."""
+    """Whether the episode is recorded: every step of its chunks is observed."""
     inner: list[Observation] = field(default_factory=list)
-    """{key: [K - 1, ...]} of each message, where chunks are written down."""
+    """Observations {key: [K - 1, ...]} inside each message, if chunks are recorded."""
     success_at: int | None = None
-    """Messages up to the first success; None: there was none."""
+    """Messages up to the first success; None: no success yet."""
 
     def stepped(self, batch: StepBatch, row: int) -> None:
-        """What came of the last action is a row of `batch`."""
+        """Note the outcome of the last action: a row of `batch`."""
         success = bool(batch.success[row])
         self.reward.append(float(batch.reward[row]))
         self.success.append(success)
@@ -90,7 +90,7 @@ class EpisodeRecorder:
             self.success_at = len(self.reward)
 
     def acted(self, observation: dict[str, Any], acted: ActedBatch, given: np.ndarray, row: int) -> None:
-        """`row` of what the policy drew, and of what the simulator is given for it."""
+        """Note an action: the `row` of what the policy drew, and of what the simulator receives."""
         self.observation.append(observation)
         self.action.append(acted.action[row])
         self.given.append(given[row])
@@ -98,7 +98,7 @@ class EpisodeRecorder:
         self.version.append(acted.version)
 
     def finish(self, batch: StepBatch, row: int, success: bool, metadata: dict[str, Any], unit_steps: np.ndarray | None = None) -> Episode:
-        """The episode, whose last step is a row of `batch`; `unit_steps` [L] says which step of a chunk each action unit belongs to."""
+        """Build the episode, whose last step is a row of `batch`; `unit_steps` [L]: the chunk step of each action unit."""
         executed = np.stack(self.executed) if self.executed else None
         observation = {key: stacked([seen[key] for seen in self.observation]) for key in self.observation[0]}
         return Episode(
@@ -121,10 +121,10 @@ class EpisodeRecorder:
 
 
 class GroupCollector(SlotPump[EpisodeRecorder]):
-    """Fills the queue's groups from a manager made with ``autoreset=False``; slots that have nothing to play stand still.
+    """Fills the queue's groups from a manager made with ``autoreset=False``; idle slots stand still.
 
-    With ``min_ready=None`` all running slots move together, so that which observations share a forward pass, and with it the last bit
-    of every number, depends only on the seeds. With a number the collector takes whatever is ready; no slot waits for the slowest.
+    With ``min_ready=None`` all running slots move in lockstep: which observations share a forward pass, and so the last bit of every
+    number, depends only on the seeds. With a number, the collector takes whatever is ready; no slot waits for the slowest.
     """
 
     layout: ActionLayout
@@ -142,7 +142,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
     ) -> None:
         """
         Args:
-            layout: of the policy's actions; None: they are the simulator's own.
+            layout: layout of the policy's actions; None: the simulator's own actions.
             starts: see `SlotPump`.
         """
         super().__init__(manager, queue, seed=seed, min_ready=min_ready, starts=starts)
@@ -151,9 +151,9 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         self._unanswered: dict[int, Observation] = {}
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
-        """One round: begin what the queue asks for, take in what is ready, answer it. False: nothing runs, and nothing may begin.
+        """Play one round: begin what the queue requests, take in what is ready, answer it. False: nothing runs, and nothing may begin.
 
-        `patience_s`: how long to wait where nothing is ready; in lockstep, only for scores.
+        `patience_s`: longest wait if nothing is ready; in lockstep it applies only to scores.
 
         Raises as `next_groups` does.
         """
@@ -164,7 +164,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
             return scored
         if playing:
             before = time.perf_counter()
-            # In lockstep all of them: a part of them, whenever a step takes long, would be acted on in batches that time decides.
+            # Lockstep waits for all slots; otherwise a slow step would split them into batches that depend on timing.
             with span("env", "wait"):
                 batch = self.manager.recv(min_ready=self.min_ready, timeout_s=None if self.min_ready is None else patience_s)
             self._waited += time.perf_counter() - before
@@ -176,7 +176,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         return True
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
-        """Give every running episode up and go on with another queue: after an evaluation in between, or a resume."""
+        """Give up every running episode and continue with another queue: after an evaluation or a resume."""
         self._forget_all(queue)
         self._unanswered.clear()
 
@@ -184,17 +184,17 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
 
     def _new(self, assignment: Assignment, start: Start | None) -> EpisodeRecorder:
         noise = EpisodeNoise(self.layout, (self.seed, assignment.group, assignment.member, assignment.attempt, _NOISE_STREAM))
-        # One that starts inside another could not be played again from its seed.
+        # An episode that starts inside another one cannot be replayed from its seed.
         recorded = start is None and self.recorder is not None and self.recorder.chooses(assignment.seed, assignment.member)
         return EpisodeRecorder(assignment, noise, start, recorded=recorded)
 
     def _took_up(self, seen: Mapping[int, dict[str, Any]]) -> None:
         self._unanswered |= seen
         if self.min_ready is not None:
-            self._act()  # not to wait for others
+            self._act()  # without waiting for others
 
     def _take_in(self, batch: StepBatch) -> None:
-        """Note what came of the actions; episodes that ended are handed in, and what else is ready waits for its next action."""
+        """Note the outcomes of the actions; hand in episodes that ended, and queue the others for their next action."""
         summaries = {episode.slot: episode for episode in batch.episodes}
         self._in_step -= len(batch.slots)
         for row, slot in enumerate(batch.slots.tolist()):
@@ -202,7 +202,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
             if batch.aborted is not None and batch.aborted[row]:
                 self._fail(slot, recorder.assignment, "its simulator failed")
                 continue
-            if recorder.action:  # not the observation that it began with
+            if recorder.action:  # not for the observation at the start
                 recorder.stepped(batch, row)
                 self.queue.progressed(recorder.assignment)
             if slot in summaries:
@@ -215,7 +215,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
                 self._stop(slot)
             else:
                 self._unanswered[slot] = {key: copied(part[row]) for key, part in batch.observation.items()}
-        # Of this batch or, in lockstep, of one before: another member's end may have made these superfluous.
+        # Another member's end may have made these superfluous, in this batch or, in lockstep, in an earlier one.
         for slot in [slot for slot in self._unanswered if self.queue.should_stop(self._playing[slot].assignment)]:
             del self._unanswered[slot]
             self._stop(slot)
@@ -231,7 +231,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         to.finished(episode, np.stack(recorder.given), success, group=whose.group, member=whose.member, inner=recorder.inner)
 
     def _taken(self, recorder: EpisodeRecorder, summary: EpisodeSummary) -> None:
-        """The queue has an episode, which others may start in."""
+        """Tell the library of starts about an episode that the queue accepted."""
         if self._starts is not None:
             given, seen = recorder.given[: recorder.success_at], dict(enumerate(recorder.observation))
             self._starts.played(recorder.assignment, recorder.start, summary, given=given, seen=seen)
@@ -239,7 +239,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
     def _act(self) -> None:
         if not self._unanswered:
             return
-        # Greedy members act without noise, which is a matter of a whole call.
+        # Greedy members act without noise, and noise is an argument of the whole call.
         greedy = [slot for slot in self._unanswered if self._playing[slot].assignment.greedy]
         for slots, noisy in ((sorted(self._unanswered.keys() - set(greedy)), True), (sorted(greedy), False)):
             if slots:

@@ -7,17 +7,16 @@
                                  └────────────▶ rejected ◀─────┘        a rejected group frees its place at once; a new one takes it
 ```
 
-The collector *consumes* assignments and is *unblocked by* places: (max_staleness + 1) · groups_per_step of them, each held from
-admission to publication. The trainer *consumes* batches and *waits for* groups. At every moment
+The collector *consumes* assignments and is *unblocked by* free places. There are (max_staleness + 1) · groups_per_step places, and a group
+holds one from admission to publication. The trainer *consumes* batches and *waits for* groups. At every moment
 
     admitted = consumed + filtered + stale + failed + in flight
 
 in groups, and started = accepted + failed + timed out + abandoned + running in episodes; both are asserted after each transition.
 
-Version v counts the batches that were trained on. A group holds its place from its admission until the batch it is part of has
-been trained on and its weights are published; there are (S + 1) · groups_per_step places, S being `max_staleness`. This is the same
-bound as AReaL's, (S + version + 1) · groups_per_step − (accepted + running), where accepted counts the whole run (Fu et al. 2025,
-arXiv:2505.24298): each version has consumed groups_per_step of the accepted ones.
+Version v counts the batches trained on so far. A group holds its place until its batch has been trained on and the weights are published.
+With S = `max_staleness`, this bound equals AReaL's, (S + version + 1) · groups_per_step − (accepted + running), where accepted counts the
+whole run (Fu et al. 2025, arXiv:2505.24298): each version has consumed groups_per_step of the accepted groups.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.types import Episode, EpisodeGroup
 
 Overtaking = Literal["never", "bounded", "free"]
-"""never: batches hold the groups in the order of their numbers. bounded: a finished group may overtake slower ones as long as all of
-them can still be consumed in time; where all places are taken, that leaves almost the order of numbers. free: whatever is finished
-goes, and what gets too old meanwhile is dropped as stale: the fastest, but it prefers short episodes, which biases what is learned."""
+"""Order of groups in batches. never: by group number. bounded: a finished group may overtake slower ones if all of them can still be
+consumed in time; with all places taken, that is almost the order of numbers. free: finished groups first, and groups that get too old are
+dropped as stale; this is fastest, but prefers short episodes and so biases training."""
 
 REJECTED_PER_PLACE = 10
-"""Groups that may be rejected for each one of a batch, where the configuration gives no limit; DAPO's number of attempts."""
+"""Default limit on rejected groups per group of a batch; DAPO's number of attempts."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +51,23 @@ class GroupQueueConfig:
     """Episodes from the same initial state that make a group."""
     groups_per_step: int
     redundancy: int = 0
-    """Further episodes that are started for each group; the first `group_size` to finish win, the others are stopped. Short episodes
-    are preferred by this: choose it where length says little about success."""
+    """Extra episodes started for each group; the first `group_size` to finish count, the others are stopped. This prefers short episodes:
+    use it if length says little about success."""
     max_staleness: int = 0
-    """S: largest age (in versions) of anything that is trained on. 0: synchronous, and with redundancy 0 deterministic."""
+    """S: largest age (in versions) of training data. 0: synchronous, and with redundancy 0 deterministic."""
     overtaking: Overtaking = "bounded"
     max_concurrent_groups: int | None = None
-    """Groups that may be unfinished at a time; null: as many as staleness allows."""
+    """Limit on unfinished groups at a time; null: as many as staleness allows."""
     max_retries: int = 2
-    """How often one episode is begun again after a failure or a timeout."""
+    """Number of times that one episode is restarted after a failure or a timeout."""
     max_rejected_per_step: int | None = None
-    """Groups that may be filtered, stale or failed between two batches before the run stops; null: 10 × groups_per_step."""
+    """Limit on groups filtered, stale or failed between two batches before the run stops; null: 10 × groups_per_step."""
     step_timeout_s: float | None = None
-    """An episode whose messages stand still for so long is given up (see `GroupQueue.progressed`); null: never."""
+    """Seconds without a message after which an episode is given up (see `GroupQueue.progressed`); null: never."""
     episode_timeout_s: float | None = None
-    """An episode that takes longer is given up; null: never."""
+    """Seconds after which a running episode is given up; null: never."""
     batch_timeout_s: float | None = None
-    """A trainer that waits longer for a batch gets an error that says for what; null: it waits for ever."""
+    """Seconds that the trainer waits for a batch before an error that names the cause; null: for ever."""
 
     def __post_init__(self) -> None:
         at_least = {"group_size": 1, "groups_per_step": 1, "redundancy": 0, "max_staleness": 0, "max_retries": 0}
@@ -99,11 +98,11 @@ class GroupQueueConfig:
 
 
 def free_places(config: GroupQueueConfig, *, num_held: int, num_unfinished: int) -> int:
-    """Groups that may be admitted now.
+    """Number of groups that may be admitted now.
 
     Args:
-        num_held: groups between admission and publication: unfinished, finished, and in the batch that is being trained on.
-        num_unfinished: those of them whose episodes still run.
+        num_held: groups between admission and publication: unfinished, finished, and in the current training batch.
+        num_unfinished: groups among them whose episodes still run.
     """
     by_age = config.num_places - num_held
     by_load = by_age if config.max_concurrent_groups is None else config.max_concurrent_groups - num_unfinished
@@ -111,15 +110,14 @@ def free_places(config: GroupQueueConfig, *, num_held: int, num_unfinished: int)
 
 
 def choose_batch(config: GroupQueueConfig, *, version: int, ready: Mapping[int, int], unfinished: Mapping[int, int]) -> list[int] | None:
-    """Numbers of the groups that make the batch of `version`, ascending; None: wait.
+    """Numbers of the groups in the batch of `version`, ascending; None: wait.
 
-    With ``bounded``, the finished groups with the nearest deadlines are taken (a group's deadline is its oldest version + S). That
-    leaves enough room for the rest exactly if at most k · groups_per_step of them have their deadline within the next k versions,
-    for each k from 0 to S; otherwise the batch waits for slower groups. Waiting stops where it cannot help, which is so only when
-    versions were skipped.
+    ``bounded`` takes the finished groups with the nearest deadlines; a group's deadline is its oldest version + S. The other groups fit
+    exactly if, for each k from 0 to S, at most k · groups_per_step of them have their deadline within the next k versions. Otherwise the
+    batch waits for slower groups. If waiting cannot help, which happens only after skipped versions, the batch does not wait.
 
     Args:
-        ready: {number: oldest version} of finished groups, none of them stale at `version`.
+        ready: {number: oldest version} of finished groups, none stale at `version`.
         unfinished: {number: oldest version that its running episodes may carry}.
     """
     size, staleness = config.groups_per_step, config.max_staleness
@@ -143,7 +141,7 @@ def _by_deadline(groups: Mapping[int, int], size: int) -> list[int]:
 
 
 def _due(groups: Mapping[int, int], taken: set[int], version: int, staleness: int) -> list[int]:
-    """Number of groups left whose deadline is at most version + k, for k = 0 … staleness."""
+    """For k = 0 … staleness: number of remaining groups whose deadline is at most version + k."""
     deadlines = [oldest + staleness - version for number, oldest in groups.items() if number not in taken]
     return [sum(deadline <= k for deadline in deadlines) for k in range(staleness + 1)]
 
@@ -151,8 +149,8 @@ def _due(groups: Mapping[int, int], taken: set[int], version: int, staleness: in
 def group_seed(run_seed: int, domain: str, number: int) -> int:
     """Seed in [0, 2**30) of a group's initial state: a hash of only (run seed, domain, group number).
 
-    Held-out seeds begin at 2**30 (`embodied_rl.sim.seeding`), so that training never meets them; and a resumed run asks for the same
-    episodes, whatever had finished before.
+    Held-out seeds begin at 2**30 (`embodied_rl.sim.seeding`), so training never meets them. A resumed run requests the same episodes,
+    whichever had finished before.
     """
     digest = hashlib.blake2b(f"group/{run_seed}/{domain}/{number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 2
@@ -160,21 +158,21 @@ def group_seed(run_seed: int, domain: str, number: int) -> int:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One episode to play: what `GroupQueue.next_assignment` hands to the collector, and the collector hands back."""
+    """One episode to play: `GroupQueue.next_assignment` hands it to the collector, which hands it back."""
 
     group: int
-    """Number of the group; the run's randomness of actions may derive from (group, member, attempt)."""
+    """Group number; action randomness may derive from (group, member, attempt)."""
     member: int
-    """0 … group_size + redundancy − 1"""
+    """Index of the episode in its group, 0 … group_size + redundancy − 1."""
     seed: int
-    """Of the reset; the same for all members: they begin in the same state."""
+    """Seed of the reset, equal for all members: they begin in the same state."""
     domain: str
     version: int
-    """Of the weights when it was handed out: none of its action units is older."""
+    """Weight version when the queue handed the assignment out: no action unit is older."""
     attempt: int = 0
-    """How often this member had failed before."""
+    """Number of this member's earlier failures."""
     greedy: bool = False
-    """Played by the policy's mode: the baseline of its group."""
+    """Whether the policy's mode plays the episode, as the baseline of its group."""
 
 
 @dataclass
@@ -186,7 +184,7 @@ class Attempt:
     progressed_s: float
 
     def overdue(self, now_s: float, step_timeout_s: float | None, episode_timeout_s: float | None) -> str | None:
-        """Which limit it has passed; None: neither."""
+        """Name of the time limit that the episode has exceeded; None: neither."""
         if episode_timeout_s is not None and now_s - self.started_s > episode_timeout_s:
             return f"episode longer than {episode_timeout_s:g} s"
         if step_timeout_s is not None and now_s - self.progressed_s > step_timeout_s:
@@ -196,7 +194,7 @@ class Attempt:
 
 @dataclass
 class OpenGroup:
-    """A group that is admitted and not complete."""
+    """Group that is admitted and not complete."""
 
     number: int
     domain: str
@@ -204,14 +202,14 @@ class OpenGroup:
     created_version: int
     running: dict[int, Attempt] = field(default_factory=dict)
     accepted: dict[int, Episode] = field(default_factory=dict)
-    """{member: episode}, in the order of arrival."""
+    """{member: episode} in the order of arrival."""
     num_lost: int = 0
-    """Members without a retry left."""
+    """Number of members without a retry left."""
     greedy: bool = False
-    """Whether member 0 plays the policy's mode, and has its place in the group whichever others finish first."""
+    """Whether member 0 plays the policy's mode and is certain of its place in the group."""
 
     def takes(self, member: int, group_size: int) -> bool:
-        """Whether an episode of this member would still be one of the group's."""
+        """Whether an episode of this member could still join the group."""
         kept = self.greedy and 0 not in self.accepted
         return (kept and member == 0) or len(self.accepted) + kept < group_size
 
@@ -225,18 +223,18 @@ class OpenGroup:
         self.accepted[member] = episode
 
     def complete(self) -> EpisodeGroup:
-        """Episodes in the order of members, so that the order of arrival does not show."""
+        """Group with its episodes in the order of members, so the order of arrival does not show."""
         episodes = tuple(self.accepted[member] for member in sorted(self.accepted))
         return EpisodeGroup(self.number, self.domain, self.seed, self.created_version, episodes)
 
     def oldest_version(self, current: int) -> int:
-        """The oldest version that anything of the group may carry when it is complete."""
+        """Oldest version that any part of the complete group may carry."""
         versions = [episode.oldest_version for episode in self.accepted.values()]
         return min([current, *versions, *(attempt.assignment.version for attempt in self.running.values())])
 
     def cannot_be_as_young_as(self, version: int, config: GroupQueueConfig) -> bool:
-        """Whether the group will contain something older than `version` whatever happens: an accepted episode, or one that runs
-        and is needed, since a running episode has acted with the weights that it was handed out with."""
+        """Whether the group will certainly contain something older than `version`: an accepted episode, or a running episode that is needed
+        and has acted with the weights of its assignment."""
         if any(episode.oldest_version < version for episode in self.accepted.values()):
             return True
         old = [attempt.assignment for attempt in self.running.values() if attempt.assignment.version < version]
@@ -249,21 +247,21 @@ _FORMAT_VERSION = 1
 
 
 class BatchNeverFullError(UserError):
-    """So many groups were rejected, or the trainer waited for so long, that the batch will hardly ever be full."""
+    """The batch will hardly ever fill: too many groups were rejected, or the trainer waited too long."""
 
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """What became of the groups of a run."""
+    """Numbers of a run's groups by outcome."""
 
     admitted: int = 0
     consumed: int = 0
-    """Handed to the trainer."""
+    """Number of groups handed to the trainer."""
     filtered: int = 0
     stale: int = 0
     failed: int = 0
     in_flight: int = 0
-    """Unfinished, or finished and not yet consumed."""
+    """Number of groups that are unfinished, or finished and not yet consumed."""
 
     def figures(self, prefix: str = "groups/") -> dict[str, float]:
         named = {
@@ -282,15 +280,15 @@ class GroupCounts:
 
 @dataclass(frozen=True)
 class EpisodeCounts:
-    """What became of the episodes (attempts) of a run."""
+    """Numbers of a run's episodes (attempts) by outcome."""
 
     started: int = 0
     accepted: int = 0
-    """Finished in time to be part of their group, whatever became of it."""
+    """Number that finished in time to join their group, however the group ended."""
     failed: int = 0
     timed_out: int = 0
     abandoned: int = 0
-    """Not needed any more while they ran: their group was complete without them, or gone."""
+    """Number that became superfluous while they ran: their group was complete without them, or gone."""
     running: int = 0
 
     @property
@@ -300,42 +298,42 @@ class EpisodeCounts:
 
 @dataclass(frozen=True)
 class Share:
-    """What of a run is one worker's, where several divide it: of every `batch` groups each `count`-th, from place `index` on,
-    and of fixed rollouts its slots."""
+    """Part of a run that one of several workers plays: the `index`-th of every `count` groups within each batch of `batch` groups, and its
+    own slots of fixed rollouts."""
 
     index: int = 0
     count: int = 1
     slots_before: int = 0
-    """Of the workers before it."""
+    """Number of slots of the workers before this one."""
     all_slots: int | None = None
-    """Of all workers; None: it has them all."""
+    """Number of slots of all workers; None: this worker has them all."""
     rollout_steps: int | None = None
-    """Of all workers; None: it has them all."""
+    """Rollout steps of all workers; None: this worker has them all."""
     domains: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
-    """{domain: these three numbers}, where there are several."""
+    """{domain: (slots_before, all_slots, rollout_steps)} of a run with several domains."""
     batch: int | None = None
-    """Groups that all workers give for an update."""
+    """Number of groups that all workers together deliver per update."""
 
     def of(self, domain: str) -> Share:
-        """That of a domain's slots."""
+        """This worker's share of a domain's slots."""
         before, whole, steps = self.domains.get(domain, (self.slots_before, self.all_slots, self.rollout_steps))
         return Share(self.index, self.count, before, whole, steps)
 
     def first_from(self, number: int) -> int:
-        """Its first one that is no smaller than `number`."""
+        """Number of this worker's first group that is not smaller than `number`."""
         return next(own for own in range(number, number + (self.batch or self.count)) if self.player_of(own) == self.index)
 
     def player_of(self, number: int) -> int:
-        """The worker that plays a group."""
+        """Index of the worker that plays a group."""
         return number % (self.batch or self.count) % self.count
 
 
 WHOLE = Share()
-"""All groups and slots."""
+"""Share of a worker that plays all groups and slots."""
 
 
 class GroupQueue:
-    """Groups of episodes between the collector and the trainer; see the picture above. Safe to call from several threads."""
+    """Groups of episodes between the collector and the trainer; see the picture at the top of this module. Thread-safe."""
 
     def __init__(
         self,
@@ -350,17 +348,17 @@ class GroupQueue:
     ) -> None:
         """
         Args:
-            seed: the run's; with domain and number, all that a group's seed depends on.
-            filters: from a complete group to the reason why it is dropped, or None (`embodied_rl.algorithms.filters`).
-            greedy: domains where member 0 of each group plays the policy's mode; it is one of the group, whichever others finish first.
-            clock: seconds; only for timeouts.
-            share: which groups are played here; all of them unless others play the rest.
+            seed: the run's seed; a group's seed depends only on it, the domain and the group number.
+            filters: functions from a complete group to a reason to drop it, or None (`embodied_rl.algorithms.filters`).
+            greedy: domains where member 0 of each group plays the policy's mode; it always belongs to the group.
+            clock: returns seconds; only timeouts use it.
+            share: the groups that this worker plays; all by default.
         """
         self.config = config
         self.seed = seed
         self.domains = domains
         self.version = 0
-        """Of the weights that were published last."""
+        """Version of the weights published last."""
         self._filters, self._greedy = tuple(filters), frozenset(greedy)
         self._clock = clock
         self._share = share
@@ -368,23 +366,23 @@ class GroupQueue:
         self._open: dict[int, OpenGroup] = {}
         self._ready: dict[int, EpisodeGroup] = {}
         self._training: list[EpisodeGroup] = []
-        self._waiting: list[tuple[int, int, int]] = []  # heap of (group, member, attempt); entries of groups that are gone stay behind
-        self._redo: list[int] = []  # heap of numbers that were in flight when the state was saved
+        self._waiting: list[tuple[int, int, int]] = []  # heap of (group, member, attempt); entries of groups that are gone remain
+        self._redo: list[int] = []  # heap of group numbers that were in flight when the state was saved
         self._next_number = 0
         self._total = GroupCounts()
         self._by_domain: dict[str, GroupCounts] = {}
         self._episodes = EpisodeCounts()
-        self._reasons: Counter[str] = Counter()  # of rejected groups and of failed episodes since the last batch
-        self._rejected = 0  # groups since the last batch
+        self._reasons: Counter[str] = Counter()  # rejection and failure reasons since the last batch
+        self._rejected = 0  # rejected groups since the last batch
         self._waiting_since_s: float | None = None
 
     # --- the collector's side ----------------------------------------------------------------------------------------
 
     def next_assignment(self, domain: str | None = None) -> Assignment | None:
-        """The next episode to play, of this domain where one is named; None: there is no place now, ask again after anything has changed.
+        """The next episode to play, of `domain` if it is given; None: no place is free, ask again after any change.
 
-        Groups that are admitted come first, by number: retries and members not yet begun. Raises BatchNeverFullError when more groups
-        than allowed were rejected since the last batch.
+        Admitted groups come first, by number: retries and members not yet begun. Raises BatchNeverFullError when more groups than allowed
+        were rejected since the last batch.
         """
         with self._lock:
             while self._waiting and not self._is_wanted(self._waiting[0]):
@@ -405,7 +403,7 @@ class GroupQueue:
             return assignment
 
     def finished(self, assignment: Assignment, episode: Episode) -> bool:
-        """Hand in a whole episode; False when it is not needed any more (`should_stop`). NaN or infinity in it is a failure.
+        """Hand in a whole episode; False if it is no longer needed (`should_stop`). An episode with NaN or infinity counts as failed.
         Raises ValueError: the episode's seed or domain is not the assignment's; UserError: a filter cannot be applied to the group."""
         with self._lock:
             if (episode.seed, episode.domain) != (assignment.seed, assignment.domain):
@@ -428,29 +426,29 @@ class GroupQueue:
             return True
 
     def failed(self, assignment: Assignment, reason: str) -> None:
-        """Give up an episode that could not be finished; it is begun again while retries last, else its group may fail."""
+        """Give up an episode that cannot be finished: retry it while retries last, otherwise its group may fail."""
         with self._lock:
             if not self.should_stop(assignment):
                 self._lose(assignment, "failed", reason)
 
     def progressed(self, assignment: Assignment) -> None:
-        """Note that an episode has moved on by a message; what `step_timeout_s` is measured from."""
+        """Note that an episode has moved on by a message; `step_timeout_s` counts from here."""
         with self._lock:
             if not self.should_stop(assignment):
                 self._open[assignment.group].running[assignment.member].progressed_s = self._clock()
 
     def should_stop(self, assignment: Assignment) -> bool:
-        """Whether an episode is not needed any more: its group is complete, gone or has others for its place, or this attempt was given up
-        or handed in."""
+        """Whether an episode is no longer needed: its group is complete, gone or full without it, or this attempt was given up or handed
+        in."""
         with self._lock:
             group = self._open.get(assignment.group)
             attempt = None if group is None else group.running.get(assignment.member)
             return attempt is None or attempt.assignment != assignment
 
     def tick(self) -> list[Assignment]:
-        """Give up what has timed out, and return it: its slots are to be stopped. Call it every second or so.
+        """Give up episodes that have timed out and return them, so that the collector stops their slots. Call it about every second.
 
-        Raises BatchNeverFullError when the trainer has waited longer than `batch_timeout_s`; the message says for what.
+        Raises BatchNeverFullError when the trainer has waited longer than `batch_timeout_s`; the message names the cause.
         """
         with self._lock:
             now, config = self._clock(), self.config
@@ -462,7 +460,7 @@ class GroupQueue:
             ]
             given_up = []
             for assignment, what in late:
-                # Losing one may end its group, and with it the others of this list.
+                # Losing one episode may end its group, and with it others of this list.
                 if not self.should_stop(assignment):
                     self._lose(assignment, "timed_out", what)
                     given_up.append(assignment)
@@ -476,12 +474,12 @@ class GroupQueue:
     # --- the trainer's side ------------------------------------------------------------------------------------------
 
     def take(self, version: int) -> list[EpisodeGroup] | None:
-        """A full batch of `groups_per_step` groups, ascending by number, to be trained on now; None: wait.
+        """Take a full batch of `groups_per_step` groups for training now, ascending by number; None: wait.
 
-        Everything in it has an age of at most `max_staleness`, measured here; what is older is dropped.
+        Everything in it is at most `max_staleness` versions old, measured here; older groups are dropped.
 
         Raises:
-            ValueError: `version` is not the published one, or the batch before was not published.
+            ValueError: `version` is not the published one, or the previous batch was not published.
             BatchNeverFullError: more groups than allowed were rejected since the last batch.
         """
         with self._lock:
@@ -509,7 +507,7 @@ class GroupQueue:
             return list(self._training)
 
     def published(self, version: int) -> None:
-        """Weights `version` are in the generator: the batch they were trained on frees its places, and all that waits is older now.
+        """Note that the generator has the weights `version`: the batch they were trained on frees its places, and all waiting groups age.
 
         Raises ValueError when versions do not grow.
         """
@@ -523,21 +521,21 @@ class GroupQueue:
     # --- what is going on --------------------------------------------------------------------------------------------
 
     def counts(self) -> GroupCounts:
-        """Over the whole run, resumed ones included."""
+        """Group counts over the whole run, including runs it resumed from."""
         return self._total
 
     def domain_counts(self) -> dict[str, GroupCounts]:
-        """{domain: counts}, of the domains that had a group."""
+        """{domain: group counts} of the domains that had a group."""
         with self._lock:
             return dict(self._by_domain)
 
     def episode_counts(self) -> EpisodeCounts:
-        """Over the whole run, resumed ones included."""
+        """Episode counts over the whole run, including runs it resumed from."""
         return self._episodes
 
     def metrics(self) -> dict[str, float]:
-        """Counts as flat figures: ``groups/<outcome>``, ``groups/<domain>/<outcome>``, ``episodes/<outcome>``, and of now
-        ``groups/ready``, ``groups/held`` and ``groups/age_max`` (of what is ready)."""
+        """Counts as flat figures: ``groups/<outcome>``, ``groups/<domain>/<outcome>``, ``episodes/<outcome>``; and the current
+        ``groups/ready``, ``groups/held`` and ``groups/age_max`` (oldest ready group)."""
         with self._lock:
             figures = {f"groups/{name}": float(value) for name, value in asdict(self._total).items()}
             for domain, counts in sorted(self._by_domain.items()):
@@ -548,12 +546,12 @@ class GroupQueue:
             return figures | {f"groups/{name}": float(value) for name, value in lengths.items()}
 
     def lengths(self) -> dict[str, int]:
-        """Groups of now: ``ready`` wait whole for a batch to take them, ``held`` take up a place (unfinished, ready and training)."""
+        """Current numbers of groups: ``ready`` wait for a batch, ``held`` occupy a place (unfinished, ready and training)."""
         with self._lock:
             return {"ready": len(self._ready), "held": self._num_held}
 
     def describe(self, most: int = 5) -> str:
-        """What the queue is waiting for, in a few sentences: counts, reasons of rejection, and the episodes that run longest."""
+        """Describe in a few sentences what the queue waits for: counts, rejection reasons, and the longest-running episodes."""
         with self._lock:
             now = self._clock()
             running = sorted((a for g in self._open.values() for a in g.running.values()), key=lambda attempt: attempt.started_s)
@@ -568,7 +566,7 @@ class GroupQueue:
             return text
 
     def _history(self, most: int = 3) -> str:
-        """Why groups were rejected, and what became of all of them."""
+        """Describe why groups were rejected, and the outcomes of all groups."""
         total = self._total
         reasons = "; ".join(f"{count} × {reason}" for reason, count in self._reasons.most_common(most))
         return (f"Reasons: {reasons}. " if reasons else "") + (
@@ -579,10 +577,10 @@ class GroupQueue:
     # --- resuming ----------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, settled: bool = False) -> dict[str, Any]:
-        """What resuming needs, JSON-able. Episodes are not in it: groups in flight (and a batch not yet published) are asked for
-        again, with the same numbers and seeds, so that nothing is lost silently.
+        """State for resuming, JSON-able, without episodes: a resumed run requests groups in flight and an unpublished batch again, with the
+        same numbers and seeds, so nothing is lost silently.
 
-        `settled`: count the batch that was taken last as consumed; the caller has it, so that it is not asked for again.
+        `settled`: count the last batch as consumed; the caller has it, so it is not requested again.
         """
         with self._lock:
             training = [] if settled else self._training
@@ -606,7 +604,7 @@ class GroupQueue:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue. Raises IncompatibleCheckpointError when the run's seed or the domains' weights differ: other episodes would follow."""
+        """Restore the state. Raises IncompatibleCheckpointError if the run's seed or domain weights differ: other episodes would follow."""
         with self._lock:
             assert self._next_number == 0, "only a new queue can take up a saved state"
             found = {"format": _FORMAT_VERSION, "seed": self.seed, "weights": dict(self.domains.weights)}
@@ -626,7 +624,7 @@ class GroupQueue:
             self._reasons = Counter(state["reasons"])
 
     def mirror(self, state: Mapping[str, Any]) -> None:
-        """Become the image of a queue elsewhere that gave this `state_dict`; what is in flight there is to be asked for here."""
+        """Copy the state of another process's queue (its `state_dict`); what is in flight there is then requested from this one."""
         with self._lock:
             for part in (self._open, self._ready, self._training, self._waiting):
                 part.clear()
@@ -640,7 +638,7 @@ class GroupQueue:
         return len(self._open) + len(self._ready) + len(self._training)
 
     def _first_of(self, domain: str) -> tuple[int, int, int] | None:
-        """The first (group, member, attempt) of a domain that waits; groups are admitted until there is one, or no place."""
+        """First waiting (group, member, attempt) of a domain; admits groups until there is one, or no free place."""
         while True:
             own = [entry for entry in self._waiting if self._is_wanted(entry) and self._open[entry[0]].domain == domain]
             if own:
@@ -649,12 +647,12 @@ class GroupQueue:
                 return None
 
     def _is_wanted(self, waiting: tuple[int, int, int]) -> bool:
-        """Whether a member that waits can still be one of its group."""
+        """Whether a waiting member can still join its group."""
         group = self._open.get(waiting[0])
         return group is not None and group.takes(waiting[1], self.config.group_size)
 
     def _admit(self) -> bool:
-        """Open the next group, those of a resumed run first; False when there is no place."""
+        """Open the next group, starting with those of a resumed run; False if no place is free."""
         if free_places(self.config, num_held=self._num_held, num_unfinished=len(self._open)) == 0:
             return False
         self._raise_if_hopeless()
@@ -682,7 +680,7 @@ class GroupQueue:
         self._count(group.domain)
 
     def _lose(self, assignment: Assignment, outcome: str, reason: str) -> None:
-        """End one attempt without an episode, and its group with it when too few members are left."""
+        """End one attempt without an episode; its group ends too when too few members are left."""
         group = self._open[assignment.group]
         del group.running[assignment.member]
         self._count_episodes(**{outcome: 1, "running": -1})
@@ -697,7 +695,7 @@ class GroupQueue:
             self._reject(group.number, "failed", f"{group.num_lost} members lost")
 
     def _reject(self, number: int, outcome: str, reason: str) -> None:
-        """End a group that is unfinished or ready: it frees its place."""
+        """End a group that is unfinished or ready, and free its place."""
         if number in self._open:
             opened = self._open.pop(number)
             self._abandon(opened, list(opened.running))
@@ -709,7 +707,7 @@ class GroupQueue:
         self._count(domain, in_flight=-1, **{outcome: 1})
 
     def _drop_stale(self) -> None:
-        """Reject the ready groups that are too old, and the unfinished ones that cannot but become so."""
+        """Reject ready groups that are too old, and unfinished ones that will certainly be."""
         oldest_allowed = self.version - self.config.max_staleness
         stale = [number for number, group in self._ready.items() if group.oldest_version < oldest_allowed]
         stale += [n for n, g in self._open.items() if g.cannot_be_as_young_as(oldest_allowed, self.config)]
@@ -753,6 +751,6 @@ def _plus(counts: _Counts, *changes: Mapping[str, int]) -> _Counts:
 
 
 def _first_line(text: str, most: int = 120) -> str:
-    """So that reasons with tracebacks or addresses stay readable."""
+    """First line of a reason, cut to `most` characters, so that tracebacks and addresses stay readable."""
     line = (text.strip().splitlines() or ["(no reason given)"])[0]
     return line if len(line) <= most else line[: most - 1] + "…"

@@ -1,11 +1,11 @@
 """Initialized sampling: groups that start from a snapshot inside an expert's or an earlier episode (IPA; ROME, Wang et al. 2025).
 
-Where success is so rare that ordinary episodes teach nothing, an episode that begins shortly before a known success teaches its last
-part; and once that is learned, one that begins a little earlier (Salimans & Chen 2018, arXiv:1812.03381, for demonstrations).
+If success is so rare that ordinary episodes teach nothing, an episode that begins shortly before a known success teaches its last part.
+Once that part is learned, episodes begin a little earlier (Salimans & Chen 2018, arXiv:1812.03381, for demonstrations).
 
-`StartLibrary` holds the source episodes and says where each group starts. What it has learned from a group counts from the next
-publication of weights on, so that the start of group n is a function of (run seed, n, the library's state at a publication), whatever
-the order in which episodes arrive; and groups in flight keep their start in a checkpoint.
+`StartLibrary` holds the source episodes and decides where each group starts. It applies the outcomes of a group at the next publication of
+weights. So the start of group n is a function of (run seed, n, the library's state at a publication), whatever the order in which episodes
+arrive; groups in flight keep their start in a checkpoint.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from embodied_rl.types import ActionSpec, EpisodeSummary, StepBatch
 
 @dataclass(frozen=True, eq=False)
 class SourceEpisode:
-    """An episode of T messages, up to its first success, inside which others may start: an expert's, or a run's own.
+    """Episode of T messages, up to its first success, inside which others may start: an expert's, or one of the run.
 
-    Kept are its seed and its messages, which say where it was after each of them as long as the simulator is deterministic; and, where
-    the simulator saves its state, the states that were recorded on the way. Both become a `Snapshot`, for simulators and text
-    environments alike.
+    It keeps its seed and messages, which reproduce every point of it in a deterministic simulator, and the recorded states if the simulator
+    saves its state. Both make a `Snapshot`, for simulators and text environments alike.
     """
 
     origin: Literal["expert", "own"]
@@ -49,22 +48,22 @@ class SourceEpisode:
     episode_return: float
     success: bool
     states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """{messages before it: base of a `Snapshot`} where the simulator's state was recorded."""
+    """{messages before it: base of a `Snapshot`} for the recorded simulator states."""
     seen: Mapping[int, Mapping[str, Any]] = field(default_factory=dict, repr=False)
-    """{messages before it: observation} that a replay is compared with; not saved."""
+    """{messages before it: observation} to compare a replay with; not saved."""
     said: tuple[tuple[str, np.ndarray | None], ...] = ()
-    """[T] of a language agent, what it was shown before each message and the tokens of its answer, which a conversation is made of; None: a
-    scripted player's, which the message says."""
+    """[T] for a language agent: (text shown before a message, tokens of the answer), from which a conversation is rebuilt; tokens None: a
+    scripted player's answer, which is the message itself."""
     pictures: tuple[tuple[np.ndarray, ...], ...] = field(default=(), repr=False)
-    """[T] of a language agent that sees, the pictures that it was shown with each of them."""
+    """[T] for a language agent with vision: pictures shown before each message."""
 
     @property
     def num_messages(self) -> int:
-        """T"""
+        """Number of messages, T."""
         return len(self.actions)
 
     def snapshot(self, step: int, *, task: str, chunk_size: int = 1) -> Snapshot:
-        """The episode as it was after `step` messages: from the last recorded state before it, or from its seed, and the messages since.
+        """Snapshot after `step` messages: the last recorded state before it, or the seed, and the messages since.
 
         Raises ValueError for a step outside 0 … T - 1.
         """
@@ -84,31 +83,31 @@ class SourceEpisode:
         )
 
     def to_text(self) -> str:
-        """For JSON: the snapshot format in base 64."""
+        """Text for JSON: the snapshot format in base 64."""
         tree = {name: value for name, value in vars(self).items() if name != "seen"}
         tree["states"] = {step: dict(state) for step, state in self.states.items()}
         return base64.b64encode(encode_state(tree)).decode("ascii")
 
     @staticmethod
     def from_text(text: str) -> SourceEpisode:
-        """The inverse of `to_text`. Raises SnapshotError for anything else."""
+        """Inverse of `to_text`. Raises SnapshotError for any other text."""
         return SourceEpisode(**decode_state(base64.b64decode(text)))
 
 
 def record_expert(
     manager: Simulators, make_expert: Callable[[], Expert], seeds: Sequence[int], *, every: int, picture_keys: Sequence[str] = ()
 ) -> tuple[list[SourceEpisode], int]:
-    """Let an expert play each of these seeds, in as many slots as there are, and record it.
+    """Let an expert play each of these seeds, in all slots, and record it.
 
     Args:
-        manager: made with ``autoreset=False``; what its slots were doing is lost.
-        make_expert: called once an episode, so that an expert may remember; `shown_expert` where the simulator's own process has one.
-        every: messages between recorded states, where the simulator has such.
+        manager: manager with ``autoreset=False``; its running episodes are lost.
+        make_expert: called once per episode, so that an expert may have memory; `shown_expert` if the simulator's own process has one.
+        every: messages between recorded states, if the simulator saves its state.
         picture_keys: parts of an observation that a language agent sees.
 
     Returns:
-        The episodes, whether they succeeded or not, in the order of seeds (one that its simulator gave up is missing), and the number
-        of messages that were played.
+        The episodes, successful or not, in the order of seeds (without those that the simulator gave up), and the number of messages
+        played.
     """
     found: list[SourceEpisode] = []
     num_messages = 0
@@ -136,7 +135,7 @@ def record_expert(
 
 
 def shown_expert() -> Expert:
-    """Does what an `instrumented` simulator's expert says; made once an episode, as any other."""
+    """Expert that plays what an `instrumented` simulator's own expert shows; called once per episode, like any other."""
     return lambda observation: observation[EXPERT]
 
 
@@ -144,7 +143,7 @@ class _Recorder:
     """One episode of an expert."""
 
     def __init__(self, expert: Expert, seed: int, action: ActionSpec, picture_keys: Sequence[str], *, chunks: bool) -> None:
-        """`chunks`: the manager's messages are chunks, of which the expert's have one step."""
+        """`chunks`: the manager's messages are chunks; the expert's chunks have one step."""
         self._picture_keys = picture_keys
         self._expert, self._seed, self._action, self._chunks = expert, seed, action, chunks
         self.actions: list[Any] = []
@@ -165,11 +164,11 @@ class _Recorder:
         return self.actions[-1]
 
     def is_due(self, every: int) -> bool:
-        """Whether the state is to be recorded now; after the first success there is nothing left to start for."""
+        """Whether to record the state now; after the first success no episode can start."""
         return self._success_at is None and len(self.actions) % every == 0
 
     def took(self, batch: StepBatch, row: int) -> bool:
-        """Note what came of the action; whether the episode is over."""
+        """Note the outcome of the action; return whether the episode is over."""
         if batch.aborted is not None and batch.aborted[row]:
             return True
         if self._success_at is None and batch.success[row]:
@@ -198,14 +197,14 @@ def _rows(batch: StepBatch) -> dict[int, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ChunkEffect:
-    """What a chunk of an episode adds to the chance of success."""
+    """Effect of one chunk of an episode on the chance of success."""
 
     first: int
-    """Messages of the episode before the chunk."""
+    """Number of messages before the chunk."""
     stop: int
-    """Messages of the episode up to and with the chunk."""
+    """Number of messages up to and including the chunk."""
     effect: float
-    """Success rate after it minus that before it, in [-1, 1]."""
+    """Success rate after the chunk minus that before it, in [-1, 1]."""
     low: float
     """Lower end of the effect's confidence interval."""
     high: float
@@ -213,11 +212,11 @@ class ChunkEffect:
 
 
 def success_difference(before: tuple[int, int], after: tuple[int, int], *, confidence: float = 0.95) -> tuple[float, float, float]:
-    """Difference of two success rates: (estimate, low, high); low = d - √((p₁ - l₁)² + (u₂ - p₂)²) and high likewise, 1 being after.
+    """Difference of two success rates: (estimate, low, high); low = d - √((p₁ - l₁)² + (u₂ - p₂)²), high likewise; index 1 is after.
 
     Args:
         before, after: (successes, episodes), at least one episode each.
-        confidence: coverage aimed at, between 0 and 1.
+        confidence: nominal coverage, between 0 and 1.
 
     Raises ValueError: no episodes, impossible counts, or a confidence out of range.
     """
@@ -235,14 +234,14 @@ def success_difference(before: tuple[int, int], after: tuple[int, int], *, confi
 def chunk_effects(
     outcomes: Mapping[int, tuple[int, int]], *, min_episodes: int = 8, effect: float = 0.3, confidence: float = 0.95
 ) -> list[ChunkEffect]:
-    """The chunks between neighbouring starts of one episode that were played from often enough, ascending.
+    """Effects of the chunks between neighbouring starts of one episode that have enough episodes, ascending.
 
-    A chunk is crucial when success after it exceeds that before it by at least `effect` (well above), and the interval of the
-    difference lies above 0 (surely above).
+    A chunk is crucial if success after it exceeds success before it by at least `effect`, and the confidence interval of the difference
+    lies above 0.
 
     Args:
         outcomes: {messages before the start: (successes, episodes)}.
-        min_episodes: from both starts, for a chunk to be judged at all.
+        min_episodes: episodes needed from both starts to judge a chunk.
 
     Raises ValueError: see `success_difference`.
     """
@@ -256,103 +255,103 @@ def chunk_effects(
 
 _FORMAT_VERSION = 1
 _WINDOW = 64
-"""Latest outcomes from a start that its success rate is taken over: the policy changes."""
+"""Number of latest outcomes in a start's success rate; older ones belong to an older policy."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where the episodes of a group start."""
+    """Start of a group's episodes inside a source episode."""
 
     source: int
     """Key of the source episode in the library."""
     step: int
-    """Messages of it that come before."""
+    """Number of its messages before the start."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one episode: an entry of the library's record until its group is done with."""
+    """Outcome of one episode, kept by the library until its group is done."""
 
     group: int
     member: int
     start: Start | None
     success: bool
     candidate: SourceEpisode | None
-    """The whole episode, should others start in it."""
+    """The whole episode, if others may start in it."""
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a library learned at a publication: its copies elsewhere stay the same by learning the same."""
+    """Outcomes that a library applied at a publication; copies elsewhere apply the same and stay equal."""
 
     done: list[Outcome]
-    """Of the groups that were done with, by group and member."""
+    """Outcomes of the finished groups, by group and member."""
     held: list[int]
-    """Sources in which episodes of other groups are running."""
+    """Keys of the sources in which episodes of other groups run."""
 
 
 @dataclass
 class TrackedSource:
-    """A source episode, and what came of the episodes that started in it."""
+    """A source episode, with the outcomes of episodes that started in it."""
 
     source: SourceEpisode
     position: int
-    """rollback: messages before the present start; 0: rolled back to its beginning, and of no more use."""
+    """rollback: messages before the current start; 0: rolled back to its beginning, so no longer used."""
     outcomes: dict[int, deque[bool]] = field(default_factory=dict)
     """{messages before the start: latest outcomes}"""
     since_moved: deque[bool] = field(default_factory=deque)
-    """rollback: latest outcomes from the present start."""
+    """rollback: latest outcomes from the current start."""
 
     def counts(self) -> dict[int, tuple[int, int]]:
-        """{messages before the start: (successes, episodes)}, of the latest ones."""
+        """{messages before the start: (successes, episodes)} of the latest outcomes."""
         return {step: (sum(outcomes), len(outcomes)) for step, outcomes in sorted(self.outcomes.items())}
 
 
 @dataclass
 class ReplayFigures:
-    """What it took to come to the starts, and whether they were the same again."""
+    """Cost of replaying to the starts, and whether the replays matched."""
 
     num_messages: int = 0
-    """Played again; they are in no other count of steps."""
+    """Number of replayed messages; no other count of steps includes them."""
     num_mismatches: int = 0
-    """Starts where something else was seen than before: the simulator depends on more than its seed and actions."""
+    """Number of starts with another observation than before: the simulator depends on more than its seed and actions."""
     max_drift: float = 0.0
     """Largest finite difference of an observation."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came about in a copy since its last report."""
+    """Changes in a copy since its last report."""
 
     outcomes: list[Outcome]
     assigned: dict[int, Start | None]
-    """Of all groups that have a start there."""
+    """{group: start} of all groups that have a start there."""
     replay: ReplayFigures
 
 
 class StartLibrary:
-    """Source episodes, what is known about starting in them, and which start each group gets.
+    """Source episodes, the outcomes of starts inside them, and each group's start.
 
-    Rollout workers elsewhere play by copies, which `report` to the library beside the trainer and `learn` what it committed.
+    Rollout workers elsewhere use copies, which `report` to the trainer's library and `learn` what it committed.
     """
 
     def __init__(self, config: InitializedConfig, *, seed: int) -> None:
-        """`seed`: the run's."""
+        """`seed`: the run's seed."""
         self.config, self.seed = config, seed
         self.sources: dict[int, TrackedSource] = {}
         self.num_expert_messages = 0
-        """Played by the expert; they are in no other count of steps."""
+        """Number of messages that the expert played; no other count of steps includes them."""
         self.replay = ReplayFigures()
         self._next_key = 0
         self._retired: dict[int, TrackedSource] = {}
-        """Of a copy: sources that are gone, and that a running episode began in."""
+        """Removed sources in which an episode of this copy still runs."""
         self._assigned: dict[int, Start | None] = {}
         self._outcomes: list[Outcome] = []
 
     # --- which start -------------------------------------------------------------------------------------------------
 
     def start_of(self, group: int) -> Start | None:
-        """Where a group starts, the same for all its members and retries; None: ordinarily, from its own seed."""
+        """Start of a group, the same for all its members and retries; None: an ordinary start from its own seed."""
         if group not in self._assigned:
             self._assigned[group] = self._choose(group)
         return self._assigned[group]
@@ -366,7 +365,7 @@ class StartLibrary:
         return Start(key, steps[int(self._uniform(group, "start") * len(steps))])
 
     def starts_of(self, tracked: TrackedSource) -> list[int]:
-        """Messages before each start that a group may get now; none when the episode is of no more use."""
+        """Messages before each start that a group may get now; empty if the episode is no longer used."""
         steps = self.boundaries(tracked.source)
         if self.config.mode == "rollback":
             return [tracked.position] if tracked.position > 0 else []
@@ -380,32 +379,32 @@ class StartLibrary:
         return steps
 
     def boundaries(self, source: SourceEpisode) -> list[int]:
-        """Places between the chunks of an episode, its beginning left out: that is where ordinary episodes start."""
+        """Message counts between the chunks of an episode, without its beginning, where ordinary episodes start."""
         return list(range(self.config.chunk_steps, source.num_messages, self.config.chunk_steps))
 
     def effects(self, tracked: TrackedSource) -> list[ChunkEffect]:
-        """What each chunk of an episode adds to the chance of success, as far as it is known."""
+        """Known effect of each chunk of an episode on the chance of success."""
         return chunk_effects(tracked.counts(), min_episodes=self.config.min_episodes, effect=self.config.crucial_effect)
 
     def _uniform(self, group: int, purpose: str) -> float:
-        """In [0, 1): a hash of only (run seed, group, purpose)."""
+        """Number in [0, 1): a hash of only (run seed, group, purpose)."""
         digest = hashlib.blake2b(f"start/{self.seed}/{group}/{purpose}".encode(), digest_size=8).digest()
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
     # --- what came of it ---------------------------------------------------------------------------------------------
 
     def add(self, sources: Sequence[SourceEpisode], *, num_messages: int = 0) -> None:
-        """Take in an expert's episodes, which stay; `num_messages`: what it took to play them."""
+        """Add an expert's episodes, which stay; `num_messages`: messages that the expert played for them."""
         self.num_expert_messages += num_messages
         for source in sources:
             self._insert(source)
 
     def is_success(self, success: bool, episode_return: float) -> bool:
-        """Whether a whole episode counts as successful: as the simulator says, or by its return."""
+        """Whether a whole episode counts as successful, by the simulator's success or by its return."""
         return success if self.config.success_return is None else episode_return >= self.config.success_return
 
     def wants(self, success: bool) -> bool:
-        """Whether an own episode may become a source."""
+        """Whether an episode of the run may become a source."""
         return "best" in self.config.sources or ("success" in self.config.sources and success)
 
     def source_of(self, start: Start) -> SourceEpisode:
@@ -423,13 +422,13 @@ class StartLibrary:
         said: Sequence[tuple[str, np.ndarray | None]] = (),
         pictures: Sequence[tuple[np.ndarray, ...]] = (),
     ) -> None:
-        """Note what came of an episode; it counts once its group is done with.
+        """Note the outcome of an episode; the library applies it when its group is done.
 
         Args:
-            summary: of the whole, what came before the start included; None: it was given up before its end, without success.
+            summary: summary of the whole episode, including what came before the start; None: given up before its end, without success.
             given: messages since the start, up to the first success.
-            seen: {messages since the start: observation before the next one}.
-            said, pictures: of a language agent, beside `given`; see `SourceEpisode`.
+            seen: {messages since the start: observation before the next message}.
+            said, pictures: a language agent's, for each of `given`; see `SourceEpisode`.
         """
         success, candidate = False, None
         if summary is not None:
@@ -454,12 +453,12 @@ class StartLibrary:
         self.finished(Outcome(whose.group, whose.member, start, success, candidate))
 
     def finished(self, outcome: Outcome) -> None:
-        """Note what came of an episode; it counts once its group is done with (`commit`)."""
+        """Note the outcome of an episode; the library applies it when its group is done (`commit`)."""
         self._outcomes.append(outcome)
 
     def commit(self, in_flight: Collection[int] | None = None) -> Lesson:
-        """Learn from the groups that are done with, whatever became of them: all whose number is not in `in_flight`; None: all that have
-        an outcome, where each episode has a number to itself."""
+        """Learn from the groups that are done, however they ended: all whose number is not in `in_flight`. None: all that have an outcome,
+        for episodes with a number of their own."""
         waiting = self._assigned.keys() - {one.group for one in self._outcomes} if in_flight is None else set(in_flight)
         done = sorted((one for one in self._outcomes if one.group not in waiting), key=lambda one: (one.group, one.member))
         self._outcomes = [one for one in self._outcomes if one.group in waiting]
@@ -468,7 +467,7 @@ class StartLibrary:
         return lesson
 
     def learn(self, lesson: Lesson, in_flight: Collection[int] | None = None) -> None:
-        """What another copy committed; `in_flight`: the groups that are played here, see `commit`."""
+        """Apply a lesson that another copy committed; `in_flight`: the groups played here, see `commit`."""
         if in_flight is None:
             in_flight = self._assigned.keys() - {one.group for one in (*self._outcomes, *lesson.done)}
         self._assigned = {group: start for group, start in self._assigned.items() if group in in_flight}
@@ -486,17 +485,17 @@ class StartLibrary:
         self._retired = {key: tracked for key, tracked in self._retired.items() if key in used}
 
     def _used(self, groups: Collection[int]) -> set[int]:
-        """The sources in which these groups start."""
+        """Keys of the sources in which these groups start."""
         return {start.source for group, start in self._assigned.items() if start is not None and group in groups}
 
     def report(self) -> Report:
-        """What came about since the last call: `take_in` of the library beside the trainer takes it."""
+        """Changes since the last call, for `take_in` of the trainer's library."""
         found = Report(self._outcomes, dict(self._assigned), self.replay)
         self._outcomes, self.replay = [], ReplayFigures()
         return found
 
     def take_in(self, report: Report) -> None:
-        """What a copy reports."""
+        """Add the changes that a copy reports."""
         self._outcomes += report.outcomes
         self._assigned |= report.assigned
         self.replay.num_messages += report.replay.num_messages
@@ -504,12 +503,12 @@ class StartLibrary:
         self.replay.max_drift = max(self.replay.max_drift, report.replay.max_drift)
 
     def goes_on(self, assigned: Mapping[int, Start | None]) -> None:
-        """These episodes run, and no others: what the others were is forgotten, with their starts."""
+        """Keep only these running episodes; forget the outcomes and starts of all others."""
         self._outcomes.clear()
         self._assigned = dict(assigned)
 
     def discard(self) -> None:
-        """Forget episodes of groups that are not done with: they are played again. Their starts stay."""
+        """Forget episodes of unfinished groups: they are played again. Their starts stay."""
         self._outcomes.clear()
 
     def _count(self, tracked: TrackedSource, step: int, success: bool) -> None:
@@ -518,7 +517,7 @@ class StartLibrary:
             tracked.since_moved.append(success)
 
     def _roll_back(self, tracked: TrackedSource) -> None:
-        """Move the start back by a chunk where its latest `min_episodes` episodes (or a whole update's, if more) succeed often enough."""
+        """Move the start back by a chunk if its latest episodes (`min_episodes`, or more since the last update) succeed often enough."""
         latest = tracked.since_moved
         if tracked.position > 0 and len(latest) >= self.config.min_episodes:
             if sum(latest) >= self.config.threshold * len(latest):
@@ -526,7 +525,7 @@ class StartLibrary:
             latest.clear()
 
     def _offer(self, source: SourceEpisode, held: Collection[int]) -> None:
-        """Take an own episode in where there is room, or where it is better than one that is there and not `held`."""
+        """Add an episode of the run if there is room, or if it is better than one that is not `held`."""
         own = {key: one for key, one in self.sources.items() if one.source.origin == "own" and key not in held}
         if not self.boundaries(source) or any(self.sources[key].source.seed == source.seed for key in held):
             return
@@ -545,7 +544,7 @@ class StartLibrary:
         self._insert(source)
 
     def _rank(self, tracked: TrackedSource) -> tuple[float, ...]:
-        """Of sources of one's own: those that are of no more use go first; without "best", one that is in use is not given up."""
+        """Rank of the run's own sources: unused ones are dropped first; without "best", a source in use is never dropped."""
         if not self.starts_of(tracked):
             return (-np.inf,)
         return _merit(tracked.source) if "best" in self.config.sources else (np.inf,)
@@ -558,8 +557,8 @@ class StartLibrary:
     # --- what is going on --------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """``initialized/…``: sources, those rolled back to their beginning, mean position (messages before the start over messages,
-        0: the beginning), crucial chunks, and ``success_from_0.3``: success rate from starts in that tenth of an episode."""
+        """``initialized/…``: sources, those rolled back to their beginning, mean position (messages before the start over messages, 0: the
+        beginning), crucial chunks, and ``success_from_0.3``: success rate of starts in that tenth of an episode."""
         tracked = list(self.sources.values())
         figures = {"sources": float(len(tracked)), "expert_messages": float(self.num_expert_messages)}
         figures |= {"replayed_messages": float(self.replay.num_messages), "mismatched_starts": float(self.replay.num_mismatches)}
@@ -580,7 +579,7 @@ class StartLibrary:
     # --- resuming ----------------------------------------------------------------------------------------------------
 
     def state_dict(self, in_flight: Collection[int]) -> dict[str, Any]:
-        """What resuming needs, JSON-able; `in_flight`: the groups that will be played again, from the same starts."""
+        """State for resuming, JSON-able; `in_flight`: the groups that will be played again, from the same starts."""
         found = {number: start for number in sorted(in_flight) if (start := self._assigned.get(number)) is not None}
         assigned = {number: start for number, start in found.items() if start.source in self.sources}
         return {
@@ -605,7 +604,7 @@ class StartLibrary:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue. Raises IncompatibleCheckpointError where the run's seed or the length of chunks differs: other starts would follow."""
+        """Restore the state. Raises IncompatibleCheckpointError if the run's seed or chunk length differs: other starts would follow."""
         for name, value in {"format": _FORMAT_VERSION, "seed": self.seed, "chunk_steps": self.config.chunk_steps}.items():
             if state[name] != value:
                 raise IncompatibleCheckpointError(
@@ -629,7 +628,7 @@ class StartLibrary:
 
 
 def _merit(source: SourceEpisode) -> tuple[float, ...]:
-    """Higher returns first, shorter episodes among equals."""
+    """Sort key: higher returns first, then shorter episodes."""
     return (source.episode_return, -source.num_messages)
 
 
@@ -643,15 +642,14 @@ def _from_bits(bits: str, most: int | None) -> deque[bool]:
 
 _MAX_KEPT = 256
 _MAX_DRIFT = 1e-3
-"""Largest difference of an observation after a replay from the one before that counts as the same start."""
+"""Largest difference of an observation between replay and original that counts as the same start."""
 
 
 class SnapshotCache:
-    """Restores slots, and keeps the snapshots of starts that were come to once.
+    """Restores slots to starts, and keeps the snapshots of starts that were reached once.
 
-    The first member that starts at a place is brought there from the nearest recorded state, or from the seed, by playing the
-    messages since; then its own snapshot serves the others, so that where a simulator saves its state nothing is played twice and
-    all members start in the same bits.
+    For the first member, the cache restores the nearest recorded state, or the seed, and plays the messages since. If the simulator saves
+    its state, that member's snapshot then serves the others: nothing is played twice, and all members start bit-identical.
     """
 
     def __init__(self, manager: Simulators, library: StartLibrary) -> None:
@@ -659,13 +657,13 @@ class SnapshotCache:
         self._kept: dict[Start, Snapshot] = {}
 
     def restore(self, wanted: Mapping[int, Start], streams: Mapping[int, SeedStream] | None = None) -> dict[int, dict[str, Any]]:
-        """Take up the start of each slot, and return what is seen there: {slot: {key: value}}.
+        """Restore each slot to its start; return {slot: {key: observation}}.
 
-        `streams`: of a slot whose simulator begins further episodes by itself: its seeds, the first of which is the source's.
+        `streams`: seeds of slots whose simulators begin further episodes automatically; the first seed is the source's.
 
-        Steps in flight in other slots finish first (they stay ready to be received): with asynchronous collection this waits for
-        the slowest of them, once for all the slots that are restored together.
-        Raises SimFault: see EnvManager; a simulator whose episodes end earlier when they are played again is one.
+        Steps in flight in other slots finish first (they stay ready to be received), so asynchronous collection waits for the slowest of
+        them, once for all slots restored together.
+        Raises SimFault: see EnvManager; also raised if an episode ends earlier in the replay.
         """
         first: dict[Start, int] = {}
         for slot, start in sorted(wanted.items()):
@@ -680,7 +678,7 @@ class SnapshotCache:
         return seen
 
     def clear(self) -> None:
-        """Forget the snapshots; a run that is resumed has none either."""
+        """Forget the snapshots; a resumed run has none either."""
         self._kept.clear()
 
     def _take_up(self, slots: Sequence[int], wanted: Mapping[int, Start], streams: Mapping[int, SeedStream]) -> dict[int, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A language model that scores episodes, behind any server that speaks OpenAI's chat completions."""
+"""A language model that scores episodes, served by any OpenAI-compatible chat completions server."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _FIELDS = ("domain", "episode", "length", "return_", "outcome", "info")
 
 
 class OpenAIJudge:
-    """Called with an episode, returns what the model thinks of it: for ``hybrid.reward_worker.target``.
+    """Callable from an episode to the model's score, for ``hybrid.reward_worker.target``.
 
-    The last number of the model's answer counts, moved from [lowest, highest] to [0, 1] and multiplied by `scale`.
+    The last number in the model's answer is mapped from [lowest, highest] to [0, 1] and multiplied by `scale`.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class OpenAIJudge:
         """
         Args:
             base_url: such as ``http://127.0.0.1:8000/v1``.
-            prompt: may name {domain}, {episode}, {length}, {return_}, {outcome}, {info}.
-            api_key_env: the environment variable that holds the key; without one, none is sent.
+            prompt: template that may use {domain}, {episode}, {length}, {return_}, {outcome}, {info}.
+            api_key_env: environment variable with the key; if it is unset, no key is sent.
 
-        Raises UserError: the address or the prompt cannot be used, or the range is empty.
+        Raises UserError: the address or the prompt is invalid, or the range is empty.
         """
         names = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
         if wrong := sorted(names - set(_FIELDS)):
@@ -60,7 +60,7 @@ class OpenAIJudge:
         self._model = OpenAIOpponent(base_url, model, api_key_env, temperature, max_tokens, timeout_s)
 
     def __call__(self, episode: Episode) -> float:
-        """Ask. Raises ConnectionError when the server does not answer, ValueError when its answer holds no number of the range."""
+        """Score an episode. Raises ConnectionError if the server does not answer, ValueError if the answer has no number in the range."""
         answer = self._model.act(self.question(episode))
         numbers = _NUMBER.findall(answer)
         if not numbers:
@@ -71,7 +71,7 @@ class OpenAIJudge:
         return self._scale * (value - self._lowest) / (self._highest - self._lowest)
 
     def question(self, episode: Episode) -> str:
-        """What the model is asked."""
+        """The model's prompt for an episode."""
         return self._prompt.format(
             domain=episode.domain,
             episode=transcript(episode),
@@ -83,7 +83,7 @@ class OpenAIJudge:
 
 
 def transcript(episode: Episode) -> str:
-    """An episode's texts, message by message; of a robot's, whose parts are arrays, the reward of each message."""
+    """An episode's texts, message by message; for a robot, whose observations are arrays, the reward of each message."""
     parts = [key for key, values in episode.observation.items() if values.dtype == object]
     lines = []
     for step in range(episode.num_messages):

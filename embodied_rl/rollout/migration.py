@@ -1,6 +1,6 @@
-"""Episodes that change places while they run: simulators' slots by snapshots, answers of a language model by their first tokens.
+"""Migration of running episodes: simulator slots move by snapshots, answers of a language model by their first tokens.
 
-Both kinds of host are what `hybrid.multiplex.Multiplexer` moves episodes between; the two rooms do not know each other.
+`hybrid.multiplex.Multiplexer` moves episodes between both kinds of host; neither module imports the other.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _ABORT_TIMEOUT_S = 60.0
 
 
 class SimHost:
-    """Episodes in the slots of one manager.
+    """Host of the episodes in the slots of one manager.
 
-    An episode is movable while it waits for its action; one whose step is in flight becomes so when it was received. Of a manager with
-    ``autoreset`` what moves is a slot's whole row of episodes: the snapshot has the seeds of those that follow.
+    An episode is movable while it waits for its action; a step in flight must be received first. With ``autoreset``, a slot's whole
+    sequence of episodes moves: the snapshot contains the seeds of those that follow.
     """
 
     def __init__(self, manager: Simulators, slots: Sequence[int] | None = None) -> None:
-        """`slots`: those of the manager that belong to this host; None: all of them. Hosts may share a manager.
-        Raises UserError: the simulator's episodes cannot be saved."""
+        """`slots`: the manager's slots that belong to this host; None: all. Hosts may share a manager.
+        Raises UserError: the simulator cannot save its episodes."""
         if manager.spec.snapshots == "none":
             raise UserError(f"Episodes of task '{manager.spec.task}' cannot be moved: the simulator cannot save them (snapshots='none').")
         self.manager = manager
@@ -45,29 +45,29 @@ class SimHost:
 
     @property
     def capacity(self) -> int:
-        """Slots."""
+        """Number of slots."""
         return len(self._own)
 
     @property
     def running(self) -> Collection[Key]:
-        """Episodes that have a slot here."""
+        """Keys of the episodes that have a slot here."""
         return self._slots.keys()
 
     @property
     def num_in_flight(self) -> int:
-        """Slots that were sent something and not received."""
+        """Number of slots with a step in flight."""
         return len(self._in_flight)
 
     def adopt(self, key: Key) -> int:
-        """Take over what the manager began or restored in the first free slot, where it waits for its action; that slot."""
+        """Assign the first free slot, where the manager has begun or restored it, to an episode; return the slot."""
         return self._occupy(key)
 
     def slot_of(self, key: Key) -> int:
-        """The manager's slot in which an episode is played here."""
+        """The manager's slot that plays an episode of this host."""
         return self._slots[key]
 
     def begin(self, key: Key, seed: int) -> None:
-        """Start a new episode in a free slot; `recv` hands its first observation out. Raises ValueError when all slots are taken."""
+        """Start a new episode in a free slot; `recv` returns its first observation. Raises ValueError when all slots are taken."""
         slot = self._occupy(key)
         self.manager.begin([slot], [seed])
         self._in_flight.add(slot)
@@ -78,18 +78,18 @@ class SimHost:
         self.manager.send(slots, actions)
 
     def recv(self, *, min_ready: int = 1, timeout_s: float | None = None) -> tuple[list[Key], StepBatch]:
-        """Steps that have come back (at least `min_ready`), a key for each row. Raises ValueError when nothing is in flight."""
+        """Receive at least `min_ready` finished steps, with a key for each row. Raises ValueError when nothing is in flight."""
         batch = self.manager.recv(min_ready=min_ready, timeout_s=timeout_s)
         return self.received([int(slot) for slot in batch.slots]), batch
 
     def sending(self, keys: Sequence[Key]) -> list[int]:
-        """The slots of these episodes, which now count as in flight. For a caller that sends to the manager for several hosts at once."""
+        """Mark these episodes as in flight and return their slots. For a caller that sends to the manager for several hosts at once."""
         slots = [self._slots[key] for key in keys]
         self._in_flight.update(slots)
         return slots
 
     def received(self, slots: Sequence[int]) -> list[Key]:
-        """The keys of this host's slots, which have come back. For a caller that receives from the manager for several hosts at once."""
+        """Mark this host's slots as received and return their keys. For a caller that receives from the manager for several hosts."""
         self._in_flight.difference_update(slots)
         return [self._keys[slot] for slot in slots]
 
@@ -99,7 +99,7 @@ class SimHost:
         return arrived
 
     def end(self, key: Key) -> None:
-        """The episode is over: its slot is free."""
+        """End an episode and free its slot."""
         self._vacate(key)
 
     def discard(self) -> None:
@@ -113,11 +113,11 @@ class SimHost:
     # ---- Host -------------------------------------------------------------------------------------------------------
 
     def movable(self) -> Collection[Key]:
-        """Episodes that wait for an action."""
+        """Keys of the episodes that wait for an action."""
         return [key for key, slot in self._slots.items() if slot not in self._in_flight]
 
     def take(self, keys: Sequence[Key]) -> dict[Key, Snapshot]:
-        """Snapshots of these episodes, whose slots are free then. Raises ValueError for one whose step is in flight."""
+        """Take snapshots of these episodes and free their slots. Raises ValueError for an episode whose step is in flight."""
         slots = [self._slots[key] for key in keys]
         if busy := [key for key, slot in zip(keys, slots, strict=True) if slot in self._in_flight]:
             raise ValueError(f"Episodes {busy} have a step in flight: receive it first.")
@@ -127,7 +127,7 @@ class SimHost:
         return dict(zip(keys, snapshots, strict=True))
 
     def give(self, states: Mapping[Key, Snapshot]) -> None:
-        """Take episodes up in free slots; `arrived` hands their observations out. Steps in flight here are not disturbed."""
+        """Restore episodes in free slots; `arrived` returns their observations. Steps in flight here are not disturbed."""
         slots = [self._occupy(key) for key in states]
         batch = self.manager.restore(slots, list(states.values()))
         rows = {int(slot): row for row, slot in enumerate(batch.slots)}
@@ -157,17 +157,17 @@ class PartialAnswer:
     """A request and the n tokens that were sampled for it so far."""
 
     request: GenerationRequest
-    """As it was asked at first."""
+    """The original request."""
     token_ids: tuple[int, ...] = ()
     log_prob: tuple[float, ...] = ()
     sampling_log_prob: tuple[float, ...] = ()
     version: tuple[int, ...] = ()
 
     def rest(self) -> GenerationRequest:
-        """The request for what is still to be sampled: the tokens so far belong to its prompt.
+        """Request for the remaining tokens: the tokens so far belong to its prompt.
 
-        Its seed derives from the first one's and n: with the same seed, the first draws would be made again. What is sampled after a move
-        therefore differs from what would have been sampled without (temperature 0 excepted), and is as likely.
+        Its seed derives from the original seed and n; with the same seed, the sampler would repeat its first draws. The continuation after
+        a move therefore differs from the one without a move (temperature 0 excepted), but is as likely.
         """
         request = self.request
         if not self.token_ids:
@@ -182,12 +182,12 @@ class PartialAnswer:
         )
 
     def kept(self) -> PartialAnswer:
-        """What another backend goes on with. An answer with a structure begins anew there, and from the same seed: no backend takes a
-        structure up in its middle. So does one with the likeliest tokens of each place, which are not kept."""
+        """Part of the answer from which another backend continues. Structured answers restart from the same seed, since no backend resumes
+        a structure in the middle. So do answers with the likeliest tokens of each position, which are not kept."""
         return self if self.request.structure is None and not self.request.top_logprobs else PartialAnswer(self.request)
 
     def plus(self, completion: Completion) -> PartialAnswer:
-        """With the tokens of a completion of `rest`."""
+        """Add the tokens of a completion of `rest`."""
         if completion.text is not None and completion.num_tokens == 0 and completion.text:
             raise UserError(
                 f"Request {self.request.request_id} was answered in text without token ids, and cannot go on elsewhere: move answers "
@@ -202,7 +202,7 @@ class PartialAnswer:
         )
 
     def whole(self, last: Completion) -> Completion:
-        """The answer to the request as it was asked at first, `last` being the completion of `rest`."""
+        """Completion of the original request; `last` is the completion of `rest`."""
         if not self.token_ids:
             return last
         all_of = self.plus(last)
@@ -220,10 +220,10 @@ class PartialAnswer:
 
 
 class TokenHost:
-    """Requests to one token backend; keys are their ids. The caller submits to and polls the host in place of the backend."""
+    """Host of the requests to one token backend, keyed by their ids. The caller submits to and polls the host in place of the backend."""
 
     def __init__(self, backend: TokenBackend, capacity: int) -> None:
-        """`capacity`: requests that it is to have at a time."""
+        """`capacity`: number of requests that the host is to have at a time."""
         self.backend = backend
         self._capacity = capacity
         self._parts: dict[Key, PartialAnswer] = {}
@@ -235,7 +235,7 @@ class TokenHost:
 
     @property
     def running(self) -> Collection[Key]:
-        """Ids of requests that are not answered yet, or whose answer was not polled yet."""
+        """Ids of requests whose answer is unfinished or not yet polled."""
         return [*self._parts, *(completion.request_id for completion in self._ready)]
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
@@ -243,7 +243,7 @@ class TokenHost:
         self._parts |= {request.request_id: PartialAnswer(request) for request in requests}
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`; answers that were begun elsewhere come out whole."""
+        """See `TokenBackend.poll`; answers that began elsewhere come out whole."""
         if len(self._ready) < min_ready and self._parts:
             self._collect(self.backend.poll(min_ready - len(self._ready), timeout_s))
         ready, self._ready = self._ready, []
@@ -252,12 +252,12 @@ class TokenHost:
     # ---- Host -------------------------------------------------------------------------------------------------------
 
     def movable(self) -> Collection[Key]:
-        """All that are not answered."""
+        """Ids of the unfinished requests."""
         return list(self._parts)
 
     def take(self, keys: Sequence[Key]) -> dict[Key, PartialAnswer]:
-        """Stop these between two tokens; one that was just answered stays here, for `poll`.
-        Raises TimeoutError: the backend did not give them back."""
+        """Stop these requests between two tokens; one that has just finished stays here, for `poll`.
+        Raises TimeoutError: the backend did not return them."""
         wanted = {key for key in keys if key in self._parts}
         self.backend.abort([int(str(key)) for key in wanted])
         taken: dict[Key, PartialAnswer] = {}
@@ -277,7 +277,7 @@ class TokenHost:
         return taken
 
     def give(self, states: Mapping[Key, PartialAnswer]) -> None:
-        """Go on with answers that were begun elsewhere."""
+        """Continue answers that began elsewhere."""
         parts = {key: part.kept() for key, part in states.items()}
         self.backend.submit([part.rest() for part in parts.values()])
         self._parts |= parts

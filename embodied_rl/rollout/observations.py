@@ -1,4 +1,4 @@
-"""Rows of observations: taken out of a batch, which is overwritten, and put together again; and rollouts of them as plain values."""
+"""Rows of observations: copy them out of reused batches, stack them again, and convert rollouts to plain values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _Row = TypeVar("_Row")
 
 
 def copied(value: _Row) -> _Row:
-    """A row that stays as it is when its batch is overwritten."""
+    """Copy a row, so that it survives when its batch is overwritten."""
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def stacked(values: list[Any]) -> np.ndarray:
-    """[n, ...]; an object array where the values are not arrays of one shape."""
+    """Stack to [n, ...]; an object array if the values are not arrays of one shape."""
     first = values[0]
     if isinstance(first, (np.ndarray, np.generic)) and all(np.shape(value) == np.shape(first) for value in values):
         return np.stack(values)
@@ -32,7 +32,7 @@ _SEEN = ("observation", "last_observation", "final_observation")
 
 
 def tree_of(rollout: Rollout) -> dict[str, Any]:
-    """Plain values and arrays; `rollout_of` gives back an equal rollout. Parts that are texts and the like become lists."""
+    """Convert a rollout to plain values and arrays; `rollout_of` is the inverse. Object arrays (texts) become lists."""
     tree: dict[str, Any] = {**vars(rollout), "episodes": [dict(vars(episode)) for episode in rollout.episodes]}
     for name in _SEEN:
         tree[name] = {key: part if part.dtype != object else (part.shape, part.ravel().tolist()) for key, part in tree[name].items()}

@@ -1,11 +1,11 @@
-"""Agent programs side by side, each in a separate process with its own session at the agent proxy, and groups of their episodes.
+"""Agent programs side by side, each in its own process with its own session at the agent proxy, and groups of their episodes.
 
 ```
    start ──▶ process ──HTTP──▶ AgentProxy ──▶ token backend        a program ends by itself, runs out of time, or is stopped;
      ▲          │                  │                               only one that ended well and was judged gives an episode,
    caller ◀── wait ◀── exit ◀── session's turns, rewards           everything else is a `ProgramFault`, never a reward
 ```
-One that stays (`ProgramOptions.stays`) replies instead of ending, and is given the next episode.
+A program that stays (`ProgramOptions.stays`) replies instead of ending, and gets the next episode.
 """
 
 from __future__ import annotations
@@ -47,38 +47,38 @@ from embodied_rl.stopping import waiting
 from embodied_rl.types import EpisodeSummary
 
 _LINES = 6
-"""Of a program's last words that a fault keeps."""
+"""Number of a program's last lines that a fault keeps."""
 
 
 class ProgramFaultKind(enum.Enum):
-    """Why a program's episode is none."""
+    """Reasons why a program gave no episode."""
 
     NOT_STARTED = "not_started"
     CRASHED = "crashed"
-    """Ended with a status that means neither success nor failure, by a signal, or with an exception that it replied with."""
+    """The program replied with an exception, died of a signal, or ended with a status that means neither success nor failure."""
     TIMED_OUT = "timed_out"
     NO_REWARD = "no_reward"
-    """Ended well, but without a reward from the program or through its session."""
+    """The program ended well, but neither it nor its session gave a reward."""
     NO_TURNS = "no_turns"
-    """Never asked the model, or was never answered."""
+    """The program never called the model, or never got an answer."""
     NOT_TRAINABLE = "not_trainable"
     """The backend gave no log-probabilities."""
 
 
 @dataclass(frozen=True)
 class ProgramFault:
-    """A typed record of an episode that failed."""
+    """Typed record of an episode that failed."""
 
     kind: ProgramFaultKind
     seed: int
     task: Mapping[str, Any]
     exit_status: int | None
-    """Minus the signal's number where one ended it; None: it never ran, or stays."""
+    """Exit status, or minus the signal's number; None: the program never ran, or stays."""
     num_turns: int
-    """Answers that it had been given."""
+    """Number of answers that the program received."""
     seconds: float
     detail: str
-    """The end of what it printed."""
+    """End of the program's output."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**{name: value for name, value in vars(self).items() if name != "kind"}, "kind": self.kind.value}
@@ -92,17 +92,17 @@ class ProgramFault:
 
 @dataclass(frozen=True)
 class Played:
-    """How one program ended."""
+    """Outcome of one program."""
 
     tag: Hashable
-    """The caller's name for it."""
+    """The caller's tag for the program."""
     seed: int
     task: Mapping[str, Any]
     seconds: float
-    """From its start to its end, or from an episode's task to its reply."""
+    """Seconds from start to end, or from an episode's task to its reply."""
     outcome: CapturedSession | ProgramFault
     reward: float = 0.0
-    """All rewards; 0 for a fault."""
+    """Sum of the rewards; 0 for a fault."""
 
 
 @dataclass
@@ -116,11 +116,11 @@ class _Running:
 
 
 class ProgramRunner:
-    """Runs programs against a proxy that has a token, so that only the sessions opened here exist. For one thread."""
+    """Runs programs against a proxy with a token, so that only the sessions opened here exist. For use by one thread."""
 
     def __init__(self, options: program.ProgramOptions, proxy: AgentProxy, model: str) -> None:
-        """`model`: its name at the proxy.
-        Raises UserError: this machine's sandbox is weaker than the options ask for, or a task file cannot be read."""
+        """`model`: the model's name at the proxy.
+        Raises UserError: this machine's sandbox is weaker than the options require, or a task file cannot be read."""
         self.options, self.proxy, self.model = options, proxy, model
         self.tasks = program.TaskBook(options)
         self._box = program.program_box(options, proxy.base_url)
@@ -130,7 +130,7 @@ class ProgramRunner:
             self._pool = ProgramPool(words, program.lasting_environment(options, proxy.base_url, model), options.timeout_s, self._box)
         self._running: dict[Hashable, _Running] = {}
         self._failed_to_start: list[Played] = []
-        self._put_aside: dict[str, CapturedSession] = {}  # sessions that their programs ended themselves
+        self._put_aside: dict[str, CapturedSession] = {}  # sessions that the programs themselves ended
 
     @property
     def tags(self) -> list[Hashable]:
@@ -141,7 +141,7 @@ class ProgramRunner:
         return len(self._running) + len(self._failed_to_start)
 
     def start(self, tag: Hashable, seed: int, sampling: SessionSampling) -> None:
-        """Start the program of an episode; one that cannot be started comes back from `wait` as a fault."""
+        """Start the program of an episode; `wait` returns a program that cannot start as a fault."""
         assert tag not in self._running, "a program has one name"
         task, started = self.tasks.task(seed), time.monotonic()
         session = ""
@@ -158,7 +158,7 @@ class ProgramRunner:
         self._running[tag] = _Running(tag, seed, task, session, process, started)
 
     def wait(self, timeout_s: float) -> list[Played]:
-        """Programs that have ended since the last call, after a wait of at most `timeout_s` for the first; in the order of starting."""
+        """Programs that have ended since the last call, in the order of starting; waits at most `timeout_s` for the first."""
         ended, self._failed_to_start = self._failed_to_start, []
         now = time.monotonic()
         nearest = min((one.process.wake_s for one in self._running.values()), default=now)
@@ -176,24 +176,24 @@ class ProgramRunner:
         return ended
 
     def num_turns(self, tag: Hashable) -> int:
-        """Answers that a running program has been given."""
+        """Number of answers that a running program has received."""
         return self.proxy.num_turns(self._running[tag].session)
 
     def stop(self, tag: Hashable) -> None:
-        """End a program that is not needed any more; `wait` does not return it."""
+        """End a program that is no longer needed; `wait` does not return it."""
         one = self._running.pop(tag)
         one.process.end()
         self.proxy.end_session(one.session)
         self._ended_by_client(one.session)
 
     def stop_all(self) -> None:
-        """End all; a program that stays and has nothing to do is kept for `start`."""
+        """End all programs; an idle program that stays is kept for `start`."""
         for tag in self.tags:
             self.stop(tag)
         self._failed_to_start = []
 
     def close(self) -> None:
-        """End all, and the programs that stay."""
+        """End all programs, including those that stay."""
         self.stop_all()
         if self._pool is not None:
             self._pool.close()
@@ -213,7 +213,7 @@ class ProgramRunner:
             said = f"It replied with reward {ending.reward:g}, and sim.kwargs.reward=http takes posted ones: set sim.kwargs.reward=return."
             ending = replace(ending, output=f"{ending.output}\n{said}", failed=True)
         seconds = time.monotonic() - one.started_s
-        # A program may end its session itself: then the proxy has put it aside.
+        # If the program ended its session itself, the proxy has put the session aside.
         captured = self.proxy.end_session(one.session) or self._ended_by_client(one.session)
         num_turns = 0 if captured is None else len(captured.turns)
         kind = self._fault_kind(captured, ending, late)
@@ -230,14 +230,14 @@ class ProgramRunner:
             return ProgramFaultKind.NOT_STARTED
         if late:
             return ProgramFaultKind.TIMED_OUT
-        lost = self._pool is not None and ending.status is not None  # one that stays has no reason to end, whatever its status
+        lost = self._pool is not None and ending.status is not None  # a program that stays must not end, whatever its status
         if ending.failed or lost or (ending.status not in (None, 0) and not (by_exit and ending.status == program.FAILURE_STATUS)):
             return ProgramFaultKind.CRASHED
         if captured is None or not any(len(turn.sampled_ids) for turn in captured.turns):
             return ProgramFaultKind.NO_TURNS
         if not by_exit and captured.num_rewards == 0 and ending.reward is None:
             return ProgramFaultKind.NO_REWARD
-        trainable = all(bool((turn.log_prob <= 0).all()) for turn in captured.turns)  # NaN is not
+        trainable = all(bool((turn.log_prob <= 0).all()) for turn in captured.turns)  # False for NaN
         return None if trainable else ProgramFaultKind.NOT_TRAINABLE
 
     def _ended_by_client(self, session: str) -> CapturedSession | None:
@@ -247,18 +247,18 @@ class ProgramRunner:
 
 
 _LOOK_S = 0.25
-"""How often it is looked whether running programs are still needed."""
+"""Seconds between checks whether running programs are still needed."""
 _HOPELESS = 8
-"""Programs that fail before their first question, and none that does not, before the run ends: a module is missing, say."""
+"""Programs in a row that may fail before their first model call before the run ends, because a module is missing, say."""
 _SEEDS = 29
-"""Stream of randomness: the seeds of sessions."""
+"""Stream of randomness for the seeds of sessions."""
 
 
 class ProgramCollector(QueuePump):
-    """Fills the queue's groups with the episodes of programs, `num_slots` of them at a time.
+    """Fills the queue's groups with the episodes of programs, `num_slots` at a time.
 
-    Every session has its own seed, made of the run's seed, the group, the member and the attempt, and every request of it one more:
-    what is sampled depends on these, the prompt and the weights.
+    Each session has its own seed, made of the run's seed, the group, the member and the attempt; each request adds one to it. Samples
+    depend on these, the prompt and the weights.
     """
 
     def __init__(
@@ -274,23 +274,23 @@ class ProgramCollector(QueuePump):
     ) -> None:
         """
         Args:
-            sampling: of the answers; its seed does not count.
-            faults_file: gets a line for every program that failed.
+            sampling: sampling settings of the answers; its seed is ignored.
+            faults_file: file that gets a line for every failed program.
         """
         super().__init__(queue, seed=seed)
         self.runner = runner
         self.faults: list[ProgramFault] = []
-        """All of the run so far."""
+        """All faults of the run so far."""
         self._faults_file = faults_file
         self._early: int | None = 0
-        """Programs that failed before their first question; None: one has come further, so that the program itself works."""
+        """Number of programs that failed before their first model call; None: one got further, so the program itself works."""
         self._tokenizer, self._num_slots, self._sampling = tokenizer, num_slots, sampling
         self._turns: dict[Assignment, int] = {}
         self._counts: Counter[str] = Counter()
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
-        """Start the programs that the queue asks for, and hand in those that ended. False: none is running, and none is being scored."""
-        # Model and programs work at the same time: their times are not separated, and no time counts as waited.
+        """Start the programs that the queue requests, and hand in those that ended. False: no program runs, and none is being scored."""
+        # Model and programs work at the same time, so no time counts as waiting.
         scored = self._take_scores()
         self._start()
         if not self.runner.num_running:
@@ -307,7 +307,7 @@ class ProgramCollector(QueuePump):
         self._go_on_with(queue)
 
     def figures(self) -> dict[str, float]:
-        """Since the last call: programs that ended and those that failed by kind; of the others, seconds, turns and tokens each."""
+        """Figures since the last call: ended programs, failed ones by kind; for the others, mean seconds, turns and tokens."""
         counts, self._counts = self._counts, Counter()
         good = max(counts["episodes"] - counts["failed"], 1)
         means = {f"{name}_per_program": counts[name] / good for name in ("turns", "conversations", "answer_tokens", "seconds")}
@@ -366,7 +366,7 @@ class ProgramCollector(QueuePump):
         self._hand_in(whose, episode)
 
     def _look(self) -> None:
-        """Stop programs that are not needed any more, and report to the queue those that have moved on."""
+        """Stop programs that are no longer needed, and report those that have moved on to the queue."""
         for whose in self.runner.tags:
             assert isinstance(whose, Assignment), "we named it so"
             if self.queue.should_stop(whose):
@@ -388,12 +388,12 @@ def episode_of_session(
     greedy: bool = False,
     task: dict[str, object] | None = None,
 ) -> AgentEpisode:
-    """A session as an episode: its turns conversation by conversation, so that its rows are `CapturedSession.trajectories`.
+    """Convert a session to an episode, its turns ordered by conversation, so that its rows are `CapturedSession.trajectories`.
 
-    Turns have the rewards that were given to them; what is left of `reward`, the sum of all, is the last turn's.
+    Turns keep their own rewards; the last turn gets the rest of `reward`, the sum of all.
     """
     order = [number for path in captured.trajectories() for number in _counted(path.turn)]
-    # Turns of no tokens (aborted at once) have nothing that could be learned.
+    # Turns without tokens (aborted at once) contain nothing to learn from.
     turns = [_turn(captured, captured.turns[number], tokenizer) for number in order if len(captured.turns[number].sampled_ids)]
     rest = reward - sum(turn.reward for turn in turns)
     turns[-1] = dataclasses.replace(turns[-1], reward=turns[-1].reward + rest, game_reward=turns[-1].reward + rest)
@@ -404,7 +404,7 @@ def episode_of_session(
 
 
 def _counted(turn: np.ndarray) -> list[int]:
-    """Turns whose tokens a trajectory's mask holds, in their order there."""
+    """Numbers of the turns whose tokens are in a trajectory's mask, in their order there."""
     return [int(number) for number in dict.fromkeys(turn[turn >= 0].tolist())]
 
 
@@ -428,14 +428,14 @@ def _turn(captured: CapturedSession, turn: CapturedTurn, tokenizer: PromptTokeni
 
 
 MODEL_NAME = "policy"
-"""What programs call the model."""
+"""Model name that programs use."""
 
 _NEVER_S = 1e9
-"""A session ends with its program, however long that thinks."""
+"""Session idle limit: a session ends with its program, however long the program thinks."""
 
 
 class ProgramGenerator(AgentGenerator):
-    """Serves programs through its own agent proxy, which has the backend until `close`."""
+    """Serves programs through its own agent proxy, which owns the backend until `close`."""
 
     def __init__(
         self,
@@ -449,10 +449,10 @@ class ProgramGenerator(AgentGenerator):
     ) -> None:
         """
         Args:
-            agent: how answers are sampled and how long they may be; its prompts are not used, for programs write their own.
-            weights: what `publish` loads into the backend; None: others load it.
-            token: opens sessions; a secret, so that programs have only the sessions that were opened for them.
-            tells_messages: requests hold the chat's messages beside its tokens, for a scripted player.
+            agent: sampling settings and answer lengths; its prompts are not used, because programs write their own.
+            weights: tensors that `publish` loads into the backend; None: the caller loads them.
+            token: secret that opens sessions, so that programs have only the sessions opened for them.
+            tells_messages: requests contain the chat's messages beside its tokens, for a scripted player.
 
         Raises UserError: the model has no chat template.
         """
@@ -463,16 +463,16 @@ class ProgramGenerator(AgentGenerator):
         options = ProxyOptions(model=MODEL_NAME, stop_ids=agent.stop_ids, max_new_tokens=limit, tells_messages=tells_messages)
         # Programs have their own time limits.
         self.proxy = AgentProxy(backend, tokenizer, options, token=token, limits=SessionLimits(max_sessions=4096, idle_s=_NEVER_S))
-        # Of it, this process uses weights and cache: programs ask for their tokens through the proxy.
+        # This process uses only the backend's weights and cache; programs request tokens through the proxy.
         super().__init__(agent, cast(TokenBackend, self.proxy.shared_backend), weights)
 
     def sampling(self, temperature: float, seed: int = 0) -> SessionSampling:
-        """Of a session, by the agent's configuration."""
+        """Sampling settings of a session, from the agent's configuration."""
         config = self.agent.config
         return SessionSampling(seed, temperature, config.top_p, config.top_k)
 
     def runner(self, options: program.ProgramOptions) -> ProgramRunner:
-        """Programs that talk to this proxy."""
+        """Runner of programs that use this proxy."""
         self._runners.append(ProgramRunner(options, self.proxy, MODEL_NAME))
         return self._runners[-1]
 
@@ -485,7 +485,7 @@ class ProgramGenerator(AgentGenerator):
 
 
 class ProgramManager(Simulators):
-    """Holds the programs' options; there are no simulator processes behind it."""
+    """Manager that holds the programs' options; it has no simulator processes."""
 
     autoreset = False
     plays_itself = True
@@ -498,14 +498,14 @@ class ProgramManager(Simulators):
         self.num_slots = num_slots or config.num_slots
 
     def texts(self) -> list[str]:
-        """What a tiny model's tokenizer must know."""
-        # Each text without and with a space before it: the tokenizer treats these as different words.
+        """Texts that a tiny model's tokenizer must know."""
+        # Each text with and without a leading space: the tokenizer treats these as different words.
         return [*self.options.texts, *(space + text for text in self.tasks.texts for space in ("", " "))]
 
     def evaluate(
         self, generator: object, num_episodes: int, first_seed: int, on_episode: Callable[[EpisodeSummary], object] | None = None
     ) -> list[EpisodeSummary]:
-        """See `embodied_rl.rollout.evaluation.evaluate`. A program that fails counts as an episode without success and without reward.
+        """See `embodied_rl.rollout.evaluation.evaluate`. A failed program counts as an episode without success or reward.
         Raises UserError: the generator serves no programs."""
         if not isinstance(generator, ProgramGenerator):
             raise UserError("An agent program needs a language model behind the proxy; policy=random writes no text.")
@@ -556,8 +556,8 @@ class ProgramManager(Simulators):
 
 
 def make_manager(config: SimConfig, seeds: EpisodeSeeds, **options: Any) -> EnvManager | ProgramManager:
-    """The environment manager of a configuration, or what stands in its place for agent programs; see `EnvManager.from_config`.
-    Raises UserError: the simulator's or the program's configuration cannot be used."""
+    """The environment manager of a configuration (see `EnvManager.from_config`), or the `ProgramManager` for agent programs.
+    Raises UserError: the simulator's or the program's configuration is invalid."""
     if program.is_program(config):
         return ProgramManager(config, options.get("num_slots"))
     return EnvManager.from_config(config, seeds, **options)

@@ -1,4 +1,4 @@
-"""What the pumps that fill a group queue have in common, and one collector for several domains, of groups or of fixed rollouts."""
+"""Base classes of the pumps that fill a group queue, and collectors for several domains, of groups or of fixed rollouts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from embodied_rl.types import Episode, EpisodeGroup, Rollout
 
 
 def batch_figures(queue: GroupQueue, groups: Sequence[EpisodeGroup], version: int) -> dict[str, float]:
-    """Figures of a batch that was taken a moment ago for the weights `version`.
+    """Figures of a batch just taken for the weights `version`.
 
-    ``groups/ready`` and ``groups/held`` are the queue's lengths: whole groups that wait for their turn, and all places in use, those of
-    the batch included. ``groups/age_*`` are of the batch, see `age_figures`.
+    ``groups/ready`` and ``groups/held`` are the queue's lengths: complete groups that wait, and all places in use, the batch's included.
+    ``groups/age_*`` describe the batch, see `age_figures`.
     """
     lengths = queue.lengths()
     figures = {f"groups/{name}": float(value) for name, value in lengths.items()}
@@ -33,7 +33,7 @@ def batch_figures(queue: GroupQueue, groups: Sequence[EpisodeGroup], version: in
 
 
 def age_figures(place: str, ages: Iterable[int], max_age: int) -> dict[str, float]:
-    """``<place>/age_mean``, ``age_max``, and the histogram: how many are 0, 1, … `max_age` versions old as ``age_0``, ``age_1``, …"""
+    """``<place>/age_mean``, ``age_max``, and the histogram: ``age_0``, ``age_1``, … count items 0, 1, … `max_age` versions old."""
     found = list(ages)
     counts = Counter(found)
     histogram = {f"{place}/age_{age}": float(counts[age]) for age in range(max(max_age, max(found, default=0)) + 1)}
@@ -41,28 +41,28 @@ def age_figures(place: str, ages: Iterable[int], max_age: int) -> dict[str, floa
 
 
 Playing = TypeVar("Playing")
-"""An episode while it is being played."""
+"""A pump's state of a running episode."""
 
 
 class QueuePump(Collector, abc.ABC):
-    """Fills a queue's groups, a round of `pump` after another."""
+    """Fills a queue's groups, one round per `pump` call."""
 
     def __init__(self, queue: GroupQueue, *, seed: int) -> None:
         self.queue, self.seed = queue, seed
         self.domain: str | None = None
-        """Whose groups of the queue it plays; None: all of them."""
+        """Domain of the queue whose groups this pump plays; None: all."""
         self.times = CollectorTimes()
         self._waited = 0.0
         self._batch: dict[str, float] = {}
         self._awaited: dict[int, tuple[Assignment, Callable[[], object]]] = {}
-        """Of episodes that are being scored, by the scorer's numbers: whose they are, and what follows when the queue takes them."""
+        """Episodes being scored, by the scorer's number: (assignment, callback for when the queue accepts the episode)."""
         self._num_scored = 0
         self._ticked_at = time.monotonic()
 
     @abc.abstractmethod
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """Move on what is ready. False: no episode is running, and none may begin.
-        `patience_s`: how long to wait where nothing is ready."""
+        `patience_s`: longest wait if nothing is ready."""
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
         """Play until the queue has a batch for the weights `version`.
@@ -78,22 +78,22 @@ class QueuePump(Collector, abc.ABC):
         return groups
 
     def take_waited(self) -> float:
-        """Seconds that it stood and waited for simulators since the last call of this."""
+        """Seconds spent waiting for simulators since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 
     def _sampling_seed(self, whose: Assignment, *stream: int) -> int:
-        """Of what is sampled in an episode: made of the run's seed, the group, the member, the attempt, and a stream of randomness."""
+        """Seed for sampling in an episode, made of the run's seed, the group, the member, the attempt and a stream of randomness."""
         key = (self.seed, whose.group, whose.member, whose.attempt, *stream)
         return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
 
     def _tick(self) -> None:
         if time.monotonic() - self._ticked_at >= PATIENCE_S:
             self._ticked_at = time.monotonic()
-            self.queue.tick()  # what it gives up is dropped when its slot comes back
+            self.queue.tick()  # an episode it gives up is dropped when its slot returns
 
     def _hand_in(self, assignment: Assignment, episode: Episode, taken: Callable[[], object] = lambda: None) -> None:
-        """Give a finished episode to the queue, or to the scorer first; `taken` is called when the queue has taken it."""
+        """Give a finished episode to the scorer, if any, and then to the queue, which calls `taken` if it accepts the episode."""
         if self.scorer is not None:
             self._num_scored += 1
             self._awaited[self._num_scored] = assignment, taken
@@ -102,7 +102,7 @@ class QueuePump(Collector, abc.ABC):
             taken()
 
     def _take_scores(self) -> bool:
-        """Hand in the episodes that were scored meanwhile; whether there were any."""
+        """Hand in the episodes scored meanwhile; return whether there were any."""
         scored = [] if self.scorer is None else self.scorer.ready()
         for number, found in scored:
             if number not in self._awaited:
@@ -115,51 +115,51 @@ class QueuePump(Collector, abc.ABC):
         return bool(scored)
 
     def _wait_for_scores(self, patience_s: float) -> bool:
-        """Of a pump that has nothing else to wait for; whether there are any to come."""
+        """Wait for scores, for a pump with nothing else to wait for; return whether any are pending."""
         if self._awaited and self.scorer is not None:
             self.scorer.wait(patience_s)
             self._tick()
         return bool(self._awaited)
 
     def _go_on_with(self, queue: GroupQueue | None) -> None:
-        """Fill another queue; what was to be handed in to the last one is dropped."""
+        """Fill another queue; pending scores for the last one are dropped."""
         assert queue is not None, "groups are asked for by a queue"
         self.queue = queue
         self._awaited.clear()
 
     def metrics(self) -> dict[str, float]:
-        """`figures`, as they are logged; those of the last batch (`batch_figures`), and of the scores of reward workers."""
+        """`figures` under their logged names, the last batch's figures (`batch_figures`), and the reward workers' scores."""
         scores = {} if self.scorer is None else self.scorer.metrics()
         return {**{f"agent/{name}": value for name, value in self.figures().items()}, **self._batch, **scores}
 
 
 class SlotPump(QueuePump, Generic[Playing]):
-    """A pump over a manager made with ``autoreset=False``: a slot plays an episode of the queue's, or is idle and stands still."""
+    """Pump over a manager made with ``autoreset=False``: each slot plays an episode of the queue, or stands still."""
 
     def __init__(
         self, manager: Simulators, queue: GroupQueue, *, seed: int, min_ready: int | None = None, starts: StartLibrary | None = None
     ) -> None:
-        """`starts`: where groups start that do not start ordinarily; every episode then says ``metadata["start"]``."""
+        """`starts`: library of starts inside other episodes; with one, every episode has ``metadata["start"]``."""
         super().__init__(queue, seed=seed)
         self.manager, self.min_ready = manager, min_ready
         self._starts, self._snapshot_cache = starts, None if starts is None else SnapshotCache(manager, starts)
         self._playing: dict[int, Playing] = {}
         self._idle = list(range(manager.num_slots))
         self._in_step = 0
-        """Slots that the simulators will answer for."""
+        """Number of slots with a step in flight."""
         self._to_restore: dict[int, Start] = {}
-        """Slots whose start waits for room (`Simulators.room`)."""
+        """Starts by slot that wait for room (`Simulators.room`)."""
 
     @abc.abstractmethod
     def _new(self, assignment: Assignment, start: Start | None) -> Playing:
-        """An episode that begins; `start`: inside another one, None: ordinarily."""
+        """State of a new episode; `start`: inside another episode, None: an ordinary start."""
 
     @abc.abstractmethod
     def _took_up(self, seen: Mapping[int, dict[str, Any]]) -> None:
-        """Slots whose episodes start inside others: {slot: {key: what is seen there}}."""
+        """Continue with slots whose starts inside other episodes were restored: {slot: {key: observation}}."""
 
     def _begin_idle(self) -> None:
-        """Have idle slots play what the queue asks for."""
+        """Begin the queue's next episodes in idle slots."""
         begun: list[tuple[int, int]] = []
         restored: dict[int, Start] = {}
         while self._idle and (assignment := self.queue.next_assignment(self.domain)) is not None:
@@ -174,13 +174,13 @@ class SlotPump(QueuePump, Generic[Playing]):
         self._begin(begun)
 
     def _start_metadata(self, start: Start | None) -> dict[str, Any]:
-        """What an episode's metadata say of its start."""
+        """Metadata entry for an episode's start."""
         if self._starts is None:
             return {}
         return {"start": {"source": None if start is None else start.source, "step": 0 if start is None else start.step}}
 
     def _restored(self, wanted: Mapping[int, Start]) -> dict[int, dict[str, Any]]:
-        """Take up the start of each slot, and of those that waited, as far as there is room; {slot: {key: what is seen there}}."""
+        """Restore the start of each slot, and of slots that waited, while there is room; return {slot: {key: observation}}."""
         self._to_restore |= wanted
         if not self._to_restore or self._snapshot_cache is None:
             return {}
@@ -188,7 +188,7 @@ class SlotPump(QueuePump, Generic[Playing]):
         return self._snapshot_cache.restore({slot: self._to_restore.pop(slot) for slot in now})
 
     def _begin(self, begun: list[tuple[int, int]]) -> None:
-        """Start episodes: (slot, seed) of each."""
+        """Start episodes, given as (slot, seed)."""
         if not begun:
             return
         slots, seeds = zip(*sorted(begun), strict=True)
@@ -196,19 +196,19 @@ class SlotPump(QueuePump, Generic[Playing]):
         self._in_step += len(slots)
 
     def _stop(self, slot: int) -> None:
-        """Its episode is over, or needed no more."""
+        """End the slot's episode, which is over or no longer needed."""
         del self._playing[slot]
         self.manager.release(slot)
         self._idle.append(slot)
         self._idle.sort()
 
     def _fail(self, slot: int, assignment: Assignment, why: str) -> None:
-        """Its episode cannot go on, or be learned from."""
+        """End the slot's episode as failed: it cannot continue, or cannot be learned from."""
         self._stop(slot)
         self.queue.failed(assignment, why)
 
     def _forget_all(self, queue: GroupQueue | None) -> None:
-        """Give every running episode up and go on with another queue."""
+        """Give up every running episode and continue with another queue."""
         self.manager.discard()
         self._go_on_with(queue)
         self._playing.clear()
@@ -220,7 +220,7 @@ class SlotPump(QueuePump, Generic[Playing]):
 
 
 _GLANCE_S = 0.002
-"""How long a collector whose slots are all busy is waited for while others may be ready."""
+"""Seconds to wait for a collector with only busy slots while others may be ready."""
 
 
 class DomainCollector(QueuePump):
@@ -232,12 +232,12 @@ class DomainCollector(QueuePump):
                         └── "arm"  ──▶ GroupCollector ──▶ …
     ```
 
-    In lockstep each collector moves all of its slots once in turn, so that what is played depends only on the seeds; else whatever is
-    ready moves on.
+    In lockstep the collectors take turns, each moving all of its slots once, so the episodes depend only on the seeds. Otherwise whatever
+    is ready moves on.
     """
 
     def __init__(self, collectors: Mapping[str, QueuePump], queue: GroupQueue, *, lockstep: bool) -> None:
-        """`collectors`: {domain of the queue: what plays its groups}."""
+        """`collectors`: {domain of the queue: its collector}."""
         super().__init__(queue, seed=0)
         self.collectors = dict(collectors)
         self.min_ready = None if lockstep else 1
@@ -245,14 +245,14 @@ class DomainCollector(QueuePump):
             collector.domain = domain
 
     def score_with(self, scorer: Scorer | None) -> None:
-        """See `Collector.score_with`: one scorer for all collectors, each of which gets its own episodes back."""
+        """See `Collector.score_with`: all collectors share one scorer, and each gets its own episodes back."""
         self.scorer = scorer
         shares = [None] * len(self.collectors) if scorer is None else divided_scorer(scorer, len(self.collectors))
         for collector, share in zip(self.collectors.values(), shares, strict=True):
             collector.score_with(share)
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
-        """A round of all collectors. False: no episode is running, and none may begin."""
+        """Play a round of all collectors. False: no episode is running, and none may begin."""
         patience_s = patience_s if self.min_ready is None else _GLANCE_S
         ran = [collector.pump(patience_s) for collector in self.collectors.values()]
         return any(ran)
@@ -261,7 +261,7 @@ class DomainCollector(QueuePump):
         return sum(collector.take_waited() for collector in self.collectors.values())
 
     def next_groups(self, version: int) -> list[EpisodeGroup]:
-        """See `QueuePump.next_groups`; figures of the agents are noted up to here, as ``domains/lake/agent/invalid``."""
+        """See `QueuePump.next_groups`; also notes the agents' figures up to here, as ``domains/lake/agent/invalid``."""
         groups = super().next_groups(version)
         self._batch |= {
             f"{place_of(domain)}/agent/{key}": value
@@ -271,7 +271,7 @@ class DomainCollector(QueuePump):
         return groups
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
-        """Give every running episode up and go on with another queue."""
+        """Give up every running episode and continue with another queue."""
         self._go_on_with(queue)
         for collector in self.collectors.values():
             collector.restart(queue)
@@ -282,17 +282,17 @@ class DomainCollector(QueuePump):
 
 
 class DomainRollouts(Collector):
-    """A rollout of each domain by its own collector, a decision of each in turn: while the simulators of one answer, others are acted for.
+    """Collects a rollout of each domain with its own collector, one decision of each in turn, so that simulators work while others act.
 
-    What is collected depends on the seeds, not on the order.
+    The result depends on the seeds, not on the order.
     """
 
     def __init__(self, collectors: Mapping[str, RolloutCollector]) -> None:
-        """`collectors`: {domain: what plays its rollouts}."""
+        """`collectors`: {domain: its rollout collector}."""
         super().__init__()
         self.collectors = dict(collectors)
         self._first: dict[str, int] = {}
-        """{domain: its first rollout}, where `draw` was called."""
+        """{domain: its first rollout} for domains where `draw` was called."""
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         for collector in self.collectors.values():
@@ -303,7 +303,7 @@ class DomainRollouts(Collector):
         self._first[domain] = first
 
     def next_rollouts(self, version: int) -> dict[str, Rollout]:
-        """See `Collector.next_rollouts`: of the domains that have begun (`draw`)."""
+        """See `Collector.next_rollouts`; covers the domains that have begun (`draw`)."""
         begun = {domain: collector for domain, collector in self.collectors.items() if self._first.get(domain, 0) <= version}
         while sum(collector.advance(version) for collector in begun.values()):
             pass
@@ -333,7 +333,7 @@ class DomainRollouts(Collector):
 
 
 class MixedCollector(Collector):
-    """Rollouts of some domains, and groups of others: first the rollouts, then the groups. With staleness both go on in turn."""
+    """Collects rollouts of some domains, then groups of the others. With staleness the two take turns."""
 
     def __init__(self, rollouts: DomainRollouts, groups: DomainCollector) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class MixedCollector(Collector):
         return groups
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
-        """See `Collector.pump`; a queue's pump waits whatever the patience is, so that with a patience of 0 only rollouts go on."""
+        """See `Collector.pump`; a queue's pump always waits, so with a patience of 0 only rollouts move on."""
         if patience_s == 0.0:
             return self._rollouts.pump(patience_s)
         ran = self._groups.pump(patience_s)
@@ -369,7 +369,7 @@ class MixedCollector(Collector):
         return self._rollouts.keeps_weights
 
     def episodes(self) -> list[bytes]:
-        """See `Collector.episodes`: of rollouts."""
+        """See `Collector.episodes`; covers the rollouts."""
         return self._rollouts.episodes()
 
     def take_up(self, episodes: Sequence[bytes]) -> None:

@@ -1,10 +1,10 @@
-"""Playing a set of seeds, each exactly once, and recording what happens: any player, in any simulator.
+"""Play a set of seeds, each exactly once, and record the episodes, with any player in any simulator.
 
     consumes: seeds        waits for: a group's simulators        unblocked by: the other group's turn
 
-One group of slots simulates while the player acts for the other. What an episode holds is a function of its seed: a seed is always played
-in the same slot and therefore in the same row of the player's batch, whose shape never changes, and its noise is its own. So a recording
-that was killed and resumed holds what an uninterrupted one would.
+One group of slots simulates while the player acts for the other. An episode depends only on its seed: a seed always plays in the same slot
+and row of the player's batch, whose shape never changes, and has its own noise. So a recording that was killed and resumed equals an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from embodied_rl.types import ActionLayout, ActionSpec, EpisodeSummary, Observat
 
 @dataclass(frozen=True)
 class Played:
-    """What a player did with n observations; None: not known. With a chunk of K steps each part has an axis [n, K, ...] but `value`."""
+    """A player's actions for n observations; None: not known. With chunks of K steps each part but `value` has an axis [n, K, ...]."""
 
     action: Any
-    """[n, A] in the simulator's units, or n texts; [n, K, A] of chunks."""
+    """Actions [n, A] in the simulator's units, or n texts; [n, K, A] for chunks."""
     sampled_action: np.ndarray | None = None
-    """[n, A] normalised and unclipped; action tokens int64 of a policy that gives tokens."""
+    """Actions [n, A] normalised and unclipped; int64 action tokens for a policy that gives tokens."""
     log_prob: np.ndarray | None = None
-    """[n, L] under the policy that acted; of a chunk [n, K, L / K], the units of each step."""
+    """Log-probabilities [n, L] under the acting policy; for chunks [n, K, L / K], the units of each step."""
     value: np.ndarray | None = None
-    """[n]; None of chunks: it is not known in their middle."""
+    """Values [n]; None for chunks: the value inside a chunk is not known."""
     version: int | None = None
 
 
@@ -51,16 +51,16 @@ class Player(Protocol):
     """Chooses the actions of a recording: an expert or a generator."""
 
     draws: bool
-    """Whether its actions are drawn with noise."""
+    """Whether the player draws its actions with noise."""
     layout: ActionLayout | None
-    """What its actions look like; None: the simulator's own, step by step."""
+    """Layout of the player's actions; None: the simulator's own, step by step."""
 
     def act(self, seen: Split, noise: np.ndarray | None) -> Played:
-        """Actions for all rows; `noise` [n, noise_width] as `Generator.send` takes it, None where `draws` is False."""
+        """Actions for all rows; `noise` [n, noise_width] as for `Generator.send`, None if `draws` is False."""
 
 
 class ExpertPlayer:
-    """Does what the simulator's expert says (`embodied_rl.sim.instrumented`). Implements `Player`."""
+    """Plays the simulator's expert (`embodied_rl.sim.instrumented`). Implements `Player`."""
 
     draws = False
     layout: ActionLayout | None = None
@@ -71,13 +71,13 @@ class ExpertPlayer:
 
 
 class GeneratorPlayer:
-    """A generator: a policy's mode, or its samples with their log-probabilities. Implements `Player`.
+    """Plays a generator: a policy's mode, or its samples with their log-probabilities. Implements `Player`.
 
     Args:
-        generator: with weights published.
-        draws: sample; False: the mode, which has no log-probability: as a behaviour policy it is deterministic.
-        layout: of a policy whose actions are not the simulator's own, normalised, step by step.
-        values: also ask a generator that has them; False: the policy has no critic.
+        generator: generator with published weights.
+        draws: sample; False: play the mode, which has no log-probability because it is deterministic.
+        layout: layout of the policy's actions, if they are not the simulator's own, normalised, step by step.
+        values: also request values from a generator that has them; False: the policy has no critic.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GeneratorPlayer:
         if self.layout is not None and self.layout.chunk_size > 1:
             done = done_in_steps(acted, acted.for_simulator(self._action, self.layout.chunk_size))
             return Played(done["action"], done.get("sampled_action"), done["log_prob"] if self.draws else None, version=acted.version)
-        # An action that does not consist of one number a unit (a denoising) cannot be stored.
+        # An action with more than one number per unit (a denoising chain) cannot be stored.
         kept = self.layout is None or self.layout.width == self.layout.num_units
         value = None if self._value is None else self._value(seen.observation)
         return Played(
@@ -108,22 +108,22 @@ class GeneratorPlayer:
 
 @dataclass
 class ChunkInPlay:
-    """The chunk that a slot is playing out."""
+    """Chunk that a slot is playing."""
 
     played: Played
     row: int
-    """Of `played`."""
+    """Row of the slot in `played`."""
     number: int
-    """Of the chunk in its episode."""
+    """Number of the chunk in its episode."""
     next: int = 0
-    """Step of the chunk that is due."""
+    """Index of the next step in the chunk."""
 
     @property
     def is_over(self) -> bool:
         return self.next >= self.played.action.shape[1]
 
     def take(self) -> dict[str, Any]:
-        """{column: this step's row}, and on to the next step."""
+        """Return {column: value} of the next step, and advance."""
         parts = {name: getattr(self.played, name) for name in ("action", "sampled_action", "log_prob")}
         row = {name: part[self.row, self.next] for name, part in parts.items() if part is not None}
         self.next += 1
@@ -131,7 +131,7 @@ class ChunkInPlay:
 
 
 _AHEAD = 4
-"""Seeds per slot that may be played beyond the first one that is still undecided, where only successes are kept."""
+"""Seeds per slot that may run ahead of the first undecided one, if only successes are kept."""
 
 Outcome = Literal["recorded", "unsuccessful", "given_up"]
 
@@ -142,18 +142,18 @@ class RecordingPlan:
 
     num_episodes: int
     first_seed: int = 0
-    """Seeds are first_seed, first_seed + 1, …"""
+    """First seed; the plan plays first_seed, first_seed + 1, …"""
     only_success: bool = False
-    """Keep the first `num_episodes` successful episodes in the order of their seeds, not in the order in which they finish."""
+    """Keep the first `num_episodes` successful episodes in the order of seeds, not in the order of finishing."""
     max_seeds: int | None = None
-    """With only_success: give up after so many seeds; None: 10 × num_episodes."""
+    """Number of seeds after which an only_success recording stops; None: 10 × num_episodes."""
     noise_seed: int = 0
-    """Of the player's randomness, with the episode's own seed."""
+    """Seed of the player's randomness, combined with the episode's own seed."""
     snapshot_every: int | None = None
-    """Steps between snapshots of the simulator; None: none."""
+    """Number of steps between simulator snapshots; None: no snapshots."""
     max_retries: int = 2
-    """How often an episode that its simulator gave up is begun again. (With on_fault=restart the neighbours in the same process are
-    given up with it; otherwise only this episode is.)"""
+    """Number of restarts of an episode that its simulator gave up. With on_fault=restart the neighbours in the same process are given up
+    too; otherwise only this episode is."""
 
     def __post_init__(self) -> None:
         limits = (self.num_episodes, self.seed_limit, 1 if self.snapshot_every is None else self.snapshot_every)
@@ -162,40 +162,40 @@ class RecordingPlan:
 
     @property
     def seed_limit(self) -> int:
-        """Seeds that may be played."""
+        """Largest number of seeds to play."""
         if not self.only_success:
             return self.num_episodes
         return 10 * self.num_episodes if self.max_seeds is None else self.max_seeds
 
 
 class SeedQueue:
-    """Which slot plays which seed, and which episodes are kept. Numbers count seeds from the plan's first.
+    """Decides which slot plays which seed, and which episodes are kept. Numbers count seeds from the plan's first.
 
     Slot s of N plays the numbers s, s + N, … in this order.
     """
 
     def __init__(self, plan: RecordingPlan, num_slots: int, outcomes: Mapping[int, Outcome]) -> None:
-        """`outcomes`: {number: what is known from before}."""
+        """`outcomes`: {number: outcome} from an earlier part of the recording."""
         self._plan, self._num_slots = plan, num_slots
         self._outcomes = dict(outcomes)
         self._next = list(range(num_slots))
-        self._cursor, self.num_kept = 0, 0  # the latter: episodes of the plan that are recorded for good
+        self._cursor, self.num_kept = 0, 0  # num_kept: the plan's episodes that are certain to stay
         self._held: set[int] = set()
-        """Successes that wait for the numbers before them."""
+        """Successful numbers that wait for earlier numbers."""
         self._advance()
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to decide."""
+        """Whether every number is decided."""
         return self.num_kept >= self._plan.num_episodes or self._cursor >= self._plan.seed_limit
 
     @property
     def missing(self) -> list[int]:
-        """Numbers that were given up."""
+        """Numbers that were given up, ascending."""
         return sorted(number for number, outcome in self._outcomes.items() if outcome == "given_up")
 
     def take(self, slot: int) -> int | None:
-        """The next number that the slot plays; None: nothing for now."""
+        """Next number for the slot to play; None: nothing for now."""
         while (number := self._next[slot]) in self._outcomes:
             self._next[slot] += self._num_slots
         if self.done or number >= self._plan.seed_limit or (self._plan.only_success and not self._is_wanted(number)):
@@ -204,7 +204,7 @@ class SeedQueue:
         return number
 
     def finished(self, number: int, outcome: Outcome) -> list[int]:
-        """Note what became of a number; returns the numbers of episodes that are to be written now."""
+        """Note the outcome of a number; return the numbers of episodes to write now."""
         self._outcomes[number] = outcome
         if outcome == "recorded":
             self._held.add(number)
@@ -215,7 +215,7 @@ class SeedQueue:
         return self._advance()
 
     def _is_wanted(self, number: int) -> bool:
-        """Whether it is kept if it succeeds, should everything undecided before it succeed too."""
+        """Whether a success would be kept even if every undecided number before it succeeded."""
         if number >= self._cursor + _AHEAD * self._num_slots:
             return False
         may_succeed = sum(self._outcomes.get(other, "recorded") == "recorded" for other in range(self._cursor, number))
@@ -234,54 +234,54 @@ class SeedQueue:
 
 
 ATTEMPTS_FILE = "attempts.jsonl"
-"""Beside the parts of a recording: a line for each episode that was played and is not recorded, with the reason."""
+"""File beside the parts of a recording: one line, with the reason, for each episode that was played and not recorded."""
 _NOISE_STREAM = 3
 
 
 @dataclass(frozen=True)
 class RecordingResult:
-    """What became of the seeds."""
+    """Counts and missing seeds of a finished recording run."""
 
     num_recorded: int
-    """Of the plan's episodes, those found at the beginning included."""
+    """Number of the plan's episodes in the recording, including those found at the start."""
     num_played: int
-    """Episodes that were finished now."""
+    """Number of episodes finished in this run."""
     num_successful: int
-    """Of those that were finished now."""
+    """Number of successful episodes finished in this run."""
     num_steps: int
-    """Of those that were finished now."""
+    """Number of steps in the episodes finished in this run."""
     missing: tuple[int, ...]
-    """Seeds whose simulator failed time and again."""
+    """Seeds whose simulator failed after all retries."""
     complete: bool
-    """Whether the recording holds as many episodes as were asked for."""
+    """Whether the recording contains all requested episodes."""
 
 
 @dataclass
 class _Playing:
-    """An episode in a slot."""
+    """Running episode of a slot."""
 
     number: int
     seed: int
     attempt: int
     noise: EpisodeNoise
     started: bool = False
-    """Whether its first observation has come."""
+    """Whether the first observation has arrived."""
     num_steps: int = 0
     snapshot: bytes | None = None
-    """Of the moment before the step that is being simulated, where one is due."""
+    """Snapshot from before the step in flight, if one is due."""
     chunk: ChunkInPlay | None = None
-    """What it is playing out, of a player that acts in chunks."""
+    """Current chunk of a player that acts in chunks."""
 
 
 class Recorder:
-    """Plays and records what a plan asks for.
+    """Plays and records the episodes of a plan.
 
     Args:
-        manager: of an `instrumented` simulator, made with ``autoreset=False``; what its slots were doing is lost.
-        num_groups: of slots that are stepped in turns.
-        films: where the simulators put their videos, of a `filmed` one; None: pictures are encoded in this process.
+        manager: manager of an `instrumented` simulator with ``autoreset=False``; its running episodes are lost.
+        num_groups: number of slot groups that step in turns.
+        films: where the simulators of a `filmed` configuration put their videos; None: this process encodes pictures.
 
-    Raises UserError: snapshots are asked for and the simulator has none itself.
+    Raises UserError: snapshots are requested and the simulator has none.
     """
 
     def __init__(
@@ -307,11 +307,11 @@ class Recorder:
         self._seen = [_room(manager.spec, len(group)) for group in self._groups]
         self._playing: dict[int, _Playing] = {}
         self._moving: list[list[int]] = [[] for _ in self._groups]
-        """Slots of each group that were begun or sent an action."""
+        """Slots of each group with a reset or step in flight."""
         self._films = films
         self._sinks = BatchSinks(writer, manager.num_slots, films)
         self._acted: list[dict[str, Any]] = [{} for _ in self._groups]
-        """{column: [rows of the group, ...]} what was done in each group's step that is being simulated."""
+        """{column: [rows of the group, ...]} of each group's actions in flight."""
         self._finished: dict[int, tuple[EpisodeSink, dict[str, Any]]] = {}
         self._attempts = Path(writer.folder) / ATTEMPTS_FILE
         self._queue = SeedQueue(plan, manager.num_slots, self._known())
@@ -319,11 +319,11 @@ class Recorder:
 
     @property
     def num_recorded(self) -> int:
-        """Of the plan's episodes, up to now."""
+        """Number of the plan's episodes recorded so far."""
         return self._queue.num_kept
 
     def run(self) -> RecordingResult:
-        """Record until the plan is fulfilled. Raises SimFault: see EnvManager; UserError: the recording cannot be written."""
+        """Record until the plan is complete. Raises SimFault: see EnvManager; UserError: the recording cannot be written."""
         for index in range(len(self._groups)):
             self._begin(index)
             self._act(index)
@@ -362,7 +362,7 @@ class Recorder:
         return known | {seed - first: "recorded" for seed in self._writer.seeds if 0 <= seed - first < limit}
 
     def _begin(self, index: int) -> None:
-        """Begin episodes in a group's idle slots: the next ones, or once more those that were given up."""
+        """Begin the next episodes in a group's idle slots, and restart those that were given up."""
         group = self._groups[index]
         begun: list[int] = []
         for slot in group:
@@ -375,7 +375,7 @@ class Recorder:
             return
         self._manager.begin(begun, [self._playing[slot].seed for slot in begun])
         if self._manager.spec.steps_together:
-            # The others' next step would move these too: they are taken in before it.
+            # The others' next step would overwrite these rows, so they are taken in before it.
             self._take_in(index, self._manager.recv(_as_range(begun)))
         else:
             self._moving[index] = begun
@@ -385,7 +385,7 @@ class Recorder:
         return _Playing(number, seed, attempt, EpisodeNoise(self._layout, (self._plan.noise_seed, seed, _NOISE_STREAM)))
 
     def _take_in(self, index: int, batch: StepBatch) -> None:
-        """Note what came of a group's actions, and what is seen now."""
+        """Note the outcomes of a group's actions and its new observations."""
         group, seen = self._groups[index], self._seen[index]
         self._moving[index] = []
         places: np.ndarray | EllipsisType = batch.slots - group.start if len(batch.slots) < len(group) else ...
@@ -411,7 +411,7 @@ class Recorder:
                 slot = int(batch.slots[row])
                 playing = self._playing[slot]
                 if self._films is not None and not self._films.are_whole(playing.seed, playing.num_steps + 1):
-                    # Its simulator failed, and took the episode up from a snapshot: what it had filmed before is lost.
+                    # Its simulator failed and restored the episode from a snapshot: the film of its earlier steps is lost.
                     self._gave_up(slot, playing)
                     continue
                 del self._playing[slot]
@@ -432,7 +432,7 @@ class Recorder:
         playing.started = True
 
     def _stepped(self, index: int, batch: StepBatch, rows: list[int]) -> None:
-        """Write down a step of the slots in these rows of a batch."""
+        """Record a step of the slots in these rows of a batch."""
         slots, group, acted = batch.slots.tolist(), self._groups[index], self._acted[index]
         playing = [self._playing[slots[row]] for row in rows]
         snapshots = [one.snapshot for one in playing] if self._plan.snapshot_every is not None else None
@@ -454,7 +454,7 @@ class Recorder:
             self._on_episode(summary)
 
     def _gave_up(self, slot: int, playing: _Playing) -> None:
-        """The simulator failed: the same seed once more, or never again."""
+        """Retry the seed after a simulator failure, or give it up."""
         if playing.started:
             self._sinks.discard(slot)
         if playing.attempt < self._plan.max_retries:
@@ -477,7 +477,7 @@ class Recorder:
             sink.finish(metadata)
 
     def _act(self, index: int) -> None:
-        """Let the player act for the whole group; those that play get their action."""
+        """Let the player act for the whole group; send the actions to the slots that play."""
         group, seen = self._groups[index], split(self._seen[index])
         slots = [slot for slot in group if slot in self._playing and self._playing[slot].started]
         if not slots:
@@ -493,7 +493,7 @@ class Recorder:
         self._moving[index] = sorted([*self._moving[index], *slots])
 
     def _ask(self, group: range, seen: Split, slots: Sequence[int]) -> Played:
-        """What the player does for all rows of the group; the episodes of `slots` give their noise."""
+        """The player's actions for all rows of the group; the episodes of `slots` provide their noise."""
         noise = None
         if self._player.draws:
             noise = np.zeros((len(group), self._layout.noise_width), np.float32)
@@ -502,9 +502,9 @@ class Recorder:
         return self._player.act(seen, noise)
 
     def _next_of_chunks(self, group: range, seen: Split, slots: Sequence[int]) -> dict[str, Any]:
-        """{column: [rows of the group, ...]} the step of each slot's chunk that is due.
+        """{column: [rows of the group, ...]} of the next chunk step of each slot.
 
-        The player is asked where a chunk is over or an episode begins, for the whole group, so that its batch keeps its shape.
+        When a chunk is over or an episode begins, the player acts for the whole group, so its batch keeps its shape.
         """
         due = [slot for slot in slots if (chunk := self._playing[slot].chunk) is None or chunk.is_over]
         if due:
@@ -536,7 +536,7 @@ class Recorder:
 
 
 def unsuccessful_seeds(path: Path) -> set[int]:
-    """Seeds that were played without success, from the file of attempts; a torn last line is no line."""
+    """Seeds that were played without success, read from the file of attempts; a torn last line is ignored."""
     seeds = set()
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
@@ -549,15 +549,15 @@ def unsuccessful_seeds(path: Path) -> set[int]:
 
 
 def _room(spec: SimSpec, num_slots: int) -> dict[str, np.ndarray]:
-    """What a group sees, before it sees anything; pictures for people are none of the player's business."""
+    """Empty observation arrays of a group; pictures for people are left out."""
     tensors = {key: np.zeros((num_slots, *part.shape), part.dtype) for key, part in spec.tensors.items() if not key.startswith(IMAGE)}
     return tensors | {key: np.full(num_slots, None, dtype=object) for key in spec.variables}
 
 
 def _columns(played: Played, num_rows: int, action: ActionSpec) -> dict[str, Any]:
-    """{column: [n, ...]} what was done and is known, as `BatchSinks` takes it. Copies: the player's memory is its own."""
+    """{column: [n, ...]} of the known parts, in the form of `BatchSinks`; copies, because the player may reuse its arrays."""
     columns = {
-        # As the simulator gets it: the slab's own type.
+        # The type of the simulator's slab.
         "action": [str(one) for one in played.action] if action.kind == "text" else np.array(played.action, action.dtype),
         "sampled_action": copy(played.sampled_action),
         "log_prob": copy(played.log_prob),
@@ -572,5 +572,5 @@ def _rows(column: np.ndarray | list[str], rows: Sequence[int]) -> np.ndarray | l
 
 
 def _as_range(slots: Sequence[int]) -> range | Sequence[int]:
-    """Contiguous slots as a range, which is the manager's fast way."""
+    """Contiguous slots as a range, the manager's fast path."""
     return range(slots[0], slots[-1] + 1) if len(slots) == slots[-1] - slots[0] + 1 else slots

@@ -1,7 +1,7 @@
-"""Playing recorded episodes again in their simulator, by their actions or from state to state, and measuring how far off they come out.
+"""Replay recorded episodes in their simulator, by actions or from state to state, and measure the differences.
 
-By action: reset to the recorded seed, then the recorded actions; differences add up. By state: before each step the recorded state is
-restored, as often as there is one, so that a difference is that of a single step (or of the steps since the last snapshot).
+By action: reset to the recorded seed, then play the recorded actions; differences add up. By state: restore the recorded state before each
+step that has one, so that a difference belongs to a single step (or to the steps since the last snapshot).
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ By = Literal["action", "state"]
 
 @dataclass(frozen=True)
 class KeyDrift:
-    """How far one part of the observation was off, over an episode's N compared observations."""
+    """Difference of one part of the observation over an episode's N compared observations."""
 
     max_abs: float
     mean_abs: float
-    """Over all elements of all observations that were compared."""
+    """Mean absolute difference over all elements of all compared observations."""
     first_step: int | None
-    """Steps before the first observation that differs in any bit: 0 is the one after the reset. None: they are all equal."""
+    """Steps before the first observation that differs in any bit, 0 for the one after the reset; None: all are equal."""
     per_step: np.ndarray
-    """[N] float64 largest absolute difference at each observation; of text and lists 0 where they are equal and 1 where not."""
+    """[N] float64 largest absolute difference at each observation; for text and lists 0 if equal and 1 if not."""
 
 
 @dataclass(frozen=True)
 class EpisodeReplay:
-    """What came of playing one episode again."""
+    """Result of replaying one episode."""
 
     number: int
-    """In the recording."""
+    """Number of the episode in the recording."""
     seed: int
     num_steps: int
-    """That were recorded."""
+    """Number of recorded steps."""
     num_replayed: int
-    """That were played again; fewer where the episode ended earlier this time."""
+    """Number of replayed steps; smaller if the replay ended earlier."""
     observation: Mapping[str, KeyDrift]
     reward: KeyDrift
-    """first_step: of the step whose reward differs."""
+    """Difference of the rewards; `first_step` is the step whose reward differs."""
     success_once: tuple[bool, bool]
-    """(recorded, replayed)"""
+    """Success at any step, (recorded, replayed)."""
     success_at_end: tuple[bool, bool]
-    """(recorded, replayed)"""
+    """Success at the last step, (recorded, replayed)."""
     ends_match: bool
-    """Whether it ended after the same step, and in the same way (terminated, truncated or not at all)."""
+    """Whether both ended after the same step and in the same way (terminated, truncated or neither)."""
     failure: str | None = None
-    """Why it could not be played to its end; None: it was."""
+    """Reason why the replay did not reach its end; None: it did."""
 
     @property
     def max_drift(self) -> float:
-        """Over all parts of the observation."""
+        """Largest difference over all parts of the observation."""
         return max((drift.max_abs for drift in self.observation.values()), default=0.0)
 
     @property
     def first_step(self) -> int | None:
-        """The first observation that differs in any part."""
+        """First observation that differs in any part."""
         return min((drift.first_step for drift in self.observation.values() if drift.first_step is not None), default=None)
 
     @property
     def is_exact(self) -> bool:
-        """Every observation and reward equal bit by bit, and the same end."""
+        """Whether every observation and reward is equal bit by bit, and the end is the same."""
         return self.failure is None and self.ends_match and self.first_step is None and self.reward.first_step is None
 
     @property
@@ -82,7 +82,7 @@ class EpisodeReplay:
 
 @dataclass
 class _Track:
-    """Differences of one part, as they come."""
+    """Running differences of one part."""
 
     largest: list[float] = field(default_factory=list)
     total: float = 0.0
@@ -113,7 +113,7 @@ class _Track:
 
 @dataclass
 class _Running:
-    """An episode that is being played again in a slot."""
+    """Running replay of an episode in a slot."""
 
     number: int
     episode: RecordedEpisode
@@ -132,12 +132,12 @@ class _Running:
 
 
 class Replayer:
-    """Plays episodes again, as many at a time as the manager has slots.
+    """Replays as many episodes at a time as the manager has slots.
 
     Args:
-        manager: of an `instrumented` simulator, made with ``autoreset=False``; what its slots were doing is lost.
+        manager: manager of an `instrumented` simulator with ``autoreset=False``; its running episodes are lost.
         by: "action" or "state".
-        open_sink: where an episode is written again with the pictures that the simulator now draws; None: nowhere.
+        open_sink: opens the sink where a replayed episode is written with newly drawn pictures; None: nothing is written.
     """
 
     def __init__(self, manager: EnvManager, by: By, open_sink: Callable[[RecordedEpisode], Sink] | None = None) -> None:
@@ -147,8 +147,8 @@ class Replayer:
         self._running: dict[int, _Running] = {}
 
     def run(self, episodes: Iterable[tuple[int, RecordedEpisode]]) -> Iterator[EpisodeReplay]:
-        """Play episodes, (number, episode) each; they come out as they finish.
-        Raises UserError: an episode cannot be played again in this way; the message says which and why; SimFault: see EnvManager."""
+        """Replay episodes, given as (number, episode); yield results in the order of finishing.
+        Raises UserError: an episode cannot be replayed in this way; the message names it and the reason; SimFault: see EnvManager."""
         waiting = iter(episodes)
         while True:
             self._begin(waiting)
@@ -204,7 +204,7 @@ class Replayer:
             )
 
     def _restore(self) -> None:
-        """Bring the simulator to the recorded states; or, by action, only do what recording them did."""
+        """Restore the recorded states; by action, only repeat the snapshots of the recording."""
         wanted: dict[int, Snapshot] = {}
         taken: list[int] = []
         for slot, running in sorted(self._running.items()):
@@ -217,13 +217,13 @@ class Replayer:
             elif running.episode.state is not None:
                 wanted[slot] = self._physics_snapshot(running)
         if taken:
-            # Some simulators (ManiSkill) go on from a saved state otherwise than without: taking it belongs to the episode.
+            # Some simulators (ManiSkill) continue differently after a saved state: taking the snapshot is part of the episode.
             self._manager.snapshot(taken)
         if wanted:
             self._manager.restore(list(wanted), [instrumented_snapshot(snapshot, self._manager.spec) for snapshot in wanted.values()])
 
     def _physics_snapshot(self, running: _Running) -> Snapshot:
-        """A recorded physical state in the form that `EnvManager.restore` takes."""
+        """Convert a recorded physical state to the form that `EnvManager.restore` takes."""
         episode, step = running.episode, running.step
         counters = {
             "returns": float(episode.reward[:step].sum(dtype=np.float64)),
@@ -247,7 +247,7 @@ class Replayer:
         return [str(action) for action in actions] if self._manager.spec.action.kind == "text" else np.stack(actions)
 
     def _take(self, running: _Running, batch: StepBatch, row: int) -> str | None:
-        """Compare a step; returns why the episode cannot go on."""
+        """Compare a step; return the reason why the episode cannot continue, if any."""
         if batch.aborted is not None and batch.aborted[row]:
             return "its simulator failed"
         episode, step = running.episode, running.step
@@ -289,7 +289,7 @@ class Replayer:
 
 
 def check_fits(recorded: SimSpec, simulator: SimSpec) -> None:
-    """Whether recorded actions can be given to a simulator. Raises UserError naming what differs."""
+    """Check that a simulator accepts the recorded actions. Raises UserError naming the difference."""
     ours, theirs = recorded.action, simulator.action
     if (ours.kind, ours.dim, ours.num_actions) != (theirs.kind, theirs.dim, theirs.num_actions):
         raise UserError(
@@ -312,7 +312,7 @@ def _at(parts: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def _recorded_step(episode: RecordedEpisode, step: int, images: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """A step as `Sink.step` takes it, with pictures beside those that it had."""
+    """A step in the form of `Sink.step`, with the new pictures beside the recorded ones."""
     return {
         **{name: rows[step] for name, rows in episode.per_step().items()},
         "observation": _at(episode.observation, step + 1),

@@ -1,4 +1,4 @@
-"""Rewards from outside the simulator: whole episodes are scored by rules, models or services while further ones are played."""
+"""Rewards from outside the simulator: rules, models or services score whole episodes while the collector plays further ones."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from embodied_rl.stopping import waiting
 from embodied_rl.types import Episode
 
 Score = Callable[[Episode], float]
-"""From an episode to its reward, beside the simulator's; deterministic, where runs are to be repeatable."""
+"""Function from an episode to a reward beside the simulator's; must be deterministic for repeatable runs."""
 
 
 class Scorer(Protocol):
-    """Scores episodes in the background. Numbers are the caller's."""
+    """Scores episodes in the background, under numbers that the caller chooses."""
 
     def submit(self, number: int, episode: Episode) -> None:
-        """Begin to score an episode; returns at once."""
+        """Begin to score an episode; return at once."""
 
     def ready(self) -> list[tuple[int, Episode | str]]:
-        """(number, the episode with its new rewards, or why it has none) of what was scored since the last call, by number."""
+        """(number, episode with its new rewards, or the reason for failure) of everything scored since the last call, by number."""
 
     def wait(self, timeout_s: float) -> None:
-        """Until something is ready, or for so long."""
+        """Wait until a score is ready, at most `timeout_s`."""
 
     def metrics(self) -> dict[str, float]:
-        """``reward_worker/…``: episodes scored and failed in the whole run, their mean score since the last call;
-        ``roles/score_s``, the seconds that one took."""
+        """Metrics ``reward_worker/…``: episodes scored and failed in the whole run, and their mean score since the last call;
+        ``roles/score_s``: seconds per score."""
 
     def close(self) -> None: ...
 
 
 def load_score(target: str, kwargs: Mapping[str, Any]) -> Score:
-    """The function that a configuration names, or what it makes of `kwargs`. Raises UserError where there is none."""
+    """Load the function that a configuration names, or call its factory with `kwargs`. Raises UserError if there is none."""
     found = load_target(target)
     if kwargs or isinstance(found, type):
         try:
@@ -55,7 +55,7 @@ def load_score(target: str, kwargs: Mapping[str, Any]) -> Score:
 
 
 def checked_score(score: Score, episode: Episode) -> float:
-    """The number that `score` gives. Raises ValueError for NaN, infinity, or what is no number."""
+    """Score an episode. Raises ValueError if the score is NaN, infinite or not a number."""
     value = float(score(episode))
     if not math.isfinite(value):
         raise ValueError(f"the score is {value}")
@@ -63,10 +63,10 @@ def checked_score(score: Score, episode: Episode) -> float:
 
 
 def rewarded(episode: Episode, score: float, combine: Literal["add", "replace"]) -> Episode:
-    """The episode with `score` in its last message's reward; its metadata says ``score``, ``simulator_return``.
+    """Add `score` to the episode's last reward, or replace the rewards by it; metadata gains ``score`` and ``simulator_return``.
 
-    Rewards of a chunk's steps (`Episode.chunk_reward`) get it at the last step that was taken. Of a language agent, penalties of invalid
-    answers are rewards like others, and `AgentEpisode.game_return` stays the simulator's.
+    Within a chunk (`Episode.chunk_reward`) the score goes to the last executed step. For a language agent, penalties of invalid answers
+    count as rewards, and `AgentEpisode.game_return` stays the simulator's.
     """
     reward = episode.reward.copy() if combine == "add" else np.zeros_like(episode.reward)
     reward[-1] += score
@@ -83,7 +83,7 @@ def rewarded(episode: Episode, score: float, combine: Literal["add", "replace"])
 
 
 class ScoreLog:
-    """Episodes that are being scored: their scores are put in when they come, and what takes too long is given up."""
+    """Episodes that are being scored: applies scores when they arrive, and gives up those that take too long."""
 
     def __init__(self, combine: Literal["add", "replace"], timeout_s: float) -> None:
         self._combine, self._timeout_s = combine, timeout_s
@@ -96,12 +96,12 @@ class ScoreLog:
         self._pending[number] = (episode, time.monotonic())
 
     def settle(self, found: Mapping[int, float | str]) -> list[tuple[int, Episode | str]]:
-        """What `Scorer.ready` gives, of scores (or reasons why there is none) that have come."""
+        """Convert scores (or reasons for failure) that have arrived to the result of `Scorer.ready`."""
         now = time.monotonic()
         settled: list[tuple[int, Episode | str]] = []
         for number, score in found.items():
             if number not in self._pending:
-                continue  # it was given up
+                continue  # already given up
             episode, since = self._pending.pop(number)
             if isinstance(score, str):
                 self.num_failed += 1
@@ -127,7 +127,7 @@ class ScoreLog:
 
 
 class ThreadScorer:
-    """Scores in threads of this process: for rules, and for services that are asked over the network. Implements `Scorer`."""
+    """Scores in threads of this process: for rules, and for services over the network. Implements `Scorer`."""
 
     def __init__(self, score: Score, *, num_workers: int, combine: Literal["add", "replace"], timeout_s: float) -> None:
         self._score = score
@@ -135,7 +135,7 @@ class ThreadScorer:
         self._done: queue.SimpleQueue[tuple[int, float | str]] = queue.SimpleQueue()
         self._some = threading.Event()
         self._log = ScoreLog(combine, timeout_s)
-        # Daemons: a service that never answers does not keep the process from ending.
+        # Daemon threads: a service that never answers does not keep the process from ending.
         self._threads = [threading.Thread(target=self._work, name=f"reward_worker_{n}", daemon=True) for n in range(num_workers)]
         for thread in self._threads:
             thread.start()
@@ -160,7 +160,7 @@ class ThreadScorer:
         return self._log.metrics()
 
     def close(self) -> None:
-        """Leave what is not scored yet."""
+        """Stop the threads; unscored episodes are dropped."""
         for _ in self._threads:
             self._todo.put(None)
 
@@ -169,20 +169,20 @@ class ThreadScorer:
             number, episode = task
             try:
                 result: float | str = checked_score(self._score, episode)
-            except Exception as error:  # whatever a user's function raises is a reason, not the end of the run
+            except Exception as error:  # any exception of a user's function becomes a reason, not the end of the run
                 result = f"{type(error).__name__}: {error}"
             self._done.put((number, result))
             self._some.set()
 
 
 def divided_scorer(scorer: Scorer, count: int) -> list[Scorer]:
-    """One scorer for `count` collectors, each of which numbers its episodes itself and gets its own back."""
+    """Split a scorer among `count` collectors, each with its own numbers and results."""
     waiting_there: list[list[tuple[int, Episode | str]]] = [[] for _ in range(count)]
     return [_ScorerShare(scorer, index, waiting_there) for index in range(count)]
 
 
 class _ScorerShare:
-    """One collector's part of a scorer: its number n is n · (number of collectors) + (its index) there. Implements `Scorer`."""
+    """One collector's share of a scorer: its number n is n · (number of collectors) + (its index) there. Implements `Scorer`."""
 
     def __init__(self, scorer: Scorer, index: int, found: list[list[tuple[int, Episode | str]]]) -> None:
         self._scorer, self._index, self._found = scorer, index, found
@@ -191,7 +191,7 @@ class _ScorerShare:
         self._scorer.submit(number * len(self._found) + self._index, episode)
 
     def ready(self) -> list[tuple[int, Episode | str]]:
-        """See `Scorer.ready`; what came for the others waits for them."""
+        """See `Scorer.ready`; results of the other collectors are kept for them."""
         for number, result in self._scorer.ready():
             self._found[number % len(self._found)].append((number // len(self._found), result))
         own, self._found[self._index] = self._found[self._index], []
@@ -202,8 +202,8 @@ class _ScorerShare:
             self._scorer.wait(timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """Nothing: the whole scorer's are counted once."""
+        """Empty: the whole scorer reports its metrics once."""
         return {}
 
     def close(self) -> None:
-        """Nothing: the whole scorer is closed once."""
+        """Do nothing: the owner closes the whole scorer once."""

@@ -1,4 +1,4 @@
-"""Fixed rollouts whose episodes may start inside earlier ones: what a slot plays now, and where its next episode starts."""
+"""Starts inside earlier episodes for fixed rollouts: what a slot plays now, and where its next episode starts."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import EpisodeSummary, Observation, StepBatch
 
 _ROUND = 24
-"""Bits of the episodes that a slot begins between two restarts."""
+"""Bits reserved for the number of episodes that a slot begins between two restarts."""
 
 
 @dataclass
 class _Playing:
-    """The episode of a slot."""
+    """Running episode of a slot."""
 
     number: int
-    """Of all episodes of the run: where it starts follows from it, as of a group."""
+    """Number among all episodes of the run; its start derives from it, as a group's start does."""
     stream: SeedStream
     index: int
-    """Its place in the stream."""
+    """Index of the episode's seed in the stream."""
     start: Start | None
-    """None: it began ordinarily."""
+    """Start inside another episode; None: an ordinary start."""
     num_messages: int = 0
-    """Since its start."""
+    """Number of messages since the start."""
     success_at: int | None = None
-    """Messages up to the first success since the start; None: there was none."""
+    """Messages from the start to the first success; None: no success yet."""
     given: list[np.ndarray] = field(default_factory=list)
     seen: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """{messages since the start: observation before the next one}, at places where others may start."""
+    """{messages since the start: observation before the next message}, where other episodes may start."""
 
     @property
     def seed(self) -> int:
@@ -44,10 +44,10 @@ class _Playing:
 
 
 class SlotStarts:
-    """Episode n of a slot starts where `StartLibrary.start_of` says, which is asked with a number of its own for every episode of a run.
+    """Starts episodes of a slot where `StartLibrary.start_of` says; every episode of the run has its own number there.
 
-    Simulators begin their next episodes by themselves; one that is to start elsewhere is taken there before its first action. The slot's
-    seeds after it follow from its number.
+    Simulators begin the next episode automatically. If it starts inside another one, its slot is restored to that start before the first
+    action, and the slot's later seeds derive from the episode's number.
     """
 
     def __init__(self, manager: Simulators, library: StartLibrary, *, share: Share = WHOLE) -> None:
@@ -57,7 +57,7 @@ class SlotStarts:
         self._playing: list[_Playing] = []
 
     def restart(self, whole: StepBatch, seeds: EpisodeSeeds, seed_round: int) -> StepBatch:
-        """All slots begin, as `whole` shows; what they see, some of them inside other episodes."""
+        """Begin a new episode in every slot, as `whole` shows; return the batch with the restored starts put in."""
         self._library.goes_on({})
         self._cache.clear()
         count = self._manager.num_slots
@@ -69,7 +69,7 @@ class SlotStarts:
         return self._taken_there(whole, range(count))
 
     def acted(self, slots: np.ndarray, observation: Observation, given: np.ndarray) -> None:
-        """These slots are about to be sent actions for what they see: {key: [n, ...]}, [n, ...]."""
+        """Note the actions `given` [n, ...] that answer `observation` {key: [n, ...]} in these slots."""
         if not self._keeps:
             return
         for row, slot in enumerate(slots.tolist()):
@@ -79,7 +79,7 @@ class SlotStarts:
             one.given.append(given[row].copy())
 
     def received(self, batch: StepBatch) -> StepBatch:
-        """What came of it: the batch, whose summaries say which episodes did not start ordinarily."""
+        """Note the outcome of the actions; return the batch with each start added to its episode's summary."""
         summaries = {episode.slot: episode for episode in batch.episodes}
         for row, slot in enumerate(batch.slots.tolist()):
             one = self._playing[slot]
@@ -95,7 +95,7 @@ class SlotStarts:
         return replace(batch, episodes=tuple(summaries[episode.slot] for episode in batch.episodes))
 
     def begun(self, batch: StepBatch) -> StepBatch:
-        """What the slots of a batch see whose episodes were over, and are taken to where the next ones start."""
+        """Begin the next episode in slots whose episode ended; return the batch with the restored starts put in."""
         over = batch.terminated | batch.truncated
         slots = batch.slots[over if batch.aborted is None else over | batch.aborted].tolist()
         for slot in slots:
@@ -105,19 +105,19 @@ class SlotStarts:
         return self._taken_there(batch, slots)
 
     def seed_of(self, slot: int) -> int | None:
-        """Seed of the slot's episode; None: it starts inside another, and could not be played again from a seed."""
+        """Seed of the slot's episode; None: the episode starts inside another one, so a seed cannot reproduce it."""
         one = self._playing[slot]
         return one.seed if one.start is None else None
 
     def states(self) -> list[dict[str, Any]]:
-        """For `encode_state`: what of each slot's episode its simulator does not know. A run that goes on from them has no snapshots, nor
-        has this one from now on."""
+        """State of each slot's episode beyond its simulator, for `encode_state`. Clears the snapshot cache, as a resumed run has none
+        either."""
         self._cache.clear()
         starts = [None if one.start is None else dict(vars(one.start)) for one in self._playing]
         return [{**vars(one), "stream": one.stream.to_dict(), "start": start} for one, start in zip(self._playing, starts, strict=True)]
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on in episodes that `states` gave, of all slots."""
+        """Continue the episodes of all slots that `states` returned."""
         self._cache.clear()
         self._playing = []
         for own in states:
@@ -134,7 +134,7 @@ class SlotStarts:
         self._library.played(whose, one.start, summary, given=one.given[: one.success_at], seen=one.seen)
 
     def _taken_there(self, batch: StepBatch, slots: Sequence[int]) -> StepBatch:
-        """What a batch shows after those of `slots` that start inside others were taken there."""
+        """Restore those of `slots` that start inside other episodes; return the batch with what is seen there."""
         wanted = {slot: start for slot in slots if (start := self._playing[slot].start) is not None}
         if not wanted:
             return batch
@@ -142,7 +142,7 @@ class SlotStarts:
             one = self._playing[slot]
             after = EpisodeSeeds.training(group_seed(self._library.seed, "start", one.number), (self._library.source_of(start).seed,))
             one.stream, one.index = SeedStream(after, 0, 0, 1), 0
-        # What the batch shows of the others lies in memory that the simulators write to.
+        # The simulators overwrite the memory of the batch, so the other rows are copied.
         observation = {key: part.copy() for key, part in batch.observation.items()}
         rows = {int(slot): row for row, slot in enumerate(batch.slots)}
         streams = {slot: self._playing[slot].stream for slot in wanted}
