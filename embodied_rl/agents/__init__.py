@@ -1,1 +1,1 @@
-"""What stands between text environments and token backends: prompts out of observations, actions out of answers. No torch."""
+"""Between text environments and token backends: makes prompts from observations and actions from answers. No torch."""

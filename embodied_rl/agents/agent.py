@@ -1,15 +1,12 @@
-"""A language agent: a conversation strategy, how it sees pictures, how its answers are sampled, and how they are read.
+"""A language agent: a conversation strategy, pictures in prompts, sampling of answers, and their parsing.
 
-Conversation strategies: which tokens a turn's prompt consists of.
+Conversation strategies decide the tokens of a turn's prompt. ``full`` and ``last_k`` put the sampled token ids themselves into later
+prompts, and tokenise only what is new: decoding an answer and tokenising it again may give other tokens (merges across its border,
+templates that strip spaces or drop earlier thoughts), and then training would see other tokens than were sampled. ``memory`` and
+``summarised`` write a new prompt for each turn.
 
-``full`` and ``last_k`` put the sampled token ids themselves into later prompts, and tokenise only what is new: decoding an answer and
-tokenising it again may give other tokens (merges across its border, templates that strip spaces or leave earlier thoughts out), and what
-is trained would not be what was sampled. ``memory`` and ``summarised`` write a prompt of their own for each turn.
-
-How an agent that reads sees pictures: a placeholder in the text for each, which becomes as many tokens as the picture takes.
-
-Conversations hold only text. A prompt shows the newest messages of an episode, so that its placeholders are those of the episode's newest
-pictures, whatever the strategy keeps and drops.
+Pictures: the text has a placeholder for each, which becomes as many tokens as the picture takes. Conversations contain only text. A prompt
+shows the newest messages of an episode, so its placeholders belong to the episode's newest pictures, whatever the strategy keeps and drops.
 """
 
 from __future__ import annotations
@@ -30,13 +27,13 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest
 
 _SENTINEL = "answer-of-the-assistant-0451"
-"""Stands for an answer while a chat template is asked what it writes behind one."""
+"""Placeholder for an answer, to find what a chat template writes behind one."""
 _OPENINGS, _MESSAGES = 512, 4096
-"""Whose tokens are remembered: prompts that grow are put together anew in every turn."""
+"""Most openings and messages with remembered tokens: growing prompts are assembled anew in every turn."""
 
 
 class PromptTokenizer(Protocol):
-    """What a conversation needs of `embodied_rl.policies.chat_tokenizer.ChatTokenizer`."""
+    """The part of `embodied_rl.policies.chat_tokenizer.ChatTokenizer` that a conversation needs."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray: ...
 
@@ -49,62 +46,61 @@ class PromptTokenizer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What the model is asked."""
+    """Input of the model for one answer."""
 
     token_ids: np.ndarray
     """[P] int64"""
     dropped: Dropped | None = None
-    """None: nothing was left out."""
+    """Part of the past that was left out; None: nothing."""
     shown: tuple[Exchange, ...] = ()
-    """What stands before the message that is to be answered."""
+    """Exchanges before the message that is to be answered."""
     message: str = ""
     images: tuple[np.ndarray, ...] = ()
-    """uint8 [H, W, 3] each, of the placeholders in `token_ids` (`embodied_rl.agents.agent`)."""
+    """uint8 [H, W, 3] each, for the placeholders in `token_ids` (`embodied_rl.agents.agent`)."""
 
 
 @dataclass(frozen=True)
 class PromptTooLong:
-    """No prompt: even the shortest that the strategy allows has more tokens than it may have."""
+    """No prompt is possible: even the shortest one of the strategy has too many tokens."""
 
     num_tokens: int
     limit: int
 
 
 class Conversation(Protocol):
-    """One episode as the agent sees it: `prompt` and `answered` in turns."""
+    """One episode from the agent's view: `prompt` and `answered` alternate."""
 
     def prompt(self, observation: str) -> Prompt | PromptTooLong: ...
 
     def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
-        """What was sampled called tools, and `response` is what they gave: the prompt to go on with, in the same turn."""
+        """Prompt that continues the turn after a call of tools; `token_ids`: the sampled call, `response`: the tools' results."""
 
     def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
-        """What was sampled after it, as ids and as text, and what the simulator got."""
+        """Record what was sampled, as ids and as text, and the simulator's action."""
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """A message, and what was sampled after it."""
+    """A message, and the answer sampled for it."""
 
     message: str
     answer_ids: np.ndarray
 
 
 class Prompts:
-    """Makes conversations, and the prompts' texts and tokens."""
+    """Makes conversations, and the texts and tokens of prompts."""
 
     def __init__(
         self, config: AgentConfig, tokenizer: PromptTokenizer, *, instruction: str | None, max_context: int, tools: str = ""
     ) -> None:
-        """
-        Args:
-            instruction: the simulator's, for {instruction}.
-            max_context: tokens of prompt and answer together.
-            tools: what is said about the tools, before the system's text.
+        """Args:
+        instruction: the simulator's, for {instruction}.
+        max_context: most tokens of prompt and answer together.
+        tools: description of the tools, placed before the system text.
 
         Raises:
-            UserError: the context leaves no room for a prompt, or less than `max_prompt_tokens`; system text and templates already fill it;
-                or the model has no (usable) chat template.
+        UserError: the context leaves no room for a prompt, or less than `max_prompt_tokens`; system text and templates already fill it;
+            or the model has no (usable) chat template.
         """
         self.config, self.tokenizer = config, tokenizer
         self.instruction = instruction or ""
@@ -126,13 +122,13 @@ class Prompts:
         self.opening = functools.lru_cache(_OPENINGS)(self._opening)
         self._following = functools.lru_cache(_MESSAGES)(self._behind)
         self._check_room(max_context)
-        self.begin()  # raises UserError now for a template that cannot be used
+        self.begin()  # raises UserError now for an unusable template
 
     def _check_room(self, max_context: int) -> None:
-        """Raises UserError where nothing can be observed, because what stands around an observation fills every prompt."""
+        """Raise UserError if the text around an observation fills every prompt."""
         try:
             needed = len(self.opening(self.message(".", 1)))
-        except UserError:  # of the chat template: raised with the first prompt, for a program may write prompts without it
+        except UserError:  # of the chat template: raised with the first prompt, since a program may write prompts without it
             return
         if needed <= self.limit:
             return
@@ -154,22 +150,22 @@ class Prompts:
         return self._template.format(observation=observation, instruction=self.instruction, step=step, memory=memory, summary=summary)
 
     def _opening(self, message: str) -> np.ndarray:
-        """[n] int64: a conversation's first tokens, up to where the answer begins. `opening` remembers them."""
+        """[n] int64: a conversation's first tokens, up to the beginning of the answer. `opening` caches them."""
         if not self.config.chat:
             return self._encoded(self._system + message)
         system = [{"role": "system", "content": self._system}] if self._system else []
         return self._encoded(self.tokenizer.chat_text([*system, {"role": "user", "content": message}]))
 
     def continuation(self, message: str, answer_ids: np.ndarray) -> np.ndarray:
-        """[n] int64: what stands between an answer's sampled tokens and the next answer.
-        Raises UserError: the chat template does not show an answer's text as it is."""
+        """[n] int64: tokens between an answer's sampled tokens and the next answer. Raises UserError: the chat template changes an answer's
+        text."""
         token_ids = self._following(message)
         # The token that ends a turn was sampled, unless the answer was cut.
         ended = self.config.chat and len(answer_ids) > 0 and len(token_ids) > 0 and int(answer_ids[-1]) == int(token_ids[0])
         return token_ids[1:] if ended else token_ids
 
     def _behind(self, message: str) -> np.ndarray:
-        """[n] int64: what a template writes behind an answer, up to the next one."""
+        """[n] int64: tokens that the template writes between an answer and the next."""
         if not self.config.chat:
             return self.tokenizer.encode(message)
         shown = self.tokenizer.chat_text(
@@ -184,7 +180,7 @@ class Prompts:
         return self.tokenizer.encode(behind)
 
     def joined(self, shown: Sequence[Exchange], message: str) -> Prompt:
-        """Exchanges behind one another and a message to be answered; each sampled token stands there as it was sampled."""
+        """Prompt of consecutive exchanges and a message to be answered, with each sampled token as it was sampled."""
         parts = [self.opening(shown[0].message if shown else message)]
         for index, exchange in enumerate(shown):
             following = shown[index + 1].message if index + 1 < len(shown) else message
@@ -192,7 +188,7 @@ class Prompts:
         return Prompt(np.concatenate(parts).astype(np.int64), shown=tuple(shown), message=message)
 
     def messages(self, prompt: Prompt) -> tuple[dict[str, str], ...]:
-        """A prompt as chat messages, for servers that apply a template of their own; answers are decoded for it."""
+        """A prompt as chat messages, with decoded answers, for servers that apply their own template."""
         found = [{"role": "system", "content": self._system}] if self._system else []
         for exchange in prompt.shown:
             found.append({"role": "user", "content": exchange.message})
@@ -209,7 +205,7 @@ class Prompts:
 
 
 def _template(config: AgentConfig) -> str:
-    """What is remembered stands before a template that does not name it."""
+    """Template with the memory in front, unless it names the memory."""
     if config.strategy == "memory" and config.last_turns and "{memory" not in config.template:
         return "{memory}" + config.template
     if config.strategy == "summarised" and "{summary" not in config.template:
@@ -218,7 +214,7 @@ def _template(config: AgentConfig) -> str:
 
 
 def _about_summary(config: AgentConfig) -> str:
-    """How a summary is given, unless the prompt's own texts speak of it."""
+    """Instruction how to write a summary, unless the prompt's own texts mention it."""
     tag = f"<{config.summary_tag}>"
     if config.strategy != "summarised" or tag in config.system or tag in config.template:
         return ""
@@ -229,7 +225,7 @@ def _about_summary(config: AgentConfig) -> str:
 
 
 class _Growing:
-    """``full`` and ``last_k``: messages and sampled tokens behind one another."""
+    """``full`` and ``last_k``: messages and sampled tokens in sequence."""
 
     def __init__(self, prompts: Prompts, last_turns: int | None) -> None:
         self._prompts, self._last_turns = prompts, last_turns
@@ -262,12 +258,12 @@ class _Growing:
 
 
 class _Rendered:
-    """``memory`` and ``summarised``: one message, rewritten for each turn; tools within a turn continue it token by token."""
+    """``memory`` and ``summarised``: one message, rewritten in each turn; tools within a turn continue it token by token."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
         self._past: list[tuple[str, str]] = []
-        self._within: list[tuple[np.ndarray, str]] = []  # (what was sampled, what the tools gave)
+        self._within: list[tuple[np.ndarray, str]] = []  # (sampled tokens, results of the tools)
         self._observation = ""
         self._summary = ""
         self._step = 0
@@ -306,7 +302,7 @@ class _Rendered:
 
 
 def _fitted(prompts: Prompts, num_turns: int, draft: Callable[[int], Prompt]) -> Prompt | PromptTooLong:
-    """The prompt with as many of the past turns as fit, the newest ones; `draft(n)` is the one with n of them."""
+    """Prompt with as many of the newest turns as fit; `draft(n)` makes the one with n turns."""
     whole = draft(num_turns)
     length = len(whole.token_ids)
     if length <= prompts.limit:
@@ -322,20 +318,20 @@ def _fitted(prompts: Prompts, num_turns: int, draft: Callable[[int], Prompt]) ->
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Of one model, on one simulator."""
+    """Pictures of one simulator for one model."""
 
     keys: tuple[str, ...]
-    """Parts of an observation that are pictures [H, W, 3] uint8, in the order in which they stand before the text."""
+    """Parts of an observation that are pictures [H, W, 3] uint8, in their order before the text."""
     placeholder: str
-    """What stands for one picture in a text."""
+    """Text that represents one picture."""
     image_token_id: int
     """The token of a placeholder that is expanded."""
     expand: Callable[[np.ndarray, Sequence[np.ndarray]], np.ndarray]
     """[P] int64 and pictures → [P'] int64 with as many tokens as they take."""
 
     def look(self, observation: Mapping[str, Any], row: int, seen: list[np.ndarray]) -> str:
-        """The text of a row of observations, placeholders first; its pictures are appended to `seen`.
-        Raises UserError: the text itself holds a placeholder."""
+        """Text of a row of observations, placeholders first; appends its pictures to `seen`. Raises UserError: the text itself contains a
+        placeholder."""
         text = str(observation["text"][row])
         if self.placeholder.strip() in text:
             raise UserError(f"An observation's text holds '{self.placeholder.strip()}', which stands for a picture to this model.")
@@ -344,11 +340,11 @@ class ImageInputs:
 
     @property
     def placeholders(self) -> str:
-        """What stands for the pictures of an observation, before its text."""
+        """Text that represents an observation's pictures, before its text."""
         return self.placeholder * len(self.keys)
 
     def show(self, prompt: Prompt, seen: Sequence[np.ndarray], limit: int) -> Prompt | PromptTooLong:
-        """The prompt with its pictures, whose tokens count against `limit` too."""
+        """The prompt with its pictures, whose tokens count towards `limit` too."""
         count = int((prompt.token_ids == self.image_token_id).sum())
         images = tuple(seen[len(seen) - count :])
         token_ids = self.expand(prompt.token_ids, images)
@@ -359,26 +355,26 @@ class ImageInputs:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a completion says."""
+    """Parsed completion."""
 
     text: str
     parsed: ParsedAction
 
 
 class Agent:
-    """What is the same in all episodes; `begin` makes what belongs to one."""
+    """Shared parts of all episodes; `begin` makes the state of one."""
 
     def __init__(self, config: AgentConfig, tokenizer: PromptTokenizer, *, instruction: str | None, max_context: int) -> None:
         """See `Prompts`. Starts the tools of `AgentConfig.tools`.
 
-        Raises UserError as `Prompts` and `make_tools` do, and for a stop token that the tokenizer does not have."""
+        Raises UserError as `Prompts` and `make_tools` do, and for a stop token that the tokenizer lacks."""
         self.config, self.tokenizer = config, tokenizer
         self.image_inputs: ImageInputs | None = None
         """How it sees pictures; None: it reads only text."""
         self.writes_messages = False
-        """Requests hold the whole conversation as messages; False: only the observation."""
+        """Whether requests contain the whole conversation as messages; False: only the observation."""
         self.tools = ToolRunner.make(config.tools, config.tool_options) if config.tools else None
-        """None: an answer is an action, whatever it says."""
+        """Tools; None: every answer is an action."""
         described = tools_text(self.tools.toolbox.schemas()) if self.tools is not None and config.tool_options.describe else ""
         try:
             self.prompts = Prompts(config, tokenizer, instruction=instruction, max_context=max_context, tools=described)
@@ -390,21 +386,21 @@ class Agent:
             raise
 
     def look(self, observation: Mapping[str, Any], row: int, seen: list[np.ndarray]) -> str:
-        """What a row of observations says; its pictures, where the agent sees any, are appended to those of the episode."""
+        """Text of a row of observations; appends its pictures, if the agent sees any, to those of the episode."""
         return str(observation["text"][row]) if self.image_inputs is None else self.image_inputs.look(observation, row, seen)
 
     @property
     def picture_keys(self) -> tuple[str, ...]:
-        """Parts of an observation that it sees."""
+        """Parts of an observation that the agent sees."""
         return () if self.image_inputs is None else self.image_inputs.keys
 
     @property
     def placeholders(self) -> str:
-        """See `ImageInputs.placeholders`; empty of an agent that sees nothing."""
+        """See `ImageInputs.placeholders`; empty for a text-only agent."""
         return "" if self.image_inputs is None else self.image_inputs.placeholders
 
     def show(self, prompt: Prompt | PromptTooLong, seen: Sequence[np.ndarray]) -> Prompt | PromptTooLong:
-        """A prompt with the pictures that it shows, of those of the episode."""
+        """A prompt with those of the episode's pictures that it shows."""
         if self.image_inputs is None or isinstance(prompt, PromptTooLong):
             return prompt
         return self.image_inputs.show(prompt, seen, self.prompts.limit)
@@ -413,11 +409,11 @@ class Agent:
         return self.prompts.begin()
 
     def _messages(self, prompt: Prompt, observation: str) -> tuple[dict[str, str], ...]:
-        # Decoding earlier answers takes time, and only servers that apply a template of their own read them.
+        # Decoding earlier answers takes time, and only servers that apply their own template read them.
         return self.prompts.messages(prompt) if self.writes_messages else ({"role": "user", "content": observation},)
 
     def budget(self) -> ToolBudget:
-        """The tool calls of a new episode."""
+        """Budget of tool calls for a new episode."""
         return ToolBudget(0, 0) if self.tools is None else self.tools.budget()
 
     def close(self) -> None:
@@ -428,8 +424,8 @@ class Agent:
     def request(
         self, request_id: int, prompt: Prompt, observation: str, *, seed: int | None, temperature: float | None = None
     ) -> GenerationRequest:
-        """Ask for an answer. `messages` holds the observation, which scripted players read, or the whole prompt (`writes_messages`).
-        `temperature`: instead of the configured one; 0 takes the likeliest tokens."""
+        """Request for an answer. `messages` contains the observation, which scripted players read, or the whole prompt (`writes_messages`).
+        `temperature`: overrides the configured one; 0 selects the likeliest tokens."""
         config = self.config
         wanted = config.temperature if temperature is None else temperature
         greedy = wanted == 0
@@ -447,7 +443,7 @@ class Agent:
         )
 
     def read(self, completion: Completion, budget: ToolBudget | None = None) -> Answer:
-        """The answer's text and what it means. Where there are tools, an answer that calls any is no action, whatever else it says."""
+        """Answer's text and meaning. With tools, an answer that calls any is not an action, whatever else it says."""
         text = completion.text if completion.text is not None else self.tokenizer.decode(completion.token_ids)
         if self.tools is not None and (calls := tool_calls(text)):
             allowed = budget is None or budget.left > 0
@@ -455,7 +451,7 @@ class Agent:
         return Answer(text, self.parser.parse(text, cut=completion.finish_reason == "length"))
 
     def answer_ids(self, action: str) -> list[int]:
-        """An answer that means this action, as a model that ends its turns would give it: for scripted and random players."""
+        """Tokens of an answer with this action, as a model that ends its turns would produce them: for scripted and random players."""
         config = self.config
         text = f"<{config.tag}>{action}</{config.tag}>" if config.answer == "tag" else action
         return [*(int(token) for token in self.tokenizer.encode(text)), *self.stop_ids[:1]]

@@ -1,4 +1,4 @@
-"""An agent's episodes as a page to read: what it was asked, what it answered token by token, and what came of it; failures first."""
+"""An agent's episodes as a page to read: prompts, answers token by token, and results; failures first."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def write_dialogues(path: Path, episodes: Sequence[AgentEpisode], decode: Decode, title: str) -> Path:
-    """Write one HTML page, complete in itself: those without success first, the lowest returns before higher ones.
+    """Write one self-contained HTML page: episodes without success first, and lower returns before higher ones.
 
-    `decode`: tokens to text, special ones included.
+    `decode`: function from tokens to text, special ones included.
 
     Raises UserError: the file cannot be written.
     """
@@ -64,7 +64,7 @@ def _episode(number: int, episode: AgentEpisode, decode: Decode) -> str:
 
 
 def _turn(index: int, turn: Turn, decode: Decode, known: np.ndarray) -> str:
-    """A turn; of a prompt that goes on from the turn before it (`known`, that one's tokens) only what is new is written out."""
+    """A turn in HTML; of a prompt that continues the previous turn (`known`, that turn's tokens) only the new part."""
     tokens = "".join(_token(decode([int(token)]), float(score)) for token, score in zip(turn.token_ids, turn.log_prob, strict=True))
     score = float(turn.log_prob.sum(dtype="float64"))
     notes = [f"turn {index}", f"log-probability {score:.2f}", f"reward {turn.reward:g}"]

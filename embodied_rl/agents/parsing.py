@@ -1,6 +1,6 @@
-"""From the text of an answer to an action or a tool call, or to the reason why it is none.
+"""Turn the text of an answer into an action or a tool call, or into the reason why it is neither.
 
-The format is that of Hermes and Qwen: each call is a JSON object between tags, and each result comes back between its own tags:
+The format is that of Hermes and Qwen: each call is a JSON object between tags, and each result returns between its own tags:
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>
     <tool_response>
@@ -22,7 +22,7 @@ _CALL = re.compile(rf"{_OPEN}(.*?)({_CLOSE}|(?={_OPEN})|$)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that can be made; whether there is such a tool is the toolbox's affair."""
+    """A well-formed call; the toolbox decides whether the tool exists."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -30,7 +30,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """A call that cannot be read, and why; the agent reads the reason."""
+    """A malformed call, and the reason, which the agent reads."""
 
     reason: str
     text: str
@@ -40,7 +40,7 @@ AnyCall = ToolCall | MalformedCall
 
 
 def tool_calls(answer: str) -> tuple[AnyCall, ...]:
-    """The calls of an answer in their order; empty: there are none. A call that is not closed is malformed."""
+    """Calls of an answer in their order; empty: none. An unclosed call is malformed."""
     if _OPEN not in answer:
         return ()
     return tuple(_call(found.group(1), ended=found.group(2) == _CLOSE) for found in _CALL.finditer(answer))
@@ -57,7 +57,7 @@ def _call(text: str, *, ended: bool) -> AnyCall:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:
         return MalformedCall('a tool call must be an object {"name": …, "arguments": {…}}', text)
     arguments = found.get("arguments", {})
-    if isinstance(arguments, str):  # OpenAI's interface writes them as JSON within JSON
+    if isinstance(arguments, str):  # OpenAI's interface puts them in a JSON text
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
@@ -68,12 +68,12 @@ def _call(text: str, *, ended: bool) -> AnyCall:
 
 
 def response_text(results: Sequence[str]) -> str:
-    """What the agent reads of its calls' results, in their order."""
+    """Text with the calls' results for the agent, in their order."""
     return "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
 
 
 def tools_text(schemas: Sequence[Mapping[str, Any]]) -> str:
-    """What a prompt says about the tools, as far as the model's own chat template does not."""
+    """Description of the tools for a prompt, unless the model's own chat template describes them."""
     lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return (
         "You may use these tools before you answer:\n"
@@ -84,39 +84,39 @@ def tools_text(schemas: Sequence[Mapping[str, Any]]) -> str:
 
 
 Reason = Literal["empty", "no_tag", "several_tags", "unknown_action", "cut", "tool_limit"]
-"""empty: nothing was answered. no_tag, several_tags: not exactly one tag. unknown_action: not one of the allowed ones. cut: the answer
-was as long as it may be, and what there is of it is no action. tool_limit: it calls a tool, and no call is left."""
+"""empty: an empty answer. no_tag, several_tags: not exactly one tag. unknown_action: not one of the allowed ones. cut: the answer reached
+its longest length without a complete action. tool_limit: it calls a tool, and no call is left."""
 
 
 @dataclass(frozen=True)
 class ValidAction:
-    """What the simulator gets."""
+    """A valid action for the simulator."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class InvalidAction:
-    """An answer that is no action; the simulator gets the empty text."""
+    """An answer without an action; the simulator gets the empty text."""
 
     reason: Reason
     answer: str
 
     @property
     def text(self) -> str:
-        """What the simulator gets."""
+        """Text for the simulator."""
         return ""
 
 
 @dataclass(frozen=True)
 class ToolRequest:
-    """An answer that calls tools; the simulator gets nothing, and waits."""
+    """An answer that calls tools; the simulator gets nothing and waits."""
 
     calls: tuple[AnyCall, ...]
 
     @property
     def text(self) -> str:
-        """What the simulator gets: nothing yet."""
+        """Text for the simulator: empty until the tools have answered."""
         return ""
 
 
@@ -124,21 +124,20 @@ ParsedAction = ValidAction | InvalidAction | ToolRequest
 
 
 class ActionParser:
-    """Reads answers as `AgentConfig.answer` says. Spaces around an action and its case do not matter where actions are listed."""
+    """Reads answers as `AgentConfig.answer` says. If actions are listed, surrounding spaces and case do not matter."""
 
     def __init__(self, *, tag: str | None, actions: Sequence[str] = (), beside: str | None = None) -> None:
-        """
-        Args:
-            beside: ``<beside>…</beside>`` is no part of the action (a summary).
-            tag: the action stands in ``<tag>…</tag>``; None: the whole answer is the action.
-            actions: what may be answered; empty: any text.
+        """Args:
+        beside: ``<beside>…</beside>`` is not part of the action (a summary).
+        tag: the action is in ``<tag>…</tag>``; None: the whole answer is the action.
+        actions: allowed answers; empty: any text.
         """
         self._tag = None if tag is None else re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL | re.IGNORECASE)
         self._beside = None if beside is None else re.compile(rf"<{re.escape(beside)}>.*?</{re.escape(beside)}>", re.DOTALL | re.IGNORECASE)
         self._actions = {" ".join(action.lower().split()): action for action in actions}
 
     def parse(self, answer: str, *, cut: bool = False) -> ParsedAction:
-        """Read one answer; `cut`: it ended because it was as long as it may be."""
+        """Read one answer; `cut`: it ended because it reached its longest length."""
         result = self._parse(answer)
         return InvalidAction("cut", answer) if cut and isinstance(result, InvalidAction) else result
 
@@ -159,6 +158,6 @@ class ActionParser:
 
 
 def tagged(answer: str, tag: str) -> str | None:
-    """What stands in the answer's last ``<tag>…</tag>``; None: there is none."""
+    """Contents of the answer's last ``<tag>…</tag>``; None: there is none."""
     found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", answer, re.DOTALL | re.IGNORECASE)
     return found[-1].strip() if found else None

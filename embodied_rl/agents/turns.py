@@ -1,4 +1,4 @@
-"""What an agent's episode is made of: turns of token ids, and the rows of tokens that they are trained in.
+"""Turns of token ids, which make up an agent's episode, and the rows of tokens on which they are trained.
 
 Shapes: T turns; P tokens of a prompt, n sampled ones; S tokens of a row.
 """
@@ -16,7 +16,7 @@ from embodied_rl.types import Episode, EpisodeGroup
 
 @dataclass(frozen=True)
 class Dropped:
-    """What a prompt left out of the past because it would have been too long."""
+    """Part of the past that a prompt left out because of its length."""
 
     num_turns: int
     num_tokens: int
@@ -24,37 +24,37 @@ class Dropped:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One prompt, what was sampled after it, and what came of it."""
+    """One prompt, the answer sampled for it, and the result."""
 
     observation: str
     prompt_ids: np.ndarray
     """[P] int64"""
     token_ids: np.ndarray
-    """[n] int64 as sampled, a stop token included."""
+    """[n] int64 sampled tokens, a stop token included."""
     log_prob: np.ndarray
     """[n] float32 of each token under the policy that sampled it."""
     version: np.ndarray
-    """[n] int64 version of the weights that sampled it."""
+    """[n] int64 version of the weights that sampled each token."""
     answer: str
     """The sampled tokens as text, for people and parsers."""
     parsed: ParsedAction
     reward: float
-    """The simulator's, less the penalty of an invalid answer."""
+    """Simulator's reward minus the penalty of an invalid answer."""
     game_reward: float
-    """The simulator's."""
+    """Simulator's reward."""
     dropped: Dropped | None = None
-    """None: the prompt is whole."""
+    """Part that the prompt left out; None: nothing."""
     images: tuple[np.ndarray, ...] = ()
-    """uint8 [H, W, 3] each: the pictures of the prompt."""
+    """uint8 [H, W, 3] each: pictures of the prompt."""
     structure: str | None = None
-    """What the answer keeps to (`GenerationRequest.structure`): its log-probabilities are those among the tokens that do."""
+    """Constraint on the answer (`GenerationRequest.structure`): log-probabilities are relative to the allowed tokens."""
     stop_ids: tuple[int, ...] = ()
-    """What may end an answer with a structure."""
+    """Tokens that may end an answer with a structure."""
 
 
 @dataclass(frozen=True, eq=False)
 class AgentEpisode(Episode):
-    """An episode whose messages are turns; `action` is what the simulator got, [T] str."""
+    """An episode whose messages are turns; `action` is the text for the simulator, [T] str."""
 
     turns: tuple[Turn, ...] = ()
 
@@ -66,7 +66,7 @@ class AgentEpisode(Episode):
 def episode_of(
     turns: Sequence[Turn], *, terminated: bool, truncated: bool, success: bool, seed: int, domain: str, final_text: str, greedy: bool
 ) -> AgentEpisode:
-    """Put turns of different lengths into the arrays of an episode, [T, L] with L the most tokens of a turn."""
+    """Put turns of different lengths into the arrays of an episode, [T, L] with L the largest number of tokens in a turn."""
     longest = max(len(turn.token_ids) for turn in turns)
     shape = (len(turns), longest)
     log_prob, mask, version = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape, np.int64)
@@ -98,7 +98,7 @@ def texts(values: Sequence[str]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class TokenRow:
-    """Tokens that are trained in one forward: a turn, or several that continue one another token by token."""
+    """Tokens that are trained in one forward pass: a turn, or several that continue one another token by token."""
 
     token_ids: np.ndarray
     """[S] int64"""
@@ -111,11 +111,11 @@ class TokenRow:
     images: tuple[np.ndarray, ...] = ()
     """uint8 [H, W, 3] each, in the order of their tokens."""
     structures: tuple[tuple[int, int, str, tuple[int, ...]], ...] = ()
-    """(first token, the one behind the last, structure, stop tokens) of each answer with a structure."""
+    """(first token, end, structure, stop tokens) of each answer with a structure."""
 
 
 def rows_of(turns: Sequence[Turn]) -> list[TokenRow]:
-    """Rows of an episode. A turn whose prompt begins with the whole turn before it is appended to that one's row: each token is then
+    """Rows of an episode. A turn whose prompt begins with the whole previous turn is appended to that turn's row, so that each token is
     evaluated once, after exactly the tokens that it was sampled after."""
     rows: list[list[tuple[int, Turn]]] = []
     known = np.zeros(0, np.int64)

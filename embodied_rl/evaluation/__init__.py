@@ -1,1 +1,1 @@
-"""Judging a policy: playing held-out episodes, comparing results, estimating from a recording."""
+"""Evaluate policies: play held-out episodes, compare results, and estimate from recordings."""

@@ -1,10 +1,10 @@
-"""Recorded episodes as target policies see them: what each would have done, and how likely what was done is to each.
+"""Recorded episodes from the view of target policies: their actions, and their probability of the recorded actions.
 
-No simulator is needed: the spaces come from the recording, the networks from the checkpoints. Episodes are read one at a time, and
-pictures are let go as soon as the policies have seen them.
+No simulator is needed: the spaces come from the recording, the networks from the checkpoints. Episodes are read one at a time, and pictures
+are freed as soon as the policies have seen them.
 
-Shape legend: T steps of an episode, A action dimensions, L units that each have a log-probability, C choices, D features, K draws,
-H action horizon, Q queries.
+Shape legend: T steps of an episode, A action dimensions, L units that each have a log-probability, C choices, D features, K draws, H action
+horizon, Q queries.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from embodied_rl.resuming import load_policy
 from embodied_rl.types import Observation, SimSpec
 
 Mode = Literal["sample", "mode"]
-"""sample: the policy as it explores. mode: its most likely action, as `evaluate` plays it."""
+"""sample: the policy with its exploration. mode: its most likely action, as in `evaluate`."""
 
 _DRAWING = 0xD4A3
 _UNIFORM_LOG_DENSITY = float(np.log(0.5))
-"""Of a number drawn evenly from [-1, 1]."""
+"""Log-density of a number drawn uniformly from [-1, 1]."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlayedEpisode:
-    """One recorded episode, without what only policies look at."""
+    """One recorded episode, without the parts that only policies read."""
 
     number: int
     seed: int
     action: np.ndarray
     """[T, A] in the simulator's units."""
     scaled_action: np.ndarray
-    """[T, A] float32 scaled to [-1, 1] (int64 [T, 1] for choices): what the simulator made of the policy's output."""
+    """[T, A] float32 scaled to [-1, 1] (int64 [T, 1] for choices): the policy's output as the simulator applied it."""
     drawn: np.ndarray | None
-    """[T, A] what the log-probabilities are of: unclipped vectors, or choices; None: not known."""
+    """[T, A] actions that the log-probabilities refer to: unclipped vectors, or choices; None: unknown."""
     log_prob: np.ndarray | None
-    """[T, L] of the policy that acted; None: not recorded."""
+    """[T, L] under the policy that acted; None: not recorded."""
     reward: np.ndarray
     """[T] float64"""
     terminated: bool
     truncated: bool
-    """Also where the episode was cut at a horizon. Neither: the recorder was stopped in its middle."""
+    """Whether a step limit or horizon cut it. If it neither terminated nor was truncated, the recorder was stopped in its middle."""
     vectors: np.ndarray | None
-    """[T + 1, D] float32 the observation's flat parts side by side; None: there are none."""
+    """[T + 1, D] float32 flat parts of the observation, concatenated; None: there are none."""
 
     @property
     def complete(self) -> bool:
@@ -71,22 +71,22 @@ class ScoredEpisode:
     """A target policy's view of one recorded episode."""
 
     predicted: np.ndarray
-    """[T, A] its most likely actions in the simulator's units, asked every H steps."""
+    """[T, A] its most likely actions in the simulator's units, predicted every H steps."""
     log_prob: np.ndarray
-    """[T, L] of the recorded action (as it was drawn where that is known)."""
+    """[T, L] of the recorded action (as drawn, if known)."""
     draws: np.ndarray | None
-    """[T + 1, K, A] float32 actions drawn in each state, scaled and cut to [-1, 1]; None for choices, for H > 1 and for K = 0."""
+    """[T + 1, K, A] float32 actions drawn in each state, scaled and clipped to [-1, 1]; None for choices, for H > 1 and for K = 0."""
     probability: np.ndarray | None
     """[T + 1, C] of each choice; None for vectors, for H > 1 and for K = 0."""
     features: np.ndarray | None
-    """[T + 1, D] float32 the policy's own features; only where the observation has no flat parts."""
+    """[T + 1, D] float32 the policy's own features; only if the observation has no flat parts."""
 
 
 class TargetPolicy:
-    """A checkpoint's policy, asked about recorded observations. Made by `load_target`."""
+    """A checkpoint's policy on recorded observations. Made by `load_target`."""
 
     rows_at_once = 2048
-    """Observations of one forward pass."""
+    """Observations per forward pass."""
 
     def __init__(
         self,
@@ -101,15 +101,15 @@ class TargetPolicy:
     ) -> None:
         self.label, self.policy, self.spec, self.mode, self.keys = label, policy, spec, mode, tuple(keys)
         self.horizon = horizon
-        """H: actions that come out of one look."""
+        """H: actions from one observation."""
         self.num_bins: int | None = None
-        """Tokens of an action dimension, of a policy that has them."""
+        """Bins of an action dimension, for a policy with action tokens."""
         self._bounded = bounded
         self.path, self.step = "", 0
 
     @property
     def has_density(self) -> bool:
-        """Whether its log-probabilities mean anything: the mode of a vector has all its mass in one point."""
+        """Whether its log-probabilities are meaningful: the mode of a vector has all its mass in one point."""
         return self.mode == "sample" or self.spec.action.kind == "discrete"
 
     def predict(self, observation: Observation) -> np.ndarray:
@@ -118,18 +118,18 @@ class TargetPolicy:
         return action.reshape(len(action), self.horizon, -1)
 
     def log_prob(self, observation: Observation, chunks: np.ndarray) -> np.ndarray:
-        """[Q, H, L] of normalised, unclipped actions [Q, H, A] that were drawn one by one; −inf for what the policy never does."""
+        """[Q, H, L] of normalised, unclipped actions [Q, H, A] that were drawn independently; −inf for impossible actions."""
         action = self.spec.action
         if action.kind == "discrete" and self.mode == "mode":
             return np.where(self.predict(observation) == chunks, 0.0, -np.inf)
         flat = torch.from_numpy(np.array(chunks).reshape(len(chunks), -1))
         result = self._by_rows(observation, partial(self._log_prob_of, flat))
         log_prob = result.reshape(len(chunks), self.horizon, -1).astype(np.float64)
-        # A squashed policy's own arithmetic pulls what lies outside to the edge.
+        # The squashed policy's own arithmetic moves values outside to the edge.
         return np.where(np.abs(chunks) > 1, -np.inf, log_prob) if self._bounded else log_prob
 
     def draw(self, observation: Observation, num_draws: int, random: np.random.Generator) -> np.ndarray:
-        """[S, K, A] actions in each state, normalised and unclipped; only the mode, K = 1, where that is the policy."""
+        """[S, K, A] actions in each state, normalised and unclipped; only the mode, K = 1, if that is the policy."""
         if self.mode == "mode":
             return self.predict(observation)
         rows = len(next(iter(observation.values())))
@@ -149,7 +149,7 @@ class TargetPolicy:
         return np.exp(np.stack([column.sum(axis=1) for column in columns], axis=1).astype(np.float64))
 
     def features(self, observation: Observation) -> np.ndarray:
-        """[S, D] what the policy's last layers read. Raises UserError where the policy has none."""
+        """[S, D] inputs of the policy's last layers. Raises UserError if the policy has none."""
         if self.policy.num_features is None:
             raise UserError(f"'{self.label}': the policy offers no features, and the observation has no flat part to fit values to.")
         return self._by_rows(observation, lambda part, _: self.policy.features(part))
@@ -172,12 +172,12 @@ class TargetPolicy:
 
 
 class TokenTarget(TargetPolicy):
-    """A policy whose actions are chunks of tokens (`tiny_vla`, `openvla`, `openvla_oft`). Its log-probabilities are those of the tokens."""
+    """A policy whose actions are chunks of tokens (`tiny_vla`, `openvla`, `openvla_oft`), with the tokens' log-probabilities."""
 
     rows_at_once = 256  # it reads images
 
     def __init__(self, label: str, policy: Policy, spec: SimSpec, *, mode: Mode, keys: Sequence[str]) -> None:
-        """Raises UserError where the policy does not say which tokens a recorded action is."""
+        """Raises UserError if the policy cannot map recorded actions to tokens."""
         super().__init__(label, policy, spec, mode=mode, keys=keys)
         self._own: Any = policy
         tokens = getattr(policy, "tokens", None) or getattr(getattr(policy, "model", None), "tokens", None)
@@ -201,9 +201,9 @@ class TokenTarget(TargetPolicy):
         return self._by_step(observation, self._own.units_of(torch.from_numpy(np.clip(chunks, -1.0, 1.0).astype(np.float32))))
 
     def token_log_prob(self, observation: Observation, tokens: np.ndarray, action: np.ndarray) -> np.ndarray | None:
-        """[Q, H, L / H] of recorded tokens [Q, H, A]; None where they are another tokenizer's: they do not mean the recorded actions.
+        """[Q, H, L / H] of recorded tokens [Q, H, A]; None if they come from another tokenizer and do not mean the recorded actions.
 
-        Two tokens mean the topmost action; the action does not show which one was drawn.
+        Two tokens mean the topmost action, so the action does not show which one was drawn.
         """
         flat = tokens.reshape(len(tokens), -1)
         with np.errstate(all="ignore"):
@@ -233,18 +233,18 @@ class TokenTarget(TargetPolicy):
 
 
 def load_target(checkpoint: Checkpoint, label: str, info: RecordingInfo, mode: Mode = "sample") -> TargetPolicy:
-    """The policy of a checkpoint, for a recording.
+    """Policy of a checkpoint, for a recording.
 
     Raises:
-        IncompatibleCheckpointError: its spaces are not the recording's, or its tensors do not fit.
-        UserError: actions are texts, or out of the policy's denoising, which has no likelihood of a recorded action.
+        IncompatibleCheckpointError: its spaces differ from the recording's, or its tensors do not fit.
+        UserError: actions are texts, or come from denoising, which has no likelihood of a recorded action.
     """
     own = checkpoint.config.policy
     if info.spec.action.kind == "text":
         raise UserError("offline_eval is for recordings with vector or discrete actions; this one's actions are texts.")
-    # What a recording holds beyond what the policy was trained with does no harm.
+    # Parts of a recording that the policy was not trained with do no harm.
     shared = {key: part for key, part in info.spec.observation.items() if key in checkpoint.spec.observation}
-    # A recording that was imported names its task as its own format does.
+    # An imported recording has the task name of its own format.
     check_compatible(checkpoint, replace(info.spec, observation=shared), same_task=bool(info.sim))
     module = build_policy(own, checkpoint.spec)
     load_policy(module, checkpoint)
@@ -263,7 +263,7 @@ def load_target(checkpoint: Checkpoint, label: str, info: RecordingInfo, mode: M
 
 @dataclass(frozen=True, eq=False)
 class ScoredRecording:
-    """All episodes that were asked for, and every target's view of them."""
+    """All selected episodes, and every target's view of them."""
 
     episodes: tuple[PlayedEpisode, ...]
     scores: Mapping[str, tuple[ScoredEpisode, ...]]
@@ -281,17 +281,17 @@ def score_recording(
     seed: int = 0,
     on_episode: Callable[[int], object] | None = None,
 ) -> ScoredRecording:
-    """Read a recording once and let every target look at each episode.
+    """Read a recording once and let every target score each episode.
 
     Args:
         targets: policies whose spaces are the recording's.
         horizon: cut episodes after so many steps; None: whole ones.
         task: only episodes of this task; None: all.
-        max_episodes: only the first so many; None: all.
+        max_episodes: only the first episodes; None: all.
         num_draws: K; 0: neither draws nor probabilities of choices are needed.
         on_episode: called with 1 after each episode, for a progress bar.
 
-    Raises UserError: no episode is left, or one has numbers that are not finite; RecordingError: an episode is damaged.
+    Raises UserError: no episode is left, or one has non-finite numbers; RecordingError: an episode is damaged.
     """
     tasks = [str(name) for name in recording.tasks]
     numbers = [number for number, name in enumerate(tasks) if task is None or name == task][:max_episodes]
@@ -320,10 +320,10 @@ def score_recording(
 
 
 def played_episode(episode: RecordedEpisode, number: int, spec: SimSpec, num_steps: int) -> PlayedEpisode:
-    """The first `num_steps` of a recorded episode. Raises UserError where a number is not finite."""
+    """The first `num_steps` of a recorded episode. Raises UserError for a non-finite number."""
     rows = slice(0, num_steps)
     whole = num_steps == episode.num_steps
-    # Copies: what a recording hands out ends with it, and may be read-only.
+    # Copies: a recording's arrays end with it, and may be read-only.
     action = np.array(episode.action[rows], np.int64 if spec.action.kind == "discrete" else None)
     drawn = episode.sampled_action if episode.sampled_action is not None else episode.action if spec.action.kind == "discrete" else None
     parts = [episode.observation[key] for key, part in spec.tensors.items() if len(part.shape) == 1]
@@ -355,7 +355,7 @@ def score_episode(
     random: np.random.Generator,
     tokens: np.ndarray | None = None,
 ) -> ScoredEpisode:
-    """A target's view of one episode and its T + 1 observations; `tokens` [T, A] are those that its actions were drawn as."""
+    """A target's view of one episode and its T + 1 observations; `tokens` [T, A]: the tokens drawn for its actions."""
     steps, horizon = episode.num_steps, target.horizon
     asked = {key: observation[key][query_steps(steps, horizon)] for key in target.keys}
     done = episode.scaled_action if episode.drawn is None else episode.drawn
@@ -379,15 +379,15 @@ def score_episode(
 
 
 def drew_tokens(info: RecordingInfo) -> bool:
-    """Whether the policy that acted drew units (tokens or chunks): its log-probabilities are of them, not of vectors."""
+    """Whether the policy that acted drew units (tokens or chunks): its log-probabilities refer to them, not to vectors."""
     return info.policy.get("units") is not None
 
 
 def deterministic_behaviour(info: RecordingInfo, episodes: Sequence[PlayedEpisode]) -> str:
-    """Why the policy that acted must have been deterministic; "" where it may have drawn its actions.
+    """Why the policy that acted must have been deterministic; "" if it may have drawn its actions.
 
-    The recording may say so. Otherwise its log-probabilities show it: choices of probability 1, or vectors whose density is the same at
-    every step (that of the distribution's mode) and not the uniform one.
+    The recording may say so. Otherwise its log-probabilities show it: choices of probability 1, or vectors with the same density at every
+    step (that of the distribution's mode) other than the uniform one.
     """
     if info.policy.get("sample") is False or info.policy.get("deterministic") is True:
         return "the recording says that the policy that acted played its mode"
@@ -403,7 +403,7 @@ def deterministic_behaviour(info: RecordingInfo, episodes: Sequence[PlayedEpisod
 
 
 def selected_by_outcome(info: RecordingInfo) -> str:
-    """Why the recording's episodes are no fair sample of what the policy that acted does; "" where they may be."""
+    """Why the recording's episodes are a biased sample of the acting policy's behaviour; "" if they may be a fair one."""
     plan = info.metadata.get("plan")
     if isinstance(plan, Mapping) and plan.get("only_success"):
         return "the recording keeps only successful episodes (only_success=true), so that no mean over its episodes is a value"
@@ -411,7 +411,7 @@ def selected_by_outcome(info: RecordingInfo) -> str:
 
 
 def weights_unsupported(info: RecordingInfo, episodes: Sequence[PlayedEpisode], target: TargetPolicy) -> str:
-    """Why importance weights cannot be had; "" where they can."""
+    """Why importance weights are unavailable; "" if they are available."""
     if reason := selected_by_outcome(info):
         return reason
     if reason := deterministic_behaviour(info, episodes):

@@ -1,4 +1,4 @@
-"""Offline evaluation: checkpoints held against a recording, open loop and by what they would earn; no simulator takes part.
+"""Offline evaluation of checkpoints on a recording: open-loop errors and estimates of the return, without a simulator.
 
 Shape legend: N episodes, T steps of the longest, M steps of all, K draws, E members of the fitted-Q ensemble.
 """
@@ -23,34 +23,34 @@ from embodied_rl.evaluation import offline_policy
 
 ALL_ESTIMATORS = (*ESTIMATORS, "fqe")
 PREFERENCE = ("wdr", "wpdis", "fqe", "dr", "pdis", "wis", "is")
-"""What policies are ranked by, the first that has a value for all of them."""
+"""Estimators that may rank policies; the first with a value for all of them does."""
 MAX_OUTSIDE = 0.1
-"""Of a target's actions, the share that may lie outside of everything recorded before fitted values are refused."""
+"""Share of a target's actions that may be outside everything recorded; with more, fitted values are refused."""
 MAX_TAIL = 0.01
-"""Discount at the cut beyond which importance sampling says nothing about episodes without a limit."""
+"""Largest discount at the cut with which importance sampling is valid for episodes without a limit."""
 MIN_FITTED = 8
-"""Episodes that a fitted model needs."""
+"""Least episodes for a fitted model."""
 NUM_EXAMPLES = 3
 
 
 @dataclass(frozen=True)
 class OfflineSettings:
-    """What is estimated, and how."""
+    """Estimators and their options."""
 
     given: assessment.Assumptions = field(default_factory=assessment.Assumptions)
-    """`horizon` is filled in from the recording's step limit where it is None."""
+    """Assumptions of the estimators; a `horizon` of None becomes the recording's step limit."""
     estimators: tuple[str, ...] = ALL_ESTIMATORS
-    """() gives only open-loop figures."""
+    """Estimators to compute; () gives only open-loop figures."""
     target: offline_policy.Mode = "sample"
     truncation: Literal["end", "bootstrap"] = "end"
-    """end: the value of episodes as they were recorded, cuts included, which `evaluate` would measure. bootstrap: of episodes that go
-    on where they were cut, by the fitted values."""
+    """end: value of episodes as they were recorded, cuts included, which `evaluate` would measure. bootstrap: value of episodes that
+    continue after a cut, from the fitted values."""
     fitted_q: FittedQConfig = field(default_factory=FittedQConfig)
     num_draws: int = 8
     """K: actions drawn in each state for the expectations of fitted-Q evaluation."""
     task: str | None = None
     horizon: int | None = None
-    """Cut episodes after so many steps; None: whole ones."""
+    """Steps after which episodes are cut; None: whole episodes."""
     max_episodes: int | None = None
     num_bins: int = assessment.DEFAULT_BINS
 
@@ -77,16 +77,16 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class PolicyResult:
-    """What is known of one target policy."""
+    """Results of one target policy."""
 
     label: str
     path: str
     step: int
-    """Environment steps that it was trained for."""
+    """Environment steps of its training."""
     open_loop: assessment.OpenLoop
     estimates: tuple[assessment.Estimate, ...]
     ess_by_step: np.ndarray | None
-    """[T] effective sample size of the weights up to each step; None where there are none."""
+    """[T] effective sample size of the weights up to each step; None if there are no weights."""
     examples: tuple[Example, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,23 +101,23 @@ class PolicyResult:
 
 @dataclass(frozen=True, eq=False)
 class OfflineStudy:
-    """All that an offline evaluation found."""
+    """Results of an offline evaluation."""
 
     settings: OfflineSettings
     num_episodes: int
-    """Episodes that came to an end, which the estimates rest on."""
+    """Complete episodes, the basis of the estimates."""
     num_steps: int
     num_incomplete: int
-    """Episodes without an end, because the recorder was stopped: only in the open-loop figures."""
+    """Episodes without an end, because the recorder was stopped; they count in the open-loop figures only."""
     behaviour: assessment.Estimate | None
-    """The value of the policy that acted; None where no estimate was asked for."""
+    """Value of the policy that acted; None if no estimate was requested."""
     policies: tuple[PolicyResult, ...]
     ranked_by: str | None
-    """The estimator that orders the policies; None where none has a value for all."""
+    """Estimator that orders the policies; None if none has a value for all."""
     ranking: tuple[str, ...]
-    """Labels, the best first; in the given order where nothing ranks them."""
+    """Labels, the best first; in the given order if nothing ranks them."""
     best_share: Mapping[str, float]
-    """{label: share of the resamples in which it is the best}; empty where nothing ranks them."""
+    """{label: share of the resamples in which it is the best}; empty if nothing ranks them."""
     notes: tuple[str, ...]
 
     def policy(self, label: str) -> PolicyResult:
@@ -138,13 +138,13 @@ def study_recording(
     on_episode: Callable[[int], object] | None = None,
     on_fit: Callable[[str, int], object] | None = None,
 ) -> OfflineStudy:
-    """Hold checkpoints against a recording.
+    """Evaluate checkpoints on a recording.
 
     Args:
-        recording: what `embodied_rl.episodes.reader.open_recording` gives.
+        recording: result of `embodied_rl.episodes.reader.open_recording`.
         checkpoints: (label, checkpoint); labels differ.
         on_episode: called with 1 after each episode that was read.
-        on_fit: called with a policy's label and how many more regression steps are done.
+        on_fit: called with a policy's label and the number of regression steps since the last call.
 
     Raises UserError: a checkpoint does not fit the recording, or no episode is left; RecordingError: an episode is damaged.
     """
@@ -186,7 +186,7 @@ def study_recording(
 
 
 def step_limit(recording: Recording, settings: OfflineSettings) -> int | None:
-    """The most steps that a recorded episode can have: by the settings, the recorded configuration and the simulator."""
+    """Most steps of a recorded episode, from the settings, the recorded configuration and the simulator."""
     limits = (settings.horizon, recording.info.sim.get("max_episode_steps"), recording.info.spec.max_episode_steps)
     return min((int(limit) for limit in limits if limit), default=None)
 
@@ -284,8 +284,8 @@ def recorded_steps(
 ) -> RecordedSteps:
     """The episodes as rows for the regression.
 
-    Where episodes end when they are cut, how much time is left decides what a state is worth: then the time since the episode's start,
-    as a share of `limit` (of the longest episode where it is None), is one more feature.
+    If episodes end when they are cut, a state's value depends on the remaining time. Then the time since the episode's start, as a share of
+    `limit` (of the longest episode if it is None), is an additional feature.
     """
     longest = limit or max(episode.num_steps for episode in episodes)
     features, continues = [], []
@@ -342,8 +342,8 @@ def _fit_unsupported(
 
 
 def outside_share(episodes: Sequence[offline_policy.PlayedEpisode], scores: Sequence[offline_policy.ScoredEpisode]) -> float:
-    """Of the target's actions in the recorded states, the share that lies outside of the range of all recorded ones: the probability
-    of choices that were never made, or the entries of vectors beyond the smallest and largest of their dimension."""
+    """Share of the target's actions in the recorded states outside the range of all recorded ones: probability of choices that were never
+    made, or vector entries beyond the smallest and largest of their dimension."""
     done = np.concatenate([episode.scaled_action for episode in episodes])
     if scores[0].probability is not None:
         never = np.ones(scores[0].probability.shape[1], bool)
@@ -351,7 +351,7 @@ def outside_share(episodes: Sequence[offline_policy.PlayedEpisode], scores: Sequ
         return float(
             np.mean(np.concatenate([score.probability[:, never].sum(axis=1) for score in scores if score.probability is not None]))
         )
-    # What lies within 5% of the range beside it is near enough for a smooth regression.
+    # Up to 5% beyond the range is close enough for a smooth regression.
     low, high = done.min(axis=0), done.max(axis=0)
     slack = 0.05 * (high - low) + 1e-6
     return float(
@@ -360,7 +360,7 @@ def outside_share(episodes: Sequence[offline_policy.PlayedEpisode], scores: Sequ
 
 
 def _reachable(episodes: Sequence[offline_policy.PlayedEpisode], settings: OfflineSettings) -> tuple[float, float] | None:
-    """(lowest, highest) value that rewards like the recorded ones can add up to."""
+    """(lowest, highest) possible sum of rewards like the recorded ones."""
     given = settings.given
     rewards = np.concatenate([episode.reward for episode in episodes])
     observed = given.reward_range or (float(rewards.min()), float(rewards.max()))
@@ -401,7 +401,7 @@ def _with_model(
     data: OffPolicyEpisodes, episodes: Sequence[offline_policy.PlayedEpisode], q: np.ndarray, v: np.ndarray, settings: OfflineSettings
 ) -> OffPolicyEpisodes:
     """The episodes with a model's Q of their steps [M] and V of their states [S]."""
-    # Steps and states of all episodes lie one after another in the model's values; an episode has one state more than steps.
+    # The model's values are concatenated over all episodes; an episode has one state more than steps.
     ends = np.cumsum([episode.num_steps for episode in episodes])
     model_q = np.split(q, ends[:-1])
     model_v = np.split(v.copy(), (ends + np.arange(1, len(ends) + 1))[:-1])
@@ -413,7 +413,7 @@ def _with_model(
 
 
 def _cut_short(episodes: Sequence[offline_policy.PlayedEpisode], settings: OfflineSettings) -> str:
-    """Why importance weights cannot give the value of episodes that go on after a cut; "" where they can."""
+    """Why importance weights cannot give the value of episodes that continue after a cut; "" if they can."""
     if settings.truncation == "end":
         return ""
     tails = [settings.given.gamma**episode.num_steps for episode in episodes if episode.truncated]

@@ -1,4 +1,4 @@
-"""Plays the held-out episodes of any policy, sums them up, compares two policies seed by seed, and writes tables, JSON and a CSV."""
+"""Play held-out episodes with any policy, compute the figures, compare policies seed by seed, and write tables, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RateComparison:
-    """Success of pairs of episodes of the same seed."""
+    """Success of two policies in pairs of episodes with the same seed."""
 
     both: int
     only_policy: int
-    """Seeds at which the policy succeeded and the other one did not."""
+    """Seeds at which only this policy succeeded."""
     only_against: int
     neither: int
     difference: float
     """Success rate of the policy minus that of the other one."""
     interval: tuple[float, float]
-    """Of the difference, 95%: Newcombe's for paired rates."""
+    """95% interval of the difference: Newcombe's for paired rates."""
     p_value: float
-    """Of equal rates: McNemar, exact, two-sided."""
+    """p-value for equal rates: McNemar, exact, two-sided."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A policy against another one, seed by seed."""
+    """A policy compared with another one, seed by seed."""
 
     num_pairs: int
     num_unpaired: int
-    """Seeds that only one of them finished (its simulator failed with the other one); they count nowhere here."""
+    """Seeds that only one of them finished, because the other's simulator failed; the comparison leaves them out."""
     success: RateComparison | None
-    """At any step; None where the task has no notion of success."""
+    """Success at any step; None if the task does not define success."""
     success_at_end: RateComparison | None
     return_difference: float
     """Mean return of the policy minus that of the other one."""
     return_interval: tuple[float, float]
-    """Of that mean, 95%: percentile bootstrap over seeds."""
+    """95% interval of that difference: percentile bootstrap over seeds."""
     return_p_value: float
-    """Of equal means: paired permutation test, two-sided."""
+    """p-value for equal means: paired permutation test, two-sided."""
     length_difference: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Comparison:
 
 
 def compare(episodes: Sequence[EpisodeSummary], against: Sequence[EpisodeSummary], *, reports_success: bool) -> Comparison:
-    """Pair the episodes of two evaluations by seed; differences are `episodes` minus `against`. Raises ValueError: no seed is in both."""
+    """Pair the episodes of two evaluations by seed; differences are `episodes` minus `against`. Raises ValueError: no common seed."""
     first, second = ({episode.seed: episode for episode in played} for played in (episodes, against))
     shared = sorted(first.keys() & second.keys())
     if not shared:
@@ -109,19 +109,19 @@ Player = tuple[Checkpoint, str]
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Episodes of one evaluation and what they say."""
+    """Episodes of one evaluation and their figures."""
 
     sim: SimConfig
     spec: SimSpec
     policy: str
-    """checkpoint or random; of what no run of ours trained, its kind and where it is."""
+    """checkpoint or random; for a policy that no run of ours trained, its kind and path."""
     episodes: Sequence[EpisodeSummary]
     figures: Figures
     wall_clock_s: float
     temperature: float | None = None
-    """Of action tokens that were drawn; None: the mode."""
+    """Temperature of drawn action tokens; None: the mode."""
     answers: Mapping[str, float] = field(default_factory=dict)
-    """Shares of a speaker's answers, such as of those that name no action."""
+    """Shares of kinds of a language agent's answers, such as answers without an action."""
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
@@ -147,13 +147,13 @@ def result_table(result: EvaluationResult) -> Table:
 
 def _seed_range(figures: Figures) -> str:
     """``0 … 99``: held-out seeds count from 0, as ``seed=`` does; the simulator gets 2**30 more."""
-    from embodied_rl.sim.seeding import HELD_OUT_START  # studies without a simulator load this module too
+    from embodied_rl.sim.seeding import HELD_OUT_START  # studies without a simulator import this module too
 
     return " … ".join(f"{seed - HELD_OUT_START if seed >= HELD_OUT_START else seed}" for seed in figures.seeds)
 
 
 def overview(players: Sequence[Player], results: Sequence[EvaluationResult], *, against: bool) -> Table:
-    """A row of figures for each policy; with `against` the last one is what the others are compared with."""
+    """A row of figures for each policy; with `against` the others are compared with the last one."""
     first = results[0]
     title = f"{first.spec.task}, {first.figures.num_episodes} held-out seeds {_seed_range(first.figures)}, the same for all"
     table = figure_table(title, ("policy", *_figure_columns(first.spec.reports_success)))
@@ -225,7 +225,7 @@ def task_table(labelled: Sequence[str], results: Sequence[EvaluationResult]) -> 
 
 
 def labels(players: Sequence[Player]) -> list[str]:
-    """Short names that distinguish the policies: ``step 4096``, with the run in front where there are several; ``random``."""
+    """Short names that distinguish the policies: ``step 4096``, preceded by the run if there are several; ``random``."""
     runs = {checkpoint.run_dir for checkpoint, _ in players}
     names = [
         "random" if policy == "random" else ("" if len(runs) == 1 else f"{checkpoint.run_dir.name} ") + f"step {checkpoint.step}"
@@ -237,7 +237,7 @@ def labels(players: Sequence[Player]) -> list[str]:
 
 
 def p_text(p_value: float) -> str:
-    """Three digits, as one reports it."""
+    """A p-value with three digits, as it is usually reported."""
     return "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
 
 
@@ -261,17 +261,17 @@ def _percent_range(interval: tuple[float, float]) -> str:
 
 
 def document_of(config: TrainConfig, result: EvaluationResult, command: str, origin: Mapping[str, Any]) -> dict[str, Any]:
-    """What evaluation.json holds: figures, provenance and a row per episode; `origin`: where the policy's weights came from."""
+    """Contents of evaluation.json: figures, provenance and a row per episode; `origin`: source of the policy's weights."""
     return {**_one(config, result, origin), **_provenance(result, command), "episodes": episode_rows(result.episodes)}
 
 
 def origin_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Where a checkpoint's weights come from."""
+    """Source of a checkpoint's weights."""
     return {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "policy_sha256": checkpoint.weights_sha256()}
 
 
 def documents_of(players: Sequence[Player], results: Sequence[EvaluationResult], command: str, *, against: bool) -> dict[str, Any]:
-    """What comparison.json holds: the figures and episodes of every policy and, with `against`, the comparisons with the last one."""
+    """Contents of comparison.json: figures and episodes of every policy and, with `against`, comparisons with the last one."""
     names = labels(players)
     evaluations = [
         {"label": name, **_one(checkpoint.config, result, origin_of(checkpoint)), "episodes": episode_rows(result.episodes)}
@@ -292,21 +292,21 @@ def documents_of(players: Sequence[Player], results: Sequence[EvaluationResult],
 
 
 def steps_of(players: Sequence[Player]) -> list[str]:
-    """For how long each was trained; empty for random actions."""
+    """Training steps of each policy; empty for random actions."""
     return ["" if policy == "random" else str(checkpoint.step) for checkpoint, policy in players]
 
 
 def episodes_csv(names: Sequence[str], steps: Sequence[str], results: Sequence[EvaluationResult]) -> str:
     """One line per episode: policy, step, task, seed, success_once, success_at_end, return, length, terminated.
 
-    `steps`: for how long each was trained.
+    `steps`: training steps of each policy.
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(("policy", "step", "task", "seed", "success_once", "success_at_end", "return", "length", "terminated"))
     for name, step, result in zip(names, steps, results, strict=True):
         for e in result.episodes:
-            # No notion of success is an empty cell, which no mean takes for a failure.
+            # An undefined success is an empty cell, which no mean counts as a failure.
             success = (int(e.success_once), int(e.success_at_end)) if result.spec.reports_success else ("", "")
             task = task_of(e) or result.spec.task
             writer.writerow((name, step, task, e.seed, *success, repr(e.episode_return), e.length, int(e.terminated)))
@@ -314,13 +314,13 @@ def episodes_csv(names: Sequence[str], steps: Sequence[str], results: Sequence[E
 
 
 def compare_all(results: Sequence[EvaluationResult]) -> list[Comparison]:
-    """Each of the evaluations but the last with the last."""
+    """Compare each of the evaluations with the last one."""
     *others, last = results
     return [compare(result.episodes, last.episodes, reports_success=last.spec.reports_success) for result in others]
 
 
 def adjusted_p_values(comparisons: Sequence[Comparison]) -> list[dict[str, float]]:
-    """p-values by Holm's method, over the comparisons of each figure."""
+    """p-values by Holm's method over the comparisons of each figure."""
     families: dict[str, list[float | None]] = {
         "success": [None if c.success is None else c.success.p_value for c in comparisons],
         "success_at_end": [None if c.success_at_end is None else c.success_at_end.p_value for c in comparisons],
@@ -361,42 +361,42 @@ def _provenance(result: EvaluationResult, command: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who plays in an evaluation."""
+    """A participant of an evaluation."""
 
     label: str
     make: Callable[[Simulators], Generator]
-    """What acts in simulators like these. May raise IncompatibleCheckpointError and UserError."""
+    """Makes the generator for such simulators. May raise IncompatibleCheckpointError and UserError."""
     temperature: float | None = None
-    """Of drawn action tokens; None: the mode."""
+    """Temperature of drawn action tokens; None: the mode."""
 
 
 def play(contestants: Sequence[Contestant], sim: SimConfig, num_episodes: int, *, seed: int, chunk_size: int) -> list[EvaluationResult]:
-    """Play the same held-out seeds with each, one after another in the same simulators, and work out the figures.
+    """Play the same held-out seeds with each contestant, one after another in the same simulators, and compute the figures.
 
     Args:
         seed: the seeds are 2**30 + seed + 0 … num_episodes - 1.
-        chunk_size: actions in the longest chunk of any of them.
+        chunk_size: longest chunk of actions of any of them.
 
     Returns one result each, in their order.
 
     Raises:
-        UserError: no episode could be finished, or the temperature of what draws no action tokens; as what makes the generators.
+        UserError: no episode could be finished, or a temperature for a policy without action tokens; and errors of `make`.
         SimFault: from the simulator.
     """
     from embodied_rl.rollout.programs import make_manager
     from embodied_rl.sim.seeding import EpisodeSeeds
 
     started = time.perf_counter()  # the first one's time includes the simulators' start
-    # More slots than episodes would start simulators for nothing.
+    # Slots without an episode would start simulators in vain.
     slots = min(sim.num_slots, num_episodes)
     results: list[EvaluationResult] = []
     with ExitStack() as stack:
         manager = stack.enter_context(make_manager(sim, EpisodeSeeds.held_out(seed), num_slots=slots, chunk_size=chunk_size))
-        # All are made first: a checkpoint that does not fit raises before anything is played.
+        # Make all of them first: a checkpoint that does not fit raises before anything is played.
         generators = [stack.enter_context(closing(contestant.make(manager))) for contestant in contestants]
         advance = stack.enter_context(progress_bar(manager.spec.task, num_episodes * len(contestants)))
         for contestant, generator in zip(contestants, generators, strict=True):
-            # Those after the first begin as it did: what a simulator keeps from earlier episodes is forgotten.
+            # Later contestants start like the first: the simulator forgets earlier episodes.
             episodes = _play(manager, generator, advance, num_episodes, seed, contestant.temperature, reconfigure=bool(results))
             figures, seconds = summarise(episodes, manager.spec.reports_success), time.perf_counter() - started
             answers, temperature = generator.figures(), contestant.temperature

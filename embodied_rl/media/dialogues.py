@@ -1,4 +1,4 @@
-"""Dialogues to read and to watch: of a language agent's filmed episodes, and of sessions that the agent proxy captured."""
+"""Dialogues to read and to watch: of a language agent's filmed episodes, and of sessions captured by the agent proxy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from embodied_rl.types import ActionSpec, EpisodeSummary
 
 
 def write_filmed_dialogues(base: Path, rows: Sequence[Row], decode: Sequence[Decode]) -> list[Path]:
-    """One page for each row of filmed episodes whose agent spoke; `base` is its name without number and ending.
-    `decode`: of each row, tokens to text. Raises UserError: a file cannot be written."""
+    """Write one page for each row of filmed episodes with a language agent; `base` is its path without number and suffix.
+    `decode`: function from tokens to text for each row. Raises UserError: a file cannot be written."""
     written = []
     for row, to_text in zip(rows, decode, strict=True):
         episodes = [_episode(episode) for episode in row.episodes if episode.spoken]
@@ -50,17 +50,17 @@ def _episode(filmed: FilmedEpisode) -> AgentEpisode:
 
 
 def is_captured(path: Path) -> bool:
-    """Whether a folder holds sessions that an agent proxy wrote, rather than recorded episodes."""
+    """Whether a folder contains sessions of an agent proxy rather than recorded episodes."""
     first = next(iter(sorted(path.glob("*.json"))), None) if path.is_dir() else None
     return first is not None and '"completion_id"' in first.read_text(encoding="utf-8", errors="replace")
 
 
 def film_captured(folder: Path, tokenizer: str | None, output: Path, film: Film) -> list[Path]:
-    """Show the sessions that an agent proxy wrote into a folder: videos, a frame for each answer, and a page with every token.
+    """Show an agent proxy's sessions in a folder: videos with a frame per answer, and a page with every token.
 
     Args:
-        tokenizer: folder of the model that was served: it turns tokens into text.
-        film: how; sessions are selected as episodes are.
+        tokenizer: folder of the served model, to turn tokens into text.
+        film: settings; sessions are selected as episodes are.
 
     Raises UserError: no tokenizer, no session with an answer, or the files cannot be written.
     """
@@ -110,7 +110,7 @@ def _summary(number: int, session: CapturedSession) -> EpisodeSummary:
 
 
 def _filmed(session: CapturedSession, episode: AgentEpisode, summary: EpisodeSummary, size: int) -> FilmedEpisode:
-    """A frame for each answer: what was asked, and the answer with its score below."""
+    """A frame for each answer: the question, and the answer with its score below."""
     filmed = FilmedEpisode(seed=summary.seed, task=session.session, summary=summary)
     total = 0.0
     for step, turn in enumerate(episode.turns, 1):

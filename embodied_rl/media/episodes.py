@@ -1,4 +1,4 @@
-"""Pictures of an episode and what is known at each of them, of played and of recorded episodes, and which of them are shown."""
+"""Pictures of played and recorded episodes, the facts known at each of them, and the choice of episodes to show."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from embodied_rl.video import fit_square
 Kind = Literal["first", "best", "worst", "random"]
 KINDS: tuple[Kind, ...] = ("first", "best", "worst", "random")
 PLAYED_FOR_EACH = 4
-"""Episodes that are played for each one shown, where some are to be selected."""
+"""Episodes that are played for each one shown, if the best or worst are selected."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Raises UserError for an impossible one."""
+    """Which episodes are shown. Raises UserError for an impossible choice."""
 
     kind: Kind
     num_shown: int
     among: int
-    """Episodes that are played, or recorded."""
+    """Episodes to choose from, played or recorded."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_shown <= self.among:
@@ -42,12 +42,12 @@ class Selection:
 
     @staticmethod
     def parse(text: str, num_shown: int, among: int | None) -> Selection:
-        """``best`` or ``best:4``. Raises UserError for anything else.
+        """Parse ``best`` or ``best:4``. Raises UserError for anything else.
 
         Args:
-            text: a kind, with the number of episodes shown behind a colon.
-            num_shown: where the text names none.
-            among: episodes to choose from; None: four times as many as are shown, and no more than are shown for ``first``.
+            text: a kind, optionally with a colon and the number of episodes shown.
+            num_shown: number if the text has none.
+            among: episodes to choose from; None: four times as many as are shown, or only those shown for ``first``.
         """
         kind, colon, count = text.partition(":")
         require_known(kind, KINDS, f"select={text}: '{kind}' is not a choice.")
@@ -59,11 +59,11 @@ class Selection:
 
     @property
     def is_known_before(self) -> bool:
-        """Whether the choice does not depend on how the episodes go."""
+        """Whether the choice is independent of the episodes' results."""
         return self.kind in ("first", "random")
 
     def positions(self, seed: int) -> list[int]:
-        """Which of 0 … among - 1 are shown, ascending, where `is_known_before`; those at random follow from `seed`."""
+        """Which of 0 … among - 1 are shown, ascending, if `is_known_before`; random ones follow from `seed`."""
         assert self.is_known_before, f"select={self.kind} is known after playing"
         if self.kind == "first":
             return list(range(self.num_shown))
@@ -72,41 +72,41 @@ class Selection:
 
     @property
     def rank(self) -> Callable[[EpisodeSummary], tuple[float, ...]]:
-        """What episodes are sorted by, those to be shown first: success, then return; the smaller seed where both are equal."""
+        """Sort key of episodes, those to be shown first: success, then return; then the smaller seed."""
         sign = -1.0 if self.kind == "best" else 1.0
         return lambda episode: (sign * episode.success_once, sign * episode.episode_return, episode.seed)
 
     def ranked(self, episodes: Sequence[EpisodeSummary]) -> list[int]:
-        """Positions of the `num_shown` best (worst) of finished episodes, that one first."""
+        """Positions of the `num_shown` best (worst) of finished episodes, in that order."""
         order = sorted(range(len(episodes)), key=lambda position: self.rank(episodes[position]))
         return order[: self.num_shown]
 
 
 MAX_STEPS_SHOWN = 250
-"""Steps of an episode that have a picture; when one lasts longer, all are shown faster: every second step, every fourth, …"""
+"""Most steps of an episode with a picture; longer ones are all shown faster: every second step, every fourth, …"""
 MAX_BYTES = 2**30
-"""Of all pictures that are held at a time; beyond, steps are left out in the same way."""
+"""Most bytes of all pictures in memory; beyond, steps are dropped in the same way."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is known when a picture is taken."""
+    """Facts known when a picture is taken."""
 
     step: int
     reward: float
-    """Of the last step; 0 before the first."""
+    """Reward of the last step; 0 before the first."""
     episode_return: float
     """Sum of the rewards so far."""
     success: bool
-    """At any step so far."""
+    """Success at any step so far."""
     value: float | None = None
-    """The policy's estimate of what is still to come; None: not known."""
+    """Policy's estimate of the return still to come; None: unknown."""
     action: np.ndarray | None = None
-    """[A] that led here, in the simulator's units; None before the first step."""
+    """[A] action that led here, in the simulator's units; None before the first step."""
     answer: str | None = None
-    """What a language agent said that led here; None for others, and before the first step."""
+    """Language agent's answer that led here; None for others, and before the first step."""
     log_prob: float | None = None
-    """Of that answer: its tokens' together."""
+    """Log-probability of that answer: the sum over its tokens."""
 
 
 @dataclass
@@ -119,13 +119,13 @@ class FilmedEpisode:
     frames: list[np.ndarray] = field(default_factory=list)
     """Each [size, cameras · size, 3] uint8, the cameras side by side; the last one is the episode's last moment."""
     moments: list[Moment] = field(default_factory=list)
-    """One for each picture."""
+    """One moment for each picture."""
     summary: EpisodeSummary | None = None
-    """None while it is running."""
+    """Summary of the episode; None while it is running."""
     spoken: list[Turn] = field(default_factory=list)
-    """A language agent's answers; none of others. Of several in one step (calls of tools) the last one has the step's reward."""
+    """Language agent's answers; empty for others. Of several in one step (calls of tools) the last one has the step's reward."""
     final_text: str = ""
-    """The last observation of a text environment."""
+    """Last observation of a text environment."""
 
     @property
     def finished(self) -> EpisodeSummary:
@@ -135,18 +135,18 @@ class FilmedEpisode:
 
     @property
     def num_bytes(self) -> int:
-        """Of its pictures."""
+        """Bytes of its pictures."""
         return sum(frame.nbytes for frame in self.frames)
 
     def thin(self, stride: int) -> None:
-        """Keep the pictures of every `stride`-th step, and the last one of an episode that has ended."""
+        """Keep the pictures of every `stride`-th step, and the last one of an ended episode."""
         last = len(self.moments) - 1 if self.summary is not None else None
         kept = [index for index, moment in enumerate(self.moments) if moment.step % stride == 0 or index == last]
         self.frames, self.moments = [self.frames[index] for index in kept], [self.moments[index] for index in kept]
 
 
 def thinned(episodes: Sequence[FilmedEpisode], stride: int) -> int:
-    """Once there are too many pictures, drop every second one of all; returns the steps from one picture to the next."""
+    """Drop every second picture of all episodes if there are too many; returns the steps between pictures."""
     longest = max((len(episode.frames) for episode in episodes), default=0)
     if longest > MAX_STEPS_SHOWN + 1 or sum(episode.num_bytes for episode in episodes) > MAX_BYTES:
         stride *= 2
@@ -156,13 +156,13 @@ def thinned(episodes: Sequence[FilmedEpisode], stride: int) -> int:
 
 
 def beside_each_other(views: Mapping[str, np.ndarray] | Sequence[np.ndarray], size: int) -> np.ndarray:
-    """One picture [size, cameras · size, 3] of pictures [H, W, 3] uint8 of any size, each with its shape kept."""
+    """One picture [size, cameras · size, 3] of pictures [H, W, 3] uint8 of any size, with their shapes kept."""
     pictures = list(views.values()) if isinstance(views, Mapping) else views
     return np.concatenate([fit_square(np.ascontiguousarray(picture), size) for picture in pictures], axis=1)
 
 
 def summaries(recording: Recording) -> list[EpisodeSummary]:
-    """What is known of every episode without reading it."""
+    """Facts about every episode that need no reading of it."""
     return [_summary(recording, number) for number in range(len(recording))]
 
 
@@ -181,13 +181,13 @@ def _summary(recording: Recording, number: int, terminated: bool = False) -> Epi
 
 
 def recorded_cameras(episode: RecordedEpisode) -> dict[str, Any]:
-    """{name: pictures [T + 1, H, W, 3] uint8}: those for people, then those that the policy saw."""
+    """{name: pictures [T + 1, H, W, 3] uint8}: those for people, then the policy's."""
     seen = {key: part for key, part in episode.observation.items() if part.dtype == np.uint8 and part.ndim == 4 and part.shape[-1] == 3}
     return {**episode.images, **seen}
 
 
 def choose_cameras(wanted: Sequence[str], known: Mapping[str, Any], recording: Recording) -> tuple[str, ...]:
-    """The cameras to show; without any wish, the first that was recorded. Raises UserError for one that there is not."""
+    """Cameras to show; by default the first recorded one. Raises UserError for an unknown camera."""
     if not wanted or list(wanted) == ["default"]:
         return tuple(known)[:1]
     for camera in wanted:
@@ -196,7 +196,7 @@ def choose_cameras(wanted: Sequence[str], known: Mapping[str, Any], recording: R
 
 
 def stride_of(lengths: Sequence[int], bytes_per_picture: int) -> int:
-    """Steps from one picture to the next, a power of two, so that neither the longest nor all together are too many."""
+    """Steps between pictures, a power of two, so that neither the longest episode nor all together have too many."""
     stride = 1
     while max(lengths) // stride > MAX_STEPS_SHOWN or sum(length // stride + 2 for length in lengths) * bytes_per_picture > MAX_BYTES:
         stride *= 2
@@ -216,7 +216,7 @@ def from_pictures(
 
 
 def moment_of(episode: RecordedEpisode, step: int) -> Moment:
-    """What was known after `step` steps."""
+    """Facts known after `step` steps."""
     value = None if episode.value is None or step == episode.num_steps else float(episode.value[step])
     action = np.array(episode.action[step - 1]) if step and episode.action.dtype != object else None
     return Moment(
@@ -230,7 +230,7 @@ def moment_of(episode: RecordedEpisode, step: int) -> Moment:
 
 
 class PictureSink(Sink):
-    """Keeps only the pictures of an episode that is played again."""
+    """Keeps only the pictures of a replayed episode."""
 
     def __init__(self, recording: Recording, number: int, episode: RecordedEpisode, size: int, stride: int) -> None:
         self.filmed = _empty(recording, number, episode)
@@ -247,12 +247,12 @@ class PictureSink(Sink):
             self._keep(row)
 
     def finish(self, metadata: Mapping[str, Any] | None = None) -> int:
-        """The replay came to the recorded end."""
+        """Record that the replay reached the recorded end."""
         self.is_whole = True
         return 0
 
     def discard(self) -> None:
-        """What was drawn until then is kept: it shows how far the replay came."""
+        """Keep the pictures so far: they show how far the replay came."""
 
     def _keep(self, row: Mapping[str, Any]) -> None:
         # The replay's own picture comes last; the others were recorded.
@@ -269,13 +269,13 @@ def _empty(recording: Recording, number: int, episode: RecordedEpisode) -> Filme
 
 
 class StepByStep(WrappedGenerator):
-    """Hands out a policy's chunks step by step: each is played to its end without another look, as it is in training."""
+    """Plays a policy's chunks step by step: each is played to its end without a new observation, as in training."""
 
     def __init__(self, generator: Generator) -> None:
         super().__init__(generator)
         self._acted: ActedBatch | None = None
         self._chunks: np.ndarray | None = None
-        """[slots, K, A] of a policy that acts in chunks: what each slot is playing."""
+        """[slots, K, A] chunk that each slot is playing, for a policy that acts in chunks."""
         self._played = np.zeros(0, int)
 
     def begin(self, slots: Iterable[int]) -> None:
@@ -316,16 +316,16 @@ def film(
 ) -> list[FilmedEpisode]:
     """Play each seed once and keep a picture of every step.
 
-    Of episodes longer than `MAX_STEPS_SHOWN` every second (fourth, …) step is kept, and of all others too: they run side by side.
+    If an episode is longer than `MAX_STEPS_SHOWN`, every second (fourth, …) step of all episodes is kept, because they run side by side.
 
     Args:
-        manager: of a `FilmedSim` made with ``autoreset=False``, whose slots are then left in the middle of episodes.
-        seeds: held-out ones, of the episodes; slot s plays seeds[s], seeds[s + num_slots], …
-        num_cameras: how many the simulator was made with.
+        manager: manager of a `FilmedSim` made with ``autoreset=False``, whose slots are left in the middle of episodes.
+        seeds: held-out seeds of the episodes; slot s plays seeds[s], seeds[s + num_slots], …
+        num_cameras: cameras with which the simulator was made.
         selection: keep only the best or worst of them, so that memory does not grow with the seeds; None: all.
-        estimate: [slots] what the policy expects from here on; None: the pictures do not say.
+        estimate: [slots] expected return from here on; None: the pictures do not show it.
 
-    Returns them in the order of `seeds`; with a selection, in its order.
+    Returns them in the order of `seeds`, or in the selection's order.
 
     Raises UserError: an episode was given up because its simulator failed; SimFault: see `EnvManager`.
     """
@@ -357,10 +357,10 @@ class _Studio(Watcher):
         self._running: dict[int, FilmedEpisode] = {}
         self._kept: dict[int, FilmedEpisode] = {}
         self._spoken: dict[int, list[Turn]] = {}
-        """What each slot's action was read from, of a language agent."""
+        """Language agent's answers from which each slot's action was read."""
 
     def listen(self, slot: int, observation: str, prompt: Prompt, completion: Completion, answer: Answer) -> None:
-        """A language agent's answer; see `AgentGenerator.on_answer`."""
+        """Record a language agent's answer; see `AgentGenerator.on_answer`."""
         tokens = completion.token_ids, completion.log_prob, completion.version
         turn = Turn(observation, prompt.token_ids, *tokens, answer.text, answer.parsed, reward=0.0, game_reward=0.0)
         self._spoken.setdefault(slot, []).append(turn)

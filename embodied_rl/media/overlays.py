@@ -1,4 +1,4 @@
-"""How a film is made: what is drawn into its pictures, episodes side by side, and the files that it becomes."""
+"""How a film is made: what is drawn into its pictures, how episodes are arranged, and which files are written."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DEFAULT = ("task", "instruction", "step", "answer", "success")
 _AXIS, _BAR, _OFF, _LETTERS = (140, 140, 140), (88, 166, 255), (80, 80, 80), (255, 255, 255)
 _INSTRUCTION_LINES = 2
 _NARROWEST = 2
-"""Pixels of the narrowest bar."""
+"""Width in pixels of the narrowest bar."""
 
 
 @dataclass(frozen=True)
 class Overlays:
-    """What pictures show beside the simulator's own."""
+    """What pictures show in addition to the simulator's own."""
 
     names: frozenset[str]
     action: ActionSpec
-    """For the bars."""
+    """Action spec for the bars."""
     cameras: tuple[str, ...] = ()
-    """Written into their pictures where there are several."""
+    """Names of the cameras, drawn into their pictures if there are several."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -52,14 +52,14 @@ def parse_overlays(text: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Bands:
-    """How many lines of text there is room for above and below a picture: the same in all tiles of a film."""
+    """Lines of text above and below a picture, equal for all tiles of a film."""
 
     above: int
     below: int
 
     @staticmethod
     def of(episodes: Iterable[FilmedEpisode], overlays: Overlays) -> Bands:
-        """What the fullest picture of `episodes` takes."""
+        """Lines of the fullest picture of `episodes`."""
         above = below = 0
         for episode in episodes:
             above = max(above, len(_words(episode, overlays, episode.frames[0])))
@@ -70,7 +70,7 @@ class Bands:
 def annotate(frame: np.ndarray, episode: FilmedEpisode, moment: Moment, overlays: Overlays, bands: Bands | None = None) -> np.ndarray:
     """A picture [H, W, 3] uint8 with everything that `overlays` names, in bands above and below it.
 
-    `bands` keeps lines free, so that all tiles of a film are of one size; None: what this picture takes.
+    `bands` reserves lines, so that all tiles of a film have one size; None: as many as this picture needs.
     """
     above, below = _words(episode, overlays, frame), _numbers(episode, moment, overlays)
     if bands is not None:
@@ -92,7 +92,7 @@ def _words(episode: FilmedEpisode, overlays: Overlays, frame: np.ndarray) -> lis
 
 
 def seed_name(seed: int) -> str:
-    """``held-out seed 3`` for the fourth seed of evaluation, as the commands count them; ``seed 7`` for one that was given."""
+    """``held-out seed 3`` for the fourth seed of evaluation, as the commands count them; ``seed 7`` for an explicit seed."""
     return f"held-out seed {seed - HELD_OUT_START}" if seed >= HELD_OUT_START else f"seed {seed}"
 
 
@@ -112,7 +112,7 @@ def _numbers(episode: FilmedEpisode, moment: Moment, overlays: Overlays) -> list
 
 
 def _wrapped(text: str, frame: np.ndarray) -> list[str]:
-    """At most two lines; what does not fit is cut when it is drawn."""
+    """At most two lines; the rest is cut when it is drawn."""
     look = TextLook.of(frame)
     letters = max(8, int((frame.shape[1] - 2 * look.pad) / max(1.0, font_for(text, look.font).getlength("n"))))
     lines = textwrap.wrap(" ".join(text.split()), letters)
@@ -139,17 +139,17 @@ def _name_cameras(frame: np.ndarray, cameras: Sequence[str], look: TextLook) -> 
 def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -> np.ndarray:
     """A picture above a band with an action.
 
-    A vector is a bar for each dimension, up and down from the middle of its range; a choice is one filled square of a row.
+    A vector becomes a bar for each dimension, up or down from the middle of its range; a choice becomes one filled square of a row.
 
     Args:
         frame: [H, W, 3] uint8.
-        action: [A] in the simulator's units; [1] the number of a choice; None: there is none, and the band is empty.
-        spec: what the simulator takes: numbers.
+        action: [A] in the simulator's units; [1] the number of a choice; None: the band stays empty.
+        spec: the simulator's action spec: numbers.
     """
     from PIL import Image, ImageDraw
 
     look, size = TextLook.of(frame), min(frame.shape[:2])
-    # What has no room is left out: the first dimensions are shown.
+    # Dimensions without room are left out: the first ones are shown.
     room = frame.shape[1] - 2 * look.pad
     count = max(1, min(spec.num_actions if spec.kind == "discrete" else spec.dim, room // _NARROWEST))
     step = max(_NARROWEST, min(size // 24, room // count))
@@ -176,7 +176,7 @@ def add_action(frame: np.ndarray, action: np.ndarray | None, spec: ActionSpec) -
 
 
 def normalised(action: np.ndarray, spec: ActionSpec) -> np.ndarray:
-    """[A] in [-1, 1]: where each dimension lies in its range; of an unbounded one, its size against 1."""
+    """[A] in [-1, 1]: position of each dimension in its range; for an unbounded one, its size relative to 1."""
     values = np.asarray(action, np.float64).ravel()
     low, high = np.asarray(spec.low, np.float64), np.asarray(spec.high, np.float64)
     bounded = np.isfinite(low) & np.isfinite(high) & (high > low)
@@ -186,29 +186,29 @@ def normalised(action: np.ndarray, spec: ActionSpec) -> np.ndarray:
 
 
 BANDS = ((31, 91, 191), (168, 76, 8))
-"""Colours of the bands above the rows of the one policy and of the other."""
+"""Colours of the bands above the rows of the two policies."""
 _ROW = 4
-"""Pictures in a row where two policies are compared."""
+"""Pictures per row if two policies are compared."""
 _SHORTEST_PIXELS = 96
-"""Height that a tile needs for a band above it to be read."""
+"""Smallest height of a tile, so that the band above it is readable."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Episodes of one policy, in the order of the other's seeds where there is another one."""
+    """Episodes of one policy, in the order of the other policy's seeds if there is one."""
 
     label: str
     episodes: Sequence[FilmedEpisode]
 
 
 class Pictures(Sequence[np.ndarray]):
-    """The pictures [H, W, 3] uint8 of a video. An episode that has ended keeps its last moment, and the frame
-    around it takes its outcome's colour.
+    """The pictures [H, W, 3] uint8 of a video. After its end an episode keeps its last moment, and the frame around it gets the colour of
+    its outcome.
 
     Args:
         rows: one policy, whose episodes become a grid; or two, one above the other, each below a band with its name.
-        overlays: what each tile shows beside its picture.
-        reports_success: False: the frames are grey, for the task has no notion of success.
+        overlays: what each tile shows in addition to its picture.
+        reports_success: False: the frames are grey, because the task does not define success.
     """
 
     def __init__(self, rows: Sequence[Row], overlays: Overlays, *, reports_success: bool) -> None:
@@ -254,7 +254,7 @@ class Pictures(Sequence[np.ndarray]):
         return known
 
     def _framed(self, episode: FilmedEpisode, at: int, colour: tuple[int, int, int]) -> np.ndarray:
-        """A moment's picture with its overlays; around it, where outcomes are shown, a frame that is there from the beginning."""
+        """A moment's picture with its overlays; if outcomes are shown, inside a frame that is there from the beginning."""
         shown = annotate(episode.frames[at], episode, episode.moments[at], self._overlays, self._bands)
         return add_border(shown, colour) if "success" in self._overlays else shown
 
@@ -274,21 +274,21 @@ def band(text: str, width: int, tile_height: int, colour: tuple[int, int, int]) 
 
 FORMATS = ("mp4", "gif")
 HOLD_S = 1.0
-"""How long the end of the last episode stays."""
+"""Seconds for which the end of the last episode stays."""
 MAX_SHOWN = 64
 MAX_CAMERAS = 8
 
 
 @dataclass(frozen=True)
 class Film(Config):
-    """How a film is made and what it shows. Raises UserError for an impossible value."""
+    """Settings of a film. Raises UserError for an impossible value."""
 
     num_episodes: ShownEpisodes = 4
     select: str = "first"
     among: PlayedEpisodes | None = None
     seed: HeldOutSeed = 0
     cameras: tuple[str, ...] = ()
-    """Names; none: the default one."""
+    """Names of cameras; empty: the default one."""
     overlay: str = "default"
     size: PictureSize = 384
     fps: FilmRate = 20
@@ -306,7 +306,7 @@ class Film(Config):
             raise UserError(f"select={self.select}: at most {MAX_SHOWN} episodes can be shown.")
 
     def selection(self, num_recorded: int | None = None) -> Selection:
-        """What is shown; of a recording of so many episodes, which are all selected from unless `among` says otherwise."""
+        """Episodes to show; of a recording of `num_recorded` episodes, the choice is among all unless `among` says otherwise."""
         chosen = Selection.parse(self.select, self.num_episodes, self.among)
         if num_recorded is None:
             return chosen
@@ -315,7 +315,7 @@ class Film(Config):
 
 
 def write_videos(pictures: Sequence[np.ndarray], base: Path, film: Film) -> list[Path]:
-    """Write one video per format; `base` is their name without number and ending. Raises UserError where they cannot be written."""
+    """Write one video per format; `base` is their path without number and suffix. Raises UserError if they cannot be written."""
     from embodied_rl.video import play_rate, write_gif, write_mp4
 
     rate = play_rate(len(pictures), film.fps)
@@ -326,7 +326,7 @@ def write_videos(pictures: Sequence[np.ndarray], base: Path, film: Film) -> list
 
 
 def free_names(base: Path, formats: Sequence[str]) -> list[Path]:
-    """One number for all formats of a video, and none that is taken in either."""
+    """File names with one number for all formats of a video, which none of them uses yet."""
     number = 1
     while True:
         name = base.name if number == 1 else f"{base.name}_{number}"
@@ -336,5 +336,5 @@ def free_names(base: Path, formats: Sequence[str]) -> list[Path]:
 
 
 def file_name(text: str) -> str:
-    """`text` with what a file's name should not hold as dashes."""
+    """`text` with dashes in place of characters that do not belong in a file name."""
     return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)

@@ -1,1 +1,1 @@
-"""A run's iterations as a discrete-event simulation: how fast which placement would be, and where its devices would stand idle."""
+"""A run's iterations as a discrete-event simulation: the speed of each placement, and where its devices would be idle."""

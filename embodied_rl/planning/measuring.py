@@ -1,4 +1,4 @@
-"""Short measurements of a run on this machine: what stepping, acting and training take, as the planner wants to know it."""
+"""Short measurements of a run on this machine for the planner: times of stepping, acting and training."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ if TYPE_CHECKING:
     from embodied_rl.methods import Experience
 
 _STEP_S = 2.0
-"""How long single steps are timed."""
+"""Seconds for timing single steps."""
 _ACT_REPEATS = 12
-"""Batches of actions of each size."""
+"""Repetitions for each batch size of actions."""
 _Z95 = 1.6449
-"""Of the standard normal distribution: where 95% lie below."""
+"""95% quantile of the standard normal distribution."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured."""
+    """Measured figures of a run."""
 
     workload: WorkloadConfig
     steps_per_s: float
-    """Environment steps per second of one whole iteration as it ran here, to compare the simulation's with."""
+    """Environment steps per second of one whole iteration on this machine, to compare with the simulation."""
     num_stages: int
-    """Of that iteration."""
+    """Stages of that iteration."""
 
 
 def measure(config: TrainConfig, *, iterations: int = 4) -> Measurement:
     """Run some iterations of a training run, and time single steps and batches of actions.
 
     Args:
-        config: of the run; nothing is logged or kept.
-        iterations: how many; the first, in which kernels are compiled and memory is taken, does not count.
+        config: configuration of the run; nothing is logged or kept.
+        iterations: number of iterations; the first, with kernel compilation and memory allocation, does not count.
 
-    Raises UserError: the algorithm plays no episodes, or its policy does not act on observations in batches: give the times instead.
+    Raises UserError: the algorithm plays no episodes, or its policy does not act on batches of observations; give the times instead.
     """
     if config.keeps_steps:
         raise UserError(f"algorithm={config.algorithm.name} has no rollouts to be planned: measure one that learns on-policy.")
-    # Parts are timed one by one in this process, wherever the run would have them.
+    # Time each part separately in this process, wherever the run would place it.
     here = dataclasses.replace(config.hybrid, placement=PlacementConfig(), cluster="local", reward_worker=None)
     quiet = dataclasses.replace(config, logger=dataclasses.replace(config.logger, names=()), resume=None, hybrid=here)
     with tempfile.TemporaryDirectory() as folder, Trainer(quiet, Path(folder), command="python -m embodied_rl.plan") as trainer:
@@ -76,7 +76,7 @@ def measure(config: TrainConfig, *, iterations: int = 4) -> Measurement:
 
 
 def _iterations(trainer: Trainer, count: int) -> tuple[Experience, float, float]:
-    """(the last one's experience, median seconds of training, median seconds of all)"""
+    """(last experience, median seconds of training, median seconds of an iteration)"""
     method = trainer.method
     train_s: list[float] = []
     all_s: list[float] = []
@@ -98,7 +98,7 @@ def _iterations(trainer: Trainer, count: int) -> tuple[Experience, float, float]
 
 
 def act_time(trainer: Trainer, observation: Observation, repeats: int) -> BatchTimeConfig:
-    """Seconds of acting for n observations, n = 1, 2, 4, …, as a straight line in n."""
+    """Seconds of acting for n observations, n = 1, 2, 4, …, fitted by a straight line in n."""
     most = trainer.manager.num_slots
     sizes = sorted({min(2**power, most) for power in range(most.bit_length() + 1)})
     medians = []
@@ -127,12 +127,12 @@ def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> BatchTimeConfig:
 
 
 def step_time(trainer: Trainer, budget_s: float) -> SpreadConfig:
-    """Seconds of one decision of one environment on one core: the mean when all step at once, the spread when only one steps."""
+    """Seconds of one decision of one environment on one core: the mean when all step together, the spread when only one steps."""
     num_slots = trainer.manager.num_slots
     workers = min(trainer.manager.num_workers, available_cores())
     together = np.median(_timed_steps(trainer, range(num_slots), budget_s / 2)) * workers / num_slots
     single = fit_spread(_timed_steps(trainer, range(1), budget_s / 2))
-    # Below a millisecond, what varies is when the system lets a process run.
+    # Below a millisecond, the spread comes from the system's scheduling of processes.
     sigma = single.sigma if single.median > 1e-3 else 0.0
     return SpreadConfig(float(together) / math.exp(sigma**2 / 2), sigma)
 
@@ -165,7 +165,7 @@ def fit_spread(values: np.ndarray) -> SpreadConfig:
 
 
 def this_machine() -> ClusterConfig:
-    """The machine that this runs on, as far as it can be read; links are guesses (`NodesConfig`)."""
+    """This machine as far as it can be read; links are guesses (`NodesConfig`)."""
     import psutil
     import torch
 

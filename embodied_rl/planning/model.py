@@ -1,4 +1,4 @@
-"""One placement, simulated: its seconds, its busy devices and its memory; and every placement of a cluster that is worth simulating."""
+"""Simulates one placement (seconds, busy devices, memory), and every placement of a cluster that is worth simulating."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from embodied_rl.hybrid.placement import Cluster, Device, Placement, Role, resol
 from embodied_rl.planning.stations import EpisodeRun, EpisodeSimulation, iterations, pipelined_rollout, slowest_of, stage_steps
 
 _GB = 1.073741824
-"""10^9 bytes of a GiB: link speeds are given in the former, memory in the latter."""
+"""10^9 bytes per GiB: link speeds are given in 10^9 bytes, memory in GiB."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of moving bytes, and GiB on the fullest device of each kind."""
+    """Seconds for moving bytes, and GiB on the fullest device of each kind."""
 
     train_gather_s: float
-    """Adding up gradients over the training devices, all updates of an iteration."""
+    """Seconds to add up gradients over the training devices, for all updates of an iteration."""
     publish_s: float
-    """From training to generation, once per iteration; generation stands still."""
+    """Seconds to publish weights, once per iteration; generation stands still."""
     switch_s: float
-    """Out and in again where generation and training do not fit side by side, and `WorkloadConfig.switch_s` twice."""
+    """Seconds to move weights out and in if generation and training do not fit together, and twice `WorkloadConfig.switch_s`."""
     gpu_gib: float
-    """Of the fullest compute device; the larger of both phases where something moves out."""
+    """GiB on the fullest compute device; the larger of both phases if something moves out."""
     offloads: bool
-    """Whether something has to move out for the other phase."""
+    """Whether one phase has to move out for the other."""
 
 
 def costs(workload: WorkloadConfig, placement: Placement, cluster: Cluster) -> Costs:
-    """Raises UserError where something does not fit into a device's memory, with the nearest that does."""
+    """Costs of a placement. Raises UserError if a device's memory is too small, with the nearest placement that fits."""
     generation, train = placement["generation"], placement["train"]
     both = set(generation) & set(train)
     room = min(device.memory_gib for device in (*generation, *train))
@@ -59,7 +59,7 @@ def costs(workload: WorkloadConfig, placement: Placement, cluster: Cluster) -> C
 
 
 def slowest_link(cluster: Cluster, devices: Sequence[Device]) -> float:
-    """10^9 bytes per second between any two of these devices."""
+    """10^9 bytes per second between the two slowest of these devices."""
     nodes = {device.node for device in devices}
     specs = [cluster.nodes[node] for node in nodes]
     return min(spec.network_gb_s for spec in specs) if len(nodes) > 1 else specs[0].gpu_link_gb_s
@@ -69,20 +69,20 @@ def _publish_s(workload: WorkloadConfig, placement: Placement, cluster: Cluster)
     generation, train = placement["generation"], placement["train"]
     bytes_gb = workload.weights_gib * _GB
     if set(generation) <= set(train):
-        # Everybody gathers the others' shards; a single device has them all.
+        # Each device gathers the others' shards; a single device has them all.
         return bytes_gb * (len(train) - 1) / len(train) / slowest_link(cluster, train)
     return bytes_gb / slowest_link(cluster, (*generation, *train))
 
 
 def _gib(workload: WorkloadConfig, placement: Placement) -> tuple[float, float]:
-    """(of a generating device, of a training one)"""
+    """(GiB on a generating device, GiB on a training device)"""
     acting = workload.weights_gib / workload.devices_per_copy + workload.cache_gib
     training = workload.train_state_gib / len(placement["train"]) + workload.activations_gib
     return acting, training
 
 
 def _simulating_gib(workload: WorkloadConfig, placement: Placement) -> float:
-    """On a GPU that simulates and does something else as well."""
+    """GiB for simulation on a GPU that also has another role."""
     others = set(placement["generation"]) | set(placement["train"])
     if workload.simulator == "cpu" or not set(placement["env"]) & others:
         return 0.0
@@ -90,11 +90,11 @@ def _simulating_gib(workload: WorkloadConfig, placement: Placement) -> float:
 
 
 def _require_host_memory(workload: WorkloadConfig, placement: Placement, cluster: Cluster, num_offloading: int) -> None:
-    """Raises UserError where a machine's memory is too small."""
+    """Raise UserError if a machine's memory is too small."""
     slots_gib = workload.gib_per_slot * workload.num_slots / len(placement["env"]) if workload.simulator == "cpu" else 0.0
     simulating = {device.node for device in placement["env"]}
     both = sorted(set(placement["generation"]) & set(placement["train"]))[:num_offloading]
-    # Caches and activations are dropped; one side's states lie here while the other works.
+    # Caches and activations are dropped; the state of the idle side is here while the other works.
     state = max(workload.train_state_gib / len(placement["train"]), workload.weights_gib / workload.devices_per_copy)
     for node in sorted(simulating | {device.node for device in both}):
         offloaded = state * sum(device.node == node for device in both)
@@ -134,22 +134,22 @@ _VERSIONS, _WARM_UP = 8, 2
 
 @dataclass(frozen=True)
 class Outlook:
-    """What is expected of a placement."""
+    """Expected figures of a placement."""
 
     placement: Placement
     iteration_s: float
     steps_per_s: float
-    """Environment steps."""
+    """Environment steps per second."""
     rollout_s: float
     train_s: float
-    """With gradients added up over the devices."""
+    """Seconds of training, including the addition of gradients over the devices."""
     busy: Mapping[str, float]
     """{role: share of its devices' time in which they work for it}"""
     bubble: float
-    """Share of all compute devices' time in which they do nothing."""
+    """Share of all compute devices' time in which they are idle."""
     costs: Costs
     ages: Mapping[int, float] = field(default_factory=dict)
-    """{versions between admission and training: share of what is trained on}"""
+    """{versions between admission and training: share of the training data}"""
 
     def to_dict(self) -> dict[str, Any]:
         where = {"placement": self.placement.to_dict(), "kind": self.placement.kind, "label": self.placement.label}
@@ -169,12 +169,12 @@ class _Case:
     step: SpreadConfig
     cores_per_copy: float
     shared: bool
-    """Simulators and the policy compute on the same devices: nothing overlaps."""
+    """Whether simulators and the policy compute on the same devices, so that nothing overlaps."""
 
 
 def simulate(workload: WorkloadConfig, placement: Placement, cluster: Cluster, *, seed: int = 0) -> Outlook:
-    """Expected speed of a workload under a placement. Groups of devices that are alike are simulated once: thousands take no longer.
-    Raises UserError: it does not fit into memory, has more copies of the policy than environments, or more stages than a copy has slots."""
+    """Expected speed of a workload under a placement. Groups of equal devices are simulated once, so thousands take no longer. Raises
+    UserError: it does not fit into memory, has more copies of the policy than environments, or more stages than a copy has slots."""
     if placement.kind == "multiplexed" and not workload.episodes_per_iteration:
         raise UserError(
             "hybrid.placement=multiplexed consolidates the episodes that take longest, and this workload collects a fixed number of steps "
@@ -185,7 +185,7 @@ def simulate(workload: WorkloadConfig, placement: Placement, cluster: Cluster, *
 
 
 def _train_seconds(case: _Case, decisions: float) -> float:
-    """Of one update on so many decisions, gradients' way excluded."""
+    """Seconds of one update on so many decisions, without the transfer of gradients."""
     devices, nodes = case.placement["train"], case.cluster.nodes
     speed = min(nodes[one.node].gpu_speed if devices[0].kind == "gpu" else nodes[one.node].core_speed for one in devices)
     return case.workload.train_base_s + case.workload.train_per_decision_s * decisions / (len(devices) * speed)
@@ -216,7 +216,7 @@ def _case(workload: WorkloadConfig, placement: Placement, cluster: Cluster) -> _
     core_speed = min(spec.core_speed for spec in hosts)
     step = SpreadConfig(workload.step.median / core_speed, workload.step.sigma, workload.step.most)
     acting_nodes = {device.node for device in generation if device.kind == "cpu"}
-    # Where the policy acts on a processor while others are simulated, it takes one of the cores; a single core does both in turns.
+    # If the policy acts on a CPU during simulation, it takes one of the cores; a single core alternates.
     taken = acting_nodes if placement.num_pipeline_stages > 1 or workload.episodes_per_iteration else set()
     cores = sum(max(spec.cores - (device.node in taken), 1) for spec, device in zip(hosts, placement["env"], strict=True))
     single = all(cluster.nodes[node].cores == 1 for node in acting_nodes) and bool(acting_nodes)
@@ -225,7 +225,7 @@ def _case(workload: WorkloadConfig, placement: Placement, cluster: Cluster) -> _
 
 
 def _steps(case: _Case, rng: np.random.Generator) -> Outlook:
-    """A fixed number of decisions of every slot."""
+    """Outlook for a fixed number of decisions of every slot."""
     workload, placement, spent = case.workload, case.placement, case.spent
     stages = placement.num_pipeline_stages
     rows = -(-workload.num_slots // case.copies)
@@ -243,7 +243,7 @@ def _steps(case: _Case, rng: np.random.Generator) -> Outlook:
     times = pipelined_rollout(step_s, act_s, shared=case.shared)
     scale = workload.rollout_steps / rounds
     mean = float(times.seconds.mean())
-    # A sum of more rounds has a mean that grows with their number and a spread that grows with its root.
+    # The mean of a sum of rounds grows with their number, and its spread with the root of it.
     rollout_s = mean * scale + (slowest_of(times.seconds, case.copies) - mean) * math.sqrt(scale)
     decisions = workload.num_slots * workload.rollout_steps
     reward_s = workload.reward_per_decision_s * decisions / len(placement["reward"])
@@ -260,7 +260,7 @@ def _steps(case: _Case, rng: np.random.Generator) -> Outlook:
 
 
 def _episodes(case: _Case, rng: np.random.Generator) -> Outlook:
-    """Whole episodes in groups, by a cell that stands for all others like it."""
+    """Outlook for whole episodes in groups, from one cell that represents all equal ones."""
     workload, placement, spent = case.workload, case.placement, case.spent
     if workload.simulator == "gpu":
         raise UserError(
@@ -297,7 +297,7 @@ def _episodes(case: _Case, rng: np.random.Generator) -> Outlook:
     )
     outcome = EpisodeSimulation(run, rng).simulate(_VERSIONS)
     durations = np.diff(outcome.published_s[_WARM_UP - 1 :])
-    # Where all wait for the slowest, the slowest of all cells counts; else the cells even each other out.
+    # If all wait for the slowest, the slowest of all cells counts; otherwise the cells average out.
     iteration_s = slowest_of(durations, round(cells)) if run.max_staleness == 0 else float(durations.mean())
     decisions = float(np.mean(outcome.decisions[_WARM_UP:])) * cells
     elapsed = outcome.published_s[-1]
@@ -318,7 +318,7 @@ def _outlook(
 ) -> Outlook:
     cluster, workload, busy = case.cluster, case.workload, {role: min(share, 1.0) for role, share in busy.items()}
     compute = set(cluster.compute)
-    # Simulators on processors do not count for compute devices, where the policy runs on GPUs.
+    # CPU simulators do not count as compute devices if the policy runs on GPUs.
     with_env = workload.simulator == "gpu" or not cluster.gpus
     counted: tuple[Role, ...] = ("generation", "train", "env") if with_env else ("generation", "train")
     worked = sum(len(compute & set(case.placement[role])) * busy[role] for role in counted)
@@ -328,8 +328,8 @@ def _outlook(
 
 
 def _cell(copies: int, takeover: int, groups: int, slots: int, events: float) -> int:
-    """Copies of the policy in a cell that stands for all: as many as the number of events allows, and among about as many those whose
-    share of groups, slots and of the copies that leave for training comes nearest to whole numbers."""
+    """Copies of the policy in a cell that represents all: as many as the number of events allows. Among similar numbers, the one whose
+    shares of groups, slots and copies that leave for training are closest to whole numbers."""
     least = max(math.ceil(copies / groups), math.ceil(copies / slots), 2 if takeover else 1)
     most = min(copies, max(least, math.floor(copies * _MOST_EVENTS / events)))
 
@@ -369,7 +369,7 @@ class Plan:
     outlooks: Sequence[Outlook]
     """Fastest first; never empty."""
     refused: Sequence[Refused]
-    """The first of each kind."""
+    """The first refusal of each kind."""
 
     @property
     def best(self) -> Outlook:
@@ -395,19 +395,19 @@ def candidates(workload: WorkloadConfig, num_devices: int) -> Iterator[Placement
             for env in counts if on_gpus else [None]:
                 for train in counts if kind in ("disaggregated", "multiplexed") else [None]:
                     if (env or 0) + (train or 0) >= num_devices > 2:
-                        continue  # nothing would be left to generate on
+                        continue  # no device would be left to generate on
                     yield PlacementConfig(kind, num_stages, env, train)
 
 
 def plan(workload: WorkloadConfig, cluster: Cluster, *, only: Sequence[PlacementConfig] | None = None, seed: int = 0) -> Plan:
-    """Simulate every candidate (or those of `only`). Raises UserError: none is possible; with the reason of the first."""
+    """Simulate every candidate, or those of `only`. Raises UserError with the first reason if none is possible."""
     outlooks: list[Outlook] = []
     refused: list[Refused] = []
     seen: set[object] = set()
     for config in only or candidates(workload, len(cluster.compute)):
         try:
             placement = resolve(config, cluster, simulator=workload.simulator)
-            # With simulators on processors, hybrid is collocated with stages.
+            # With CPU simulators, hybrid is collocated with stages.
             key = (tuple(placement.roles.items()), placement.num_pipeline_stages, placement.num_takeover)
             if key in seen:
                 continue

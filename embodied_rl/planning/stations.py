@@ -31,7 +31,7 @@ from embodied_rl.config.hybrid import BatchTimeConfig, SpreadConfig
 
 
 class EventClock:
-    """Simulated seconds; callbacks run in the order of their times, equal times in the order they were asked for."""
+    """Simulated seconds; callbacks run in the order of their times, and equal times in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -44,7 +44,7 @@ class EventClock:
         heapq.heappush(self._events, (self.now_s + delay_s, self._count, callback, arguments))
 
     def run(self, until: Callable[[], bool]) -> bool:
-        """Let time pass until `until()` holds after an event; False when there was nothing left to happen before that."""
+        """Advance time until `until()` is true after an event; returns False if the events run out first."""
         while not until():
             if not self._events:
                 return False
@@ -54,9 +54,9 @@ class EventClock:
 
 
 class Station:
-    """Servers that take waiting jobs in the order they came: one at a time, or all that wait, evenly over the idle servers.
+    """Servers that take waiting jobs in order of arrival: one at a time, or all waiting jobs, spread over the idle servers.
 
-    `num_servers` may change while it runs: a server that is to leave finishes its batch first.
+    `num_servers` may change during the run: a server that is to leave finishes its batch first.
     """
 
     def __init__(
@@ -68,29 +68,28 @@ class Station:
         *,
         batches: bool = False,
     ) -> None:
-        """
-        Args:
-            seconds: of a batch of jobs (of length 1 without `batches`).
-            done: called with each job when its batch is served.
-            batches: an idle server takes its share of all that waits.
+        """Args:
+        seconds: duration of a batch of jobs (of length 1 without `batches`).
+        done: called with each job when its batch is served.
+        batches: an idle server takes its share of all waiting jobs.
         """
         self._clock, self._seconds, self._done = clock, seconds, done
         self._batches = batches
         self.num_servers = num_servers
         self.num_busy = 0
         self.busy_s = 0.0
-        """Server-seconds that were worked, counted when a batch begins."""
+        """Server-seconds of work, counted when a batch begins."""
         self._waiting: deque[Any] = deque()
         self._starting = False
         self._left: Callable[[], None] | None = None
 
     def put(self, job: object) -> None:
-        """Let a job wait for a server."""
+        """Queue a job for a server."""
         self._waiting.append(job)
         self._wake()
 
     def resize(self, num_servers: int, left: Callable[[], None] | None = None) -> None:
-        """Have so many servers from now on; `left` is called (once) when those that are to leave have finished their batches."""
+        """Change the number of servers; `left` is called (once) when the leaving ones have finished their batches."""
         self.num_servers, self._left = num_servers, left
         self._tell_left()
         self._wake()
@@ -115,7 +114,7 @@ class Station:
 
     def _wake(self) -> None:
         if self._waiting and not self._starting and self.num_busy < self.num_servers:
-            # Those that come at the same moment belong into the same batch.
+            # Jobs that arrive at the same moment belong to the same batch.
             self._starting = True
             self._clock.after(0.0, self._start)
 
@@ -127,14 +126,14 @@ class Station:
 
 @dataclass(frozen=True)
 class RolloutTimes:
-    """Seconds of R repetitions of one group's rollout."""
+    """Times of R repetitions of one group's rollout."""
 
     seconds: np.ndarray
-    """[R] from the first step's begin to the last action's end."""
+    """[R] seconds from the start of the first step to the end of the last action."""
     env_busy_s: np.ndarray
-    """[R] in which simulators worked."""
+    """[R] seconds in which simulators worked."""
     act_busy_s: np.ndarray
-    """[R] in which the policy acted."""
+    """[R] seconds in which the policy acted."""
 
 
 def pipelined_rollout(step_s: np.ndarray, act_s: np.ndarray, *, shared: bool) -> RolloutTimes:
@@ -143,7 +142,7 @@ def pipelined_rollout(step_s: np.ndarray, act_s: np.ndarray, *, shared: bool) ->
     Args:
         step_s: [R, T, K] seconds of simulating a stage.
         act_s: [R, T, K] seconds of acting for it.
-        shared: both on the same device: nothing overlaps.
+        shared: whether both use the same device, so that nothing overlaps.
     """
     num_repetitions, num_rounds, num_stages = step_s.shape
     env_free = np.zeros(num_repetitions)
@@ -178,12 +177,12 @@ def stage_steps(
 
 
 def iterations(rollout_s: np.ndarray, train_s: float, publish_s: float, max_staleness: int, *, overlap: bool) -> np.ndarray:
-    """[N] seconds at which iteration n's weights are published.
+    """[N] seconds at which each iteration's weights are published.
 
     Args:
-        rollout_s: [N] of each iteration's rollout.
-        overlap: generation and training have separate devices: rollout n begins when it has a place, that is when version n − S is
-            out (S = `max_staleness`), and training when its rollout and the update before are done.
+        rollout_s: [N] seconds of each iteration's rollout.
+        overlap: generation and training have separate devices. Rollout n begins once version n − S is published
+            (S = `max_staleness`), and training n once its rollout and the previous update are done.
     """
     published = np.zeros(len(rollout_s))
     collected = 0.0
@@ -199,10 +198,10 @@ def iterations(rollout_s: np.ndarray, train_s: float, publish_s: float, max_stal
 
 
 def slowest_of(values: np.ndarray, count: int) -> float:
-    """Expected largest of `count` independent draws of what `values` are a sample of.
+    """Expected largest of `count` independent draws from the distribution of the sample `values`.
 
-    Blom's approximation for normal variables, mean + std · Φ⁻¹((count − 0.375) / (count + 0.25)): groups that are alike are simulated a
-    few times, however many there are.
+    Blom's approximation for normal variables, mean + std · Φ⁻¹((count − 0.375) / (count + 0.25)). So equal groups are simulated a few
+    times, whatever their number.
     """
     if count <= 1 or len(values) == 1:
         return float(values.mean())
@@ -213,43 +212,43 @@ def slowest_of(values: np.ndarray, count: int) -> float:
 
 @dataclass(frozen=True)
 class EpisodeRun:
-    """A cell of a cluster: some slots, cores and devices, and the share of each batch that they collect."""
+    """A cell of a cluster: slots, cores and devices, and the share of each batch that they collect."""
 
     num_slots: int
     num_cores: float
-    """Below 1: a core is shared with other cells."""
+    """Cores of the cell; below 1: a core is shared with other cells."""
     num_devices: int
-    """Copies of the policy."""
+    """Devices, each with a copy of the policy."""
     devices_while_training: int
-    """Of them: all where training is apart, none where it takes turns, some where they are multiplexed."""
+    """Devices that generate during training: all if training is separate, none if it alternates, some if they are multiplexed."""
     groups_per_batch: int
     group_size: int
     length: SpreadConfig
     step: SpreadConfig
     act: BatchTimeConfig
     train_s: Callable[[int], float]
-    """Seconds of training on so many decisions of this cell, with everything that keeps the trainer."""
+    """Seconds of training on so many decisions of this cell, with everything that occupies the trainer."""
     publish_s: float
-    """Generation stands still so long for new weights."""
+    """Seconds for which generation stands still for new weights."""
     switch_s: float = 0.0
-    """What a device that changes sides is lost for, there and back."""
+    """Seconds that a device loses when it changes sides, there and back."""
     max_staleness: int = 0
 
 
 @dataclass
 class EpisodeOutcome:
-    """What came of a simulated cell."""
+    """Result of a simulated cell."""
 
     published_s: list[float] = field(default_factory=list)
-    """When each version was out."""
+    """Time at which each version was published."""
     decisions: list[int] = field(default_factory=list)
-    """Of each batch."""
+    """Decisions of each batch."""
     ages: dict[int, int] = field(default_factory=dict)
     """{versions between admission and training: groups}"""
     env_busy_s: float = 0.0
-    """Core-seconds."""
+    """Core-seconds of simulation."""
     act_busy_s: float = 0.0
-    """Device-seconds."""
+    """Device-seconds of acting."""
     train_busy_s: float = 0.0
 
 
@@ -262,7 +261,7 @@ class _Group:
 
 
 class EpisodeSimulation:
-    """Runs one cell for a number of versions."""
+    """Simulates one cell for a number of versions."""
 
     def __init__(self, run: EpisodeRun, rng: np.random.Generator) -> None:
         self.run, self._rng = run, rng
@@ -281,7 +280,7 @@ class EpisodeSimulation:
         self._version = self._decisions = 0
 
     def simulate(self, num_versions: int) -> EpisodeOutcome:
-        """Let the cell run until `num_versions` were published."""
+        """Run the cell until `num_versions` are published."""
         self._admit()
         finished = self.clock.run(lambda: self._version >= num_versions)
         assert finished, "nothing is left to happen and no batch is full: the model has deadlocked"
@@ -322,7 +321,7 @@ class EpisodeSimulation:
     # ---- trainer ----------------------------------------------------------------------------------------------------
 
     def _choose(self) -> list[_Group] | None:
-        """The oldest ready groups, when taking them leaves nothing that must grow too old."""
+        """The oldest ready groups, if taking them leaves no group that must grow too old."""
         run, version = self.run, self._version
         if len(self._ready) < run.groups_per_batch:
             return None
@@ -330,7 +329,7 @@ class EpisodeSimulation:
         chosen, kept = self._ready[: run.groups_per_batch], self._ready[run.groups_per_batch :]
         rest = [group.version for group in (*kept, *self._unfinished.values())]
         for later in range(run.max_staleness + 1):
-            # Of what is left, later batches can consume so many before it is too old.
+            # Later batches can consume this many of the rest before it is too old.
             if sum(v <= version - run.max_staleness + later for v in rest) > later * run.groups_per_batch:
                 return None
         return chosen
@@ -351,7 +350,7 @@ class EpisodeSimulation:
         self.devices.resize(run.devices_while_training, self._train)
 
     def _train(self) -> None:
-        """The devices that training needs are free."""
+        """Start training: the devices that it needs are free."""
         run = self.run
         seconds = run.train_s(self._decisions)
         self.outcome.train_busy_s += seconds

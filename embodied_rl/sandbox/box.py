@@ -1,6 +1,6 @@
-"""Programs in a sandbox: what they may see, reach and use, Python that a model wrote, and what each level stops.
+"""Programs in a sandbox: their rights and limits, how Python code of a model runs, and what each level of protection stops.
 
-The table in docs/sandbox.md is `protection_table`, and `tests/sandbox` runs a program for each of its cells.
+`protection_table` makes the table in docs/sandbox.md, and `tests/sandbox` runs a program for each of its cells.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from embodied_rl.errors import UserError, require_known
 from embodied_rl.sandbox import landlock
 
 Level = Literal["namespaces", "landlock", "prlimit"]
-"""What holds a program, the strongest first; `embodied_rl.sandbox.box` compares them."""
+"""Levels of protection, the strongest first; `embodied_rl.sandbox.box` compares them."""
 Network = Literal["none", "ports", "open"]
-"""none: not even this machine. ports: TCP connections to the ports that are named. open: any."""
+"""none: not even this machine. ports: TCP connections to the named ports. open: any."""
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _LAUNCH = (
@@ -41,13 +41,13 @@ _ETC = (
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/nix/store", "/sys/devices/system/cpu")
 _NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/host.conf", "/etc/services", "/etc/protocols")
 _SHOWN = ("/dev/random", "/dev/urandom", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/version", "/etc/passwd", "/etc/group")
-"""Readable where the program shares our root; in namespaces the program gets its own."""
+"""Files that are readable if the program shares our root; in namespaces the program gets its own."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
 _GRACE_S = 10.0
 
 
 class Spec(TypedDict):
-    """A `Box` as the launching process takes it, which imports little: plain values."""
+    """A `Box` in plain values for the launching process, which imports little."""
 
     level: Level
     network: Network
@@ -75,34 +75,34 @@ class Spec(TypedDict):
 
 @dataclass(frozen=True)
 class Box:
-    """One program's rights. Paths are absolute; sizes are in 2**20 bytes; limits are of the program and all that it starts together."""
+    """One program's rights. Paths are absolute; sizes are in 2**20 bytes; limits apply to the program and its descendants together."""
 
     level: Level
     network: Network = "none"
     ports: tuple[int, ...] = ()
-    """TCP ports that may be connected to, with network=ports."""
+    """TCP ports that it may connect to, with network=ports."""
     readable: tuple[str, ...] = ()
-    """Files and folders, beside the system's and the interpreter's."""
+    """Readable files and folders, in addition to the system's and the interpreter's."""
     writable: tuple[str, ...] = ()
-    """Beside its scratch folder."""
+    """Writable files and folders, in addition to its scratch folder."""
     memory_mb: int = 512
     address_mb: int = 0
-    """Address space of each process; 0: no limit."""
+    """Address space of each process; 0: unlimited."""
     processes: int = 64
-    """Processes and threads at a time."""
+    """Most processes and threads at a time."""
     open_files: int = 256
-    """Of each process."""
+    """Most open files of each process."""
     cpu_s: float = 0.0
-    """Processor time; 0: no limit."""
+    """Seconds of processor time; 0: unlimited."""
     timeout_s: float = 0.0
-    """0: until it is ended."""
+    """Seconds until the program is ended; 0: unlimited."""
     scratch_mb: int = 64
-    """Files in its scratch folder."""
+    """Size of the files in its scratch folder."""
     landlock_abi: int | None = None
-    """Which version's restrictions are asked of Landlock; None: what the kernel has."""
+    """Landlock version whose restrictions are used; None: the kernel's."""
 
     def spec(self, scratch: str, cwd: str, words: Sequence[str], code_bytes: int, report: int) -> Spec:
-        """For the launching process. `cwd`: replaced by `scratch` where the program could not see it."""
+        """Values for the launching process. `cwd`: replaced by `scratch` if the program could not see it."""
         network = _NETWORK if self.network != "none" else ()
         readable = [*_SYSTEM, *(f"/etc/{name}" for name in _ETC.split()), *network, *interpreter_folders(), *self.readable]
         is_seen = self.level == "prlimit" or any(is_below(cwd, path) for path in (*self.readable, *self.writable, scratch))
@@ -114,7 +114,7 @@ class Box:
 
 
 def interpreter_folders() -> list[str]:
-    """Where this interpreter and its packages are; never a folder that holds the user's home."""
+    """Folders of this interpreter and its packages; never a folder that contains the user's home."""
     home = os.path.realpath(os.path.expanduser("~"))
     folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     found = {*folders, *map(os.path.realpath, folders)}
@@ -127,7 +127,7 @@ def is_below(path: str, folder: str) -> bool:
 
 
 class Sandboxed:
-    """A program that was started in a `Box`, and its scratch folder."""
+    """A program running in a `Box`, and its scratch folder."""
 
     def __init__(
         self,
@@ -142,12 +142,11 @@ class Sandboxed:
         stderr: int | IO[bytes],
         report: int | None = None,
     ) -> None:
-        """
-        Args:
-            words: the command; none: Python, whose source is the first `code_bytes` of its input.
-            env: all its variables; HOME and TMPDIR become its scratch folder.
-            cwd: where it begins; None: in its scratch folder.
-            report: a descriptor for the limit that it passed; None: its error stream.
+        """Args:
+        words: the command; empty: Python, whose source is the first `code_bytes` of its input.
+        env: all its variables; HOME and TMPDIR become its scratch folder.
+        cwd: working folder; None: its scratch folder.
+        report: a descriptor for the name of an exceeded limit; None: its error stream.
 
         Raises OSError: no process can be started.
         """
@@ -169,12 +168,12 @@ class Sandboxed:
             raise
 
     def end(self) -> int:
-        """End whatever still runs of it and delete its folder: its exit status, minus the signal's number where one ended it."""
+        """End what still runs and delete the folder; returns the exit status, or minus the number of the signal that ended the program."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:  # the supervisor does not answer: what it started dies with it
+        except subprocess.TimeoutExpired:  # the supervisor does not answer: its processes die with it
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -183,25 +182,25 @@ class Sandboxed:
 
 
 _READ_S = 30.0
-"""For what a program has printed before it ended to be read, on a busy machine."""
+"""Seconds to read a program's last output, on a busy machine."""
 _LATE_S = 10.0
-"""The supervisor keeps the time; this much later it is taken for lost."""
+"""Seconds after the timeout from which the supervisor, which keeps the time, counts as lost."""
 
 
 @dataclass(frozen=True)
 class PythonLimits:
-    """What one program, with all that it starts, may use. Raises UserError for a limit that is not above 0."""
+    """Limits of one program and its descendants. Raises UserError for a limit that is not above 0."""
 
     timeout_s: float = 10.0
-    """Also of processor time: on average it may use one core."""
+    """Seconds on the clock, and of processor time: on average it may use one core."""
     memory_mb: int = 512
     """Memory (2**20 bytes) of all its processes together, and address space of each."""
     scratch_mb: int = 16
-    """Files in its folder, all together (2**20 bytes)."""
+    """Size of all files in its folder (2**20 bytes)."""
     processes: int = 64
-    """Processes and threads at a time."""
+    """Most processes and threads at a time."""
     output_bytes: int = 2**16
-    """What a program prints beyond is thrown away."""
+    """Most bytes of output; the rest is dropped."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -223,28 +222,28 @@ class PythonLimits:
 
 @dataclass(frozen=True)
 class ProgramEnd:
-    """What became of a program."""
+    """Outcome of a program."""
 
     status: int
     """Exit status; 128 + n: killed by signal n."""
     output: str
-    """What it printed, on either stream where they were not kept apart."""
+    """Output, with the error stream unless that was kept separate."""
     errors: str
-    """What it printed on its error stream, where that was kept apart."""
+    """Output of the error stream if it was kept separate."""
     timed_out: bool
     stopped: str = ""
-    """Which other limit it passed, as a sentence; empty: none."""
+    """Sentence about another exceeded limit; empty: none."""
 
 
 def run_program(
     code: str, limits: PythonLimits, level: Level, *, network: bool = False, stdin: str = "", separate: bool = False
 ) -> ProgramEnd:
-    """Run a program to its end, or to the end of its time.
+    """Run a program until it ends or its time is over.
 
     Args:
-        level: what holds it (`embodied_rl.sandbox.box.protection`).
-        network: it may use ours; all else is held back as without.
-        separate: keep its error stream apart from its output.
+        level: protection (`embodied_rl.sandbox.box.protection`).
+        network: let it use our network; all other limits stay.
+        separate: keep its error stream separate from its output.
     """
     return run_boxed(code, limits.box(level, network=network), limits.output_bytes, stdin=stdin, separate=separate)
 
@@ -269,7 +268,7 @@ def run_boxed(code: str, box: Box, output_bytes: int = 2**16, *, stdin: str = ""
         os.close(report)
     process = started.process
     output, errors = _Output(process.stdout, output_bytes), _Output(process.stderr, output_bytes)
-    # Beside: a program that reads nothing would hold us up beyond its time.
+    # In parallel: a program that reads nothing would delay us beyond its timeout.
     writer = threading.Thread(target=_write, args=(process, source + stdin.encode("utf-8", "surrogatepass")), daemon=True)
     writer.start()
     late = False
@@ -295,7 +294,7 @@ def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
 
 
 class _Output:
-    """The first bytes that a process prints; the rest is read and dropped, so that it never waits for a reader."""
+    """The first bytes of a process's output; the rest is read and dropped, so that it never waits for a reader."""
 
     def __init__(self, stream: IO[bytes] | None, most: int) -> None:
         """`stream` None: there is nothing to read."""
@@ -315,7 +314,7 @@ class _Output:
 
     def text(self) -> str:
         self._thread.join(1.0)
-        # On a busy machine the reader may not have had its turn. (A process that outlived the program may hold an empty pipe open.)
+        # On a busy machine the reader may not have run yet. (A process that outlives the program may keep an empty pipe open.)
         until = time.monotonic() + _READ_S
         while self._thread.is_alive() and self._has_more() and time.monotonic() < until:
             self._thread.join(0.05)
@@ -325,7 +324,7 @@ class _Output:
         return self._kept.decode("utf-8", "replace") + more
 
     def _has_more(self) -> bool:
-        """Whether there is something in the pipe, or its end."""
+        """Whether the pipe has data or has ended."""
         assert self._stream is not None, "a reader of nothing ends at once"
         poll = select.poll()
         poll.register(self._stream.fileno(), select.POLLIN)
@@ -333,25 +332,25 @@ class _Output:
 
 
 LEVELS: tuple[Level, ...] = get_args(Level)
-"""The strongest first."""
+"""All levels, the strongest first."""
 FIXES = {
     "namespaces": "let users make namespaces: sysctl user.max_user_namespaces=10000, "
     "on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; "
     "in a container: docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined …",
     "landlock": "a kernel from 5.13 with Landlock among its security modules (lsm=landlock,… at boot), on x86-64 or ARM64",
 }
-"""What brings a level."""
+"""How to make a level available."""
 
 
 @dataclass(frozen=True)
 class Attack:
-    """One thing that a program may try."""
+    """One attack that a program may try."""
 
     name: str
     label: str
-    """What the program does, for the documentation."""
+    """Description for the documentation."""
     stopped: tuple[Level, ...]
-    """The levels that stop it, without a network."""
+    """Levels that stop it, without a network."""
 
 
 _ALL, _KERNEL = LEVELS, LEVELS[:2]
@@ -380,7 +379,7 @@ ATTACKS = (
 
 
 def protection_table() -> str:
-    """Which attack each level stops, in Markdown."""
+    """Markdown table of attacks and the levels that stop them."""
     rows = ["| A program that … | " + " | ".join(f"`{level}`" for level in LEVELS) + " |", "|---" * (len(LEVELS) + 1) + "|"]
     for attack in ATTACKS:
         cells = ["stopped" if level in attack.stopped else "**not stopped**" for level in LEVELS]
@@ -411,12 +410,12 @@ print("done")
 
 @cache
 def failure(level: Level) -> str:
-    """Why a level does not hold here; empty: it does. Tried with a program the first time that it is asked."""
+    """Reason why a level is not available here; empty: it is. The first call tries it with a program."""
     if not sys.platform.startswith("linux"):
         return "the sandbox needs Linux"
     with tempfile.TemporaryDirectory(prefix="embodied-sandbox-") as folder, socket.create_server(("127.0.0.1", 0)) as server:
         Path(folder, "secret").write_text("x", encoding="ascii")
-        os.chmod(folder, 0o777)  # it is the sandbox that is to hold, not the mode
+        os.chmod(folder, 0o777)  # the sandbox must protect the folder, not its mode
         code = _PROBE.format(folder=folder, parent=os.getpid(), port=server.getsockname()[1])
         ended = run_program(code, PythonLimits(timeout_s=60.0), level)
     lines = ended.output.strip().splitlines()
@@ -426,7 +425,7 @@ def failure(level: Level) -> str:
 
 
 def strongest() -> Level | None:
-    """The first level that holds here; None: not even limits can be set."""
+    """Strongest level that is available here; None: not even limits can be set."""
     return next((level for level in LEVELS if not failure(level)), None)
 
 
@@ -434,10 +433,10 @@ def protection(minimum: str, key: str) -> Level:
     """The strongest level of this machine.
 
     Args:
-        minimum: the weakest that will do.
-        key: the name of the setting that says so, for the message.
+        minimum: the weakest acceptable level.
+        key: name of the setting with `minimum`, for the message.
 
-    Raises UserError: `minimum` is no level, or the machine has only weaker ones.
+    Raises UserError: `minimum` is not a level, or the machine has only weaker ones.
     """
     require_known(minimum, LEVELS, f"{key}='{minimum}' is not a choice.")
     found = strongest()

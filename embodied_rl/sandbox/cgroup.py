@@ -1,8 +1,8 @@
-"""A control group (version 2) of a program and all that it starts, where this process may make one.
+"""A control group (version 2) of a program and its descendants, if this process may make one.
 
-For the launching process: it imports little. Without a group, the supervisor adds up what /proc and the kernel's accounts of ended children
-say, in which a child does not stand whose parent ignores SIGCHLD. A group needs no controller: every one has `cpu.stat`, and `cgroup.kill`
-from Linux 5.14 on.
+For the launching process, so it imports little. Without a group, the supervisor adds up /proc and the kernel's accounts of ended children,
+which omit children of parents that ignore SIGCHLD. A group needs no controller: every group has `cpu.stat`, and `cgroup.kill` from Linux
+5.14 on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Group:
     """An empty group below this process's own."""
 
     def __init__(self, folder: str) -> None:
-        """Raises OSError where it cannot be made."""
+        """Make the group. Raises OSError if that is impossible."""
         self._folder = folder
         os.mkdir(folder)
 
@@ -25,19 +25,19 @@ class Group:
         self._write("cgroup.procs", b"0")
 
     def used_s(self) -> float:
-        """Processor time of all that ran in it, in seconds."""
+        """Processor seconds of all processes that ran in it."""
         with open(f"{self._folder}/cpu.stat", "rb") as file:
             return int(file.readline().split()[1]) / 1e6
 
     def kill(self) -> None:
-        """All processes in it, at once."""
+        """Kill all processes in it at once."""
         try:
             self._write("cgroup.kill", b"1")
-        except OSError:  # an older kernel: they are ended one by one
+        except OSError:  # an older kernel: end them one by one
             return
 
     def remove(self) -> None:
-        """When nothing of it runs any more."""
+        """Remove the group once nothing runs in it."""
         try:
             os.rmdir(self._folder)
         except OSError:
@@ -52,12 +52,12 @@ class Group:
 
 
 def new_group() -> Group | None:
-    """A new group for one program; None where this process may make none."""
+    """A new group for one program; None if this process may not make any."""
     try:
         own = next(line[3:] for line in _lines("/proc/self/cgroup") if line.startswith("0::"))
         mount = next(words[1] for words in map(str.split, _lines("/proc/self/mounts")) if words[2] == "cgroup2")
         folder = f"{mount}/{own.strip('/')}".rstrip("/")
-        # A process in a group that is not ours could not be moved out of it.
+        # A process could not be moved out of a group that is not ours.
         if not os.access(f"{folder}/cgroup.procs", os.W_OK):
             return None
         group = Group(f"{folder}/{_NAME}{os.getpid()}")
@@ -68,7 +68,7 @@ def new_group() -> Group | None:
 
 
 def works() -> bool:
-    """Whether programs have their own groups here."""
+    """Whether each program gets its own group here."""
     group = new_group()
     if group is None:
         return False

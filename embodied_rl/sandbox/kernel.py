@@ -1,4 +1,4 @@
-"""The system calls that a sandbox is made of, and their numbers. For the launching process: it imports little."""
+"""System calls of a sandbox and their numbers. For the launching process, so it imports little."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 1, 2
 
 X86_64, AARCH64 = 0xC000003E, 0xC00000B7
 ARCH = {"x86_64": X86_64, "aarch64": AARCH64}.get(os.uname().machine, 0)
-"""As the kernel's audit names it; 0: one whose system calls are not listed here."""
+"""Kernel's audit number of this architecture; 0: its system calls are not listed here."""
 
 _COMMON = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
@@ -59,13 +59,13 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def failed(what: str) -> OSError:
-    """The error of the last call, with what was tried."""
+    """Error of the last call, with a description of it."""
     number = ctypes.get_errno()
     return OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def call(name: str, *arguments: object) -> int:
-    """A system call by its name. Raises OSError where it fails, or this machine's calls are not known."""
+    """Make a system call by name. Raises OSError if it fails or this machine's calls are unknown."""
     if name not in CALLS:
         raise OSError(38, f"{name}: not known for {os.uname().machine}")
     wide = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
@@ -76,18 +76,18 @@ def call(name: str, *arguments: object) -> int:
 
 
 def prctl(*arguments: int) -> None:
-    """Raises OSError."""
+    """Call prctl. Raises OSError."""
     if _libc.prctl(*map(ctypes.c_ulong, (*arguments, 0, 0, 0, 0)[:5])):
         raise failed("prctl")
 
 
 def unshare(flags: int) -> None:
-    """Raises OSError: the kernel gives no such namespaces."""
+    """Enter new namespaces. Raises OSError: the kernel grants none."""
     call("unshare", flags)
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """Raises OSError."""
+    """Mount a file system. Raises OSError."""
     if _libc.mount(source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None):
         raise failed(f"mount {target}")
 
@@ -101,43 +101,43 @@ def bind(source: str, target: str, *, writable: bool = False, devices: bool = Fa
 
 
 def change_root(new: str, old: str) -> None:
-    """Make `new`, a mount, the root; what was the root is at `old`, a folder in it. Raises OSError."""
+    """Make `new`, a mount, the root; the old root appears at `old`, a folder in it. Raises OSError."""
     call("pivot_root", ctypes.c_char_p(new.encode()), ctypes.c_char_p(old.encode()))
     os.chdir("/")
 
 
 def detach(path: str) -> None:
-    """Take a mount and all below it away. Raises OSError."""
+    """Unmount a path and everything below it. Raises OSError."""
     call("umount2", ctypes.c_char_p(path.encode()), _MNT_DETACH)
 
 
 def end_with_parent(parent: int = 0) -> None:
-    """This process is killed when its parent, the process `parent`, ends. (0: one that cannot be seen from this namespace.)"""
+    """Let the kernel kill this process when its parent, the process `parent`, ends. (0: a parent outside this namespace.)"""
     prctl(_PR_SET_PDEATHSIG, 9)
     if os.getppid() != parent:
         os._exit(137)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parents have ended become children of this process."""
+    """Make orphaned descendants children of this process."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def gain_nothing() -> None:
-    """No program that is started from here on has more rights than this process."""
+    """Let no program started from here on gain more rights than this process."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def bound_capabilities(kept: int | None = None) -> None:
-    """Nothing that is started from here on can have a capability other than `kept`; without effect for a user who has none."""
+    """Let nothing that starts from here on have a capability other than `kept`; without effect for a user who has none."""
     for number in range(64):
         if number != kept and _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(number), 0, 0, 0) and ctypes.get_errno() == 22:
-            break  # the kernel knows no more of them
+            break  # the kernel has no more of them
     prctl(_PR_SET_KEEPCAPS, 1)
 
 
 def set_capabilities(kept: int | None = None) -> None:
-    """Give up every capability but `kept`, which programs that are started inherit. Raises OSError."""
+    """Drop every capability except `kept`, which started programs inherit. Raises OSError."""
     mask = 0 if kept is None else 1 << kept
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     call("capset", header, (ctypes.c_uint32 * 6)(mask, mask, mask, 0, 0, 0))
@@ -146,6 +146,6 @@ def set_capabilities(kept: int | None = None) -> None:
 
 
 def counts_processes_by_namespace() -> bool:
-    """Whether a limit on processes counts those of a namespace, and not all of its user."""
+    """Whether a process limit counts the processes of a namespace, not all of its user."""
     major, minor = os.uname().release.split(".")[:2]
     return (int(major), int("".join(filter(str.isdigit, minor)) or 0)) >= (5, 14)

@@ -1,4 +1,4 @@
-"""Which files, ports and processes a program may reach: a Landlock ruleset (Linux 5.13 and later)."""
+"""A Landlock ruleset (Linux 5.13 and later): files, ports and processes that a program may reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ABSTRACT_SOCKETS, _SIGNALS = 1, 2
 
 
 def version() -> int:
-    """What this kernel's Landlock can do, as it counts; 0: it has none. 4: ports. 6: signals and abstract sockets."""
+    """Version of this kernel's Landlock; 0: none. 4 adds ports, 6 signals and abstract sockets."""
     try:
         return kernel.call("landlock_create_ruleset", None, 0, 1)
     except OSError:
@@ -33,12 +33,12 @@ class _PathRule(ctypes.Structure):
 
 
 def _all_rights(abi: int) -> int:
-    """On files: 13 in the first version; moving and linking, truncation and device controls came one by one."""
+    """Rights on files: 13 in the first version; later versions added moving and linking, truncation and device controls."""
     return (1 << (13 + (abi >= 2) + (abi >= 3) + (abi >= 5))) - 1
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
-    """Nothing for a path that is not there."""
+    """Allow rights on a path; a missing path is ignored."""
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
@@ -50,13 +50,13 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def restrict(abi: int, *, readable: list[str] | None, writable: list[str], devices: list[str], ports: list[int] | None) -> None:
-    """Hold this process and what it starts to this, for good.
+    """Restrict this process and its descendants, for good.
 
     Args:
-        abi: the version whose restrictions are asked for, `version()` at most.
-        readable: files and folders that may be read and run, `writable` what may be changed too, `devices` what may be read and written
-            but not made; all else on the file system is closed. None: files are not restricted.
-        ports: TCP ports that may be connected to, none may be listened on; None: any.
+        abi: the version whose restrictions are used, at most `version()`.
+        readable: files and folders that may be read and run; `writable` may also be changed, and `devices` read and written but not
+            created; all other files are inaccessible. None: files are not restricted.
+        ports: TCP ports that it may connect to, while it may listen on none; None: any.
 
     Raises OSError: the kernel refuses.
     """

@@ -1,10 +1,10 @@
-"""The process that becomes a sandbox: it starts the program inside, watches over it, and ends when nothing of it is left.
+"""The process that becomes a sandbox: it starts the program inside, supervises it, and ends when nothing of it is left.
 
 ```
-   our process ─ the supervisor ─ (in namespaces:  enters them ─ their first process ─) the program ─ what it starts
+our process ─ the supervisor ─ (in namespaces:  enters them ─ their first process ─) the program ─ what it starts
 ```
-The supervisor is outside: the program can neither see nor stop it where more than limits hold. If our process ends, however, the supervisor
-notices, and if the supervisor ends, the kernel ends the program.
+The supervisor is outside: at all levels above limits, the program can neither see nor stop it. If our process ends, the supervisor
+notices; if the supervisor ends, the kernel ends the program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from embodied_rl.sandbox.box import Spec
 
 NOT_STARTED = 97
-"""Exit status where the kernel refuses what the sandbox is made of."""
+"""Exit status if the kernel refuses a part of the sandbox."""
 
 _MORE_PROCESSES = 8
 
@@ -62,7 +62,7 @@ def main(spec: Spec) -> str:
     tree = supervisor.Tree(launched, hulls=2 if inside else 0, group=group)
     reason, status = supervisor.watch(tree, launched, spec)
     tree.kill()
-    if os.getppid() != spec["parent"]:  # which would have deleted it
+    if os.getppid() != spec["parent"]:  # the parent would have deleted it
         import shutil
 
         shutil.rmtree(spec["scratch"], ignore_errors=True)
@@ -74,7 +74,7 @@ def main(spec: Spec) -> str:
 
 
 def _end(spec: Spec, reason: str, status: int | None) -> None:
-    """Say why, and end as the program did."""
+    """Report the reason, and end as the program did."""
     if reason not in ("", "stopped"):
         os.write(spec["report"], reason.encode() if spec["report"] != 2 else f"sandbox: stopped: {reason}\n".encode())
     number = signal.SIGKILL if status is None else os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -90,11 +90,11 @@ def _end(spec: Spec, reason: str, status: int | None) -> None:
 
 
 def _enter(spec: Spec, tell: int, go: int) -> None:
-    """Into namespaces, and on in the program's process; two processes stay behind."""
+    """Enter namespaces and continue in the program's process; two processes stay behind."""
     _die_first()
     namespaces.enter(network=spec["network"] != "none")
     os.write(tell, b"r")
-    quiet = os.open(os.devnull, os.O_RDWR)  # before the root changes, which it does for all processes of the namespace
+    quiet = os.open(os.devnull, os.O_RDWR)  # before the root changes for all processes of the namespace
     as_nobody = os.read(go, 1) == b"n"
     os.close(go)
     first = os.fork()
@@ -109,22 +109,22 @@ def _enter(spec: Spec, tell: int, go: int) -> None:
     if program:
         _close_streams(quiet)
         while True:
-            number, status = os.waitpid(-1, 0)  # others are orphans
+            number, status = os.waitpid(-1, 0)  # other children are orphans
             if number == program:
                 os.write(tell, status.to_bytes(8, "little"))
-                os._exit(0)  # which ends whatever is left
+                os._exit(0)  # ends everything that is left
     os.close(quiet)
     _confine(spec, as_nobody=as_nobody)
 
 
 def _close_streams(quiet: int) -> None:
-    """Of a process that only waits: what the program closes is closed."""
+    """Close the streams of a waiting process, so that the program's closing of a stream takes effect."""
     for stream in (0, 1, 2):
         os.dup2(quiet, stream)
 
 
 def _die_first() -> None:
-    """When the machine's memory runs out."""
+    """Let the kernel kill this process first when memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("1000")
@@ -133,7 +133,7 @@ def _die_first() -> None:
 
 
 def _confine(spec: Spec, *, as_nobody: bool) -> None:
-    """Hold this process, which becomes the program, to what it may do."""
+    """Restrict this process, which becomes the program, to its rights."""
     level, abi = spec["level"], spec["landlock_abi"]
     if level != "namespaces":
         _die_first()
@@ -146,7 +146,7 @@ def _confine(spec: Spec, *, as_nobody: bool) -> None:
     if spec["cpu_s"]:
         limits.append((resource.RLIMIT_CPU, int(spec["cpu_s"]) + 1))
     if level == "namespaces" and kernel.counts_processes_by_namespace():
-        # A little above, so that the supervisor sees the limit passed and ends the program.
+        # Slightly above the limit, so that the supervisor sees it exceeded and ends the program.
         limits.append((resource.RLIMIT_NPROC, spec["processes"] + _MORE_PROCESSES))
     for name, limit in limits:
         most = resource.getrlimit(name)[1]
@@ -166,7 +166,7 @@ def _confine(spec: Spec, *, as_nobody: bool) -> None:
 
 def _give_up_rights(spec: Spec, as_nobody: bool) -> None:
     kept = None
-    if as_nobody:  # root's own files in the folders that are shown stay readable, and writable where the folder is
+    if as_nobody:  # root's files in the shown folders stay readable, and writable if the folder is
         kept = kernel.CAP_DAC_OVERRIDE if spec["writable"] else kernel.CAP_DAC_READ_SEARCH
     kernel.bound_capabilities(kept)
     if as_nobody:
@@ -178,7 +178,7 @@ def _give_up_rights(spec: Spec, as_nobody: bool) -> None:
 
 
 def _filter(spec: Spec) -> list[seccomp.Instruction]:
-    """System calls: what the level does not hold back by itself."""
+    """Filter of the system calls that the level does not restrict otherwise."""
     inside, network, abi = spec["level"] == "namespaces", spec["network"], spec["landlock_abi"]
     internet = (seccomp.AF_INET, seccomp.AF_INET6)
     only_ports = network == "ports" and abi >= 4
@@ -193,7 +193,7 @@ def _filter(spec: Spec) -> list[seccomp.Instruction]:
 
 
 def _program(spec: Spec) -> str:
-    """Become the program, or return its source."""
+    """Become the program, or return its Python source."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if spec["report"] != 2:
         os.close(spec["report"])

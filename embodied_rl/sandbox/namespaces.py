@@ -1,4 +1,4 @@
-"""A program's own root folder, processes and network: what the kernel's namespaces give without any installed helper."""
+"""A program's own root folder, processes and network, from the kernel's namespaces without any installed helper."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ if TYPE_CHECKING:
     from embodied_rl.sandbox.box import Spec
 
 UID_NOBODY = 65534
-"""The user that programs of root become."""
+"""User as which programs of root run."""
 
 _OLD = "/.old"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 _ROOT_LIMIT = "size=4m,nr_inodes=8192,mode=755"
 _MAX_FILES = 16384
-"""In the scratch folder: each costs the kernel memory."""
+"""Most files in the scratch folder: each takes kernel memory."""
 
 
 def enter(*, network: bool) -> None:
-    """Into new namespaces. Raises OSError where the kernel gives none. `network`: keep the one that we have."""
+    """Enter new namespaces. Raises OSError if the kernel grants none. `network`: keep the present network."""
     ours = kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP
     kernel.unshare(kernel.CLONE_NEWUSER | ours | (0 if network else kernel.CLONE_NEWNET))
 
 
 def map_users(process: int) -> bool:
-    """Give the users of a process's new namespace their meaning. Returns whether it also has the unprivileged user, as it does for root."""
+    """Map the users of a process's new namespace. Returns whether the unprivileged user is mapped too, as for root."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         try:
             for name in ("uid_map", "gid_map"):
                 _write(f"/proc/{process}/{name}", f"0 0 1\n{UID_NOBODY} {UID_NOBODY} 1\n")
             return True
-        except OSError:  # in a container to which that user does not belong
+        except OSError:  # in a container without that user
             pass
     _write(f"/proc/{process}/setgroups", "deny")
     _write(f"/proc/{process}/uid_map", f"{user} {user} 1\n")
@@ -44,8 +44,8 @@ def map_users(process: int) -> bool:
 
 
 def build_root(spec: Spec, owner: int) -> None:
-    """Replace the file system by one that holds what the program may see. For the first process of the namespaces.
-    `owner`: the user to whom the scratch folder belongs. Raises OSError: the kernel refuses a mount."""
+    """Replace the file system by one with only what the program may see. For the first process of the namespaces.
+    `owner`: the user who owns the scratch folder. Raises OSError: the kernel refuses a mount."""
     os.umask(0o022)
     temp, scratch = spec["temp"], spec["scratch"]
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
@@ -65,7 +65,7 @@ def build_root(spec: Spec, owner: int) -> None:
     try:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC | kernel.MS_RDONLY
         kernel.mount("proc", "/proc", "proc", flags)
-    except OSError:  # where parts of ours are hidden, as in containers: then there is none
+    except OSError:  # if parts of ours are hidden, as in containers, there is none
         pass
     _show_all(spec["readable"], writable=False)
     _show_all(spec["writable"], writable=True)
@@ -91,7 +91,7 @@ def _make_devices(shared_memory: str) -> None:
 
 
 def _show_all(paths: list[str], *, writable: bool) -> None:
-    """At their own places; a path over links is there under both names. What is not there is left out."""
+    """Show paths at their own places; a path over links appears under both names. Missing paths are skipped."""
     places = {path: _real(path) for path in paths}
     shown: list[str] = []
     for real in sorted({place for place in places.values() if place}):
@@ -111,7 +111,7 @@ def _show_all(paths: list[str], *, writable: bool) -> None:
 
 
 def _real(path: str) -> str:
-    """Where a path leads in the old root, as a path of that root; empty: nowhere."""
+    """Target of a path in the old root, as a path of that root; empty: none."""
     parts, real = [part for part in reversed(path.split("/")) if part], ""
     for _ in range(256):
         if not parts:
@@ -133,7 +133,7 @@ def _real(path: str) -> str:
 
 
 def _write(path: str, text: str, flags: int = 0) -> None:
-    """With one system call, as the kernel's own files want it."""
+    """Write with one system call, as the kernel's own files require."""
     file = os.open(path, os.O_WRONLY | flags, 0o644)
     try:
         if text:

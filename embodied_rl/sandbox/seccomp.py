@@ -1,4 +1,4 @@
-"""Which system calls a sandboxed program may make: a seccomp filter, written in the kernel's packet-filter instructions."""
+"""A seccomp filter of a sandboxed program's system calls, in the kernel's packet-filter instructions."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _DENIED = [
     "io_uring_register", "bpf", "userfaultfd", "keyctl", "add_key", "request_key", "memfd_secret", "swapon", "swapoff", "reboot",
     "kexec_load", "kexec_file_load", "init_module", "finit_module", "delete_module", "quotactl", "acct", "syslog",
 ]  # fmt: skip
-"""By every filter: other processes' memory, other views of the files, ways round this filter, and what only an administrator needs."""
+"""Calls denied by every filter: other processes' memory, other views of the files, ways around this filter, and administration."""
 _DENIED_IN_OUR_VIEW = [
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat", "utimensat",
     "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr", "removexattrat", "shmget",
     "semget", "msgget", "mq_open",
 ]  # fmt: skip
-"""Where the program sees our files and our message queues: Landlock does not watch these."""
+"""Calls denied if the program sees our files and message queues, because Landlock does not check them."""
 _SIGNALS = ["kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal"]
 _OWN_PROCESS_ONLY = {"prlimit64": 0, "sched_setaffinity": 0, "sched_setscheduler": 0, "sched_setparam": 0, "sched_setattr": 0,
                      "migrate_pages": 0, "move_pages": 0, "setpriority": 1, "ioprio_set": 1}  # fmt: skip
-"""{call: its argument that names a process}: 0 is the caller itself."""
+"""{call: index of its process argument}: 0 is the caller."""
 
 _LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
@@ -50,7 +50,7 @@ def _when(name: str, body: list[Instruction]) -> list[Instruction]:
 
 
 def _sockets(families: tuple[int, ...], streams_only: bool) -> list[Instruction]:
-    """The body for `socket`: which families, and of the internet's only TCP."""
+    """Body for `socket`: allows these families, and only TCP for the internet's."""
     body: list[Instruction] = [_argument(0)]
     for family in families:
         inside: list[Instruction] = [(_RETURN, 0, 0, _ALLOW)]
@@ -61,23 +61,23 @@ def _sockets(families: tuple[int, ...], streams_only: bool) -> list[Instruction]
 
 
 def rules(*, families: tuple[int, ...], streams_only: bool, our_view: bool, signals: bool) -> list[Instruction]:
-    """The filter.
+    """Instructions of the filter.
 
     Args:
-        streams_only: of the internet's families, TCP only.
+        streams_only: allow only TCP of the internet's families.
         our_view: the program sees our files and processes (there are no namespaces between).
-        signals: signals may be sent: something else keeps them inside.
+        signals: allow sending signals, because something else confines them.
     """
     found: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, kernel.ARCH), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    if kernel.ARCH == kernel.X86_64:  # the calls of the x32 interface have other numbers
+    if kernel.ARCH == kernel.X86_64:  # x32 calls have other numbers
         found += [(_AT_LEAST, 0, 1, 0x40000000), _refuse(_ENOSYS)]
     for name in [*_DENIED, *(_DENIED_IN_OUR_VIEW if our_view else []), *([] if signals else _SIGNALS)]:
         found += _when(name, [_refuse(_EPERM)])
-    # Its flags lie in memory, where no filter can read them; the C library takes `clone` instead.
+    # Its flags are in memory, which no filter can read; the C library falls back to `clone`.
     found += _when("clone3", [_refuse(_ENOSYS)])
     namespaces = kernel.NAMESPACE_FLAGS & ~0x80  # in `clone` that bit belongs to the signal at the child's end
     found += _when("clone", [_argument(0), (_ANY_BIT, 0, 1, namespaces), _refuse(_EPERM), (_RETURN, 0, 0, _ALLOW)])
-    # Keys put into the terminal that we were started from.
+    # Typing keys into the terminal that we were started from.
     typing = [_argument(1), (_EQUAL, 1, 0, 0x5412), (_EQUAL, 0, 1, 0x541C), _refuse(_EPERM), (_RETURN, 0, 0, _ALLOW)]
     found += _when("ioctl", typing)
     found += _when("socket", _sockets(families, streams_only))
@@ -95,7 +95,7 @@ class _Program(ctypes.Structure):
 
 
 def install(filter_rules: list[Instruction]) -> None:
-    """Hold this process and what it starts to the rules, for good. Raises OSError."""
+    """Apply the rules to this process and its descendants, for good. Raises OSError."""
     array = (_Instruction * len(filter_rules))(*(_Instruction(*rule) for rule in filter_rules))
     program = _Program(len(filter_rules), ctypes.cast(array, ctypes.c_void_p).value)
     kernel.call("seccomp", 1, 0, ctypes.byref(program))

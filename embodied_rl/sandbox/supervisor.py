@@ -1,4 +1,4 @@
-"""What a program and all that it started use together, read from /proc, and their end. For the launching process: it imports little."""
+"""Combined usage of a program and its descendants, read from /proc, and their end. For the launching process, so it imports little."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _INTERVAL_S = 0.05
 _FORGET_S = 1.0
-"""Numbers of processes come back: what a number that was not ours stands for is looked up anew."""
+"""Seconds after which a foreign process number is looked up anew, because numbers are reused."""
 _PAGE = resource.getpagesize()
 _TICK = os.sysconf("SC_CLK_TCK")
 _MAX_FILES = 16384
@@ -23,14 +23,13 @@ _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 
 
 class Tree:
-    """The descendants of this process, which adopts those whose parents have ended."""
+    """Descendants of this process, which adopts orphans."""
 
     def __init__(self, launched: int, *, hulls: int, group: Group | None = None) -> None:
-        """
-        Args:
-            launched: the first of them.
-            hulls: how many of them, in a line from `launched` down, are ours and not the program's.
-            group: that they are in; it is removed when they have been killed.
+        """Args:
+        launched: the first descendant.
+        hulls: number of processes, in a line from `launched` down, that belong to the sandbox and not to the program.
+        group: their group; it is removed once they have been killed.
         """
         self._launched, self._hulls, self._group = launched, hulls, group
         self._foreign: set[int] = set()
@@ -65,14 +64,14 @@ class Tree:
         return tree
 
     def used_s(self, processes: dict[int, list[bytes]]) -> float:
-        """Processor time of all that ran, in seconds: as the group says, or those `processes` and the ended ones that were waited for."""
+        """Processor seconds of everything that ran: the group's figure, or the sum of `processes` and of ended children."""
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         ticks = sum(int(ticks) for fields in processes.values() for ticks in fields[11:15])
-        # What left its group, which prlimit cannot hold back, is in the other sum.
+        # The other sum includes processes that left the group, which prlimit cannot prevent.
         return max(ticks / _TICK + ended.ru_utime + ended.ru_stime, self._group.used_s() if self._group is not None else 0.0)
 
     def kill(self) -> None:
-        """All of them, and wait until there are none."""
+        """Kill all of them, and wait until none is left."""
         if self._group is not None:
             self._group.kill()
         while True:
@@ -89,9 +88,9 @@ class Tree:
 
 
 def watch(tree: Tree, launched: int, spec: Spec) -> tuple[str, int | None]:
-    """Until the program ends or must be ended: (why it must, its wait status).
+    """Wait until the program ends or must be ended; returns (reason, its wait status).
 
-    The reason is empty for a program that ended by itself, `stopped` where that is wanted from outside, `time`, or a sentence.
+    The reason is empty for a program that ended unforced, `stopped` for a request from outside, `time`, or a sentence.
     """
     ends = time.monotonic() + spec["timeout_s"] if spec["timeout_s"] else float("inf")
     while True:
@@ -102,7 +101,7 @@ def watch(tree: Tree, launched: int, spec: Spec) -> tuple[str, int | None]:
                 return "", status
             if not number:
                 break
-        # Our own process may be killed: then this one is adopted by another.
+        # If our own process is killed, this one is adopted by another.
         if (caught is not None and caught.si_signo == signal.SIGTERM) or os.getppid() != spec["parent"]:
             return "stopped", None
         if time.monotonic() >= ends:
@@ -112,7 +111,7 @@ def watch(tree: Tree, launched: int, spec: Spec) -> tuple[str, int | None]:
 
 
 def _beyond(everything: Tree, spec: Spec) -> str:
-    """Which limit is passed, as a sentence; empty: none."""
+    """Sentence about an exceeded limit; empty: none."""
     tree = everything.of_program()
     threads = sum(int(fields[17]) for fields in tree.values())
     if threads > spec["processes"]:
@@ -132,7 +131,7 @@ def _beyond(everything: Tree, spec: Spec) -> str:
 
 
 def _kill(number: int) -> None:
-    """`contextlib` would cost the start of every program its import."""
+    """Kill a process. (Importing `contextlib` would slow every program's start.)"""
     try:
         os.kill(number, signal.SIGKILL)
     except OSError:
@@ -153,7 +152,7 @@ def _stat(number: int) -> list[bytes]:
 
 
 def _proportional(number: int, resident: int) -> int:
-    """Bytes of memory of a process; pages that several share are shared out. `resident`: the answer where that cannot be read."""
+    """Bytes of memory of a process, with shared pages divided by their users. `resident`: the answer if they cannot be read."""
     try:
         with open(f"/proc/{number}/smaps_rollup", "rb") as file:
             for line in file:
@@ -165,7 +164,7 @@ def _proportional(number: int, resident: int) -> int:
 
 
 def _without_name(tree: dict[int, list[bytes]]) -> int:
-    """Bytes of files that are open and cannot be found any more: deleted ones, and those that lie in memory only."""
+    """Bytes of open files without a name: deleted ones, and those in memory only."""
     found: dict[tuple[int, int], int] = {}
     for number in tree:
         try:
@@ -179,7 +178,7 @@ def _without_name(tree: dict[int, list[bytes]]) -> int:
 
 
 def _size(folder: str) -> int:
-    """Bytes of the files below a folder; more than any limit for a folder with too many."""
+    """Bytes of the files below a folder; more than any limit if the folder has too many."""
     total, number, folders = 0, 0, [folder]
     while folders:
         try:

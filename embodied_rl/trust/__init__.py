@@ -1,4 +1,4 @@
-"""What files may make this machine run (docs/trust.md)."""
+"""Decides what files may make this machine run (docs/trust.md)."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _NAME = "embodied_rl"
 
 
 def state_folder() -> Path | None:
-    """What we keep for the user: ``$XDG_STATE_HOME/embodied_rl``. None where the user has no home."""
+    """Our per-user state folder ``$XDG_STATE_HOME/embodied_rl``; None if the user has no home."""
     return _folder("XDG_STATE_HOME", ".local/state")
 
 
 def _folder(variable: str, below_home: str) -> Path | None:
     given = os.environ.get(variable, "")
-    if os.path.isabs(given):  # the specification: others are ignored
+    if os.path.isabs(given):  # the specification ignores relative paths
         return Path(given) / _NAME
     try:
         return Path.home() / below_home / _NAME
@@ -43,12 +43,12 @@ def _folder(variable: str, below_home: str) -> Path | None:
 KEY_FILE = "key"
 """In the user's state folder: 32 random bytes, mode 0600."""
 CHECKPOINT, RECORDING = "checkpoint", "recording"
-"""What is signed: a signature of one kind is none of another."""
+"""Kinds of signed content: a signature of one kind is not valid for another."""
 _BYTES = 32
 
 
 def sign(what: str, content: bytes) -> str | None:
-    """A signature, hexadecimal; None where there is no key, and none can be made (one warning says so).
+    """Hexadecimal signature; None if there is no key and none can be made (one warning reports it).
 
     Args:
         what: one of the kinds above.
@@ -88,7 +88,7 @@ def _key_of(folder: Path | None, *, make: bool) -> bytes | None:
 
 
 def _read(path: Path) -> bytes:
-    """Raises OSError for a key that others could have read or written."""
+    """Read the key. Raises OSError if others could have read or written it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         about = os.fstat(file.fileno())
@@ -101,7 +101,7 @@ def _read(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Write the key whole or not at all; of several processes at once, all use the first one's key."""
+    """Write the key completely or not at all; of several processes at once, all use the first one's key."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
@@ -129,7 +129,7 @@ _ALWAYS = frozenset({"address", "base_url", "endpoint", "entity", "environment",
     "api_key_env",
     "token_env",
 }
-"""Keys whose every text names code, a server, or a secret that is sent to one."""
+"""Keys whose every text names code, a server, or a secret that is sent to a server."""
 _WORDS = frozenset({"command", "env"})
 """Keys of a program's command line and its environment variables."""
 _OPENS: Mapping[str, tuple[object, ...]] = {
@@ -143,25 +143,25 @@ _OPENS: Mapping[str, tuple[object, ...]] = {
     "python_sandbox": ("landlock", "namespaces"),
     "wandb_mode": ("offline",),
 }
-"""{keys that open a sandbox, or send what a run measures to an account: their values that do neither, beside nothing}"""
+"""{key that opens a sandbox, or sends measurements to an account: harmless values besides an empty one}"""
 _PROSE = ("agent", "run_dir", "recording", "resume", "trust")
-"""First keys of what is prompts and paths and never resolved as a name, but for `_TOOLS`."""
+"""First keys of prompts and paths, which are never resolved as names, except for `_TOOLS`."""
 _TOOLS = "tool_options"
 _FORM = re.compile(r"(?=[^:]*[^\W\d])[^\s:]+(?::[^\s:]+)+|\w[\w+.-]*://\S*")
 """``module:Attribute``, ``file.py:function``, ``module:Task-v0``, ``host:port``, a URL; prose has spaces."""
 _DEVICE = re.compile(r"(cpu|cuda|gpu|hpu|mps|npu|xpu):[\d,-]+")
 _OWN_NAMES: Mapping[str, re.Pattern[str]] = {"embodied_rl.sim.text.gem:make": re.compile(r"(game|rg):[\w-]+")}
-"""{simulator: form of its tasks} where a colon stands in names of a library's own registry."""
+"""{simulator: form of its tasks} for libraries whose own names contain a colon."""
 
 
 @dataclass(frozen=True)
 class NamedCode:
-    """Something in a configuration that makes code run, or sends something away."""
+    """An entry of a configuration that makes code run, or sends something away."""
 
     key: str
-    """Where: ``sim.kwargs.environment``."""
+    """Its position: ``sim.kwargs.environment``."""
     name: str
-    """What: ``package.module:Class``, a command's words, a URL. ``trust=`` takes it."""
+    """Its value: ``package.module:Class``, a command's words, a URL. ``trust=`` accepts it."""
 
     @property
     def last(self) -> str:
@@ -173,11 +173,11 @@ class NamedCode:
 
 
 def named_code(plain: object) -> list[NamedCode]:
-    """All that a configuration of plain values names, in its order.
+    """Everything that a configuration of plain values names, in its order.
 
-    `plain`: mappings, lists, texts and numbers, as they were read from YAML or JSON.
+    `plain`: mappings, lists, texts and numbers from YAML or JSON.
 
-    Raises UserError: it holds more than `MOST_VALUES` values, or itself.
+    Raises UserError: it has more than `MOST_VALUES` values, or contains itself.
     """
     found: list[NamedCode] = []
     waiting: list[tuple[tuple[str, ...], object, str]] = [((), plain, "")]
@@ -202,17 +202,17 @@ def named_code(plain: object) -> list[NamedCode]:
 
 
 def code_names(plain: object) -> tuple[str, ...]:
-    """What `named_code` finds, each name once: for a run that reads its own checkpoint, what ``trust`` is."""
+    """Each name that `named_code` finds, once: the value of ``trust`` for a run that reads its own checkpoint."""
     return tuple(dict.fromkeys(code.name for code in named_code(plain)))
 
 
 def _names(key: str, text: str, target: str) -> bool:
     if key in _ALWAYS or _FORM.fullmatch(text):
         form = _OWN_NAMES.get(target) if key == "task" else None
-        if key == "address" and text in ("auto", "local"):  # a cluster of the user's own
+        if key == "address" and text in ("auto", "local"):  # the user's own cluster
             return False
         return not (_DEVICE.fullmatch(text) or (form is not None and form.fullmatch(text)))
-    # Gymnasium imports what stands before the colon, whatever follows it.
+    # Gymnasium imports the part before the colon, whatever follows it.
     return key == "task" and ":" in text
 
 
@@ -222,7 +222,7 @@ def _is_prose(path: tuple[str, ...]) -> bool:
 
 
 def _words(value: str | Mapping[object, object] | Sequence[object]) -> list[str]:
-    """The words of a command, or ``NAME=value`` of variables; what is none of these is no text."""
+    """Words of a command, or ``NAME=value`` of variables; values of other types become ``(type)``."""
     if isinstance(value, Mapping):
         return [f"{key}={_word(part)}" for key, part in value.items()]
     return [value] if isinstance(value, str) else [_word(part) for part in value]
@@ -234,9 +234,9 @@ def _word(value: object) -> str:
 
 @cache
 def registered_code() -> frozenset[tuple[str, str]]:
-    """{(last key, name)} of what the shipped configurations and those of installed packages name, and of what entry points register.
+    """{(last key, name)} in shipped configurations and those of installed packages, and in registered entry points.
 
-    Of each package its own code counts, and addresses; a placeholder (``package.module:Class``) and a relative path do not.
+    Of each package, only its own code and addresses count; placeholders (``package.module:Class``) and relative paths do not.
     """
     import yaml
 
@@ -247,31 +247,31 @@ def registered_code() -> frozenset[tuple[str, str]]:
             try:
                 found = named_code(yaml.safe_load(path.read_text(encoding="utf-8")))
             except (yaml.YAMLError, OSError, UnicodeDecodeError):
-                continue  # reported where the file is used
+                continue  # reported when the file is used
             own = f"{package.partition('.')[0]}."
             known |= {(code.last, code.name) for code in found if code.name.startswith(own) or "://" in code.name}
     return frozenset(known)
 
 
 ALLOW_LIST = "trusted.yaml"
-"""In the user's configuration folder: a list of what any file may name."""
+"""File in the user's configuration folder with a list of names that any file may use."""
 MESSAGE_LENGTH = 400
 _PLAIN = re.compile(r"[\w.]+:[\w.]+")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class UntrustedCode(UserError):
-    """A file names code that is not registered here, and whose user has not said to trust it."""
+    """A file names code that is not registered here, and the user has not trusted it."""
 
     def __init__(self, message: str, targets: Sequence[str]) -> None:
         super().__init__(message)
         self.targets = tuple(targets)
-        """What ``trust=`` would take."""
+        """Values for ``trust=``."""
 
 
 def allowed() -> tuple[str, ...]:
-    """The allow-list in the user's configuration folder; ``package.*`` stands for every target of a package.
-    Raises UserError: it is not a YAML list of texts."""
+    """Allow-list of the user's configuration folder; ``package.*`` covers every target of a package. Raises UserError: it is not a YAML
+    list of texts."""
     import yaml
 
     folder = _folder("XDG_CONFIG_HOME", ".config")
@@ -297,14 +297,14 @@ def require_trusted(
     trust: Sequence[str] = (),
     replaced: Sequence[str] = (),
 ) -> None:
-    """Raise UntrustedCode where a configuration from a file names code that may not run.
+    """Raise UntrustedCode if a configuration from a file names code that may not run.
 
     Args:
-        what: of the signature, see `signing.sign`.
-        content: that was signed.
-        signature: what the file says it was signed with; None: nothing.
-        trust: what the user says this file may name.
-        replaced: keys (``sim``, ``sim.kwargs.environment``) in whose place the caller puts the user's own values.
+        what: kind of the signature, see `signing.sign`.
+        content: the signed bytes.
+        signature: the file's signature; None: it has none.
+        trust: names that the user lets this file use.
+        replaced: keys (``sim``, ``sim.kwargs.environment``) that the caller replaces by the user's own values.
 
     Raises UntrustedCode: naming the code, the file, and the command to type; UserError: the allow-list cannot be read.
     """
@@ -323,7 +323,7 @@ def require_trusted(
 
 
 def trusted_names(text: str | None) -> tuple[str, ...]:
-    """The names of a ``trust=`` on a command line: one, or a list ``[a, b]``. Raises UserError."""
+    """Names of a ``trust=`` on a command line: one, or a list ``[a, b]``. Raises UserError."""
     import yaml
 
     if not text:
@@ -349,7 +349,7 @@ def _message(file: Path, code: NamedCode, targets: Sequence[str], trust: Sequenc
     others = f" and {len(targets) - 1} more" if len(targets) > 1 else ""
     lead = f"'{file}' names code that is not registered here: {_shown(str(code), 160)}{others}. If you trust it: "
     typed, words = _typed(trust), _command()
-    if all(name.isprintable() for name in trust):  # nothing that a terminal would obey is copied from a file
+    if all(name.isprintable() for name in trust):  # never copy a terminal's control characters from a file
         choices = [typed if words is None else shlex.join([*words, typed]), f"add {shlex.quote(typed)} to this command"]
         for way in choices:
             if len(lead) + len(way) <= MESSAGE_LENGTH:
@@ -359,14 +359,14 @@ def _message(file: Path, code: NamedCode, targets: Sequence[str], trust: Sequenc
 
 
 def _typed(names: Sequence[str]) -> str:
-    """For a command line, as `trusted_names` and Hydra read it."""
+    """Names for a command line, in the form that `trusted_names` and Hydra read."""
     if len(names) == 1 and _PLAIN.fullmatch(names[0]):
         return f"trust={names[0]}"
     return f"trust=[{','.join(name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False) for name in names)}]"
 
 
 def _command() -> list[str] | None:
-    """The words of the command that runs, without its ``trust=``; None where this is another program."""
+    """Words of the running command without its ``trust=``; None if this is another program."""
     program = Path(sys.argv[0] if sys.argv else "").resolve()
     if program.suffix != ".py" or not program.is_relative_to(_PACKAGE):
         return None

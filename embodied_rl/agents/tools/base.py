@@ -1,4 +1,4 @@
-"""What a tool is, and the box that calls tools: failures come back as text, and every use is counted."""
+"""Interface of a tool, and the box that calls tools: failures return as text, and every use is counted."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from embodied_rl.errors import UserError, did_you_mean
 
 
 class ToolError(Exception):
-    """A tool could not do what it was asked; the message is what the agent reads."""
+    """A tool failed; the agent reads the message."""
 
 
 class Tool(Protocol):
-    """Something an agent calls by name."""
+    """Something that an agent calls by name."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def description(self) -> str:
-        """For the agent."""
+        """Description for the agent."""
 
     @property
     def parameters(self) -> Mapping[str, Any]:
         """JSON schema of the arguments."""
 
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """Raises ToolError with a text for the agent."""
+        """Run the tool. Raises ToolError with a text for the agent."""
 
     def close(self) -> None:
-        """Let go of processes. May be called twice."""
+        """End its processes. May be called twice."""
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What the agent reads."""
+    """Result of a call for the agent."""
 
     text: str
     failed: bool
@@ -47,7 +47,7 @@ class ToolResult:
 
 @dataclass
 class ToolUse:
-    """How often one tool was called, and what came of it."""
+    """Counts of one tool's calls and results."""
 
     calls: int = 0
     failures: int = 0
@@ -55,11 +55,11 @@ class ToolUse:
 
 
 class Toolbox:
-    """Tools by name. `call` never raises for what an agent does, and may be made from several threads at a time."""
+    """Tools by name. `call` never raises for an agent's mistakes, and is thread-safe."""
 
     def __init__(self, tools: Iterable[Tool], *, max_chars: int = 8000) -> None:
-        """`max_chars`: of a result; the middle of a longer one is left out, and the text says so.
-        Raises UserError: two tools have the same name, or `max_chars` is below 100."""
+        """`max_chars`: most characters of a result; a longer one loses its middle, with a note in the text. Raises UserError: two tools
+        have the same name, or `max_chars` is below 100."""
         if max_chars < 100:
             raise UserError(f"max_chars must be >= 100, got {max_chars}.")
         self._tools: dict[str, Tool] = {}
@@ -71,19 +71,19 @@ class Toolbox:
                 raise UserError(f"Two tools are called '{tool.name}'.")
             self._tools[tool.name] = tool
         self.uses = {name: ToolUse() for name in self._tools}
-        """{tool: how it was used}"""
+        """{tool: counts of its use}"""
         self.num_unknown = 0
-        """Calls of tools that there are not."""
+        """Calls of unknown tools."""
 
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as OpenAI's interface and chat templates take them."""
+        """The tools in the form of OpenAI's interface and chat templates."""
         return [
             {"type": "function", "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}}
             for tool in self._tools.values()
         ]
 
     def call(self, name: str, arguments: Mapping[str, Any] | str) -> ToolResult:
-        """Use a tool; arguments are an object, or its JSON."""
+        """Call a tool; arguments are an object, or its JSON."""
         tool = self._tools.get(name)
         if tool is None:
             with self._lock:
@@ -102,12 +102,12 @@ class Toolbox:
         return result
 
     def metrics(self) -> dict[str, float]:
-        """For a log: {tools/<name>/calls, …/failures, …/seconds} and tools/unknown."""
+        """Figures for a log: {tools/<name>/calls, …/failures, …/seconds} and tools/unknown."""
         with self._lock:
             return self._metrics()
 
     def take_metrics(self) -> dict[str, float]:
-        """What `metrics` gained since the last call of this."""
+        """Changes of `metrics` since the last call of this method."""
         with self._lock:
             now, before = self._metrics(), self._taken
             self._taken = now
@@ -150,5 +150,5 @@ def argument(arguments: Mapping[str, Any], name: str, kind: type, default: Any =
 
 
 def text_schema(name: str, description: str) -> dict[str, Any]:
-    """The schema of a tool with one text as its argument."""
+    """Schema of a tool with a single text argument."""
     return {"type": "object", "properties": {name: {"type": "string", "description": description}}, "required": [name]}

@@ -1,4 +1,4 @@
-"""The tools that come with the package, all tools by their names in a configuration, and tools beside the episodes that use them."""
+"""The package's own tools, tools by their names in a configuration, and calls of tools in parallel with episodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Number = int | float
 
 _MAX_CHARS = 1000
 _MAX_BITS = 4096
-"""Of an integer: beyond it a power or factorial would eat the machine, and no answer needs it."""
+"""Most bits of an integer: larger powers or factorials would exhaust the machine, and no answer needs them."""
 
 
 def _rounded(number: Number, digits: int = 0) -> Number:
@@ -53,7 +53,7 @@ _FUNCTIONS = {**_ONE_NUMBER, **_MANY}
 
 
 class Calculator:
-    """The tool ``calculator``: {expression} to a number."""
+    """The tool ``calculator``: computes {expression}."""
 
     name = "calculator"
     description = "Compute an arithmetic expression such as (3 + 4) * sqrt(2) / 7 ** 2."
@@ -63,11 +63,11 @@ class Calculator:
         return str(calculate(argument(arguments, "expression", str)))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 def calculate(expression: str) -> Number:
-    """The value of an expression. Raises ToolError for anything that is not arithmetic, or has no finite value."""
+    """Value of an expression. Raises ToolError for anything that is not arithmetic, or has no finite value."""
     if len(expression) > _MAX_CHARS:
         raise ToolError(f"the expression has {len(expression)} characters; at most {_MAX_CHARS} are taken")
     try:
@@ -124,13 +124,13 @@ __all__ = ["Bm25", "Document", "Search", "read_corpus", "words"]
 
 
 class Search:
-    """The tool ``search``: {query, count} to the best documents."""
+    """The tool ``search``: returns the best documents for {query, count}."""
 
     name = "search"
     description = "Search a collection of texts by keywords."
 
     def __init__(self, index: Bm25, *, max_count: int = 10, max_chars: int = 1000) -> None:
-        """`max_chars`: of each document that are shown."""
+        """`max_chars`: characters of each document that are shown."""
         self._index, self._max_count, self._max_chars = index, max_count, max_chars
         self.parameters: Mapping[str, Any] = {
             "type": "object",
@@ -151,21 +151,20 @@ class Search:
         return "\n\n".join(f"[{rank}] {doc.title}\n{doc.text[: self._max_chars]}" for rank, (_, doc) in enumerate(found, start=1))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 class PythonTool:
-    """The tool ``python``: {code} to what it prints. Every call is a new interpreter in an empty folder."""
+    """The tool ``python``: returns the output of {code}. Every call is a new interpreter in an empty folder."""
 
     name = "python"
     description = "Run a Python program and get what it prints. Nothing is kept between calls; there is no network."
     parameters = text_schema("code", "the program; print what you want to see")
 
     def __init__(self, limits: PythonLimits | None = None, *, allow_network: bool = False, sandbox: str = "landlock") -> None:
-        """
-        Args:
-            allow_network: programs may use the network; all else is held back as without.
-            sandbox: the weakest protection that will do (`embodied_rl.sandbox.box`).
+        """Args:
+        allow_network: programs may use the network; all other limits stay.
+        sandbox: the weakest acceptable protection (`embodied_rl.sandbox.box`).
 
         Raises UserError: this machine's protection is weaker.
         """
@@ -173,7 +172,7 @@ class PythonTool:
         self._level = protection(sandbox, "agent.tool_options.python_sandbox")
 
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """See `Tool.run`. A program that fails is a ToolError with its output and traceback."""
+        """See `Tool.run`. A failing program is a ToolError with its output and traceback."""
         ended = run_program(argument(arguments, "code", str), self._limits, self._level, network=self._network)
         status, output = ended.status, ended.output
         if ended.timed_out:
@@ -186,12 +185,12 @@ class PythonTool:
         return output
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
 
 def make_tools(names: Sequence[str], options: ToolsConfig) -> list[Tool]:
-    """The tools `agent.tools` names, those of MCP servers among them; servers are started.
-    Raises UserError: the corpus cannot be read, the python tool cannot be held as `python_sandbox` asks, or a server does not start."""
+    """Tools that `agent.tools` names, including those of MCP servers, which are started. Raises UserError: the corpus cannot be read, this
+    machine lacks the protection of `python_sandbox`, or a server does not start."""
     tools: list[Tool] = []
     try:
         for name in names:
@@ -223,24 +222,24 @@ _NONE_LEFT = "error: no tool call is left; answer without tools."
 
 @dataclass
 class ToolBudget:
-    """Calls that an episode has left; one for each episode."""
+    """Calls that are left to one episode."""
 
     per_turn: int
-    """Of each turn of the environment."""
+    """Calls per turn of the environment."""
     episode: int
     turn: int = 0
 
     def begin_turn(self) -> None:
-        """Allow `per_turn` calls again, once the environment has answered."""
+        """Allow `per_turn` calls again, after the environment's answer."""
         self.turn = self.per_turn
 
     @property
     def left(self) -> int:
-        """Calls that may be made now."""
+        """Calls that are allowed now."""
         return min(self.turn, self.episode)
 
     def spend(self, count: int) -> int:
-        """Take up to `count` calls; how many there were."""
+        """Use up to `count` calls; returns how many."""
         taken = min(count, self.left)
         self.turn -= taken
         self.episode -= taken
@@ -248,7 +247,7 @@ class ToolBudget:
 
 
 class ToolRunner:
-    """Calls the tools of a `Toolbox` in its own threads. Thread-safe."""
+    """Calls the tools of a `Toolbox` in separate threads. Thread-safe."""
 
     def __init__(self, toolbox: Toolbox, options: ToolsConfig) -> None:
         self.toolbox, self.options = toolbox, options
@@ -258,7 +257,7 @@ class ToolRunner:
 
     @staticmethod
     def make(names: Sequence[str], options: ToolsConfig) -> ToolRunner:
-        """The tools that a configuration names. Raises UserError as `make_tools` does."""
+        """Runner of a configuration's tools. Raises UserError as `make_tools` does."""
         tools = make_tools(names, options)
         return ToolRunner(Toolbox(tools, max_chars=options.max_chars), options)
 
@@ -266,9 +265,9 @@ class ToolRunner:
         return ToolBudget(self.options.max_calls_per_turn, self.options.max_calls)
 
     def start(self, calls: Sequence[AnyCall], budget: ToolBudget) -> Future[str]:
-        """Begin the calls of one answer, which run one after the other; the future's text is what the agent reads of all of them.
+        """Start the calls of one answer, which run one after the other; the future's text has all results for the agent.
 
-        Calls beyond the budget are answered with an error, and a call that cannot be read counts as one.
+        Calls beyond the budget get an error as result, and a malformed call counts as one.
         """
         allowed = budget.spend(len(calls))
         with self._lock:
@@ -277,14 +276,14 @@ class ToolRunner:
         return self._threads.submit(self._run, tuple(calls), allowed)
 
     def figures(self) -> dict[str, float]:
-        """Since the last call: {tools/<name>/calls, …/failures, …/seconds} in all, tools/unknown, tools/malformed, tools/over_limit."""
+        """Figures since the last call: {tools/<name>/calls, …/failures, …/seconds}, tools/unknown, tools/malformed, tools/over_limit."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         beside = {f"tools/{name}": float(counts[name]) for name in ("malformed", "over_limit")}
         return {**self.toolbox.take_metrics(), **beside}
 
     def close(self) -> None:
-        """End the tools; calls that have not begun are dropped. May be called twice."""
+        """End the tools and drop calls that have not started. May be called twice."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.toolbox.close()
 

@@ -1,4 +1,4 @@
-"""Tools of a server that speaks the Model Context Protocol over its standard streams: JSON-RPC 2.0, one message a line."""
+"""Tools of a Model Context Protocol server over its standard streams: JSON-RPC 2.0, one message per line."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from embodied_rl.agents.tools.base import ToolError
 from embodied_rl.errors import UserError
 
 PROTOCOL_VERSION = "2025-06-18"
-"""What we ask for; a server answers with its own version, and the calls used here are the same in all."""
+"""Version that we request; a server answers with its own, and the calls used here are the same in all."""
 _ENDED = object()
 _GRACE_S = 2.0
 _INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "USER", "SHELL", "TERM")
-"""Of our environment's variables, what a server gets: not our keys."""
+"""Environment variables that a server inherits; keys are not among them."""
 
 
 class McpServer:
-    """A server's process. Thread-safe: one call after the other."""
+    """A server's process. Thread-safe: runs one call at a time."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout_s: float = 30.0) -> None:
-        """Start the server, greet it, and ask for its tools.
+        """Start the server, initialise the protocol, and list its tools.
 
         Args:
             command: program and arguments.
-            env: variables that it gets beside the usual ones.
-            timeout_s: of one call.
+            env: variables that it gets in addition to the usual ones.
+            timeout_s: seconds for one call.
 
-        Raises UserError: the program cannot be started, or does not speak the protocol.
+        Raises UserError: the program cannot be started, or violates the protocol.
         """
         self._command, self._timeout_s = list(command), timeout_s
         self._lock, self._number = threading.Lock(), 0
@@ -70,7 +70,7 @@ class McpServer:
                 return found
 
     def request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
-        """A call's result. Raises ToolError: the server refuses, is gone, or says nothing in time."""
+        """Result of a call. Raises ToolError: the server refuses, is gone, or does not answer in time."""
         with self._lock:
             self._number += 1
             number = self._number
@@ -91,7 +91,7 @@ class McpServer:
                 self._answer(message)
 
     def _answer(self, message: Mapping[str, Any]) -> None:
-        """What the server says by itself: requests are refused (a ping is answered), notifications and late answers are let go."""
+        """Handle a message of the server: answer a ping, refuse other requests, ignore notifications and late answers."""
         if "method" in message and "id" in message:
             reply: dict[str, Any] = {"result": {}}
             if message["method"] != "ping":
@@ -99,7 +99,7 @@ class McpServer:
             self._send({"jsonrpc": "2.0", "id": message["id"], **reply})
 
     def close(self) -> None:
-        """End the server: its input is closed, then it is terminated, then killed. May be called twice."""
+        """End the server: close its input, then terminate, then kill it. May be called twice."""
         stdin, stdout = self._process.stdin, self._process.stdout
         with contextlib.suppress(OSError):
             if stdin is not None:
@@ -129,7 +129,7 @@ class McpServer:
         assert stdout is not None
         with contextlib.suppress(OSError, ValueError):
             for line in stdout:
-                with contextlib.suppress(ValueError, RecursionError):  # a line that is no message: some servers print to the wrong stream
+                with contextlib.suppress(ValueError, RecursionError):  # not a message: some servers print to the wrong stream
                     message = json.loads(line)
                     if isinstance(message, dict):
                         self._inbox.put(message)
@@ -143,11 +143,11 @@ class McpTool:
         self._server = server
         self._called = name
         self.name = re.sub(r"[^A-Za-z0-9_-]", "_", name)
-        """As agents may write it."""
+        """Name without characters that agents may not use."""
         self.description, self.parameters = description, dict(parameters) or {"type": "object", "properties": {}}
 
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """See `Tool.run`: the texts of the result; what the server calls an error is a ToolError."""
+        """See `Tool.run`: texts of the result; an error of the server is a ToolError."""
         result = self._server.request("tools/call", {"name": self._called, "arguments": dict(arguments)})
         parts = result.get("content")
         texts = [_text(part) for part in parts] if isinstance(parts, list) else []
@@ -157,7 +157,7 @@ class McpTool:
         return text
 
     def close(self) -> None:
-        """End the server, with all its tools."""
+        """End the server and all its tools."""
         self._server.close()
 
 
