@@ -1,4 +1,4 @@
-"""Typed configuration, validated once, here; nothing below this room knows OmegaConf.
+"""Typed configuration, validated once here; no lower layer knows OmegaConf.
 
 Every field is checked for its type and range when the configuration is built; an unknown key, a wrong type or an
 impossible combination is one `UserError` line with the choices. Derived quantities are properties.

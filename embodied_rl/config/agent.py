@@ -1,4 +1,4 @@
-"""How a language agent sees an episode and how its answers become actions."""
+"""Configuration of language agents: their prompts, and how their answers become actions."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ MEMORY_FIELDS = ("observation", "action", "step")
 
 @dataclass(frozen=True)
 class ToolsConfig(Config, place="agent.tool_options"):
-    """How the tools that `agent.tools` names may be used."""
+    """Limits and settings of the tools that `agent.tools` names."""
 
     max_calls_per_turn: Size = 4
-    """Before an action; an answer that calls a tool when none is left is no action (`tool_limit`)."""
+    """Tool calls before an action. An answer that calls a further tool is no action (`tool_limit`)."""
     max_calls: Size = 32
-    """Of an episode."""
+    """Tool calls of an episode."""
     max_chars: Annotated[int, Bounds(100, 100_000_000)] = 2000
-    """Of one result; the middle of a longer one is left out."""
+    """Characters of one result; the middle of a longer result is left out."""
     threads: Processes = 8
-    """Answers whose tools run at a time."""
+    """Answers whose tools run at the same time."""
     describe: bool = True
-    """The tools' names, arguments and how they are called stand before `agent.system`; false: the prompt says it itself."""
+    """Describe the tools, their arguments and their call syntax before `agent.system`; false: the prompt does so."""
     corpus: str | None = None
     """search: a folder of .txt and .md files, or a .jsonl file of {"title", "text"}."""
     python_timeout_s: Seconds = 10.0
-    """python: of one program."""
+    """python: timeout of one program."""
     python_memory_mb: Annotated[int, Bounds(1, 100_000_000)] = 512
-    """python: memory of all processes of a program together, and address space of each."""
+    """python: memory of all processes of a program together, and address space of each process."""
     python_network: bool = False
-    """python: programs may use the network; all else is held back as without."""
+    """python: programs may use the network; everything else stays restricted."""
     python_sandbox: Literal["namespaces", "landlock", "prlimit"] = "landlock"
-    """python: the weakest protection that will do (docs/sandbox.md); where the machine has less, a run does not begin."""
+    """python: weakest protection that you accept (docs/sandbox.md); the run does not start on a machine with less."""
     mcp: tuple[dict[str, Any], ...] = ()
     """mcp: servers to start, each ``{command: [program, arguments], env: {NAME: value}, timeout_s: 30}``."""
 
@@ -71,52 +71,52 @@ class ToolsConfig(Config, place="agent.tool_options"):
 
 @dataclass(frozen=True)
 class AgentConfig(Config, place="agent"):
-    """A conversation strategy, its templates, and what an answer must look like. Only for policy=language."""
+    """Conversation strategy, templates and answer format. Only for policy=language."""
 
     strategy: Literal["full", "last_k", "memory", "summarised"] = "memory"
-    """full: the whole conversation so far. last_k: its last turns. memory: one message that holds the past as `memory_item`s.
-    summarised: one message that holds the summary which the last answer gave."""
+    """full: the whole conversation so far. last_k: its last turns. memory: one message with the past as `memory_item`s. summarised: one
+    message with the summary that the last answer gave."""
     last_turns: Annotated[int, Bounds(0, 1_000_000)] = 4
     """Earlier turns in a prompt (last_k, memory); 0: only the present observation."""
     chat: bool = True
-    """Prompts go through the model's chat template; false: texts stand plainly behind one another."""
+    """Format prompts with the model's chat template; false: concatenate the plain texts."""
     system: str = ""
-    """What comes first; may name {instruction}. Empty: nothing."""
+    """First message; may contain {instruction}. Empty: none."""
     template: str = "{observation}"
-    """Of one message: {observation}, {instruction}, {step} (from 1), {memory}, {summary}. Braces themselves are doubled. What is remembered
-    (memory, summarised) stands before a template that does not name it."""
+    """Template of one message: {observation}, {instruction}, {step} (from 1), {memory}, {summary}. Double braces for a literal brace. If a
+    template does not name {memory} or {summary} (memory, summarised), it comes before the template."""
     memory_item: str = "{observation}\n{action}\n"
-    """Of each earlier turn in {memory}: {observation}, {action}, {step}."""
+    """Template of each earlier turn in {memory}: {observation}, {action}, {step}."""
     answer: Literal["word", "tag"] = "tag"
-    """word: the answer is the action. tag: it stands in <action>…</action>, and anything may stand before."""
+    """word: the whole answer is the action. tag: the action is in <action>…</action>, after any other text."""
     tag: str = "action"
     """Name of the tag around an action, with answer=tag."""
     summary_tag: str = "summary"
-    """summarised: the answer's <summary>…</summary> is what the next prompt holds."""
+    """summarised: tag of the summary in an answer, <summary>…</summary>, which goes into the next prompt."""
     summary_chars: Annotated[int, Bounds(1, 100_000_000)] = 500
-    """Of a summary that are kept, from its beginning."""
+    """Characters of a summary that are kept, from its beginning."""
     actions: tuple[str, ...] = ()
-    """What may be answered, whatever its case; empty: any text."""
+    """Allowed answers, in any letter case; empty: any text."""
     invalid_penalty: Coefficient = 0.0
-    """Taken from the reward of a turn whose answer was no action. The simulator gets the empty text then."""
+    """Subtracted from the reward of a turn whose answer is no action. The simulator then gets the empty text."""
     max_new_tokens: Tokens = 64
-    """Of an answer."""
+    """Tokens of an answer, at most."""
     temperature: Temperature = 1.0
-    """In training."""
+    """Sampling temperature in training."""
     evaluation_temperature: Temperature = 0.0
-    """In evaluation and films; 0 takes the likeliest token. A player without a memory may walk in circles for ever without chance."""
+    """Temperature in evaluation and films; 0 takes the likeliest token. An agent without memory may then walk in circles forever."""
     top_p: PositiveShare = 1.0
-    """Tokens are drawn from the likeliest that have this probability together."""
+    """Sample from the likeliest tokens that together have this probability."""
     top_k: Annotated[int, Bounds(0, 100_000_000)] = 0
-    """0: all tokens."""
+    """Sample from this many likeliest tokens; 0: all tokens."""
     stop: tuple[str, ...] = ()
     """Tokens that end an answer, beside the model's own end of sequence."""
     max_prompt_tokens: Tokens | None = None
-    """Of a prompt; null: what the model's context leaves beside max_new_tokens."""
+    """Tokens of a prompt, at most; null: the model's context minus max_new_tokens."""
     overflow: Literal["drop_oldest", "end_episode"] = "drop_oldest"
-    """A prompt that is too long loses its oldest turns, or the episode ends there (truncated). Both are counted."""
+    """For a prompt that is too long: drop its oldest turns, or end the episode there (truncated). The run counts both."""
     tools: tuple[Literal["calculator", "search", "python", "mcp"], ...] = ()
-    """What an answer may call before it acts (docs/agent_tools.md); mcp: the tools of `tool_options.mcp`'s servers."""
+    """Tools that an answer may call before it acts (docs/agent_tools.md); mcp: the tools of `tool_options.mcp`'s servers."""
     tool_options: ToolsConfig = field(default_factory=ToolsConfig)
 
     def __post_init__(self) -> None:
@@ -132,22 +132,22 @@ class AgentConfig(Config, place="agent"):
 
 @dataclass(frozen=True)
 class WarmStartConfig(Config, place="algorithm.warm_start"):
-    """Behaviour cloning before a policy plays by itself: of a scripted player (language agents), or of the task's expert or the run's
-    `recording` (robots). Success is measured before and after."""
+    """Behaviour cloning before a policy plays: of a scripted player (language agents), or of the task's expert or the run's `recording`
+    (robots). The run measures success before and after."""
 
     player: str | None = None
-    """Language agents: ``package.module:function`` from an observation's text to an action's, such as
+    """Language agents: ``package.module:function`` that maps an observation's text to an action's, such as
     embodied_rl.sim.text.frozenlake:player. Robots: null."""
     episodes: Episodes = 200
-    """Successful ones that are learned from."""
+    """Successful episodes to learn from."""
     num_epochs: Epochs = 2
     """Passes over the cloned episodes."""
     minibatch_rows: Rows = 64
     """Rows of a gradient step."""
     learning_rate: LearningRate = 1e-3
-    """Falls linearly to a tenth."""
+    """Learning rate; falls linearly to a tenth."""
     measured_episodes: Episodes = 100
-    """Held-out ones, before and after."""
+    """Held-out episodes to measure success, before and after."""
 
 
 def _check_template(where: str, text: str, fields: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The mathematics of a run and what surrounds them, learning from recorded episodes included."""
+"""Configuration of a run's mathematics, including learning from recorded episodes."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from embodied_rl.errors import UserError
 
 @dataclass(frozen=True)
 class RecordedConfig(Config, place="algorithm.recorded"):
-    """Which recorded episodes a run learns from, and what is recorded first where the run is given no `recording`."""
+    """Recorded episodes to learn from, and what the expert records first if the run has no `recording`."""
 
     max_episodes: Episodes | None = None
-    """Use this many, the first ones; null: all."""
+    """Use only this many episodes, the first ones; null: all."""
     only_success: bool = False
     """Use only episodes that succeeded at some step."""
     memory_mb: Megabytes = 1024.0
-    """Recorded steps held in memory at a time; of a larger recording, changing parts of this size are learned from."""
+    """Recorded steps in memory at a time; learning from a larger recording uses changing parts of this size."""
     verify: bool = True
-    """Hold recordings of our own format against their checksums where they are read first; false: trusted, and read a little faster."""
+    """Check recordings of our own format against their checksums on first reading; false: trust them and read a little faster."""
     expert: str | None = None
-    """``package.module:Attribute`` that makes an expert for one episode: called with an observation, it returns the action. It plays
-    where no recording is given, and answers for DAgger."""
+    """``package.module:Attribute`` that makes an expert for one episode: called with an observation, the expert returns the action. It
+    plays if there is no recording, and answers for DAgger."""
     expert_episodes: Episodes = 100
-    """Episodes that the expert plays first where no recording is given."""
+    """Episodes that the expert plays first if there is no recording."""
     expert_randomness: tuple[Share, ...] = (0.0,)
     """Share of steps with a random action instead of the expert's; the expert's episodes take these values in turn."""
 
@@ -63,65 +63,65 @@ class CloningConfig(Config, place="algorithm.cloning"):
     loss: Literal["nll", "mse"] = "nll"
     """nll: maximum likelihood of the recorded actions; mse: squared error of the policy's mode (continuous actions)."""
     validation_share: Annotated[float, Bounds(0, 1, below=True)] = 0.1
-    """Of the episodes; they are not trained on, and tell when to stop. 0: none."""
+    """Share of the episodes that are not trained on and decide when to stop. 0: none."""
     patience: Epochs | None = 20
     """Stop after this many epochs without a lower validation loss, and keep the weights of the lowest; null: train all steps."""
     action_margin: Fraction = 0.01
-    """A squashed policy cannot reach ±1: recorded actions are moved this far inside."""
+    """Recorded actions are moved this far inside ±1, which a squashed policy cannot reach."""
     min_log_std: LogStd = -3.0
     """Smallest log standard deviation of a Gaussian policy: recorded actions without noise would drive it to minus infinity."""
     weight_decay: Coefficient = 0.0
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     dagger: bool = False
-    """After a first iteration on recorded episodes, the policy plays, and the expert says what it would have done in each state."""
+    """After a first iteration on recorded episodes, the policy plays, and the expert gives the right action for each state."""
 
 
 @dataclass(frozen=True)
 class OffPolicyConfig(Config, place="algorithm.off_policy"):
-    """An actor beside an ensemble of critics Q(s, a), learned from stored steps: recorded ones, fresh ones, or both."""
+    """An actor and an ensemble of critics Q(s, a), learned from stored steps: recorded, fresh, or both."""
 
     update: Literal["sac", "iql", "awac"] = "sac"
-    """How the policy follows the critics: soft actor-critic, implicit Q-learning, advantage-weighted actor-critic."""
+    """Policy update: soft actor-critic, implicit Q-learning, or advantage-weighted actor-critic."""
     fresh: bool = True
     """Play, and learn from that too; false: only from recorded steps."""
     recorded_share: Annotated[float, Bounds(0, 1, below=True)] = 0.0
-    """Of each minibatch, where the run plays; 0.5 is RLPD's symmetric sampling."""
+    """Share of recorded steps in each minibatch, if the run plays; 0.5 is RLPD's symmetric sampling."""
     reward: Literal["recorded", "success"] = "recorded"
-    """recorded: the simulator's. success: 1 at a step that succeeds, which ends the episode, else 0."""
+    """recorded: the simulator's reward. success: 1 at a step that succeeds, which ends the episode, else 0."""
     hidden_sizes: tuple[Size, ...] = (256, 256)
-    """Of each critic."""
+    """Units of each critic's hidden layers."""
     num_critics: Size = 2
-    """Networks that estimate the value of actions; the least of them counts."""
+    """Number of critic networks; the least estimate counts."""
     target_critics: Size = 2
-    """Of these many critics, drawn for each update, the smallest value is the target."""
+    """Number of critics, drawn for each update, whose smallest value is the target."""
     layer_norm: bool = True
-    """Normalise the critics' hidden layers: keeps their values bounded for actions that no data hold (Ball et al. 2023)."""
+    """Normalise the critics' hidden layers, which keeps their values bounded for actions outside the data (Ball et al. 2023)."""
     target_rate: PositiveShare = 0.005
-    """Share of the way that the target networks go towards the critics in each update."""
+    """Fraction of the distance to the critics that the target networks move in each update."""
     n_step: Size = 1
     """Decisions whose rewards are summed before a target bootstraps."""
     updates_per_step: Positive = 1.0
-    """Gradient steps for each fresh step, or decision of a policy that acts in chunks."""
+    """Gradient steps for each fresh step, or for each decision if the policy acts in chunks."""
     policy_every: Size = 1
     """Critic updates for each update of the policy."""
     updates_per_iteration: Size = 500
     """Gradient steps of an iteration without fresh steps."""
     replay_capacity: Annotated[int, Bounds(1, 1_000_000_000)] = 200_000
-    """Fresh steps (decisions) that are kept."""
+    """Fresh steps (decisions) that the buffer keeps."""
     warmup_steps: Annotated[int, Bounds(0, 10**12)] = 1_000
-    """Fresh steps (decisions) with random actions, before the first update."""
+    """Fresh steps (decisions) with random actions before the first update."""
     temperature: Positive = 1.0
     """iql, awac: a step's weight is exp(advantage / temperature)."""
     max_weight: Positive = 100.0
-    """iql, awac: largest such weight."""
+    """iql, awac: largest weight of a step."""
     expectile: Fraction = 0.7
-    """iql: of Q that the state value follows; 0.5 is the mean, towards 1 the best recorded action."""
+    """iql: expectile of Q that the state value follows; 0.5 is the mean, towards 1 the best recorded action."""
     init_entropy_coef: Positive = 0.1
-    """sac: first weight of the entropy; it adapts."""
+    """sac: initial coefficient of the entropy; it adapts."""
     entropy_in_target: bool = True
-    """sac: whether critics count the policy's entropy as reward. With a reward only at success it can be worth more than success."""
+    """sac: critics count the policy's entropy as reward. With a reward only at success, entropy can be worth more than success."""
     target_entropy: Score | None = None
-    """sac: what the entropy coefficient keeps the policy's entropy at, in nats; null: minus the action dimensions (of a chunk)."""
+    """sac: entropy in nats that the coefficient keeps the policy at; null: minus the action dimensions (of a chunk)."""
     min_log_std: LogStd = -5.0
     """Smallest log standard deviation of the policy."""
 
@@ -138,46 +138,46 @@ class GroupsConfig(Config, place="algorithm.groups"):
     group_size: Size = 8
     """Episodes of a group."""
     groups_per_step: Size = 4
-    """Groups between two updates."""
+    """Groups of an update."""
     redundancy: Retries = 0
-    """Further episodes started for each group; the first `group_size` to finish win."""
+    """Extra episodes started for each group; the first `group_size` to finish are used."""
     max_staleness: Staleness = 0
     """Largest age, in updates, of anything that is trained on; 0: synchronous and deterministic."""
     max_retries: Retries = 2
-    """How often one episode is begun again after a failure."""
+    """Restarts of one episode after failures, at most."""
     max_rejected_per_step: Annotated[int, Bounds(0, 1_000_000_000)] | None = None
     """Groups that may be filtered or fail between two updates before the run stops; null: 10 × groups_per_step."""
     episode_timeout_s: Seconds | None = None
-    """An episode that takes longer is given up; null: never."""
+    """Longest time of an episode before it is given up; null: no limit."""
     filters: tuple[dict[str, Any], ...] = ()
-    """Which groups are dropped and replaced: ``{name: zero_variance}``, ``{name: mean_score, minimum: 0.1}``, ``{name: path, …}``."""
+    """Filters that drop and replace groups: ``{name: zero_variance}``, ``{name: mean_score, minimum: 0.1}``, ``{name: path, …}``."""
 
 
 @dataclass(frozen=True)
 class RewardConfig(Config, place="algorithm.reward"):
-    """What happens to rewards before credit is assigned, in the order of the keys; of fixed rollouts `clip`, `scale` and
+    """Changes of rewards before credit is assigned, in the order of the keys. Fixed rollouts have only `clip`, `scale` and
     `length_penalty`."""
 
     clip: Positive | None = None
     """Limit each step's reward to ± this; null: no limit."""
     scale: Positive = 1.0
-    """Each step's reward times this: a critic learns returns of about 1 soonest."""
+    """Factor of each step's reward: a critic learns returns of about 1 soonest."""
     length_penalty: Score = 0.0
-    """What each step costs."""
+    """Cost of each step."""
     mean: Literal["none", "batch", "group", "running"] = "none"
-    """What is subtracted from an episode's return."""
+    """Mean to subtract from an episode's return."""
     std: Literal["none", "batch", "group", "running"] = "none"
-    """What it is divided by."""
+    """Standard deviation to divide an episode's return by."""
     overlong_tokens: Size | None = None
-    """Most tokens of a language agent's answer, as agent.max_new_tokens: an answer that takes them all is cut off. null: not looked at."""
+    """Most tokens of a language agent's answer, as agent.max_new_tokens: an answer of this length is cut off. null: not checked."""
     overlong_buffer: Size = 1
-    """The overlong penalty begins so many tokens before `overlong_tokens` and is whole there (DAPO: Yu et al. 2025)."""
+    """The overlong penalty begins this many tokens before `overlong_tokens`, and is full there (DAPO: Yu et al. 2025)."""
     overlong_penalty: Score = 0.0
-    """Taken from the reward of an answer of `overlong_tokens`; 0: nothing."""
+    """Subtracted from the reward of an answer of `overlong_tokens`; 0: nothing."""
     truncated: Literal["keep", "zero", "mask"] = "keep"
-    """Episodes that were cut off, by the step limit or in an answer: as they are, without any reward, or not learned from."""
+    """Episodes cut off by the step limit or in an answer: keep them as they are, zero their rewards, or do not learn from them."""
     group_by: str = "number"
-    """Dotted key that makes a group for `mean` and `std`: number (the episode group), seed, domain, metadata.<key>."""
+    """Dotted key of the groups for `mean` and `std`: number (the episode group), seed, domain, metadata.<key>."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,23 +188,23 @@ class RewardConfig(Config, place="algorithm.reward"):
 
 @dataclass(frozen=True)
 class CorrectionConfig(Config, place="algorithm.correction"):
-    """Importance weights for rows that another policy sampled: an older one, or the same in another precision. For every loss: they
-    multiply the advantage, and losses are proportional to it.
+    """Importance weights for rows that another policy sampled: an older one, or the same in another precision. They work with every loss:
+    they multiply the advantage, and losses are proportional to it.
 
-    With w = pi / behaviour, pi the policy as it is when the update begins: ``mode=clamp`` is truncated importance sampling, ``mode=mask``
-    is IcePop, and with ``loss=ppo_clip`` decoupled PPO; ``reject`` drops whole sequences.
+    With w = pi / behaviour, pi the policy at the start of the update: ``mode=clamp`` is truncated importance sampling, ``mode=mask`` is
+    IcePop, and with ``loss=ppo_clip`` decoupled PPO; ``reject`` drops whole sequences.
     """
 
     mode: Literal["none", "clamp", "mask"] = "none"
-    """What is done with weights outside [low, high]: clamp them, or give 0 to their entries. none: no weights."""
+    """For weights outside [low, high]: clamp them, or give their entries weight 0. none: no weights."""
     level: Literal["token", "chunk", "sequence", "geometric"] = "token"
-    """Whose ratio it is: the entry's, its chunk's by geometric mean, the whole sequence's, or the sequence's by geometric mean."""
+    """Unit of the ratio: the entry, the geometric mean of its chunk, the whole sequence, or the geometric mean of the sequence."""
     low: Coefficient = 0.0
     high: Positive = 2.0
     batch_normalise: bool = False
     """Divide the weights by their mean over the batch (self-normalised importance sampling)."""
     reject: Annotated[float, Bounds(1, 10**9, above=True)] | None = None
-    """H > 1: a sequence whose geometric mean of w lies outside [1 / H, H] counts for nothing; null: none is dropped."""
+    """H > 1: drop a sequence whose geometric mean of w lies outside [1 / H, H]; null: drop none."""
 
     @property
     def enabled(self) -> bool:
@@ -223,15 +223,15 @@ class KlConfig(Config, place="algorithm.kl"):
     """Divergence from the policy that the run, or its learning after a warm start, began with."""
 
     coef: Coefficient = 0.0
-    """0: none, and no reference is kept."""
+    """Coefficient of the divergence; 0: none, and no reference is kept."""
     kind: Literal["k1", "k2", "k3"] = "k3"
     straight_through: bool = False
-    """As a loss: the value of `kind` with the gradient of k2, that of the divergence (Tang and Munos 2025)."""
+    """As a loss: combine the value of `kind` with the gradient of k2, which is that of the divergence (Tang and Munos 2025)."""
     place: Literal["loss", "reward"] = "loss"
     target: Positive | None = None
-    """Adapt the coefficient to keep the divergence here (Ziegler et al. 2019); null: fixed."""
+    """Divergence that the coefficient adapts to (Ziegler et al. 2019); null: the coefficient is fixed."""
     horizon: Positive = 10_000
-    """Samples of the adaptation."""
+    """Samples over which the coefficient adapts."""
 
 
 @dataclass(frozen=True)
@@ -239,32 +239,32 @@ class InitializedConfig(Config, place="algorithm.initialized"):
     """Groups, or episodes of fixed rollouts, that start inside an expert's or an earlier episode: `embodied_rl.rollout.initialized`."""
 
     share: Share = 0.0
-    """Of the groups or episodes that start so; the others, and all evaluation, start ordinarily. 0: off."""
+    """Share of the groups or episodes that start so; the others, and all evaluation, start ordinarily. 0: off."""
     mode: Literal["rollback", "parallel"] = "rollback"
-    """rollback: from the last chunk of each source episode, moving back as success rises; parallel: from all over it."""
+    """rollback: start from the last chunk of each source episode, and move back as success rises; parallel: start all over it."""
     sources: tuple[Literal["expert", "success", "best"], ...] = ("success",)
-    """Episodes that are started in: an expert's, own successful ones, own ones with the highest return."""
+    """Episodes to start in: an expert's, the run's successful ones, or its ones with the highest return."""
     expert: str | None = None
-    """``package.module:Attribute`` that makes an expert for one episode, of no argument or of (simulator, environment's number): called
-    with an observation, it returns the action."""
+    """``package.module:Attribute`` that makes an expert for one episode, with no argument or with (simulator, environment's number): called
+    with an observation, the expert returns the action."""
     expert_episodes: Episodes = 4
-    """Successful episodes of the expert that are recorded when a run begins."""
+    """Successful episodes of the expert to record when a run begins."""
     max_sources: Size = 8
-    """Episodes that are kept to start in."""
+    """Episodes to keep for starts."""
     chunk_steps: Size = 10
-    """Messages of a chunk; starts lie at its multiples. A message is a step or, of a policy that acts in chunks, one of its chunks."""
+    """Messages of a chunk; starts are at its multiples. A message is a step, or a chunk if the policy acts in chunks."""
     threshold: Share = 0.5
     """rollback: success rate at which the start moves back by a chunk."""
     min_episodes: Episodes = 8
-    """Episodes from a start that are counted before it moves, or before its chunk is called crucial."""
+    """Episodes from a start that count before it moves, or before its chunk can be crucial."""
     anchors: Literal["uniform", "random", "crucial"] = "random"
-    """parallel: one of `num_anchors` evenly spaced starts, any start, or the one before the chunk that decides most."""
+    """parallel: one of `num_anchors` evenly spaced starts, any start, or the start before the chunk that matters most."""
     num_anchors: Size = 8
-    """States of an episode at which groups may begin."""
+    """States of an episode at which groups may start."""
     crucial_effect: Share = 0.3
-    """A chunk is crucial when success after it exceeds that before it by at least this, and beyond doubt."""
+    """Least difference of success before and after a chunk that makes it crucial, if it is also significant."""
     success_return: Score | None = None
-    """Return of a whole episode that counts as success; null: what the simulator reports."""
+    """Return of a whole episode that counts as success; null: the simulator reports success."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -275,12 +275,12 @@ class InitializedConfig(Config, place="algorithm.initialized"):
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Config, place="algorithm"):
-    """Which mathematics turn experience into a gradient: an advantage, a loss, what surrounds them, and how long."""
+    """The mathematics that turn experience into a gradient: an advantage, a loss, their settings, and the schedule."""
 
     name: str = "ppo"
-    """Of the method, as its file in configs/algorithm is called."""
+    """Name of the method: its file in configs/algorithm."""
     advantage: str = "gae"
-    """How credit is assigned; `python -m embodied_rl.catalog algorithms` lists them."""
+    """Credit assignment; `python -m embodied_rl.catalog algorithms` lists the choices."""
     advantage_options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the advantage."""
     loss: str = "ppo_clip"
@@ -288,9 +288,9 @@ class AlgorithmConfig(Config, place="algorithm"):
     loss_options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the loss."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
-    """How a loss per step becomes one number; null: as the loss's paper has it."""
+    """Reduction of a loss per step to one number; null: as in the loss's paper."""
     horizon: Steps | None = None
-    """Only for seq-mean-token-sum-norm: the most steps that an episode may have."""
+    """Only for seq-mean-token-sum-norm: most steps of an episode."""
     groups: GroupsConfig | None = None
     """Learn from whole episodes in groups; null: from `rollout_steps` of every slot."""
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -299,76 +299,76 @@ class AlgorithmConfig(Config, place="algorithm"):
     initialized: InitializedConfig = field(default_factory=InitializedConfig)
     recorded: RecordedConfig = field(default_factory=RecordedConfig)
     cloning: CloningConfig | None = None
-    """Learn recorded actions (see configs/algorithm/bc.yaml); null: not that."""
+    """Learn recorded actions (see configs/algorithm/bc.yaml); null: off."""
     warm_start: WarmStartConfig | None = None
-    """Clone a scripted player (language agents) or the task's expert (robots) first; null: not that."""
+    """Clone a scripted player (language agents) or the task's expert (robots) first; null: off."""
     off_policy: OffPolicyConfig | None = None
-    """Learn from stored steps with critics of actions (see configs/algorithm/iql.yaml); null: not that."""
+    """Learn from stored steps with critics of actions (see configs/algorithm/iql.yaml); null: off."""
     rollout_steps: Size = 64
     """T: steps of every slot between two updates, without groups."""
     max_staleness: Staleness = 0
-    """Age, in updates, of the weights that play what is learned from: above 0 more is collected while training. 0: playing and updates
-    take turns. With groups the same as groups.max_staleness."""
+    """Age, in updates, of the weights that played what an update learns from. Above 0 the run plays on while it trains. 0: playing and
+    updates take turns. With groups the same as groups.max_staleness."""
     gamma: Share = 0.99
     """Discount of later rewards."""
     gae_lambda: Share = 0.95
-    """Of generalised advantage estimation: 0 trusts the critic, 1 the returns."""
+    """λ of generalised advantage estimation: 0 trusts the critic, 1 the returns."""
     num_epochs: Epochs = 10
     """Passes over each batch."""
     minibatch_size: Annotated[int, Bounds(2, 1_000_000_000)] = 256
     """Rows of a gradient step."""
     adjust_batch: Literal["copy", "delete", "auto", "random_sample"] | None = None
-    """Make the rows of an update a multiple of minibatch_size and of ranks × micro_batch_size, after advantages: minibatches are equal.
-    copy: fill up with copies, which count for nothing. delete: drop random rows. auto: the nearer of the two. random_sample: as many random
-    rows as the largest multiple. null: minibatches differ by a row."""
+    """Make the rows of an update a multiple of minibatch_size and of ranks × micro_batch_size, after advantages, so that minibatches are
+    equal. copy: add copies, which do not count. delete: drop random rows. auto: the smaller change of the two. random_sample: draw the
+    largest multiple of random rows. null: minibatches differ by a row."""
     micro_batch_size: Rows | None = None
-    """Rows of one forward and backward pass; the gradients of a minibatch's parts are added up. null: the whole minibatch."""
+    """Rows of one forward and backward pass; gradients of a minibatch's parts are added up. null: the whole minibatch."""
     ratio: Literal["chunk", "action", "token"] = "chunk"
-    """What has one probability ratio: a whole decision, each step of its chunk, or each action unit (token, action dimension) by itself.
-    Units of steps that were not executed are left out."""
+    """Unit of a probability ratio: a whole decision, each step of its chunk, or each action unit (token, action dimension). Units of steps
+    that were not executed are left out."""
     learning_rate: LearningRate = 3e-4
-    """Of Adam."""
+    """Learning rate of Adam."""
     value_learning_rate: LearningRate | None = None
-    """Of the critic's own parameters; null: learning_rate."""
+    """Learning rate of the critic's own parameters; null: learning_rate."""
     head_learning_rate: LearningRate | None = None
-    """Of the layer that gives actions, where the policy tells it apart (tiny_vla); null: learning_rate."""
+    """Learning rate of the layer that outputs actions, if the policy separates it (tiny_vla); null: learning_rate."""
     critic_warmup: Annotated[int, Bounds(0, 1_000_000_000)] = 0
-    """Iterations at the beginning in which only the critic is trained (on policy advantages are 0, and an entropy bonus goes on): after a
-    warm start, the first advantages would be noise."""
+    """Iterations at the beginning that train only the critic: after a warm start, the first advantages would be noise. On policy,
+    advantages are 0 then, and an entropy bonus still counts."""
     lr_schedule: Literal["constant", "linear"] = "constant"
-    """Over the run: the same, or falling to 0 with the steps."""
+    """Learning rate over the run: constant, or falling linearly to 0."""
     adam_eps: PositiveShare = 1e-5
     """Added to Adam's denominator."""
     clip_low: PositiveShare = 0.2
-    """The probability ratio is cut to 1 minus this from below."""
+    """Lower bound of the probability ratio is 1 minus this."""
     clip_high: Positive = 0.2
-    """The probability ratio is cut to 1 plus this from above."""
+    """Upper bound of the probability ratio is 1 plus this."""
     dual_clip: Annotated[float, Bounds(1, 10**9, above=True)] | None = None
     """c > 1 of dual-clip PPO (Ye et al. 2020); null: off."""
     value_clip: Positive | None = None
-    """The critic may move by this much in an update; null: by any."""
+    """Largest change of the critic's values in an update; null: no limit."""
     value_loss: Literal["mse", "huber"] = "mse"
-    """Of the critic's error."""
+    """Loss of the critic's error."""
     huber_delta: Positive = 1.0
-    """Error from which on Huber's loss is linear."""
+    """Error from which Huber's loss is linear."""
     value_coef: Coefficient = 0.5
     """Weight of the critic's loss."""
     entropy_coef: Coefficient = 0.0
     """Weight of the policy's entropy, which keeps it exploring."""
     max_grad_norm: Positive = 0.5
-    """Gradients of a larger norm are scaled down to it."""
+    """Largest norm of gradients; larger ones are scaled down."""
     target_kl: Positive | None = None
     """Stop an update's epochs when the approximate KL divergence to the acting policy exceeds this; null: never."""
     normalize_advantage: Literal["batch", "minibatch", "none"] = "batch"
-    """Over what advantages are brought to mean 0 and standard deviation 1."""
+    """Rows over which advantages are normalised to mean 0 and standard deviation 1."""
     advantage_clip: Positive | None = None
-    """Limit advantages to ± this, after they were normalised (not by minibatch); null: no limit."""
+    """Limit advantages to ± this after their normalisation (not by minibatch); null: no limit."""
     anchor_similarity: PositiveShare | None = None
-    """Of advantages by equal observations (gigpo): take texts for equal from this likeness on (difflib's ratio); null: equal ones only."""
+    """For advantages by equal observations (gigpo): difflib ratio from which texts count as equal; null: equal texts only."""
     normalize_reward: bool = False
     """Divide rewards by the running standard deviation of the discounted return."""
     reward_clip: Positive = 10.0
-    """With normalize_reward: normalised rewards are cut to ± this (of stored steps, their sum over `off_policy.n_step` decisions)."""
+    """With normalize_reward: limit normalised rewards to ± this (for stored steps, their sum over `off_policy.n_step` decisions)."""
 
     @classmethod
     def from_value(cls, value: object, where: str | None = None) -> Self:
@@ -379,20 +379,20 @@ class AlgorithmConfig(Config, place="algorithm"):
 
     @property
     def on_policy(self) -> bool:
-        """Whether each update consumes the steps that were just played."""
+        """Whether each update consumes the steps that were last played."""
         return self.cloning is None and self.off_policy is None
 
     @property
     def plays(self) -> bool:
-        """Whether anything is played to be learned from."""
+        """Whether the run plays to learn from it."""
         if self.cloning is not None:
             return self.cloning.dagger
         return self.off_policy is None or self.off_policy.fresh
 
     @property
     def moves_statistics(self) -> bool:
-        """Whether what is played is folded into the normalisation of observations; after a warm start that of the cloned ones stays,
-        because a cloned policy is lost as soon as it reads its observations on another scale."""
+        """Whether played observations update the normalisation statistics. After a warm start the cloned statistics stay, because a cloned
+        policy fails when its observations are scaled differently."""
         return self.warm_start is None
 
     @property
@@ -408,7 +408,7 @@ class AlgorithmConfig(Config, place="algorithm"):
 
 
 def _preset(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Decoupled PPO (Hilton et al. 2021; AReaL), whose weights had their own options until November 2026, as `CorrectionConfig` says it."""
+    """Express decoupled PPO (Hilton et al. 2021; AReaL), which had options of its own until November 2026, as a `CorrectionConfig`."""
     correction, options = dict(data.get("correction") or {}), dict(data.get("loss_options") or {})
     if correction.get("mode", "none") != "none" or correction.get("reject") is not None:
         raise UserError(

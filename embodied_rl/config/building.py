@@ -1,4 +1,4 @@
-"""From plain data to validated dataclasses: each value must fit its field's type and the bounds in it, an unknown key is one line."""
+"""Turns plain data into validated dataclasses: each value must fit its field's type and bounds; an unknown key is a one-line error."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def require(condition: bool, where: str, rule: str, got: object) -> None:
 
 
 class Config:
-    """A part of a configuration: a frozen dataclass whose numbers lie within the bounds of their types, however it is made.
+    """A part of a configuration: a frozen dataclass whose numbers are within the bounds of their types, however it is made.
 
-    ``class SimConfig(Config, place="sim")`` says where it stands, for messages about values that were not read from a file.
+    ``class SimConfig(Config, place="sim")`` names its key, for messages about values that were not read from a file.
     """
 
     _place: ClassVar[str] = ""
@@ -48,7 +48,7 @@ class Config:
 
     @classmethod
     def from_value(cls, value: object, where: str | None = None) -> Self:
-        """From what a configuration holds at `where`: a mapping, or a short form where the class knows one. Raises UserError."""
+        """Build from a configuration's value at `where`: a mapping, or a short form that the class knows. Raises UserError."""
         return build(cls, value, cls._place if where is None else where)
 
 
@@ -70,7 +70,7 @@ def build(cls: type[Built], data: object, where: str) -> Built:
 
 
 def convert(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type `hint` has it. Raises UserError that names `where`, the rule and the value."""
+    """Convert `value` to the type `hint`. Raises UserError naming `where`, the rule and the value."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         number = convert(arguments[0], value, where)
@@ -106,8 +106,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], where: str) -> None:
-    """Hold what a configuration gives a function against the types in its signature, and the bounds in them: ``Annotated[…]``, as in
-    `embodied_rl.bounds`. Names that the signature lacks, and types that no configuration has, are left to the caller. Raises UserError."""
+    """Check a function's configured arguments against the types in its signature and their bounds: ``Annotated[…]``, as in
+    `embodied_rl.bounds`. Leaves names outside the signature, and types that no configuration has, to the caller. Raises UserError."""
     try:
         hints = type_hints(function)
     except NameError:  # a user's function, whose types are imported only for type checkers
@@ -118,7 +118,7 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], wher
 
 
 def check_constructor(cls: type[Any], name: str, given: Mapping[str, Any], where: str, *, offered: Collection[str]) -> None:
-    """Hold the options of a class of the user's own against its constructor, to which the package gives `offered`. Raises UserError."""
+    """Check the options of a user's own class against its constructor, which also gets `offered` from the package. Raises UserError."""
     parameters = inspect.signature(cls).parameters
     allowed = [key for key in parameters if key not in offered]
     for key in given:
@@ -149,14 +149,14 @@ def _scalar(kind: type, value: object, where: str) -> object:
         except OverflowError:
             return math.inf if value > 0 else -math.inf
     require(isinstance(value, kind) and not (kind is int and isinstance(value, bool)), where, _KINDS.get(kind, kind.__name__), value)
-    # What a terminal sent that is not UTF-8 stands in surrogates, which no file of ours can hold.
+    # Bytes from a terminal that are not UTF-8 become surrogates, which our files cannot hold.
     is_text = not isinstance(value, str) or ("\0" not in value and not any("\ud800" <= sign <= "\udfff" for sign in value))
     require(is_text, where, "text that is UTF-8 and holds no NUL", value)
     return value
 
 
 def _plain(value: object, where: str) -> object:
-    """An argument of a simulator or a function, of which only that its numbers are numbers is known here."""
+    """Check an argument of a simulator or a function, of which only the finiteness of numbers can be checked here."""
     if isinstance(value, Mapping):
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -169,7 +169,7 @@ def _plain(value: object, where: str) -> object:
 
 
 def _kind(kinds: list[type], value: object, where: str) -> type:
-    """Of several dataclasses, the one whose field `name` has the value's name; the first where it has none."""
+    """The dataclass whose field `name` has the value's name; the first if the value has none."""
     by_name = {name: kind for kind in kinds for name in typing.get_args(type_hints(kind)["name"])}
     if not isinstance(value, Mapping) or "name" not in value:
         return kinds[0]
@@ -179,13 +179,13 @@ def _kind(kinds: list[type], value: object, where: str) -> type:
 
 @cache
 def type_hints(cls: Any) -> dict[str, Any]:
-    """{field, or argument of a function: its type, with the bounds in it}."""
+    """{field, or argument of a function: its type, with bounds}."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
 @cache
 def _bounded(cls: Any) -> dict[str, Any]:
-    """The fields whose numbers have bounds, free mappings among them, those of nested dataclasses left out."""
+    """Fields with bounded numbers, including free mappings, excluding fields of nested dataclasses."""
     hints = {f.name: type_hints(cls)[f.name] for f in dataclasses.fields(cls)}
     return {name: hint for name, hint in hints.items() if any(bounds_in(hint)) or _is_free(hint)}
 
@@ -195,7 +195,7 @@ def _is_free(hint: object) -> bool:
 
 
 def bounds_in(hint: object) -> Iterator[Bounds]:
-    """The bounds of the numbers of a type: of the number itself, or of a list's."""
+    """Bounds of a type's numbers: of the number itself, or of a list's numbers."""
     for argument in typing.get_args(hint):
         if isinstance(argument, Bounds):
             yield argument

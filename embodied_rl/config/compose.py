@@ -1,7 +1,7 @@
-"""Composing configurations with Hydra from the words of a command line; what is wrong with a word is one line.
+"""Composes configurations with Hydra from command-line words; a mistake in a word is a one-line error.
 
-Hydra gives commas, brackets, spaces and letters beyond ASCII a special meaning; paths have them too. A path is quoted here, so that
-the user types it as it is.
+Hydra gives commas, brackets, spaces and letters beyond ASCII a special meaning, but paths contain them. This module quotes paths, so that
+users type them as they are.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _FLAGS_WITH_VALUE = {
     **dict.fromkeys(("--config-dir", "-cd"), ()),
     **dict.fromkeys(("--package", "-p"), ()),
 }
-"""{flag of Hydra: its choices; none where any text is in order}."""
+"""{flag of Hydra: its choices; empty: any text}."""
 FLAGS = (*_PLAIN_FLAGS, *_FLAGS_WITH_VALUE, "--shell-completion", "-sc")
 
 _PATHS = re.compile(r"\+{0,2}(?:run_dir|resume|hydra\.(?:run|sweep)\.dir|(?:[\w.]+\.)?(?:\w+_)?(?:path|dir|folder|checkpoint|model))")
-"""Keys whose values are paths: taken as they are, whatever Hydra would read in them."""
+"""Keys whose values are paths: passed unchanged, whatever Hydra would read in them."""
 _SWEEPER = "hydra.sweeper.params"
 _SYNTAX = "[{('\""
-"""A value that begins so is meant for Hydra."""
+"""First characters of a value that is meant for Hydra."""
 
 
 def split_flags(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """({Hydra's flags: their values}, settings). Raises UserError for a flag that is not known, or lacks its value."""
+    """Split into ({Hydra's flags: their values}, settings). Raises UserError for an unknown flag, or one without its value."""
     flags: dict[str, str] = {}
     settings: list[str] = []
     left = list(overrides)
@@ -82,8 +82,8 @@ def _no_flag(flag: str, value: str) -> str:
 
 
 def hydra_overrides(overrides: Iterable[str], sweep: bool = False) -> list[str]:
-    """The overrides with values quoted for Hydra where they are plain text: those of keys that name paths, and those that its grammar
-    cannot read. ``~/`` at a value's beginning is the home folder. `sweep`: commas separate values."""
+    """Quote values for Hydra that are plain text: those of path keys, and those that its grammar cannot read. ``~/`` at a value's start is
+    the home folder. `sweep`: commas separate values."""
     return [_quoted(override, sweep) for override in overrides]
 
 
@@ -99,7 +99,7 @@ def _quoted(override: str, sweep: bool) -> str:
 
 
 def quoted_value(value: str) -> str:
-    """A text in Hydra's double quotes, inside which a backslash counts only before a quote."""
+    """A text in Hydra's double quotes, in which a backslash counts only before a quote."""
     if value and re.fullmatch(r"[A-Za-z_/.][\w/.-]*", value, re.ASCII):
         return value
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
@@ -108,7 +108,7 @@ def quoted_value(value: str) -> str:
 
 
 def parsed(override: str) -> Override | None:
-    """What Hydra reads in a word; None where it cannot."""
+    """Hydra's reading of a word; None if it cannot read it."""
     from hydra.errors import HydraException
 
     try:
@@ -125,7 +125,7 @@ def _parser() -> OverridesParser:
 
 
 def check_form(override: str, groups: Sequence[str], *, sweep: bool) -> None:
-    """Raises UserError for an override that is no setting, whatever the configuration holds: with what to type instead."""
+    """Raise UserError for an override that is no setting in any configuration; the message says what to type instead."""
     key, equals, value = override.partition("=")
     name = key.lstrip("+~")
     if not equals and not (override.startswith("~") and re.fullmatch(r"[\w./@-]+", name)):
@@ -149,14 +149,14 @@ def check_form(override: str, groups: Sequence[str], *, sweep: bool) -> None:
 
 
 def of_each_value(overrides: Sequence[str]) -> list[list[str]]:
-    """Words of single runs in which each value of a sweep appears at least once, others at their first."""
+    """Words of single runs in which each value of a sweep appears at least once; other keys have their first value."""
     choices = _choices(overrides)
     first = [values[0] for values in choices]
     return [first, *([*first[:at], value, *first[at + 1 :]] for at, values in enumerate(choices) for value in values[1:])]
 
 
 def runs_of(overrides: Sequence[str]) -> list[list[str]]:
-    """Words of all runs of a sweep, in the order in which Hydra's own sweeper begins them."""
+    """Words of all runs of a sweep, in the order in which Hydra's own sweeper starts them."""
     return [list(run) for run in itertools.product(*_choices(overrides))]
 
 
@@ -170,8 +170,8 @@ def _choices(overrides: Sequence[str]) -> list[list[str]]:
 
 
 def with_sweeper_params(overrides: Sequence[str], sweep: bool) -> list[str]:
-    """Words in which ``hydra.sweeper.params={seed: '1,2'}`` and ``hydra.sweeper.params.seed=1,2`` are what Hydra's own sweeper makes of
-    them: ``seed=1,2``, before the others. Raises UserError: there is no sweep, or the value is no mapping of keys to texts.
+    """Replace ``hydra.sweeper.params={seed: '1,2'}`` and ``hydra.sweeper.params.seed=1,2`` by what Hydra's own sweeper makes of them:
+    ``seed=1,2``, before the other words. Raises UserError: there is no sweep, or the value is no mapping of keys to texts.
     """
     first: list[str] = []
     others: list[str] = []
@@ -199,15 +199,15 @@ _OPEN = (
 )
 
 _MOST_COMPOSED = 16
-"""Runs of a sweep that are looked at before the first begins."""
+"""Runs of a sweep that are checked before the first starts."""
 _MAIN_JOB = "experiment=maniskill_pushcube"
 _TASKS = {"experiment", "sim", "policy", "algorithm", "resume"}
-"""What says, beside ``domains``, which task a run is about."""
+"""Keys that, beside ``domains``, choose a run's task."""
 
 
 def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Compose ``configs/<name>.yaml`` with overrides, as the command line does, into plain values.
-    Raises UserError: naming the key or choice that is not known, and the nearest one."""
+    Raises UserError naming the unknown key or choice, and the nearest one."""
     from hydra import compose
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -228,8 +228,8 @@ def compose_config(name: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_choices(overrides: Sequence[str]) -> None:
-    """Raises UserError where a group of files is given anything but one name: Hydra would take a list for several files on top of one
-    another, and a mapping for a value."""
+    """Raise UserError if a group of files is not given exactly one name: Hydra would take a list as several files merged in order, and a
+    mapping as a value."""
     for override in overrides:
         group, equals, value = override.partition("=")
         names = group_names(group) if re.fullmatch(r"\w+", group) else []
@@ -240,7 +240,7 @@ def _check_choices(overrides: Sequence[str]) -> None:
 
 
 def _check_given_once(overrides: Sequence[str]) -> None:
-    """Raises UserError for a key that is given two values: Hydra would take the last without a word."""
+    """Raise UserError for a key with two values: Hydra would silently take the last."""
     values: dict[str, str] = {}
     for override in overrides:
         key, equals, value = override.lstrip("+").partition("=")
@@ -252,7 +252,7 @@ def _check_given_once(overrides: Sequence[str]) -> None:
 
 
 def _hydra() -> AbstractContextManager[None]:
-    """Inside it, Hydra composes our files and those of installed packages."""
+    """A context in which Hydra composes our files and those of installed packages."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -264,7 +264,7 @@ def _hydra() -> AbstractContextManager[None]:
 
 
 def add_resolvers() -> None:
-    """Let configuration files say ``${rows_per_slot:1024}``, ``${distribution:}`` and ``${played:${sim.name}}``."""
+    """Register the resolvers ``${rows_per_slot:1024}``, ``${distribution:}`` and ``${played:${sim.name}}`` for configuration files."""
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("rows_per_slot", rows_per_slot, replace=True)
@@ -273,12 +273,12 @@ def add_resolvers() -> None:
 
 
 def played(sim: str, *, _root_: Mapping[str, Any]) -> str:
-    """The name of what is played: the simulator's, or of several domains theirs."""
+    """Name of what is played: the simulator's, or the domains' names."""
     return "+".join(_root_.get("domains") or ()) or sim
 
 
 def distribution(*, _root_: Mapping[str, Any], _parent_: Mapping[str, Any]) -> str:
-    """The default for continuous actions: SAC needs bounded ones. `_parent_`: the policy, a domain's too, whose method may be its own."""
+    """Default distribution of continuous actions: SAC needs bounded ones. `_parent_`: the policy; a domain's may have its own method."""
     domains = (_root_.get("domains") or {}).values()
     own = next((one.get("algorithm") or {} for one in domains if isinstance(one, Mapping) and one.get("policy") is _parent_), {})
     learns = (own if "name" in own else _root_.get("algorithm") or {}).get("off_policy") or {}
@@ -286,15 +286,15 @@ def distribution(*, _root_: Mapping[str, Any], _parent_: Mapping[str, Any]) -> s
 
 
 def rows_per_slot(rows: int, *, _root_: Mapping[str, Any], _parent_: Mapping[str, Any]) -> int:
-    """Steps of every slot that make up about so many `rows` of one update, as from at least 16 slots; at least 1.
+    """Steps of every slot that give about `rows` rows per update, counting at least 16 slots; at least 1.
 
-    Fewer slots take no more steps than 16 would: their updates are smaller, and as frequent in each slot's time. What is no number of
+    With fewer slots each takes as many steps as with 16: updates are smaller, and as frequent in each slot's time. An invalid number of
     slots is refused where `sim.num_slots` is checked.
 
     Args:
-        rows: of one update.
-        _root_: the composed configuration: the slots are those of its domains, or of `sim` where it has none.
-        _parent_: the algorithm; of one domain's own, the slots are that domain's.
+        rows: rows of one update.
+        _root_: the composed configuration; the slots are those of its domains, or of `sim` if it has none.
+        _parent_: the algorithm; if it is one domain's own, the slots are that domain's.
     """
     domains = list((_root_.get("domains") or {}).values())
     own = [domain for domain in domains if isinstance(domain, Mapping) and domain.get("algorithm") is _parent_]
@@ -304,8 +304,8 @@ def rows_per_slot(rows: int, *, _root_: Mapping[str, Any], _parent_: Mapping[str
 
 
 def add_installed_configs() -> None:
-    """Let Hydra find what installed packages bring: folders of configuration files, after ours, and simulators that are a target
-    and nothing more. Does something once in a process, and nothing where no such package is installed."""
+    """Let Hydra find what installed packages provide: folders of configuration files, searched after ours, and simulators that are only a
+    target. Acts once per process, and only if such a package is installed."""
     from hydra.core.config_store import ConfigStore
 
     targets = {name: target for name, target in installed_targets("sim").items() if config_file("sim", name) is None}
@@ -330,12 +330,12 @@ def _search_path_plugin() -> type[SearchPathPlugin]:
 
 
 def open_kwargs(overrides: Sequence[str]) -> list[str]:
-    """Overrides as Hydra wants them: a simulator's or a method's own arguments need no ``+``: which exist is their affair."""
+    """Add ``++`` to a simulator's or a method's own arguments, because only the target knows which exist."""
     return [f"++{override}" if override.startswith(_OPEN) else override for override in overrides]
 
 
 def or_main_job(overrides: Sequence[str]) -> list[str]:
-    """The words of a run; those that choose no task train the main job."""
+    """The words of a run; words that choose no task train the main job."""
     keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     chosen = any(key.partition("@")[0] in _TASKS or key.startswith("domains") for key in keys)
     return [*overrides] if chosen else [*overrides, _MAIN_JOB]
@@ -347,12 +347,12 @@ def load_train_config(overrides: Sequence[str]) -> TrainConfig:
 
 
 def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainConfig], object] | None = None) -> list[str]:
-    """Compose once before Hydra does, so that mistakes are reported with our messages. Returns the arguments for Hydra.
+    """Compose once before Hydra does, so that mistakes get our messages. Returns the arguments for Hydra.
 
-    Of a sweep, each value is composed once. A folder of the user's own (``--config-dir``) is searched like ours.
+    Composes each value of a sweep once. Searches a user's own folder (``--config-dir``) like ours.
 
-    `check`: looks at the configurations of a sweep before its first run begins.
-    Raises UserError: a flag or an argument that is none, a key or a choice that is not known, a value that does not fit; what `check`
+    `check`: checks the configurations of a sweep before its first run starts.
+    Raises UserError: an invalid flag or argument, an unknown key or choice, a value that does not fit; and whatever `check`
     raises.
     """
     flags, overrides = split_flags(arguments)
@@ -386,8 +386,8 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
 
 
 def runs_to_show(arguments: Sequence[str]) -> list[list[str]]:
-    """Arguments of each run where the configurations of a sweep are only to be shown (``-m … --cfg job``), which Hydra shows one by one;
-    else the arguments as they are. `arguments` are those of `check_overrides`."""
+    """Arguments of each run if only the configurations of a sweep are to be shown (``-m … --cfg job``), which Hydra shows one by one;
+    else `arguments`, those of `check_overrides`, as they are."""
     flags, overrides = split_flags(arguments)
     if not {"-m", "--multirun"} & set(flags) or not {"--cfg", "-c"} & set(flags):
         return [list(arguments)]
@@ -429,14 +429,14 @@ def _composes(name: str, override: str) -> bool:
     try:
         with _hydra():
             OmegaConf.to_container(compose(name, overrides=open_kwargs([override])), resolve=True)
-    except Exception:  # whatever it is: compose_config reports it
+    except Exception:  # compose_config reports any error
         return False
     return True
 
 
 def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
-    """Which part of a dotted key exists, and what lies there, by the files that the overrides choose."""
-    # Only choices of existing files: a mistake in another override would be reported in place of the key.
+    """Say which part of a dotted key exists, and which keys are there, in the files that the overrides choose."""
+    # Only choices of existing files, so that a mistake in another override is not reported instead of the key.
     chosen = [override for override in overrides if override.partition("=")[2] in group_names(override.partition("=")[0])]
     composed = compose_config(name, chosen)
     here: object = composed

@@ -1,4 +1,4 @@
-"""What each key of the configuration means, read from the declarations: for the page of keys and for ``train --help``."""
+"""Describes each key of the configuration from its declaration: for the page of keys and for ``train --help``."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class Key:
     """One key of the configuration."""
 
     name: str
-    """In full: ``sim.num_slots``."""
+    """Full name: ``sim.num_slots``."""
     kind: str
-    """``int or null``; the name of a quantity says less to a reader than its type and bounds do."""
+    """``int or null``; type and bounds say more to a reader than the name of a quantity."""
     bounds: str
     """``between 1 and 1,000,000``; empty: none."""
     default: str
-    """As YAML has it; "required" where there is none."""
+    """Default in YAML; "required" if there is none."""
     text: str
-    """The string below its declaration."""
+    """Text of the string below its declaration."""
 
 
 def described_keys() -> dict[str, list[Key]]:

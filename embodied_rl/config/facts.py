@@ -1,4 +1,4 @@
-"""What the rules of a configuration read: its parts, and what its names stand for on this machine."""
+"""Facts that the rules of a configuration read: its parts, and what its names mean on this machine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from embodied_rl.sim.text.program import is_program
 
 @dataclass(frozen=True)
 class Run:
-    """A configuration as rules read it: the whole run's, or that of a task, which is one of its domains or the run itself."""
+    """A configuration as rules read it: the whole run's, or a task's (one of its domains, or the run itself)."""
 
     config: TrainConfig
     domain: str | None = None
-    """Whose configuration it is; None: the run's."""
+    """Domain of the configuration; None: the run's."""
     beside: int = 0
-    """Decisions of other domains' rollouts that the same update learns from."""
+    """Decisions of other domains' rollouts in the same update."""
 
     @property
     def sim(self) -> SimConfig:
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def why_episodes(self) -> str | None:
-        """Why the loss cannot learn from fixed rollouts, which show it each decision by itself; None: it can."""
+        """Reason why the loss cannot learn from fixed rollouts, which show it single decisions; None: it can."""
         loss = self.loss
         if missing := [name for name in loss.inputs if name not in OF_ROLLOUTS]:
             return f"it reads {missing[0]}"
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def shapes_returns(self) -> bool:
-        """Whether `algorithm.reward` asks for more than a single step's reward shows."""
+        """Whether `algorithm.reward` needs more than a single step's reward."""
         own = self.algorithm.reward
         return own != RewardConfig(clip=own.clip, scale=own.scale, length_penalty=own.length_penalty)
 
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def gives_others(self) -> bool:
-        """Whether a robot's policy gives something else than the simulator's actions: tokens, chunks, denoised motions."""
+        """Whether a robot's policy has other actions than the simulator's: tokens, chunks, denoised motions."""
         return not self.is_small and not self.speaks
 
     @property
@@ -109,12 +109,12 @@ class Run:
 
     @property
     def draws_tokens(self) -> bool:
-        """Whether the policy draws action tokens, at a temperature."""
+        """Whether the policy samples action tokens at a temperature."""
         return policies.draws_tokens(self.policy)
 
     @property
     def has_adapter(self) -> bool:
-        """Whether the policy learns in a LoRA adapter of a model that stays as it is."""
+        """Whether the policy trains a LoRA adapter of a frozen model."""
         policy = self.policy
         if isinstance(policy, policies.LanguageConfig):
             return policy.lora_rank > 0 or policy.adapter is not None
@@ -144,12 +144,12 @@ class Run:
 
     @cached_property
     def roles(self) -> Placement:
-        """Where the roles of this machine are. Raises UserError for devices that it lacks."""
+        """Placement of the roles on this machine. Raises UserError for devices that it lacks."""
         return placed(self.hybrid.placement, self.machine)
 
     @cached_property
     def devices(self) -> LocalDevices:
-        """Of a run without Ray. Raises UserError: see `plan_devices`."""
+        """Devices of a run without Ray. Raises UserError: see `plan_devices`."""
         return plan_devices(self.config, self.machine)
 
     @property
@@ -159,7 +159,7 @@ class Run:
 
     @property
     def plays_rollouts(self) -> bool:
-        """Whether any domain does, beside whatever groups."""
+        """Whether any domain plays rollouts, beside any groups."""
         return any(own.plays and own.groups is None for own in self.config.algorithms.values())
 
     @property
@@ -176,7 +176,7 @@ class Run:
 
     @property
     def most_players(self) -> int:
-        """That may play at once, as many as are asked for where they may: none of a multiplexed run's hosts play by themselves."""
+        """Most players at once, as configured where allowed; none of a multiplexed run's hosts plays separately."""
         if self.on_ray:
             return 1 if self.kind == "multiplexed" else self.hybrid.players
         return max(len(self.devices.players), 1)
@@ -187,8 +187,8 @@ class Run:
 
     @property
     def scarcest(self) -> tuple[str, int, str]:
-        """(key, number, of what) of what several players are to divide, and there is least of: slots of any domain, or player of
-        `generation.mix`, or the groups of a batch."""
+        """(key, number, unit) of the scarcest thing that several players must divide: slots of a domain or of a player in `generation.mix`,
+        or the groups of a batch."""
         found = [(f"domains.{name}.sim.num_slots", domain.sim.num_slots, "slots") for name, domain in self.config.domains.items()]
         found += [(f"generation.mix.{name}.num_slots", player.num_slots, "slots") for name, player in self.config.generation.mix.items()]
         found = found or [("sim.num_slots", self.sim.num_slots, "slots")]
@@ -226,7 +226,7 @@ class Run:
 
     @property
     def tasks(self) -> Iterator[Run]:
-        """Each domain's own run; where there are no domains, the run itself."""
+        """Each domain's own run; the run itself if there are no domains."""
         own = {name: self.config.for_domain(name) for name in self.config.domains}
         of: dict[str, int] = {}
         for name, config in own.items():
@@ -237,7 +237,7 @@ class Run:
 
     @property
     def num_decisions(self) -> int:
-        """That an update on fixed rollouts learns from."""
+        """Decisions of an update on fixed rollouts."""
         return self.config.decisions_per_iteration + self.beside
 
     @property
@@ -247,7 +247,7 @@ class Run:
 
     @property
     def played(self) -> list[str]:
-        """Domains that players of `generation.mix` can play: agent programs talk to the policy that learns from them."""
+        """Domains that players of `generation.mix` can play: not agent programs, which talk to the policy that learns from them."""
         return [name for name in self.texts if not is_program(self.config.domains[name].sim)]
 
     @property
@@ -261,7 +261,7 @@ class Run:
 
     @property
     def stray(self) -> tuple[str, str] | None:
-        """(player, domain) of the first player of `generation.mix` that is to play where no text is."""
+        """(player, domain) of the first player of `generation.mix` in a domain that is not one of text."""
         named = ((name, domain) for name, player in self.config.generation.mix.items() for domain in player.domains)
         return next(((name, domain) for name, domain in named if domain not in self.played), None)
 

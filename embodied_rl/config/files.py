@@ -1,4 +1,4 @@
-"""Where configuration files lie, ours and those of installed packages."""
+"""Locations of configuration files, ours and those of installed packages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embodied_rl.registry import installed_config_folders, installed_targets
 
 
 def load_sim_config(name: str) -> SimConfig:
-    """Read ``configs/sim/<name>.yaml``, ours or an installed package's, or take the target that a package registered under this
+    """Read ``configs/sim/<name>.yaml``, ours or an installed package's, or use the target that a package registered under this
     name. Raises UserError with the nearest name."""
     import yaml
 
@@ -26,18 +26,18 @@ def load_sim_config(name: str) -> SimConfig:
 
 
 def config_folders() -> list[Path]:
-    """Where configuration files are looked for: ours, then those of installed packages (entry points ``embodied_rl.configs``)."""
+    """Folders that are searched for configuration files: ours, then those of installed packages (entry points ``embodied_rl.configs``)."""
     return [configs_dir(), *installed_config_folders().values()]
 
 
 def config_file(group: str, name: str) -> Path | None:
-    """The file of one choice of a group; the first folder of `config_folders` that has it wins."""
+    """File of one choice of a group, from the first folder of `config_folders` that has it."""
     paths = (folder / group / f"{name}.yaml" for folder in config_folders())
     return next((path for path in paths if path.is_file()), None)
 
 
 def group_names(group: str) -> list[str]:
-    """Names of the choices of one group (sim, policy, algorithm, experiment, …): the configuration files', and for ``sim`` those
-    that installed packages registered."""
+    """Names of one group's choices (sim, policy, algorithm, experiment, …): the configuration files', and for ``sim`` also those that
+    installed packages registered."""
     names = {path.stem for folder in config_folders() for path in Path(folder / group).glob("*.yaml")}
     return sorted(names.union(installed_targets("sim") if group == "sim" else ()))

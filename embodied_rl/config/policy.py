@@ -1,4 +1,4 @@
-"""What a policy is built from, one dataclass for each kind."""
+"""Configurations of policies, one dataclass for each kind."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from embodied_rl.errors import UserError, require_known
 
 
 class PolicyOptions(Config, place="policy"):
-    """What every policy is asked."""
+    """Properties of every policy's configuration."""
 
     @property
     def chunk_size(self) -> int:
-        """K: steps of an action chunk; 1 of policies that have none."""
+        """K: steps of an action chunk; 1 for policies without chunks."""
         return int(vars(self).get("chunk", 1))
 
 
@@ -28,42 +28,42 @@ class TinyVLAConfig(PolicyOptions):
     image_key: str = "rgb"
     """Observation with the image, uint8 [height, width, 3]."""
     state_key: str | None = None
-    """Observation with the robot's state; null: the image and the words are all it sees."""
+    """Observation with the robot's state; null: the policy reads only the image and the words."""
     instruction: str | None = None
-    """What to do; null: the observation's, or the simulator's own instruction."""
+    """Instruction; null: the observation's, or the simulator's own."""
     instruction_key: str = "instruction"
-    """Observation that holds each row's instruction, where there is one."""
+    """Key of each row's instruction in the observation, if there is one."""
     chunk: Chunk = 4
     """K: steps of an action chunk, which the simulator plays without asking again."""
     num_bins: Annotated[int, Bounds(2, 1_000_000)] = 32
-    """Edges that [-1, 1] is cut by; an action dimension is one of as many tokens."""
+    """Edges that divide [-1, 1]; an action dimension is one of as many tokens."""
     decoding: Literal["parallel", "autoregressive"] = "parallel"
-    """parallel: all tokens of a chunk from one pass, independent of one another. autoregressive: one after another."""
+    """parallel: all tokens of a chunk from one pass, independent of each other. autoregressive: one after another."""
     temperature: PositiveTemperature = 1.0
-    """Of sampling and of log-probabilities."""
+    """Temperature of sampling and of log-probabilities."""
     width: Size = 96
-    """D of the transformer."""
+    """D: width of the transformer."""
     num_layers: Layers = 2
-    """Of the transformer."""
+    """Layers of the transformer."""
     num_heads: Size = 4
-    """Of attention, in each layer."""
+    """Attention heads of each layer."""
     conv_channels: tuple[Size, ...] = (24, 48)
-    """Of the convolutions before the last, each of which halves the image; the last has `width`."""
+    """Channels of the convolutions before the last, each of which halves the image; the last has `width`."""
     num_keypoints: Size = 16
-    """Maps of attention over the image whose mean places the decoder reads."""
+    """Attention maps over the image whose mean positions the decoder reads."""
     vocabulary: Annotated[int, Bounds(1, 100_000_000)] = 1024
-    """Rows of the word embedding; a word's row is a hash of it."""
+    """Rows of the word embedding; a hash of the word selects its row."""
     max_words: Size = 16
-    """Words of an instruction that are read; the rest is cut."""
+    """Words of an instruction that the policy reads; the rest is cut."""
     value: Literal["chunk", "action"] = "chunk"
-    """chunk: one value for the chunk. action: one for each of its steps (algorithm.advantage=gae_action)."""
+    """chunk: one value per chunk. action: one for each of its steps (algorithm.advantage=gae_action)."""
     value_gradient: bool = False
-    """Whether the value's loss also trains what the actions read."""
+    """Whether the value's loss also trains the layers that the actions read."""
     gradient_checkpointing: bool = False
-    """Compute each layer again in the backward pass instead of keeping it."""
+    """Compute each layer again in the backward pass instead of storing its activations."""
     cloning_shift: Annotated[int, Bounds(0, 16_384)] = 0
-    """While it is cloned, images are moved by up to so many pixels at random: right where actions follow from where things are relative to
-    one another."""
+    """Pixels by which images are randomly shifted while the policy is cloned, at most: right if actions depend on the relative positions of
+    things."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,30 +78,30 @@ class TinyVLAConfig(PolicyOptions):
 
 @dataclass(frozen=True)
 class VLAOptions(PolicyOptions):
-    """How a VLA stands in a simulator."""
+    """Options of a VLA in a simulator."""
 
     cameras: tuple[str, ...] = ("rgb",)
-    """Observations that hold the images, in the order that the model was trained with."""
+    """Observations with the images, in the order that the model was trained with."""
     proprio_key: str = "state"
-    """Observation that holds the robot's state, where the model reads it."""
+    """Observation with the robot's state, if the model reads it."""
     instruction: str | None = None
-    """What to do; null: the observation's, or the simulator's own instruction."""
+    """Instruction; null: the observation's, or the simulator's own."""
     instruction_key: str = "instruction"
-    """Of the observation, where the simulator gives its own instructions."""
+    """Key of the instruction in the observation, if the simulator gives its own."""
     unnorm_key: str | None = None
-    """Data set whose action ranges are used; null where the checkpoint has only one."""
+    """Data set whose action ranges are used; null if the checkpoint has only one."""
     bounds: Literal["quantiles", "extremes"] = "quantiles"
-    """What of the recorded actions is mapped onto the ends of the action tokens: their 1% and 99% quantiles, or their extremes."""
+    """Values of the recorded actions at the ends of the action tokens: their 1% and 99% quantiles, or their extremes."""
     temperature: PositiveTemperature = 1.0
-    """Of sampling and of log-probabilities."""
+    """Temperature of sampling and of log-probabilities."""
     prompt_tokens: Tokens | None = None
-    """All prompts are padded to this length, so that steps with different instructions lie side by side; null: the longest's."""
+    """Length to which all prompts are padded, so that one batch holds different instructions; null: the longest prompt's."""
     image_recipe: Literal["resize", "libero"] = "resize"
-    """How pictures are prepared: resized as the checkpoint says, or as LIBERO's data set was (half a turn, a JPEG round trip, a crop)."""
+    """Preparation of images: resized as the checkpoint says, or as LIBERO's data set was (half a turn, a JPEG round trip, a crop)."""
     gripper: Literal["as_is", "libero"] = "as_is"
-    """How the gripper's dimension is translated: as it is, or from 0 … 1 to the 1 or -1 of LIBERO's simulator."""
+    """Translation of the gripper's dimension: none, or from 0 … 1 to the 1 or -1 of LIBERO's simulator."""
     generation: Literal["eager", "compile", "cuda_graph"] = "eager"
-    """How tokens are computed: step by step, compiled, or replayed as a CUDA graph."""
+    """Computation of tokens: step by step, compiled, or replayed as a CUDA graph."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,23 +118,23 @@ class OpenVLAPolicyConfig(VLAOptions):
     name: Literal["openvla"] = "openvla"
     """The kind of policy."""
     prompt_tokens: Tokens | None = 64
-    """All prompts are padded to this length, so that steps with different instructions lie side by side; null: the longest's."""
+    """Length to which all prompts are padded, so that one batch holds different instructions; null: the longest prompt's."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the model's weights; auto: as stored."""
+    """Type of the model's weights; auto: as stored."""
     value_head: bool = True
-    """Give the model a critic; false: for methods without one."""
+    """Add a critic to the model; false: for methods without one."""
     lora_rank: LoraRank = 0
-    """0 trains all weights that are not frozen."""
+    """Rank of LoRA; 0: train all weights that are not frozen."""
     lora_alpha: Positive = 16.0
     """LoRA's product is scaled by alpha / rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
-    """Names of the linear layers that get LoRA; all-linear: every one of the language model and, unless frozen, of vision and projector."""
+    """Names of the linear layers with LoRA; all-linear: every one of the language model and, unless frozen, of vision and projector."""
     vision: tuple[dict[str, Any], ...] = ()
-    """Shapes of the two vision transformers (width, depth, num_heads, mlp_width, …) where config.json names others than OpenVLA's own."""
+    """Shapes of the two vision transformers (width, depth, num_heads, mlp_width, …) if config.json names others than OpenVLA's own."""
     freeze_vision: bool = False
-    """Leave the vision transformers as they are."""
+    """Freeze the vision transformers."""
     gradient_checkpointing: bool = False
-    """Compute the language model's layers again in the backward pass instead of keeping them."""
+    """Compute the language model's layers again in the backward pass instead of storing their activations."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,22 +149,22 @@ class OpenVLAPolicyConfig(VLAOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenVLAOFTPolicyConfig(OpenVLAPolicyConfig):
-    """OpenVLA-OFT: what OpenVLA takes, and what the checkpoint was fine-tuned with, which its files do not say."""
+    """OpenVLA-OFT: OpenVLA's options, and the settings of the fine-tuning, which the checkpoint's files do not hold."""
 
     name: Literal["openvla_oft"] = "openvla_oft"  # type: ignore[assignment]
     """The kind of policy."""
     chunk: Chunk = 8
     """K: 8 on LIBERO, 25 on ALOHA, 5 on Bridge."""
     head: Literal["discrete", "l1"] = "discrete"
-    """discrete: action tokens, what RL trains. l1: regression, as published checkpoints have it, for evaluation and cloning."""
+    """discrete: action tokens, which RL trains. l1: regression as in published checkpoints, for evaluation and cloning."""
     value: Literal["chunk", "action"] = "chunk"
-    """chunk: one value for the chunk. action: one for each of its steps (algorithm.advantage=gae_action)."""
+    """chunk: one value per chunk. action: one for each of its steps (algorithm.advantage=gae_action)."""
     film: bool = False
-    """Language scales and shifts the vision transformers' features."""
+    """Scale and shift the vision transformers' features by the language."""
     proprio_dim: Size | None = None
-    """Size of the robot's state, where the model reads it: 8 on LIBERO, 14 on ALOHA."""
+    """Size of the robot's state, if the model reads it: 8 on LIBERO, 14 on ALOHA."""
     variant: Literal["openvla-oft", "rlinf"] = "openvla-oft"
-    """Which sequence it was trained on: with </s> behind the actions, or without."""
+    """Sequence that the model was trained on: with </s> after the actions, or without."""
 
 
 def check_instruction(instruction: str | None) -> None:
@@ -176,21 +176,21 @@ Method = Literal["flow_sde", "flow_noise", "dppo"]
 
 @dataclass(frozen=True)
 class FlowOptions(PolicyOptions):
-    """Denoising, and where its randomness is."""
+    """Denoising, and the source of its randomness."""
 
     method: Method = "flow_noise"
-    """flow_sde: one step, drawn at random, is stochastic. flow_noise: all are, with a learned deviation (ReinFlow). dppo: all are, and
+    """flow_sde: one random step is stochastic. flow_noise: all steps are, with a learned deviation (ReinFlow). dppo: all steps are, and
     each step's action is one action unit."""
     num_steps: Annotated[int, Bounds(2, 10_000)] = 10
     """S: denoising steps of an action."""
     noise_level: Positive = 0.5
     """λ of the stochastic equation (flow_sde, dppo)."""
     min_std: Positive = 0.08
-    """flow_noise: smallest learned deviation. In units of normalised actions."""
+    """flow_noise: smallest learned deviation, in normalised actions."""
     max_std: Positive = 0.16
     """flow_noise: largest learned deviation."""
     std_floor: Positive = 0.1
-    """dppo: deviations below are raised to it, so that late steps explore and ratios stay bounded (DPPO, Ren et al. 2024)."""
+    """dppo: least deviation, so that late steps explore and ratios stay bounded (DPPO, Ren et al. 2024)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,7 +200,7 @@ class FlowOptions(PolicyOptions):
 
 @dataclass(frozen=True)
 class FlowPolicyConfig(FlowOptions):
-    """The small flow-matching policy (see docs/flow_policies.md): denoising, and its networks."""
+    """The small flow-matching policy (see docs/flow_policies.md): its denoising and networks."""
 
     num_steps: Annotated[int, Bounds(2, 10_000)] = 5
     """S: denoising steps of an action."""
@@ -211,11 +211,11 @@ class FlowPolicyConfig(FlowOptions):
     chunk: Chunk = 4
     """H = K: steps of an action chunk."""
     hidden_sizes: tuple[Size, ...] = (128, 128, 128)
-    """Of the velocity's network and of the critic. Two modes want three layers."""
+    """Units of the hidden layers of the velocity network and of the critic. Two modes need three layers."""
     activation: Literal["tanh", "relu", "elu"] = "relu"
-    """Between the layers."""
+    """Activation between the layers."""
     image_features: Size = 128
-    """Numbers that an image becomes."""
+    """Features of an image."""
     cnn_channels: tuple[Size, ...] = (16, 32, 32)
     """Channels of each convolution."""
     cnn_kernels: tuple[Size, ...] = (4, 4, 4)
@@ -223,7 +223,7 @@ class FlowPolicyConfig(FlowOptions):
     cnn_strides: tuple[Size, ...] = (2, 2, 2)
     """Step of each convolution, in pixels."""
     time_features: Annotated[int, Bounds(2, 1_000_000)] = 8
-    """Sines and cosines of the denoising time; even."""
+    """Sines and cosines of the denoising time; an even number."""
     normalize_observation: bool = True
     """Scale the state by its running moments."""
     name: Literal["flow"] = "flow"
@@ -242,20 +242,20 @@ class FlowPolicyConfig(FlowOptions):
 
 @dataclass(frozen=True)
 class PI0Options(Config, place="policy"):
-    """How pi0 stands in a simulator."""
+    """Options of pi0 in a simulator."""
 
     cameras: tuple[str, ...] = ("rgb",)
-    """Observations that hold the images, in the order that the model was trained with."""
+    """Observations with the images, in the order that the model was trained with."""
     state_key: str | None = "state"
     """Observation with the robot's state; null: zeros."""
     instruction: str | None = None
-    """What to do; null: the observation's, or the simulator's own instruction."""
+    """Instruction; null: the observation's, or the simulator's own."""
     instruction_key: str = "instruction"
-    """Of the observation, where the simulator gives its own instructions."""
+    """Key of the instruction in the observation, if the simulator gives its own."""
     chunk: Chunk | None = None
-    """K: steps of the model's chunk that are carried out before it is asked again; null: all."""
+    """K: steps of the model's chunk to execute before the next inference; null: all."""
     prompt_tokens: Tokens | None = None
-    """All instructions are padded to this length, so that steps with different ones lie side by side; null: the longest's."""
+    """Length to which all instructions are padded, so that one batch holds different ones; null: the longest's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,13 +272,13 @@ class PI0PolicyConfig(PI0Options, FlowOptions):
     name: Literal["pi0"] = "pi0"
     """The kind of policy."""
     chunk: Chunk = 5
-    """K: steps of the model's chunk that are carried out before it is asked again."""
+    """K: steps of the model's chunk to execute before the next inference."""
     prompt_tokens: Tokens | None = 64
-    """All instructions are padded to this length, so that steps with different ones lie side by side; null: the longest's."""
+    """Length to which all instructions are padded, so that one batch holds different ones; null: the longest's."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the model's weights."""
+    """Type of the model's weights."""
     freeze_vlm: bool = False
-    """Train only the action expert; the vision-language model stays as it is."""
+    """Train only the action expert; freeze the vision-language model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -291,16 +291,16 @@ class PI0PolicyConfig(PI0Options, FlowOptions):
 
 @dataclass(frozen=True)
 class TinyModelConfig(Config, place="policy.tiny"):
-    """A small random Llama with a tokenizer of words and signs, made where no model is given."""
+    """A small random Llama with a tokenizer of words and signs, made if no model is given."""
 
     hidden_size: Size = 128
     """Width of the model."""
     num_layers: Layers = 2
-    """Of the transformer."""
+    """Layers of the transformer."""
     num_heads: Size = 4
-    """Of attention, in each layer."""
+    """Attention heads of each layer."""
     num_key_value_heads: Size = 4
-    """Heads that keys and values have; fewer than num_heads: each serves several."""
+    """Heads of keys and values; if fewer than num_heads, each serves several."""
     intermediate_size: Size = 256
     """Width of the layers between attentions."""
     max_context: Tokens = 1024
@@ -312,27 +312,27 @@ class LanguageConfig(PolicyOptions):
     """A Hugging Face causal language model from a folder, with or without LoRA and a value head."""
 
     model: str | None = None
-    """Folder with config.json, safetensors and a tokenizer; null: a small random one is made (`tiny`)."""
+    """Folder with config.json, safetensors and a tokenizer; null: make a small random model (`tiny`)."""
     adapter: str | None = None
-    """Folder of a LoRA adapter to go on from; its rank and targets are then its own."""
+    """Folder of a LoRA adapter to continue from, with its own rank and targets."""
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
-    """Of the weights; auto: as stored."""
+    """Type of the weights; auto: as stored."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Which implementation of attention computes the model."""
+    """Implementation of attention."""
     lora_rank: LoraRank = 0
-    """0 trains all weights."""
+    """Rank of LoRA; 0: train all weights."""
     lora_alpha: Positive = 16.0
     """LoRA's product is scaled by alpha / rank."""
     lora_targets: tuple[str, ...] = ("all-linear",)
-    """Names of the linear layers that get LoRA."""
+    """Names of the linear layers with LoRA."""
     value_head: Literal["none", "linear", "mlp"] = "none"
-    """A critic on the hidden state that predicts a token, for advantages that need one (gae)."""
+    """Critic on the hidden state that predicts a token, for advantages that need one (gae)."""
     layout: Literal["auto", "packed", "right", "left"] = "auto"
-    """How sequences are laid out for teacher forcing. auto: packed where the model keeps packed sequences apart, else right."""
+    """Layout of sequences in training. auto: packed if the model keeps packed sequences apart, else right."""
     max_tokens_per_micro_batch: Tokens = 4096
     """Tokens of one forward and backward pass."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass, which saves memory and costs time."""
+    """Compute activations again in the backward pass: saves memory and costs time."""
     images: tuple[str, ...] = ()
     """Parts of an observation that are pictures, shown before its text (vision-language models)."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
@@ -341,7 +341,7 @@ class LanguageConfig(PolicyOptions):
 
     @property
     def folder(self) -> str:
-        """`model`, where it is known by now."""
+        """`model`, once it is known."""
         assert self.model is not None, "a tiny model is made first"
         return self.model
 
@@ -361,27 +361,27 @@ class PolicyConfig(PolicyOptions):
     name: Literal["actor_critic"] = "actor_critic"
     """The kind of policy."""
     encoder: Literal["mlp", "cnn", "mixed"] = "mlp"
-    """mlp: one vector. cnn: one image. mixed: vectors and images together, each image with its own convolutions."""
+    """mlp: one vector. cnn: one image. mixed: several vectors and images, each image with its own convolutions."""
     observation_key: str = "state"
-    """Which part of the observation the policy reads: 'state', or 'rgb' for the CNN."""
+    """Part of the observation that the policy reads: 'state', or 'rgb' for the CNN."""
     observation_keys: tuple[str, ...] = ()
-    """What encoder=mixed reads; empty: every vector and every image that the simulator shows."""
+    """Parts that encoder=mixed reads; empty: every vector and every image of the simulator."""
     hidden_sizes: tuple[Size, ...] = (256, 256)
     """Units of each hidden layer, of the policy's network and of the critic's."""
     activation: Literal["tanh", "relu", "elu"] = "tanh"
-    """Between the layers."""
+    """Activation between the layers."""
     distribution: Literal["gaussian", "squashed"] = "gaussian"
-    """For continuous actions; discrete ones are always categorical."""
+    """Distribution of continuous actions; discrete ones are always categorical."""
     init_log_std: LogStd = -0.5
-    """Logarithm of the standard deviation of actions at the beginning."""
+    """Initial logarithm of the actions' standard deviation."""
     normalize_observation: bool = False
     """Subtract the running mean of observations and divide by their running standard deviation."""
     observation_clip: Positive = 10.0
-    """Normalised observations are cut to ± this."""
+    """Limit normalised observations to ± this."""
     observation_min_std: Positive = 1e-4
-    """Added to the running deviation in quadrature: what hardly ever moves (a flag, a resting body) is not blown up when it does."""
+    """Added to the running deviation in quadrature, so that inputs that hardly ever move (a flag, a resting body) are not magnified."""
     cnn_channels: tuple[Size, ...] = (32, 64, 64)
-    """Of each convolution; with `cnn_kernels` and `cnn_strides` those of Mnih et al. (2015)."""
+    """Channels of each convolution; the defaults here, in `cnn_kernels` and in `cnn_strides` are those of Mnih et al. (2015)."""
     cnn_kernels: tuple[Size, ...] = (8, 4, 3)
     """Side of each convolution's kernel, in pixels."""
     cnn_strides: tuple[Size, ...] = (4, 2, 1)
@@ -405,17 +405,17 @@ class CustomPolicyConfig(PolicyOptions):
     """A policy of your own (see docs/own_parts.md)."""
 
     target: str
-    """``package.module:Class``, a subclass of `embodied_rl.policies.base.Policy`; or a name that an installed package gives it."""
+    """``package.module:Class``, a subclass of `embodied_rl.policies.base.Policy`; or its name from an installed package."""
     name: Literal["custom"] = "custom"
     """The kind of policy."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of its constructor, whose first is the simulator's spec."""
     chunk: Chunk = 1
-    """K: steps of an action, as the class's `chunk_size` says."""
+    """K: steps of an action, equal to the class's `chunk_size`."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Parts of an observation that the policy reads: its class knows them."""
+        """Parts of an observation that the policy reads, which its class knows."""
         return (f"observation_keys of {self.target}",)
 
 
@@ -429,9 +429,9 @@ AnyPolicyConfig = (
     | LanguageConfig
     | CustomPolicyConfig
 )
-"""One of these; `name` says which."""
+"""Configuration of any policy; `name` says which."""
 
 
 def draws_tokens(policy: AnyPolicyConfig) -> bool:
-    """Whether a policy draws action tokens, at a temperature."""
+    """Whether a policy samples action tokens at a temperature."""
     return isinstance(policy, TinyVLAConfig | OpenVLAPolicyConfig)

@@ -1,7 +1,7 @@
-"""What no run may be, and what follows from what a configuration says: one table of refusals, and one `resolve` at the boundary.
+"""Combinations that no run may have, and values that follow from others: one table of rules, and one `resolve` at the boundary.
 
-A value by itself is bounded by its field's type, and a part of a configuration by its own class. Here stand the combinations: a `Rule` is
-a condition and the line that a user reads. `resolve` comes before any simulator or process is started.
+A field's type bounds a single value, and a part of a configuration checks itself in its class. The combinations are here: a `Rule` is
+a condition and the line that a user reads. `resolve` runs before any simulator or process is started.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Condition = Callable[[Run], Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """What is refused, or warned of."""
+    """A combination to refuse, or to warn of."""
 
     name: str
     when: Condition
-    """Whether it applies: true in the boolean sense."""
+    """Condition under which it applies; any true value."""
     says: str
     """One line for the user; {names} are the attributes of a `Run`."""
 
     def message(self, run: Run) -> str:
-        """What the user reads."""
+        """The message for the user."""
         names = {"run": run, "config": run.config, "algorithm": run.algorithm, "policy": run.policy, "hybrid": run.hybrid, "sim": run.sim}
         return self.says.format(**names)
 
@@ -64,7 +64,7 @@ def _with_groups(when: Callable[[Run, GroupsConfig], Any]) -> Condition:
     return lambda run: run.groups is not None and when(run, run.groups)
 
 
-# ---- of each task: a domain, or the run itself -------------------------------------------------------------------------
+# ---- for each task: a domain, or the run itself ------------------------------------------------------------------------
 
 _FIXED_ROLLOUTS = (
     Rule(
@@ -323,7 +323,7 @@ _ROBOTS = (
     ),
     Rule(
         "small_head_learning_rate",
-        # A domain's network may stand beside a language policy, which the run's key is for.
+        # A domain's network may be beside a language policy, which the run's key is for.
         lambda run: run.is_small and run.domain is None and run.algorithm.head_learning_rate is not None,
         "algorithm.head_learning_rate is about the head of a model, and policy.name='{policy.name}' has none: set it null "
         "(algorithm.learning_rate, .value_learning_rate).",
@@ -352,9 +352,9 @@ _ROBOTS = (
 )
 
 OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_DIVERGENCE, *_OFF_POLICY, *_PROGRAMS, *_LANGUAGE_AGENTS, *_ROBOTS)
-"""Held against each domain's own configuration; of a run without domains, against the run's."""
+"""Rules for each domain's own configuration, or for the run's if it has no domains."""
 
-# ---- of the run as a whole ---------------------------------------------------------------------------------------------
+# ---- for the whole run -------------------------------------------------------------------------------------------------
 
 _DOMAINS = (
     Rule(
@@ -450,7 +450,7 @@ _HERE = (
             not run.on_ray
             and run.kind == "disaggregated"
             and run.machine.gpus
-            and bool(run.roles)  # raises where there are not two
+            and bool(run.roles)  # raises if there are fewer than two
             and run.ranks + run.hybrid.players > run.num_gpus
         ),
         "hybrid.placement=disaggregated needs a GPU for {run.player} beside those of {run.ranks} training ranks, and this machine has "
@@ -525,12 +525,12 @@ _WEIGHTS_SENT = (
 )
 
 OF_RUNS = (*_DOMAINS, *EVALUATION)
-"""Held against the run, before its tasks."""
+"""Rules for the run, checked before its tasks."""
 OF_PLACEMENT = (*_CHECKPOINTS, *_REWARDS, *_STALENESS, *_HERE, *_APART, *_PLAYERS, *_WEIGHTS_SENT)
-"""Held against the run, after its tasks: where it plays and trains."""
+"""Rules for the run's playing and training, checked after its tasks."""
 
 RULES = (*OF_RUNS, *OF_TASKS, *OF_PLACEMENT)
-"""Every combination that is refused."""
+"""All rules that refuse a combination."""
 
 WARNINGS = (
     Rule(
@@ -540,19 +540,19 @@ WARNINGS = (
         "training take turns. Set {run.staleness_key}=1 to have them work at the same time.",
     ),
     Rule(
-        # One configuration serves a laptop and a machine with GPUs: what has no effect here is said.
+        # One configuration serves a laptop and a machine with GPUs: the run reports settings without effect here.
         "offloaded_to_itself",
         lambda run: run.hybrid.sharding is not None and run.hybrid.sharding.cpu_offload and not run.trains_on_gpu,
         "hybrid.sharding.cpu_offload has no effect: training runs on processors here ({run.no_gpu}), where everything lies in host memory "
         "already.",
     ),
 )
-"""What a run must know, and may do."""
+"""Rules that only warn."""
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """The configuration with everything that follows from it, after every rule was held against it. Starts nothing.
-    Raises UserError: a combination that makes no sense, a name that nothing has, or a placement that this machine cannot have.
+    """Check every rule, and return the configuration with everything that follows from it. Starts nothing.
+    Raises UserError: an impossible combination, an unknown name, or a placement that this machine cannot have.
     """
     config = _with_tokens(_with_one_staleness(_without_idle_queue(_with_stages(_with_domains(config)))))
     run = Run(config)
@@ -570,14 +570,14 @@ def resolve(config: TrainConfig) -> TrainConfig:
 
 
 def refuse(rules: Sequence[Rule], run: Run) -> None:
-    """Raises UserError with the message of the first of `rules` that applies."""
+    """Raise UserError with the message of the first of `rules` that applies."""
     for rule in rules:
         if rule.when(run):
             raise UserError(rule.message(run))
 
 
 def _find_methods(task: Run) -> None:
-    """Raises UserError for an advantage, a loss, an option, a filter or a policy of the user's own that does not exist."""
+    """Raise UserError for an unknown advantage, loss, option, filter or user's own policy."""
     algorithm = task.algorithm
     compose(algorithm)
     if isinstance(task.policy, policies.CustomPolicyConfig):
@@ -588,7 +588,7 @@ def _find_methods(task: Run) -> None:
 
 
 def _find_teachers(task: Run) -> None:
-    """Raises UserError for recordings that cannot be read, and for a task without the expert that is to play it."""
+    """Raise UserError for unreadable recordings, and for a task without the expert that must play it."""
     config = task.config
     for path in config.recording:
         open_recording(path).close()
@@ -598,14 +598,14 @@ def _find_teachers(task: Run) -> None:
 
 
 def _with_domains(config: TrainConfig) -> TrainConfig:
-    """A run that has players but no domains has `sim` for its only domain."""
+    """Give a run with players but without domains `sim` as its only domain."""
     if config.domains or not config.generation.mix:
         return config
     return dataclasses.replace(config, domains={config.sim.name: DomainConfig(config.sim)})
 
 
 def _with_stages(config: TrainConfig) -> TrainConfig:
-    """The stages of a placement are the groups that simulators are stepped in, where these are ``auto``."""
+    """Step simulators in as many groups as the placement has stages, where their number is ``auto``."""
     stages = config.hybrid.placement.num_pipeline_stages
 
     def staged(sim: SimConfig) -> SimConfig:
@@ -616,7 +616,7 @@ def _with_stages(config: TrainConfig) -> TrainConfig:
 
 
 def _without_idle_queue(config: TrainConfig) -> TrainConfig:
-    """A run has no groups where each of its domains has its own method of single steps."""
+    """Remove the groups of a run whose domains all have their own method of single steps."""
     own, groups = config.algorithm, config.algorithm.groups
     if groups is None or any(one.groups is not None for one in config.algorithms.values()):
         return config
@@ -626,7 +626,7 @@ def _without_idle_queue(config: TrainConfig) -> TrainConfig:
 
 
 def _with_one_staleness(config: TrainConfig) -> TrainConfig:
-    """With groups `algorithm.max_staleness` is theirs."""
+    """With groups, set `algorithm.max_staleness` to theirs."""
     own, groups = config.algorithm, config.algorithm.groups
     if groups is None or own.max_staleness == 0 or groups.max_staleness not in (0, own.max_staleness):
         return config
@@ -635,14 +635,14 @@ def _with_one_staleness(config: TrainConfig) -> TrainConfig:
 
 
 def _with_tokens(config: TrainConfig) -> TrainConfig:
-    """Of a language policy torch samples tokens."""
+    """For a language policy, sample tokens with torch."""
     if config.policy.name != "language" or config.generation.backend != "torch":
         return config
     return dataclasses.replace(config, generation=dataclasses.replace(config.generation, backend="tokens_torch"))
 
 
 def _with_host_threads(config: TrainConfig) -> TrainConfig:
-    """A processor that is shared by hosts gives training its part of the threads; with Ray that of the machine where it trains."""
+    """With a processor divided among hosts, give training its share of the threads; with Ray, a share of the training machine's."""
     if config.hybrid.placement.kind != "multiplexed":
         return config
     plan = plan_here(config)

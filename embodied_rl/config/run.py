@@ -1,4 +1,4 @@
-"""Everything of one run: its simulator, its domains and players, and the groups that are too small for a file of their own."""
+"""Configuration of a whole run: its simulator, domains and players, and the small groups of keys."""
 
 from __future__ import annotations
 
@@ -42,50 +42,50 @@ from embodied_rl.registry import installed_targets
 
 @dataclass(frozen=True)
 class SimConfig(Config, place="sim"):
-    """One simulator task and how its processes run."""
+    """One simulator task, and its processes."""
 
     name: str
-    """Of the simulator, as its file in configs/sim is called."""
+    """Name of the simulator: its file in configs/sim."""
     target: str
     """``package.module:Attribute`` of a SimEnv, gymnasium.Env or VectorEnv factory."""
     task: str | None = None
     """The simulator's name of the task; null: the target has one task."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the target."""
+    """Arguments of the target."""
     extra: str | None = None
-    """Which extra of the package brings the simulator."""
+    """Extra of the package that installs the simulator."""
     num_slots: Slots = 16
-    """Environments that are stepped side by side."""
+    """Environments that are stepped in parallel."""
     num_workers: Processes | Literal["auto"] | None = "auto"
-    """Processes; auto: as many as were the fastest when training with this simulator first began on this machine, as many as there are
-    cores where that was not measured; null: as many as there are cores, at most one per slot. Results do not depend on it."""
+    """Processes. auto: the fastest number, measured when training with this simulator first began on this machine, else one per core. null:
+    one per core, at most one per slot. Results do not depend on it."""
     placement: Literal["auto", "none", "pack", "spread", "near_gpu"] = "auto"
-    """Which cores and memory each worker gets; auto: near_gpu or spread on a machine with several NUMA nodes that is only ours. Elsewhere
-    none, or with num_workers=auto its own core, where rollouts were faster so, nothing else runs and no other run has its workers there."""
+    """Cores and memory of each worker. auto: near_gpu or spread on a machine with several NUMA nodes that only this run uses; elsewhere
+    none, or with num_workers=auto a core of its own, if that was measured to be faster and nothing else runs on the machine."""
     pipeline_groups: Slots | Literal["auto"] = "auto"
-    """Slots are stepped in this many alternating groups: one group simulates while the policy acts for another. auto: the policy acts for
-    two halves, and these are stepped in turns, together or slot by slot, whichever was the fastest in rollouts with num_workers=auto."""
+    """Groups of slots that are stepped in turns: one group simulates while the policy acts for another. auto: the policy acts for two
+    halves, which are stepped in turns, together or slot by slot, whichever num_workers=auto measured as fastest in rollouts."""
     max_episode_steps: Annotated[int, Bounds(1, 1_000_000_000)] | None = None
-    """Truncate after this many steps; null: what the simulator says."""
+    """Truncate episodes after this many steps; null: the simulator's limit."""
     success_ends_episode: bool = False
     """End an episode (as truncated) at its first success."""
     step_timeout_s: Seconds = 60.0
-    """A worker that does nothing for so long while it should step is replaced."""
+    """Replace a worker that makes no progress in a step for this long."""
     start_timeout_s: Seconds = 180.0
     """The same for building and restoring."""
     reset_timeout_s: Seconds | None = None
-    """The same for a reset of all slots; null: ten times the longest so far, or before the first of what building took; at least
-    20 s (60 s until every worker has reset once) and at most sim.start_timeout_s."""
+    """The same for a reset of all slots; null: ten times the longest so far, or before the first the time of building; at least 20 s (60 s
+    until every worker has reset once) and at most sim.start_timeout_s."""
     on_fault: Literal["restore", "restart", "stop"] = "restore"
-    """When a worker fails: take its episodes up where they were (restore), begin new ones (restart), or end the run (stop)."""
+    """When a worker fails: continue its episodes where they were (restore), begin new ones (restart), or end the run (stop)."""
     non_finite: Literal["stop", "recover"] = "stop"
-    """NaN or infinity from a simulator: end the run and dump what led to it, or treat it as any other fault."""
+    """On NaN or infinity from a simulator: end the run and dump what led to it, or treat it as any other fault."""
     max_restarts: Retries = 5
-    """End the run when a worker fails more often than this in a row."""
+    """Failures of a worker in a row before the run ends, at most."""
     memory_limit_mb: Megabytes | None = None
-    """Resident size of one worker beyond which it is replaced; null: no limit."""
+    """Resident memory of one worker above which it is replaced; null: no limit."""
     spare_workers: Annotated[int, Bounds(0, 65_536)] = 0
-    """Workers built ahead, which take a failed one's place at once."""
+    """Workers built ahead, each ready to replace a failed one at once."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,51 +95,51 @@ class SimConfig(Config, place="sim"):
 
     @property
     def num_groups(self) -> int:
-        """Groups of slots that the policy acts for one by one; two where time decides whether they are stepped in turns."""
+        """Groups of slots that the policy acts for in turn; two if measurements decide whether they are stepped in turns."""
         return self.pipeline_groups if isinstance(self.pipeline_groups, int) else min(2, self.num_slots)
 
     @property
     def fixed_workers(self) -> int | None:
-        """`num_workers` where it is a number; None where the machine decides."""
+        """`num_workers` if it is a number; None if the machine decides."""
         return self.num_workers if isinstance(self.num_workers, int) else None
 
 
 CREDIT_KEYS = ("advantage", "advantage_options", "gamma", "gae_lambda", "reward", "warm_start")
-"""The keys of `algorithm` that a domain sharing the run's policy may override: how its episodes are valued, and whom it clones first."""
+"""Keys of `algorithm` that a domain sharing the run's policy may override: the valuation of its episodes, and its warm start."""
 
 
 OF_STEPS = ("gae", "gae_chunk", "gae_action")
-"""Advantages that fixed rollouts show enough for."""
+"""Advantages that fixed rollouts contain enough for."""
 
 LANGUAGE, SHARED = "language", "shared"
-"""The run's policy where several domains share it, of texts and of robots."""
+"""Names of the run's policy if several domains share it: of texts and of robots."""
 
 
 def model_place(policy: str) -> str:
-    """Below ``model`` of a checkpoint and of a run, the Hugging Face folder of a language policy: the run's is ``model``, and a domain's
-    own lies within it, under the domain's name."""
+    """Subfolder of ``model``, in a checkpoint and in a run's folder, with a language policy's Hugging Face files: none for the run's
+    policy, the domain's name for a domain's own."""
     return "" if policy == LANGUAGE else policy
 
 
 @dataclass(frozen=True)
 class DomainConfig(Config, place="domains.…"):
-    """One domain of a run with several: what is played there, how often, and what is different from the run's own settings."""
+    """One domain of a run with several: its simulator, its weight, and its differences from the run's settings."""
 
     sim: SimConfig
     """Its simulator: ``/sim@domains.NAME.sim: frozenlake`` in an experiment's defaults."""
     weight: Positive = 1.0
-    """Its share, against the other domains' that learn alike: of the groups; of the environment steps of an iteration's rollouts, but for
-    domains with their own algorithm.rollout_steps; of domains that play nothing, of their gradient steps."""
+    """Share against other domains of the same kind of learning: of the groups; of the environment steps of an iteration's rollouts, except
+    for domains with their own algorithm.rollout_steps; or, if the domains play nothing, of their gradient steps."""
     policy: AnyPolicyConfig | None = None
     """Its own policy, ``/policy@domains.NAME.policy: mlp``; null: the run's, which all such domains share."""
     agent: dict[str, Any] = field(default_factory=dict)
-    """In place of the run's `agent`."""
+    """Overrides of the run's `agent`."""
     algorithm: dict[str, Any] = field(default_factory=dict)
-    """In place of the run's `algorithm`; with a `name` all of it (``/algorithm@domains.NAME.algorithm: bc``): ppo, sac, bc and the like
-    learn from single steps there, whatever the run learns from. groups and max_staleness are the run's. Of a domain that shares the run's
-    policy: only advantage, advantage_options, gamma, gae_lambda, reward and warm_start."""
+    """Overrides of the run's `algorithm`; with a `name` all of it (``/algorithm@domains.NAME.algorithm: bc``). Then ppo, sac, bc and the
+    like learn from single steps there, whatever the run learns from. groups and max_staleness are always the run's. A domain that shares
+    the run's policy can set only advantage, advantage_options, gamma, gae_lambda, reward and warm_start."""
     backend: Literal["tokens_torch", "vllm"] | None = None
-    """Where its tokens are sampled; null: the run's generation.backend."""
+    """Backend that samples its tokens; null: the run's generation.backend."""
     recording: tuple[str, ...] = ()
     """Folders of recorded episodes that its policy learns from, or that its warm start clones; empty: its expert's."""
 
@@ -165,27 +165,27 @@ class PlayerConfig(Config, place="generation.mix.…"):
     """Another player of a share of the groups: the same policy on another backend, or a baseline (another model, random actions)."""
 
     share: Fraction
-    """Of the groups of each domain."""
+    """Share of the groups of each domain."""
     backend: Literal["tokens_torch", "vllm", "openai", "random"] = "openai"
-    """tokens_torch, vllm: the domain's policy. openai: a server at `base_url`; random: any of agent.actions. These two teach nothing."""
+    """tokens_torch, vllm: the domain's policy. openai: a server at `base_url`. random: any of agent.actions. The last two train nothing."""
     train: bool = True
     """Learn from its episodes too (tokens_torch, vllm)."""
     domains: tuple[str, ...] = ()
-    """Where it plays; empty: in all domains of text."""
+    """Domains that it plays; empty: all domains of text."""
     num_slots: Slots = 8
-    """Its own simulators, in each domain."""
+    """Number of its own simulators, in each domain."""
     temperature: Temperature | None = None
-    """null: agent.temperature."""
+    """Sampling temperature; null: agent.temperature."""
     base_url: str | None = None
-    """openai: with the version, ``http://127.0.0.1:8000/v1``."""
+    """openai: address of the server, with the version: ``http://127.0.0.1:8000/v1``."""
     model: str | None = None
     """openai: the server's name of the model."""
     api: Literal["chat", "completions"] = "chat"
-    """openai: chat sends messages, for the server's own chat template; completions the prompt's text."""
+    """openai: chat sends messages, for the server's own chat template; completions sends the prompt's text."""
     api_key_env: str | None = None
-    """openai: name of the environment variable that holds the key."""
+    """openai: name of the environment variable with the key."""
     timeout_s: Seconds = 60.0
-    """openai: of one attempt."""
+    """openai: timeout of one attempt."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,7 +200,7 @@ class PlayerConfig(Config, place="generation.mix.…"):
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` in place of its values, mapping within mapping."""
+    """Copy `base` and replace values by those of `changes`, in nested mappings too."""
     result = dict(base)
     for key, value in changes.items():
         own = result.get(key)
@@ -210,20 +210,20 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class GenerationConfig(Config, place="generation"):
-    """What turns observations into actions."""
+    """Backend that turns observations into actions."""
 
     backend: Literal["torch", "random", "tokens_torch", "vllm"] = "torch"
-    """torch: the policy acts in batches. random: chance. tokens_torch, vllm: language agents' tokens, request by request."""
+    """torch: the policy acts in batches. random: random actions. tokens_torch, vllm: language agents' tokens, request by request."""
     max_batch: Slots = 64
-    """Requests that sample at a time (tokens_torch, vllm)."""
+    """Requests that sample at the same time (tokens_torch, vllm)."""
     gpu_memory_share: PositiveShare = 0.5
-    """Of a GPU, for weights and cache together (vllm)."""
+    """Share of a GPU's memory for weights and cache together (vllm)."""
     compiled: bool = False
     """Compile the model and capture graphs: slower to start, faster on GPUs (vllm)."""
     on_update: Literal["recompute", "keep"] = "recompute"
-    """What becomes of the caches of requests in flight when weights change (tokens_torch, vllm)."""
+    """Caches of requests in flight when weights change: recompute or keep them (tokens_torch, vllm)."""
     mix: dict[str, PlayerConfig] = field(default_factory=dict)
-    """{name: another player of a share of the groups}, with metrics apart (language agents)."""
+    """{name: another player of a share of the groups}, with separate metrics (language agents)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,18 +235,18 @@ class GenerationConfig(Config, place="generation"):
 
 @dataclass(frozen=True)
 class EvaluationConfig(Config, place="evaluation"):
-    """Held-out evaluation: seeds that training never sees."""
+    """Evaluation on held-out seeds, which training never uses."""
 
     num_episodes: Episodes = 100
-    """At the end of the run."""
+    """Episodes of the evaluation at the end of the run."""
     every_steps: Steps | None = None
-    """Also evaluate after this many environment steps; null: at the end only."""
+    """Environment steps between evaluations during the run; null: evaluate at the end only."""
     interim_episodes: Episodes = 32
     """Episodes of an evaluation during the run."""
     temperature: PositiveTemperature | None = None
-    """Of action tokens that are drawn (tiny_vla, openvla, openvla_oft); null: the policy's mode, its likeliest tokens."""
+    """Temperature of action tokens that are sampled (tiny_vla, openvla, openvla_oft); null: the policy's mode, its likeliest tokens."""
     seed: HeldOutSeed = 0
-    """Held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; training seeds lie below 2**30."""
+    """Held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; training seeds are below 2**30."""
 
 
 @dataclass(frozen=True)
@@ -254,36 +254,36 @@ class CheckpointConfig(Config, place="checkpoint"):
     every_steps: Steps | None = 50_000
     """Environment steps between checkpoints; null: at the end only."""
     keep_last: Annotated[int, Bounds(1, 1_000_000)] = 2
-    """So many of the newest stay."""
+    """Number of newest checkpoints that are kept."""
     keep_best: bool = True
-    """The one with the best evaluation stays too."""
+    """Also keep the checkpoint with the best evaluation."""
     within_episodes: bool = False
-    """Save the running episodes too and go on within them, where the simulator's can be saved; of groups none runs
-    there. false: all slots begin new episodes at a checkpoint, whether the run was interrupted there or not."""
+    """Save the running episodes too and continue within them, if the simulator can save them; groups have no running episodes there. false:
+    all slots begin new episodes at a checkpoint, whether the run was interrupted there or not."""
     asynchronous: bool = False
-    """Write in the background while training goes on; the link `last` moves when everything is written."""
+    """Write in the background while training continues; the link `last` moves once everything is written."""
 
 
 @dataclass(frozen=True)
 class RecordConfig(Config, place="record"):
-    """Training episodes that are written into <run_dir>/episodes as they are played, with log-probabilities and versions."""
+    """Recording of training episodes in <run_dir>/episodes as they are played, with log-probabilities and versions."""
 
     share: Share = 0.0
-    """Of the training episodes, chosen by their seeds; 0: none."""
+    """Share of the training episodes, chosen by their seeds; 0: none."""
     max_episodes: Episodes | None = None
     """Stop recording after this many; null: no limit."""
     video: Literal["mp4", "png", "raw"] = "mp4"
-    """How pictures are stored; mp4 is lossless for what the policy sees."""
+    """Storage of pictures; mp4 is lossless for what the policy sees."""
 
 
 @dataclass(frozen=True)
 class VideoConfig(Config, place="video"):
     enabled: Literal["auto", "yes", "no"] = "auto"
-    """auto: film the final policy where this machine can render, and say so where it cannot."""
+    """auto: film the final policy if this machine can render, else report that it cannot."""
     num_episodes: Size = 4
-    """Episodes that are filmed at the end of a run."""
+    """Episodes to film at the end of a run."""
     fps: FramesPerSecond = 20
-    """Pictures a second."""
+    """Pictures per second."""
     size: Pixels = 384
     """Pixels per side of the square picture."""
 
@@ -295,9 +295,9 @@ class LoggerConfig(Config, place="logger"):
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     """{mlflow, trackio or logger of your own: arguments of its class}, by its name, or by the class of a ``package.module:Class``."""
     wandb_project: str = "embodied_rl"
-    """Of Weights & Biases."""
+    """Project in Weights & Biases."""
     wandb_mode: Literal["online", "offline"] = "offline"
-    """Send to Weights & Biases while the run goes on, or keep files for `wandb sync`."""
+    """Send to Weights & Biases during the run, or keep files for `wandb sync`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -312,7 +312,7 @@ class LoggerConfig(Config, place="logger"):
 
 @dataclass(frozen=True)
 class TrainConfig(Config):
-    """Everything of one run."""
+    """Configuration of one run."""
 
     sim: SimConfig
     policy: AnyPolicyConfig
@@ -328,28 +328,26 @@ class TrainConfig(Config):
     record: RecordConfig = RecordConfig()
     agent: AgentConfig = field(default_factory=AgentConfig)
     domains: dict[str, DomainConfig] = field(default_factory=dict)
-    """{name: what is played there}: several domains in one run (docs/multi_domain.md); `sim` is not played then. Empty: only `sim`."""
+    """{name: domain}: several domains in one run (docs/multi_domain.md), which then does not play `sim`. Empty: only `sim`."""
     seed: Seed = 1
-    """Of everything that is drawn: the same seed gives the same run."""
+    """Seed of all randomness: the same seed gives the same run."""
     total_steps: Steps = 200_000
     """Environment steps to train for, at most."""
     stop_at_success: PositiveShare | None = None
-    """Stop when the success rate reaches this: of the evaluations during the run where evaluation.every_steps is set (without
-    exploration noise), else of the last 100 training episodes; null: train all steps."""
+    """Stop when the success rate reaches this: that of evaluations during the run if evaluation.every_steps is set (without exploration
+    noise), else of the last 100 training episodes; null: train all steps."""
     stop_at_return: Score | None = None
-    """Stop when the mean return of an evaluation during the run reaches this (needs evaluation.every_steps); null: no such end."""
+    """Stop when the mean return of an evaluation during the run reaches this (needs evaluation.every_steps); null: no such limit."""
     max_minutes: Positive | None = None
-    """Of wall-clock for the whole run, from the command to the final evaluation; an iteration that has begun is finished; null: no
-    limit."""
+    """Wall-clock minutes of the whole run, from the command to the final evaluation; a started iteration is finished; null: no limit."""
     recording: tuple[str, ...] = ()
     """Recorded episodes to learn from: a folder or file, or a list of them (see algorithm.recorded)."""
     profile: bool = False
-    """Write what happened when into run_dir/timeline.json, for ui.perfetto.dev or chrome://tracing, and the shares of each role into the
-    metrics."""
+    """Write a timeline to run_dir/timeline.json, for ui.perfetto.dev or chrome://tracing, and the shares of each role into the metrics."""
     resume: str | None = None
-    """'auto': continue from run_dir's last checkpoint where there is one; a path: continue from that checkpoint."""
+    """'auto': continue from run_dir's last checkpoint if there is one; a path: continue from that checkpoint."""
     trust: tuple[str, ...] = ()
-    """Code that the checkpoint of `resume` may name beside what is registered: package.module:Attribute, or a list (docs/trust.md)."""
+    """Code that the checkpoint of `resume` may name beside registered code: package.module:Attribute, or a list (docs/trust.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -357,17 +355,17 @@ class TrainConfig(Config):
         longest = max(self.run_dir.split("/"), key=len)
         require(len(longest.encode()) <= 255, "run_dir", "a folder whose names have at most 255 bytes each", longest)
         require(
-            self.sim.target != "???",  # how YAML files for OmegaConf mark a value that the user must give
+            self.sim.target != "???",  # OmegaConf's mark of a value that the user must give
             "sim.target",
             "given for a simulator of your own, such as sim.target=my_package.my_module:MyEnv",
             self.sim.target,
         )
-        # Each domain's overrides are checked now too, not when its method is built.
+        # Check each domain's overrides now, not only when its method is built.
         for name in self.domains:
             self._own_parts(name)
 
     def _own_parts(self, name: str) -> tuple[AgentConfig, AlgorithmConfig]:
-        """The run's agent and algorithm with what the domain has in their place."""
+        """The run's agent and algorithm with the domain's overrides."""
         domain = self.domains[name]
         agent = build(AgentConfig, merged(dataclasses.asdict(self.agent), domain.agent), f"domains.{name}.agent")
         shared = dataclasses.asdict(self.algorithm)
@@ -379,22 +377,22 @@ class TrainConfig(Config):
 
     @cached_property
     def algorithms(self) -> dict[str, AlgorithmConfig]:
-        """{domain: by what its policy learns}; the only one of a run has no name."""
+        """{domain: its policy's algorithm}; a run's only domain has no name."""
         return {name: self._own_parts(name)[1] for name in self.domains} or {"": self.algorithm}
 
     @property
     def plays(self) -> bool:
-        """Whether anything is played to be learned from, in any domain."""
+        """Whether any domain plays to learn from it."""
         return any(own.plays for own in self.algorithms.values())
 
     @property
     def keeps_steps(self) -> bool:
-        """Whether any policy learns from steps that it keeps, recorded or played."""
+        """Whether any policy learns from stored steps, recorded or played."""
         return not all(own.on_policy for own in self.algorithms.values())
 
     def for_domain(self, name: str) -> TrainConfig:
-        """The configuration of a run of only this domain, with the domain's overrides; this one for the empty name of a run's only domain.
-        Raises UserError: a value of the domain makes no sense in its place."""
+        """Configuration of a run of only this domain, with its overrides; this configuration for the empty name of a run's only domain.
+        Raises UserError: an override is invalid."""
         if not name:
             return self
         domain = self.domains[name]
@@ -404,7 +402,7 @@ class TrainConfig(Config):
         if policy.name == "language":
             backend = "tokens_torch" if backend == "torch" else backend
         elif domain.policy is not None or (domain.backend is None and any(map(self.speaks_in, self.domains))):
-            backend = "torch"  # the run's is that of another domain's tokens
+            backend = "torch"  # the run's samples another domain's tokens
         generation = dataclasses.replace(self.generation, backend=backend, mix={})
         if algorithm.groups is None:
             algorithm = dataclasses.replace(algorithm, rollout_steps=self._rollout_steps(name))
@@ -420,19 +418,19 @@ class TrainConfig(Config):
         )
 
     def policy_of(self, domain: str) -> str:
-        """Name of the policy that plays a domain, in metrics and checkpoints: the domain's where it is its own; of those that share the
-        run's, `LANGUAGE` or `SHARED`; empty: the run has one task."""
+        """Name of the policy that plays a domain, in metrics and checkpoints: the domain's name if the policy is its own; `LANGUAGE` or
+        `SHARED` if domains share the run's; empty if the run has one task."""
         if not domain or self.domains[domain].policy is not None:
             return domain
         return LANGUAGE if self.policy.name == "language" else SHARED
 
     @property
     def sim_names(self) -> str:
-        """Of the simulators that are played."""
+        """Names of the simulators that are played."""
         return "+".join(dict.fromkeys(domain.sim.name for domain in self.domains.values())) or self.sim.name
 
     def of_policy(self, policy: str) -> TrainConfig:
-        """The configuration of a run of only this policy (`policy_of`): its domain's where it is a domain's own, else this one."""
+        """Configuration of a run of only this policy (`policy_of`): its domain's if it is a domain's own, else this one."""
         return self.for_domain(policy) if policy in self.domains else self
 
     def speaks_in(self, domain: str) -> bool:
@@ -441,31 +439,31 @@ class TrainConfig(Config):
 
     @property
     def language(self) -> LanguageConfig:
-        """The policy, of a run whose policy speaks."""
+        """Configuration of the language policy, in a run that has one."""
         assert isinstance(self.policy, LanguageConfig), "policy.name=language says so"
         return self.policy
 
     @property
     def decisions_per_iteration(self) -> int:
-        """Of one rollout: num_slots × rollout_steps. (Whole episodes have no fixed number.)"""
+        """Decisions of one rollout: num_slots × rollout_steps. (Whole episodes have no fixed number.)"""
         return self.sim.num_slots * self.algorithm.rollout_steps
 
     @property
     def steps_per_iteration(self) -> int:
-        """Environment steps of one rollout of each domain, where no episode ends within a chunk: decisions × the policy's chunk."""
+        """Environment steps of one rollout of each domain, if no episode ends within a chunk: decisions × the policy's chunk."""
         if self.domains:
             return sum(steps * self._rollout_steps(name) for name, steps in self._steps_at_once.items())
         return self.decisions_per_iteration * self.policy.chunk_size
 
     @property
     def _steps_at_once(self) -> dict[str, int]:
-        """{domain that plays rollouts: environment steps of one decision in all of its slots}; of a run that plays nothing all domains."""
+        """{domain that plays rollouts: environment steps of one decision in all of its slots}; all domains if the run plays nothing."""
         of_steps = {name: own for name, own in self.algorithms.items() if own.groups is None}
         played = {name: self.domains[name] for name, own in of_steps.items() if own.plays or not self.plays}
         return {name: one.sim.num_slots * (one.policy or self.policy).chunk_size for name, one in played.items()}
 
     def _rollout_steps(self, name: str) -> int:
-        """Of each slot in a domain: its own; else the environment steps that the run's would be in all such domains, divided by weight."""
+        """Steps of each slot in a domain: its own, else the environment steps of the run's in all such domains, divided by weight."""
         steps = {key: number for key, number in self._steps_at_once.items() if "rollout_steps" not in self.domains[key].algorithm}
         if name not in steps:
             return self.algorithms[name].rollout_steps
@@ -475,11 +473,11 @@ class TrainConfig(Config):
 
     @property
     def num_iterations(self) -> int:
-        """Rollouts in total_steps, rounded up."""
+        """Number of rollouts in total_steps, rounded up."""
         return -(-self.total_steps // self.steps_per_iteration)
 
     def progress(self, iteration: int, steps: int) -> float:
-        """The share of the run that is over: by iterations, where each update consumes a rollout, else by steps."""
+        """Share of the run that is over: by iterations if each update consumes a rollout, else by steps."""
         if self.algorithm.groups is None and not self.keeps_steps:
             return iteration / self.num_iterations
         return min(steps / self.total_steps, 1.0)
