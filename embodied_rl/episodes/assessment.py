@@ -1,4 +1,4 @@
-"""Estimates with what they are worth (intervals, weights, a refusal where recorded episodes cannot support them), and open loop.
+"""Estimates with their reliability (intervals, weights, refusals if the episodes cannot support them), and open-loop comparison.
 
 Shape legend: N episodes, T steps of the longest, B resamples.
 """
@@ -19,7 +19,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.types import ActionSpec
 
 DEFAULT_BINS = 256
-"""Equal bins of each action dimension that count as tokens (Brohan et al. 2022, "RT-1")."""
+"""Number of equal bins per action dimension that count as tokens (Brohan et al. 2022, "RT-1")."""
 
 
 @dataclass(frozen=True)
@@ -35,57 +35,57 @@ class Summary:
 
 @dataclass(frozen=True)
 class OpenLoop:
-    """A policy against the recorded actions of N episodes."""
+    """Comparison of a policy with the recorded actions of N episodes."""
 
     horizon: int
-    """H: every how many steps the policy was asked."""
+    """H: number of steps between the policy's decisions."""
     num_episodes: int
     num_steps: int
     log_likelihood: Summary
-    """Mean over steps of the log-probability (density, of actions scaled to [-1, 1]) of the recorded action, all units summed."""
+    """Mean log-probability of the recorded action over steps (density for actions scaled to [-1, 1]), summed over units."""
     mse: Summary | None
     """Mean squared error over dimensions, in the simulator's units; None for choices, here and below."""
     mae: Summary | None
     mse_by_dim: tuple[float, ...]
-    """[A]"""
+    """[A] mean squared error by dimension."""
     mae_by_dim: tuple[float, ...]
-    """[A]"""
+    """[A] mean absolute error by dimension."""
     explained_by_dim: tuple[float, ...]
-    """[A] 1 − MSE / variance of the recorded actions: 0 is what their mean would reach; NaN where they never change."""
+    """[A] 1 − MSE / variance of the recorded actions: 0 is the score of their mean; NaN where they never change."""
     accuracy: Summary
-    """Share of choices that are equal; for vectors, of dimensions in the same of `num_bins` equal bins between the simulator's bounds."""
+    """Share of equal choices; for vectors, of dimensions in the same of `num_bins` equal bins between the simulator's bounds."""
     accuracy_by_dim: tuple[float, ...]
-    """[A]"""
+    """[A] accuracy by dimension."""
     num_bins: int
-    """0 for choices."""
+    """Number of bins; 0 for choices."""
     majority: float
-    """The accuracy of always saying the most frequent choice (or bin, dimension by dimension)."""
+    """Accuracy of always predicting the most frequent choice (or bin, per dimension)."""
     bound_share: float
-    """Of all recorded vector entries, those at the simulator's bounds, where what the policy had drawn was cut; 0 for choices."""
+    """Share of recorded vector entries at the simulator's bounds, where drawn actions were clipped; 0 for choices."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; NaN is null."""
+        """JSON-able form; NaN becomes null."""
         data = asdict(self)
         data["explained_by_dim"] = [None if np.isnan(value) else value for value in self.explained_by_dim]
         return data
 
 
 def query_steps(num_steps: int, horizon: int) -> np.ndarray:
-    """[Q] the steps 0, H, 2H, … before which the policy is asked."""
+    """[Q] steps 0, H, 2H, … before which the policy decides."""
     if num_steps < 1 or horizon < 1:
         raise ValueError(f"steps and horizon must be >= 1, got {num_steps} and {horizon}")
     return np.arange(0, num_steps, horizon)
 
 
 def chunks_of(actions: np.ndarray, horizon: int) -> np.ndarray:
-    """[T, A] → [Q, H, A] the actions that follow each query; the last chunk is filled up with its last action."""
+    """[T, A] → [Q, H, A] actions after each decision; the last chunk is padded with its last action."""
     missing = -len(actions) % horizon
     filled = np.concatenate([actions, np.repeat(actions[-1:], missing, axis=0)]) if missing else actions
     return filled.reshape(-1, horizon, *actions.shape[1:])
 
 
 def steps_of(chunks: np.ndarray, num_steps: int) -> np.ndarray:
-    """[Q, H, …] → [T, …], the inverse of `chunks_of`: what was filled up is cut off."""
+    """[Q, H, …] → [T, …], the inverse of `chunks_of`, without the padding."""
     return chunks.reshape(-1, *chunks.shape[2:])[:num_steps]
 
 
@@ -100,15 +100,15 @@ def compare(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> OpenLoop:
-    """Hold predicted actions against recorded ones.
+    """Compare predicted actions with recorded ones.
 
     Args:
-        predicted: N arrays [Tᵢ, A] of what the policy would do at most likely, in the simulator's units.
-        recorded: N arrays [Tᵢ, A] of what was done.
+        predicted: N arrays [Tᵢ, A] of the policy's most likely actions, in the simulator's units.
+        recorded: N arrays [Tᵢ, A] of the recorded actions.
         log_prob: N arrays [Tᵢ, L] of the recorded actions under the policy.
-        action: what the actions mean; vectors or choices.
-        horizon: every how many steps the policy was asked, for the record.
-        num_bins: for the accuracy of vectors.
+        action: spec of the actions; vectors or choices.
+        horizon: number of steps between the policy's decisions, for the result.
+        num_bins: number of bins for the accuracy of vectors.
 
     Raises ValueError: no episode, arrays of different lengths, text actions.
     """
@@ -162,14 +162,14 @@ def compare(
 
 
 def token_ids(actions: np.ndarray, action: ActionSpec, num_bins: int = DEFAULT_BINS) -> np.ndarray:
-    """[T, A] int64 number of the bin that each entry lies in, 0 … num_bins − 1 from the lower to the upper bound."""
+    """[T, A] int64 bin of each entry, 0 … num_bins − 1 from the lower to the upper bound."""
     low, high = np.asarray(action.low, np.float64), np.asarray(action.high, np.float64)
     share = (actions - low) / np.where(high > low, high - low, 1.0)
     return np.clip((share * num_bins).astype(np.int64), 0, num_bins - 1)
 
 
 def normalise(actions: np.ndarray, action: ActionSpec) -> np.ndarray:
-    """The simulator's vectors [..., A] scaled to [-1, 1], the inverse of `ActionSpec.denormalise`; choices pass through."""
+    """Scale the simulator's vectors [..., A] to [-1, 1], the inverse of `ActionSpec.denormalise`; choices pass through."""
     if action.kind != "continuous":
         return actions
     low, high = np.asarray(action.low, np.float32), np.asarray(action.high, np.float32)
@@ -179,7 +179,7 @@ def normalise(actions: np.ndarray, action: ActionSpec) -> np.ndarray:
 def _summary(values: np.ndarray, confidence: float, seed: int) -> Summary:
     mean = float(values.mean())
     if len(values) < 2 or not np.isfinite(values).all():
-        # −inf is the likelihood of a policy that would never do what was done; it has no spread.
+        # A policy that would never take a recorded action has likelihood −inf, which has no spread.
         return Summary(mean, estimators.Interval(mean, mean, confidence, "none"))
     samples = estimators.resample_counts(len(values), 2000, seed) @ values / len(values)
     jackknife = (values.sum() - values) / (len(values) - 1)
@@ -187,14 +187,14 @@ def _summary(values: np.ndarray, confidence: float, seed: int) -> Summary:
 
 
 def _variance(recorded: Sequence[np.ndarray]) -> np.ndarray:
-    """[A] mean over episodes of the mean squared distance from the mean of all episodes; NaN where nothing changes."""
+    """[A] mean over episodes of the mean squared distance from the mean of all episodes; NaN where the actions never change."""
     centre = np.mean([part.mean(axis=0, dtype=np.float64) for part in recorded], axis=0)
     variance = np.mean([((part - centre) ** 2).mean(axis=0) for part in recorded], axis=0)
     return np.where(variance > 1e-12, variance, np.nan)
 
 
 def _majority(tokens: Sequence[np.ndarray]) -> float:
-    """Mean over dimensions of the share of the most frequent token, each episode counting once."""
+    """Mean over dimensions of the share of the most frequent token; each episode counts once."""
     shares = []
     for dim in range(tokens[0].shape[1]):
         size = 1 + max(int(part[:, dim].max()) for part in tokens)
@@ -209,81 +209,81 @@ def _bound_share(recorded: Sequence[np.ndarray], action: ActionSpec) -> float:
 
 
 RATIO_TOLERANCE = 0.05
-"""How far the mean single-step ratio may lie from 1, beyond four standard errors."""
+"""Tolerance for the mean single-step ratio's distance from 1, beyond four standard errors."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the estimates take for given."""
+    """Settings and assumptions of the estimates."""
 
     gamma: float = 0.99
     confidence: float = 0.95
     num_samples: int = 2000
-    """B: resamples of the bootstrap."""
+    """Number of bootstrap resamples, B."""
     bootstrap: str = "bca"
-    """bca or percentile."""
+    """Kind of bootstrap: bca or percentile."""
     seed: int = 0
     min_ess: float = 10.0
-    """An estimate that rests on a smaller effective sample size is refused."""
+    """Smallest effective sample size; an estimate below it is refused."""
     max_weight: float | None = None
-    """Importance weights are cut at this, which biases the estimate; None: they are not."""
+    """Cap of importance weights, which biases the estimate; None: no cap."""
     reward_range: tuple[float, float] | None = None
-    """What every reward is known to lie in; None: not known, and there is no concentration interval."""
+    """Known range of every reward; None: not known, so there is no concentration interval."""
     horizon: int | None = None
-    """The most steps that an episode can have; None: no limit is known."""
+    """Largest number of steps in an episode; None: no known limit."""
 
     def return_range(self) -> tuple[float, float] | None:
-        """What every discounted return lies in, given `reward_range` and `horizon`; None: nothing finite is known."""
+        """Range of every discounted return, from `reward_range` and `horizon`; None: no finite range is known."""
         if self.reward_range is None or (self.horizon is None and self.gamma == 1.0):
             return None
         total = 1 / (1 - self.gamma) if self.horizon is None else float(estimators.discounts(self.horizon, self.gamma).sum())
-        # After an episode's end nothing is earned: 0 is possible at any step.
+        # After an episode's end the reward is 0, so 0 is possible at any step.
         low, high = self.reward_range
         return min(low, 0.0) * total, max(high, 0.0) * total
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How the episodes' importance weights are spread."""
+    """Distribution of the episodes' importance weights."""
 
     ess: float
-    """Effective sample size: of the whole episodes' weights, or for per-decision estimates the mean over steps, each step with its
-    discount times the number of episodes that were still running."""
+    """Effective sample size: of the whole episodes' weights; for per-decision estimates the mean over steps, each weighted by its discount
+    times the number of running episodes."""
     largest: float
-    """The largest weight of an episode, before `max_weight`; infinite where it is beyond float64."""
+    """Largest weight of an episode, before `max_weight`; infinite if it exceeds float64."""
     largest_share: float
-    """Of the sum of all whole-episode weights, what the heaviest has."""
+    """Share of the heaviest episode in the sum of whole-episode weights."""
     mean: float
-    """Mean of the whole episodes' weights: 1 in expectation. Far below 1: the episodes that matter were not recorded."""
+    """Mean of the whole episodes' weights: 1 in expectation. Far below 1: the important episodes were not recorded."""
     cut_share: float
-    """Of the steps, how many had a weight above `max_weight`."""
+    """Share of steps with a weight above `max_weight`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """One estimate of the target policy's value."""
+    """An estimate of the target policy's value."""
 
     estimator: str
     value: float | None
-    """None where it was refused."""
+    """Estimate; None if it was refused."""
     bootstrap: estimators.Interval | None = None
-    """Over episodes, and over fits of the model where there is one; aims at its coverage, and misses it where a few episodes carry all
-    the weight, or where the model is biased: what all fits get wrong alike is in no spread."""
+    """Interval over episodes, and over fits of the model if there is one. It misses its nominal coverage if few episodes carry all the
+    weight, or if the model is biased: an error that all fits share shows in no spread."""
     concentration: estimators.Interval | None = None
-    """Holds with its confidence for any number of episodes and any weights, given that rewards lie in the stated range, episodes
-    are independent and the recorded log-probabilities are true."""
+    """Interval that holds with its confidence for any number of episodes and any weights, if rewards are in the stated range, episodes are
+    independent and the recorded log-probabilities are true."""
     no_concentration: str = ""
-    """Why there is no concentration interval."""
+    """Reason why there is no concentration interval."""
     weights: Weights | None = None
-    """None where no weight enters."""
+    """Weights of the estimate; None if it uses none."""
     refused: str = ""
-    """Why there is no value."""
+    """Reason why there is no value."""
     notes: tuple[str, ...] = ()
     samples: np.ndarray | None = field(default=None, repr=False)
-    """[B] the resampled estimates; those of several policies share their resamples."""
+    """[B] resampled estimates; several policies share their resamples."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; without the samples."""
+        """JSON-able form without the samples."""
         data = dataclasses.asdict(dataclasses.replace(self, samples=None))
         del data["samples"]
         if self.weights is not None and not math.isfinite(self.weights.largest):
@@ -299,13 +299,13 @@ def assess(
     unsupported: str = "",
     refits: Sequence[estimators.OffPolicyEpisodes] = (),
 ) -> list[Estimate]:
-    """Estimate by each of `names` (keys of `ESTIMATORS`), or say why not.
+    """Estimate by each of `names` (keys of `ESTIMATORS`), or give the reason for a refusal.
 
     Args:
-        data: the episodes, with a model where a doubly robust estimate is asked for.
-        unsupported: a reason that rules out importance weights altogether (no log-probabilities, say); "": none is known.
-        refits: the same episodes with models that were fitted to resamples of them. With two or more, intervals of doubly robust
-            estimates hold what the fit adds to their error; without, they take the model for given.
+        data: the episodes, with a model if a doubly robust estimate is requested.
+        unsupported: reason that rules out importance weights altogether (no log-probabilities, say); "": none.
+        refits: the same episodes with models fitted to resamples of them. With two or more, intervals of doubly robust estimates include
+            the error of the fit; otherwise they treat the model as given.
     """
     reason = unsupported or ratio_mismatch(data)
     counts = estimators.resample_counts(data.num_episodes, given.num_samples, given.seed)
@@ -313,7 +313,7 @@ def assess(
 
 
 def assess_behaviour(data: estimators.OffPolicyEpisodes, given: Assumptions) -> Estimate:
-    """The value of the policy that acted: what the target policies are compared with."""
+    """Value of the behaviour policy, with which the target policies are compared."""
     terms = estimators.behaviour_value(data, given.gamma)
     samples = terms.values(estimators.resample_counts(data.num_episodes, given.num_samples, given.seed))
     value, bounds = terms.value(), given.return_range()
@@ -328,8 +328,8 @@ def assess_model(values: np.ndarray, given: Assumptions, *, refused: str = "", n
     """A fitted model's own estimate.
 
     Args:
-        values: [E] the model's mean value of first states, of E members, each fitted to its own resample of the episodes.
-        refused: why it cannot be had ("": it can).
+        values: [E] mean model value of first states, for E members, each fitted to its own resample of the episodes.
+        refused: reason for a refusal; "": none.
     """
     none = "a fitted model has no bound that holds without assumptions on its class"
     if refused:
@@ -341,9 +341,9 @@ def assess_model(values: np.ndarray, given: Assumptions, *, refused: str = "", n
 
 
 def note_contradictions(estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Estimates of one policy, with a note on each that rests on a model and whose interval lies wholly beside that of one that does not.
+    """Add a note to each of a policy's model-based estimates whose interval is disjoint from that of an estimate without a model.
 
-    Both cannot hold the value. Where it is the model's fault, it has a bias that no resampling of the episodes shows.
+    At most one of the two contains the value. If the model is wrong, it has a bias that no resampling of the episodes shows.
     """
     models = {"fqe", *(name for name, estimator in estimators.ESTIMATORS.items() if estimator.needs_model)}
     plain = [estimate for estimate in estimates if estimate.estimator not in models and estimate.bootstrap is not None]
@@ -410,7 +410,7 @@ def _bootstrap(terms: estimators.Terms, value: float, samples: np.ndarray, given
 
 
 def describe_weights(data: estimators.OffPolicyEpisodes, given: Assumptions, *, per_decision: bool) -> Weights:
-    """See `Weights`; effective sample size and share are of the weights as they are used, cut where `max_weight` is given."""
+    """See `Weights`; effective sample size and share are of the weights in use, capped if `max_weight` is given."""
     raw, used = estimators.log_weights(data), estimators.log_weights(data, given.max_weight)
     last = raw[:, -1]
     ess = estimators.effective_sample_size(used[:, -1])
@@ -424,10 +424,10 @@ def describe_weights(data: estimators.OffPolicyEpisodes, given: Assumptions, *, 
 
 
 def ratio_mismatch(data: estimators.OffPolicyEpisodes) -> str:
-    """Why the ratios cannot be those of π to the policy that acted; "" where they can.
+    """Reason why the ratios cannot be those of π to the behaviour policy; "" if they can.
 
-    E_μ[ρ | s] = 1 at every step where μ does everything that π does. The mean over all steps is compared with 1; steps of an episode
-    depend on each other, so that its error is taken over episodes (a ratio of two means, linearised).
+    E_μ[ρ | s] = 1 at every step if μ takes every action that π takes. This compares the mean over all steps with 1; steps of an episode
+    depend on each other, so the error is taken over episodes (a ratio of two means, linearised).
     """
     ratio = np.exp(np.minimum(data.log_ratio, 50.0)) * data.running
     mean = float(ratio.sum() / data.length.sum())
@@ -451,7 +451,7 @@ def ratio_mismatch(data: estimators.OffPolicyEpisodes) -> str:
 def _concentration(
     data: estimators.OffPolicyEpisodes, estimator: estimators.Estimator, given: Assumptions
 ) -> tuple[estimators.Interval | None, str]:
-    """Interval for the value itself, whatever the weights; only the ordinary forms have one."""
+    """Interval for the value itself, for any weights; only the ordinary forms have one."""
     if estimator.self_normalised or estimator.needs_model:
         other = "pdis" if estimator.per_decision else "is"
         return None, f"only sums of independent, bounded terms have one; that of '{other}' holds for the same value"
@@ -496,7 +496,7 @@ def _per_decision_scores(
 
     def scores(cap: float) -> np.ndarray:
         weight = np.exp(estimators.log_weights(data, cap))
-        # Steps after the longest recorded episode earn 0, which has its distance too.
+        # Steps after the longest recorded episode earn 0, which also has a distance.
         return (weight * distance) @ gammas + weight[:, -1] * abs(edge) * beyond
 
     return scores
@@ -517,7 +517,7 @@ def _check_rewards(data: estimators.OffPolicyEpisodes, reward_range: tuple[float
 
 
 def choose_ranking(estimates: Mapping[str, Sequence[Estimate]], preference: Sequence[str]) -> str | None:
-    """The first estimator of `preference` that has a value for every policy; None where there is none.
+    """First estimator of `preference` that has a value for every policy; None if there is none.
 
     Args:
         estimates: {policy: its estimates}.
@@ -528,7 +528,7 @@ def choose_ranking(estimates: Mapping[str, Sequence[Estimate]], preference: Sequ
 
 
 def share_of_best(samples: Sequence[np.ndarray]) -> np.ndarray:
-    """[P] for each of P policies, the share of shared resamples [B] in which its estimate is the highest; ties are divided."""
+    """[P] for each of P policies, the share of shared resamples [B] in which its estimate is the highest; ties are split."""
     table = np.stack([np.nan_to_num(np.asarray(part, np.float64), nan=-np.inf) for part in samples])
     best = table == table.max(axis=0)
     return (best / best.sum(axis=0)).mean(axis=1)

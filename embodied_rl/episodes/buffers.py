@@ -1,4 +1,4 @@
-"""What an episode in progress keeps of each column until it is finished: little in memory, the rest in temporary files."""
+"""Columns of an episode in progress: a little in memory, the rest in temporary files."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from embodied_rl.episodes.recording import RecordingError, Value
 from embodied_rl.files import cannot_write
 
 BLOCK_BYTES = 2**16
-"""Rows are gathered in blocks of about this size."""
+"""Approximate size of a block of rows."""
 SPILL_BYTES = 2**21
-"""A column of an episode in progress that outgrows this goes to a temporary file without a name, which leaves no trace when killed."""
+"""Size above which a column of an episode in progress goes to an unnamed temporary file, which leaves no trace when killed."""
 QUEUED_PICTURES = 16
-"""Pictures that may wait for the encoder; more make the recorder wait."""
+"""Number of pictures that may wait for the encoder; more make the recorder wait."""
 UNFINISHED = ".open-"
-"""What the name of a video of an episode in progress begins with."""
+"""Name prefix of a video of an episode in progress."""
 _ENCODER_NICENESS = 5
 _OPENED = itertools.count(1)
 _STUCK_S = 300.0
-"""An encoder that gets nothing done for so long does not come back."""
+"""Seconds without progress after which the encoder counts as dead."""
 
 
 class _Spill:
-    """Bytes on their way to a file that has no name yet."""
+    """Bytes on their way to an unnamed temporary file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -68,7 +68,7 @@ class _Spill:
 
 
 class RowBuffer:
-    """Rows of one shape."""
+    """Buffer of rows of one shape."""
 
     def __init__(self, column: Column, folder: Path) -> None:
         self.column, self.num_rows = column, 0
@@ -76,17 +76,17 @@ class RowBuffer:
         self._block_rows = max(1, min(BLOCK_BYTES // max(1, column.row_bytes), 1024))
         self._block: np.ndarray | None = None
         self._fill = self._room = 0
-        """Rows in the block, and how many it takes."""
+        """Number of rows in the block, and its capacity."""
         self._blocks: list[np.ndarray] = []
         self._own_bytes = 0
-        """Of the blocks, but for those of the caller's."""
+        """Size of the blocks, without the caller's own."""
         self._spill = _Spill(folder)
 
     def append(self, value: npt.ArrayLike) -> None:
-        """Add a row [*shape]; it is copied."""
+        """Add a copy of a row [*shape]."""
         if self._fill == self._room:
             self._next_block()
-        # A look at the attribute takes a quarter of what np.shape takes, and this runs in every step, slot and column.
+        # Reading the attribute takes a quarter of np.shape's time, and this runs in every step, slot and column.
         if self._shape and (shape := value.shape if isinstance(value, np.ndarray) else np.shape(value)) != self._shape:
             raise _wrong_shape(self.column, shape)
         if self.num_rows == 0 and value is not None and not np.can_cast(np.asarray(value).dtype, self._dtype, "same_kind"):
@@ -111,7 +111,7 @@ class RowBuffer:
         self.num_rows += len(array)
 
     def extend_block(self, rows: np.ndarray) -> None:
-        """Add rows [n, *shape] of the right dtype that belong to this buffer from now on; what is much goes to the temporary file."""
+        """Take ownership of rows [n, *shape] of the right dtype; large ones go to the temporary file."""
         self._close_block()
         self._blocks.append(rows)
         self._own_bytes += rows.nbytes
@@ -124,13 +124,13 @@ class RowBuffer:
                 yield np.frombuffer(data, self._dtype).reshape(-1, *self._shape)
         self._close_block()
         if len(self._blocks) > 1 and all(block.dtype == self._dtype for block in self._blocks):
-            # They are no more than `SPILL_BYTES`: one piece is checked and written in a fraction of the time of many.
+            # At most `SPILL_BYTES`: one piece is checked and written in a fraction of the time of many.
             self._blocks = [np.concatenate(self._blocks)]
         yield from self._blocks
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether nothing of it is in a file."""
+        """Whether nothing is in a file."""
         return not self._spill.is_open
 
     def discard(self) -> None:
@@ -138,7 +138,7 @@ class RowBuffer:
         self._blocks.clear()
 
     def _next_block(self) -> None:
-        # Doubling from 32: most episodes are short, and there may be thousands in progress.
+        # Doubling from 32: most episodes are short, and thousands may be in progress.
         rows = min(self._block_rows, max(32, 2 * self._room))
         self._close_block()
         self._spill_much()
@@ -160,7 +160,7 @@ class RowBuffer:
 
 
 class BlobBuffer:
-    """Rows of varying size, as bytes."""
+    """Buffer of rows of varying size, as bytes."""
 
     def __init__(self, column: Column, folder: Path) -> None:
         self.column, self.sizes = column, list[int]()
@@ -200,7 +200,7 @@ class BlobBuffer:
 
 
 class VideoBuffer:
-    """Pictures, which go to the encoder at once."""
+    """Buffer of pictures, which go to the encoder at once."""
 
     def __init__(self, column: Column, temporary: Path, fps: int, encoder: Encoder) -> None:
         self.column, self.path, self.num_rows = column, temporary, 0
@@ -219,7 +219,7 @@ class VideoBuffer:
         self.num_rows += 1
 
     def extend(self, rows: np.ndarray | Frames) -> None:
-        """Add pictures [n, H, W, 3]; a whole video that is stored alike is copied, for encoding it again would cost quality."""
+        """Add pictures [n, H, W, 3]; a whole video in the same encoding is copied, because encoding it again would cost quality."""
         video = rows.video if isinstance(rows, Frames) else None
         if video is not None and video[1] == self.column.encoding and rows.shape[1:] == self.column.shape and self.num_rows == 0:
             try:
@@ -232,13 +232,13 @@ class VideoBuffer:
             self.append(rows[number])
 
     def take_over(self, video: Path, num_rows: int) -> None:
-        """Take a video that another process has encoded, in place of pictures. Raises RecordingError where there is none."""
+        """Use a video that another process has encoded, in place of pictures. Raises RecordingError if there is none."""
         if not video.is_file():
             raise RecordingError(f"Field '{self.column.name}': the video of {num_rows} pictures is not there ('{video}').")
         self.path, self.num_rows = video, num_rows
 
     def finish(self) -> Path:
-        """Wait for the encoder; the file that holds the video."""
+        """Wait for the encoder; return the video's file."""
         if self._writer is not None:
             self._encoder.wait()
             writer, self._writer = self._writer, None
@@ -250,7 +250,7 @@ class VideoBuffer:
             self._encoder.wait(complain=False)
             writer, self._writer = self._writer, None
             writer.discard()
-        # Finished and not taken into the part.
+        # The video was finished but not moved into the part.
         self.path.unlink(missing_ok=True)
 
 
@@ -258,10 +258,10 @@ Buffer = RowBuffer | BlobBuffer | VideoBuffer
 
 
 class EpisodeRows:
-    """The rows of an episode in progress, column by column, and its snapshots, on their way into a part."""
+    """Rows of an episode in progress, column by column, and its snapshots, on their way into a part."""
 
     def __init__(self, columns: tuple[Column, ...], folder: Path, fps: int, encoder: Encoder) -> None:
-        """`folder`: of the part, where its temporary files lie; `fps` and `encoder` are for videos."""
+        """`folder`: folder of the part, for temporary files; `fps` and `encoder` are for videos."""
         self.buffers: dict[str, Buffer] = {}
         for column in columns:
             if column.is_video:
@@ -271,15 +271,15 @@ class EpisodeRows:
                 self.buffers[column.name] = (BlobBuffer if column.is_blob else RowBuffer)(column, folder)
         self.snapshots = BlobBuffer(SNAPSHOT_COLUMN, folder)
         self.marks: list[int] = []
-        """The steps that the snapshots were taken before."""
+        """Steps that follow the snapshots."""
 
     def keep_snapshot(self, snapshot: bytes, time: int) -> None:
-        """Of the moment before step `time`."""
+        """Keep a snapshot from before step `time`."""
         self.snapshots.append_bytes(bytes(snapshot))
         self.marks.append(time)
 
     def extend(self, blocks: Mapping[str, np.ndarray]) -> None:
-        """Add rows [t, *shape] of every column, all of fixed size and of the column's dtype; they are this episode's from now on."""
+        """Take ownership of rows [t, *shape] of every column, all of fixed size and of the column's dtype."""
         for name, rows in blocks.items():
             buffer = self.buffers[name]
             assert isinstance(buffer, RowBuffer)
@@ -291,13 +291,13 @@ class EpisodeRows:
         return not self.marks and all(isinstance(buffer, RowBuffer) and buffer.is_in_memory for buffer in self.buffers.values())
 
     def whole(self, name: str) -> np.ndarray:
-        """[t, *shape] all rows of a column of fixed size."""
+        """All rows [t, *shape] of a column of fixed size."""
         buffer = self.buffers[name]
         assert isinstance(buffer, RowBuffer)
         return np.concatenate(list(buffer.chunks()))
 
     def take(self) -> list[list[np.ndarray]]:
-        """Of each column, all of fixed size, its rows in pieces [t, *shape]; nothing of them stays here."""
+        """Release the rows of each column, all of fixed size, in pieces [t, *shape]."""
         taken = []
         for buffer in self.buffers.values():
             assert isinstance(buffer, RowBuffer)
@@ -306,7 +306,7 @@ class EpisodeRows:
         return taken
 
     def discard(self) -> None:
-        """Let go of the temporary files."""
+        """Delete the temporary files."""
         for buffer in (*self.buffers.values(), self.snapshots):
             buffer.discard()
 
@@ -316,21 +316,21 @@ def _stuck() -> RecordingError:
 
 
 class Encoder:
-    """A thread that encodes, so that simulators need not wait; libx264 runs without the interpreter's lock.
+    """Thread that encodes pictures, so that simulators need not wait; libx264 runs without the interpreter's lock.
 
     A picture waits in one of `QUEUED_PICTURES` rooms; `put` blocks while all are taken.
     """
 
     def __init__(self) -> None:
-        # Queues of the kind that is written in C: the others take longer than the copy of a small picture.
+        # SimpleQueue is written in C; other queues take longer than the copy of a small picture.
         self._queue: queue.SimpleQueue[tuple[VideoWriter, PictureRoom] | threading.Event | None] = queue.SimpleQueue()
         self._free: dict[tuple[int, ...], queue.SimpleQueue[PictureRoom]] = {}
-        """{size of pictures: rooms}"""
+        """{picture size: free rooms}"""
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def put(self, writer: VideoWriter, picture: np.ndarray) -> None:
-        """Have a picture [H, W, 3] uint8 encoded, of which a copy is made."""
+        """Copy a picture [H, W, 3] uint8 and queue it for encoding."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="episode-encoder", daemon=True)
             self._thread.start()
@@ -343,7 +343,7 @@ class Encoder:
         self._queue.put((writer, room))
 
     def wait(self, complain: bool = True) -> None:
-        """Until everything is encoded. Raises what the encoder raised, unless asked not to."""
+        """Wait until everything is encoded. Raises the encoder's error unless `complain` is False."""
         if self._thread is not None:
             reached = threading.Event()
             self._queue.put(reached)
@@ -366,8 +366,8 @@ class Encoder:
         return self._free[shape]
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where each thread has its own priority
-            # Where all cores simulate, a simulator that has to stand back holds up its whole batch; a picture can wait.
+        if sys.platform == "linux":  # only there does each thread have its own priority
+            # If all cores simulate, a delayed simulator holds up its whole batch; a picture can wait.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _ENCODER_NICENESS)
         while (item := self._queue.get()) is not None:

@@ -1,6 +1,6 @@
-"""Recorded episodes as data to learn from: minibatches of steps, drawn by a seed, and transitions for learning with a critic.
+"""Recorded episodes as training data: minibatches of steps, drawn by a seed, and transitions for learning with a critic.
 
-Shape legend: T units of one sequence (steps, or messages of several steps), S slots beside each other, B transitions.
+Shape legend: T units of one sequence (steps, or messages of several steps), S parallel slots, B transitions.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.types import ActionSpec, Observation, Rollout, SimSpec, TensorSpec
 
 RewardKind = Literal["recorded", "success"]
-"""recorded: the simulator's. success: 1 at a step that succeeds, after which nothing counts, else 0."""
+"""recorded: the simulator's reward. success: 1 at a successful step, after which nothing counts, else 0."""
 
 
 @dataclass(frozen=True)
 class Transitions:
-    """What a critic learns from: Q(observation, action) ≈ reward + discount · V(next_observation)."""
+    """Transitions for a critic: Q(observation, action) ≈ reward + discount · V(next_observation)."""
 
     observation: Observation
-    """{key: [B, ...]}"""
+    """Observations {key: [B, ...]} before the actions."""
     action: np.ndarray
-    """[B, A] float32 normalised, within [-1, 1]; int64 [B, 1] for discrete. Of messages: [B, K, A], 0 where not executed."""
+    """Actions [B, A] float32 normalised, within [-1, 1]; int64 [B, 1] for discrete. Messages: [B, K, A], 0 if not executed."""
     reward: np.ndarray
-    """[B] float32: discounted sum until the next observation."""
+    """[B] float32 discounted sum of rewards until the next observation."""
     discount: np.ndarray
-    """[B] float32: γ to the power of the steps between, 0 after a terminated step."""
+    """[B] float32 γ to the power of the number of steps, 0 after a terminated step."""
     next_observation: Observation
-    """{key: [B, ...]}; of a truncated episode its final one. Not to be looked at where discount is 0."""
+    """{key: [B, ...]}; for a truncated episode its final observation. Undefined where discount is 0."""
     executed: np.ndarray | None = None
-    """[B, K] bool: of actions [B, K, A], those that exist; None: actions are single steps."""
+    """[B, K] bool: which of the actions [B, K, A] exist; None: actions are single steps."""
 
     @property
     def num_rows(self) -> int:
-        """B"""
+        """Number of transitions, B."""
         return len(self.reward)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """``observation.<key>``, ``next_observation.<key>``, ``action``, ``reward``, ``discount`` and, of chunks, ``executed``."""
+        """``observation.<key>``, ``next_observation.<key>``, ``action``, ``reward``, ``discount`` and, for chunks, ``executed``."""
         own = {"action": self.action, "reward": self.reward, "discount": self.discount}
         own |= {} if self.executed is None else {"executed": self.executed}
         before = {f"observation.{key}": part for key, part in self.observation.items()}
@@ -51,7 +51,7 @@ class Transitions:
 
     @staticmethod
     def of_columns(columns: Mapping[str, np.ndarray]) -> Transitions:
-        """The inverse of `columns`."""
+        """Inverse of `columns`."""
 
         def below(side: str) -> Observation:
             return {name.removeprefix(f"{side}."): part for name, part in columns.items() if name.startswith(f"{side}.")}
@@ -61,7 +61,7 @@ class Transitions:
 
     @staticmethod
     def concatenate(parts: list[Transitions]) -> Transitions:
-        """One after another; at least one."""
+        """Concatenate at least one set of transitions."""
         if len(parts) == 1:
             return parts[0]
         first, *others = [part.columns() for part in parts]
@@ -70,24 +70,24 @@ class Transitions:
 
 @dataclass(frozen=True)
 class Windows:
-    """For each unit of a sequence: what the n units from it on bring."""
+    """Returns of the n units that begin at each unit of a sequence."""
 
     reward: np.ndarray
-    """[T, ...] float32: r_t + c_t r_{t+1} + c_t c_{t+1} r_{t+2} + …, c the units' discounts."""
+    """[T, ...] float32: r_t + c_t r_{t+1} + c_t c_{t+1} r_{t+2} + …, with the units' discounts c."""
     end: np.ndarray
-    """[T, ...] int64: last unit of the window; the next observation is the one after it."""
+    """[T, ...] int64 last unit of the window; the next observation follows it."""
     discount: np.ndarray
-    """[T, ...] float32: product of the window's c, 0 where its last unit terminated."""
+    """[T, ...] float32 product of the window's c, 0 if its last unit terminated."""
 
 
 def n_step_windows(reward: np.ndarray, factor: np.ndarray | float, terminated: np.ndarray, truncated: np.ndarray, n: int) -> Windows:
-    """Returns over n units, cut at the end of an episode and at the end of the sequence, where they bootstrap earlier.
+    """Returns over n units; windows are cut at the end of an episode and of the sequence, where they bootstrap earlier.
 
-    The n-step return of Sutton and Barto, Reinforcement Learning (2018), eq. 7.1. A shorter window is as good a target: nothing is
-    left out and nothing of another episode gets in.
+    The n-step return of Sutton and Barto, Reinforcement Learning (2018), eq. 7.1. A shorter window is an equally valid target: nothing is
+    omitted, and nothing of another episode is included.
 
     Args:
-        reward: [T, ...] of each unit.
+        reward: [T, ...] reward of each unit.
         factor: [T, ...] or one number: discount over each unit, γ for a step, γ^m for a message of m steps.
         terminated, truncated: [T, ...] bool: the episode ends with this unit.
         n: at least 1.
@@ -105,20 +105,20 @@ def n_step_windows(reward: np.ndarray, factor: np.ndarray | float, terminated: n
         discount[:rest] *= np.where(going, factors[ahead:] * ~terminated[ahead:], 1.0)
         end[:rest] += going & (ahead > 0)
         going &= ~stops[ahead:]
-        alive[max(rest - 1, 0) :] = False  # the sequence ends there
+        alive[max(rest - 1, 0) :] = False  # the sequence ends here
     return Windows(total.astype(np.float32), end, discount.astype(np.float32))
 
 
 @dataclass(frozen=True)
 class SeenRewards:
-    """Rewards and ends of steps as a learner sees them."""
+    """Transforms the rewards and ends of steps for a learner."""
 
     kind: RewardKind = "recorded"
     shaped: Callable[[np.ndarray], np.ndarray] = lambda reward: reward
-    """Each step's reward, any shape, as it is learned from (`StepRewards.of_steps`)."""
+    """Function from step rewards of any shape to the learner's rewards (`StepRewards.of_steps`)."""
 
     def __call__(self, reward: np.ndarray, terminated: np.ndarray, success: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """(rewards, ends). Raises ValueError where success is wanted and not known."""
+        """Return (rewards, ends). Raises ValueError if success is needed and unknown."""
         if self.kind == "recorded":
             return self.shaped(reward), terminated
         if success is None:
@@ -138,12 +138,12 @@ def rollout_transitions(
     n_step: int = 1,
     rewards: SeenRewards = AS_RECORDED,
 ) -> Transitions:
-    """All decisions of a rollout [T, N] as B = T·N transitions, time-major; windows are cut at the rollout's end.
+    """Convert all decisions of a rollout [T, N] to B = T·N transitions, time-major; windows are cut at the rollout's end.
 
-    A chunk is one decision: its rewards are summed with their discounts up to where it was cut, and what follows counts γ to the power of
-    its steps.
+    A chunk is one decision: its discounted rewards are summed up to its last executed step, and what follows is discounted by γ to the
+    power of its steps.
 
-    `action`: [B, A] as critics read it, or chunks [B, K, A]; steps that were not executed are set to 0.
+    `action`: [B, A] in the critics' form, or chunks [B, K, A]; steps that were not executed are set to 0.
     """
     steps, slots = rollout.reward.shape
     units, executed = decisions(rollout, gamma, rewards), None
@@ -170,18 +170,18 @@ def rollout_transitions(
 
 @dataclass(frozen=True)
 class Units:
-    """What came of each unit of a sequence; all [T, ...]."""
+    """Rewards and ends of the units of a sequence; all [T, ...]."""
 
     reward: np.ndarray
-    """Discounted sum over its steps."""
+    """Discounted sum of rewards over the unit's steps."""
     factor: np.ndarray
-    """γ to the power of its steps."""
+    """γ to the power of the number of steps."""
     terminated: np.ndarray
     truncated: np.ndarray
 
 
 def decisions(rollout: Rollout, gamma: float, seen: SeenRewards) -> Units:
-    """Of each decision of a rollout. A chunk that succeeds in its middle counts up to there where success is what is rewarded."""
+    """Units of a rollout's decisions. With success rewards, a chunk counts up to its first success."""
     if rollout.executed is None or rollout.chunk_reward is None:
         rewards, terminated = seen(rollout.reward, rollout.terminated, rollout.success)
         return Units(rewards, np.full(rewards.shape, float(gamma)), terminated, rollout.truncated)
@@ -198,20 +198,20 @@ def decisions(rollout: Rollout, gamma: float, seen: SeenRewards) -> Units:
 
 
 class ReplayBuffer:
-    """A ring of `capacity` transitions; the oldest are overwritten. Memory is taken as it fills."""
+    """A ring of `capacity` transitions; new ones overwrite the oldest. Memory use grows as it fills."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_added = 0
-        """Transitions ever added; the next one goes to this number modulo capacity."""
+        """Number of transitions ever added; the next one goes to this number modulo capacity."""
         self._columns: dict[str, np.ndarray] = {}
-        """{name of `Transitions.columns`: [capacity, ...]}, made as the first transitions come."""
+        """{name of `Transitions.columns`: [capacity, ...]}, allocated with the first transitions."""
 
     def __len__(self) -> int:
         return min(self.num_added, self.capacity)
 
     def add(self, transitions: Transitions) -> None:
-        """Append B transitions; of more than fit, the last."""
+        """Append B transitions; if more than the capacity, only the last ones."""
         rows = (self.num_added + np.arange(transitions.num_rows)) % self.capacity
         kept = slice(max(0, transitions.num_rows - self.capacity), None)
         given = transitions.columns()
@@ -222,7 +222,7 @@ class ReplayBuffer:
         self.num_added += transitions.num_rows
 
     def _make(self, like: Mapping[str, np.ndarray]) -> None:
-        # Pages of np.empty are taken from the system when they are written to.
+        # The system allocates pages of np.empty on the first write.
         try:
             self._columns = {name: np.empty((self.capacity, *part.shape[1:]), part.dtype) for name, part in like.items()}
         except MemoryError as error:
@@ -232,16 +232,16 @@ class ReplayBuffer:
             ) from error
 
     def sample(self, rng: np.random.Generator, size: int) -> Transitions:
-        """B = size transitions, drawn with replacement. Raises ValueError while there is none."""
+        """Draw B = size transitions with replacement. Raises ValueError if the buffer is empty."""
         rows = rng.integers(len(self), size=size)
         return Transitions.of_columns({name: column[rows] for name, column in self._columns.items()})
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        """The rows that are filled, and their count: all that a resumed run needs."""
+        """Filled rows and their count: the complete state for resuming."""
         return {"num_added": np.array(self.num_added, np.int64), **{name: column[: len(self)] for name, column in self._columns.items()}}
 
     def load_state_arrays(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continue exactly. Raises KeyError or ValueError for another buffer's state."""
+        """Restore the state exactly. Raises KeyError or ValueError for another buffer's state."""
         self.num_added = int(state["num_added"])
         rest = {name: part for name, part in state.items() if name != "num_added"}
         if self.num_added and not self._columns:
@@ -251,16 +251,16 @@ class ReplayBuffer:
 
 
 EpisodeRef = tuple[Recording, int]
-"""A recording, and the number of one of its episodes."""
+"""(recording, number of one of its episodes)"""
 _TEXT_BYTES = 128
-"""Guess of what a text takes in memory."""
+"""Estimated memory of a text."""
 _SAMPLE, _ORDER, _EPOCH = 11, 12, 13
-"""Streams of randomness: never one for two purposes."""
+"""Streams of randomness, each for one purpose."""
 
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """What is made of recorded steps."""
+    """Options for the data made of recorded steps."""
 
     observation_keys: tuple[str, ...]
     """Parts of the observation that the learner reads."""
@@ -268,41 +268,41 @@ class DatasetOptions:
     n_step: int = 1
     rewards: SeenRewards = AS_RECORDED
     unit: Literal["step", "message"] = "step"
-    """message: a transition for each action chunk that the recorded policy sent; its actions are [K, A]."""
+    """Unit of a transition. message: one action chunk that the recorded policy sent; its actions are [K, A]."""
     window: int | None = None
-    """K: the actions of a step are the K from it on [K, A], as far as its episode has them; what a policy that acts in chunks clones."""
+    """Window size K for cloning action chunks: a step's actions are the next K ones [K, A], as far as the episode has them."""
     action_margin: float = 0.0
     """See `ActionSpec.normalise`."""
 
 
 class TransitionTable:
-    """All transitions of some episodes in memory; observations are kept once, and gathered by row.
+    """All transitions of some episodes in memory; observations are stored once and gathered by row.
 
     U units (steps or messages) of E episodes; R = rows of observations, T + 1 of each episode.
     """
 
     def __init__(self, episodes: Sequence[EpisodeRef], action: ActionSpec, options: DatasetOptions) -> None:
-        """Read the episodes. Raises RecordingError for NaN or infinity in what is learned from."""
+        """Read the episodes. Raises RecordingError for NaN or infinity in the training data."""
         self._keys = options.observation_keys
-        # Episodes of one recording that stand together are read at once.
+        # Neighbouring episodes of one recording are read at once.
         read = [_Units.of(run[0][0], [number for _, number in run], action, options) for run in _runs_of_one_recording(episodes)]
         offsets = np.cumsum([0, *(part.num_rows for part in read)])
         self.observation: Observation = {key: _own([part.observation[key] for part in read]) for key in self._keys}
-        """{key: [R, ...]}"""
+        """Observations {key: [R, ...]}."""
         self.row = np.concatenate([part.row + offset for part, offset in zip(read, offsets, strict=False)])
-        """[U] int64 observation before each unit."""
+        """[U] int64 row of the observation before each unit."""
         self.next_row = np.concatenate([part.next_row + offset for part, offset in zip(read, offsets, strict=False)])
-        """[U] int64 observation that its target bootstraps from."""
+        """[U] int64 row of the observation that the unit's target bootstraps from."""
         self.action = _stack_actions([part.action for part in read])
-        """[U, A], or [U, K, A] of messages, K the longest."""
+        """[U, A], or [U, K, A] for messages, with the longest K."""
         self.executed = _stack_actions([part.executed for part in read])[..., 0]
-        """[U] bool True, or [U, K] which steps of a message were taken."""
+        """[U] bool True, or [U, K] whether a message's step was executed."""
         self.reward = np.concatenate([part.reward for part in read])
         self.discount = np.concatenate([part.discount for part in read])
 
     @property
     def num_units(self) -> int:
-        """U"""
+        """Number of units, U."""
         return len(self.row)
 
     def gather(self, units: np.ndarray) -> Transitions:
@@ -320,7 +320,7 @@ class TransitionTable:
 
 @dataclass(frozen=True)
 class _Units:
-    """Some episodes of a recording as the table wants them."""
+    """Units of some episodes of one recording, in the form of the table."""
 
     observation: Observation
     row: np.ndarray
@@ -344,7 +344,7 @@ class _Units:
         columns, ends = block.columns, np.cumsum(block.lengths)
         rewards, terminated = options.rewards(columns["reward"], columns["terminated"], columns["success"])
         acted = action.normalise(columns["action"].reshape(block.num_steps, -1), margin=options.action_margin)
-        # An episode without an end is one that is cut: what follows in memory is another one.
+        # An episode without an end counts as truncated: the next row belongs to another one.
         truncated = columns["truncated"].copy()
         truncated[ends - 1] = True
         starts = np.arange(block.num_steps) if options.unit == "step" else _message_starts(recording, block)
@@ -357,14 +357,14 @@ class _Units:
             chunks, executed = acted, np.ones((len(acted), 1), bool)
         else:
             chunks, executed = _chunks(acted, starts, stops)
-        # An episode has one observation more than steps.
+        # An episode has one more observation than steps.
         before = block.episode_of_step[starts]
         observation = {key: columns[name] for key, name in zip(options.observation_keys, seen, strict=True)}
         return _Units(observation, starts + before, (stops + before)[windows.end], chunks, executed, windows.reward, windows.discount)
 
 
 def _message_starts(recording: Recording, block: EpisodeBlock) -> np.ndarray:
-    """[U] int64 first step of each message; of episodes that do not know their messages, every step is one."""
+    """[U] int64 first step of each message; in episodes without message numbers, every step is one."""
     starts = []
     for number, first, length in zip(block.numbers.tolist(), block.step_starts.tolist(), block.lengths.tolist(), strict=True):
         chunk = recording.episode(number).chunk
@@ -373,7 +373,7 @@ def _message_starts(recording: Recording, block: EpisodeBlock) -> np.ndarray:
 
 
 def _sum_units(starts: np.ndarray, reward: np.ndarray, terminated: np.ndarray, truncated: np.ndarray, gamma: float) -> Units:
-    """Discounted rewards within each unit. A unit that terminates in its middle (a success that ends the episode) counts up to there."""
+    """Discounted rewards within each unit. A unit that terminates early (a success that ends the episode) counts up to that step."""
     if len(starts) == len(reward):
         return Units(reward.astype(np.float64), np.full(len(reward), float(gamma)), terminated, truncated)
     stops = np.append(starts[1:], len(reward))
@@ -390,7 +390,7 @@ def _sum_units(starts: np.ndarray, reward: np.ndarray, terminated: np.ndarray, t
 
 
 def _chunks(action: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[U, K, A] padded with 0, and [U, K, 1] bool where an action was taken."""
+    """[U, K, A] padded with 0, and [U, K, 1] bool where an action was executed."""
     longest = int((stops - starts).max())
     chunks = np.zeros((len(starts), longest, action.shape[1]), action.dtype)
     executed = np.zeros((len(starts), longest, 1), bool)
@@ -401,7 +401,7 @@ def _chunks(action: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[
 
 
 def _windows(action: np.ndarray, size: int, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[T, K, A] the actions from each step on, 0 beyond the last of its episode, and [T, K, 1] bool where there is one.
+    """[T, K, A] actions from each step on, 0 after the last of its episode, and [T, K, 1] bool where an action exists.
 
     `end` [T]: one past the last step of each step's episode.
     """
@@ -416,12 +416,12 @@ def _runs_of_one_recording(episodes: Sequence[EpisodeRef]) -> Iterator[list[Epis
 
 
 def _own(parts: list[np.ndarray]) -> np.ndarray:
-    """One after another, in memory of our own: parts may be views into files that will be closed."""
+    """Concatenate copies: parts may be views into files that will be closed."""
     return parts[0] if len(parts) == 1 and parts[0].flags.owndata else np.concatenate(parts)
 
 
 def _stack_actions(parts: list[np.ndarray]) -> np.ndarray:
-    """Concatenated; messages are filled up to the longest of all episodes."""
+    """Concatenate; messages are padded to the longest of all episodes."""
     if parts[0].ndim == 2:
         return np.concatenate(parts)
     longest = max(part.shape[1] for part in parts)
@@ -431,14 +431,14 @@ def _stack_actions(parts: list[np.ndarray]) -> np.ndarray:
 class EpisodeDataset:
     """Steps of recorded episodes, in minibatches that depend only on (seed, number): nothing to save for a resume.
 
-    Episodes that do not fit into `memory_mb` together are read in windows: random sets of episodes that do, new ones in each round over
-    the recording. A single episode that is larger than that is its own window.
+    Episodes that do not fit into `memory_mb` are read in windows: random sets of episodes that fit, new ones in each round over the
+    recording. A single episode that is larger is its own window.
     """
 
     def __init__(
         self, episodes: Sequence[EpisodeRef], spec: SimSpec, options: DatasetOptions, *, seed: int, memory_mb: float = 1024.0
     ) -> None:
-        """Nothing is read yet. Raises UserError without any episode."""
+        """Prepare the dataset without reading. Raises UserError without any episode."""
         if not episodes:
             raise UserError("There is no recorded episode to learn from.")
         self.spec, self.options = spec, options
@@ -460,11 +460,11 @@ class EpisodeDataset:
 
     @property
     def fits(self) -> bool:
-        """Whether everything is held in memory."""
+        """Whether all data are in memory."""
         return bool(self._bytes.sum() <= self._budget)
 
     def sample(self, number: int, size: int) -> Transitions:
-        """The minibatch `number` of B = size transitions, drawn with replacement."""
+        """Minibatch `number` of B = size transitions, drawn with replacement."""
         window = 0
         if not self.fits:
             per_round = max(1, self._num_windows(0))
@@ -474,7 +474,7 @@ class EpisodeDataset:
         return table.gather(rng.integers(table.num_units, size=size))
 
     def epoch(self, number: int, size: int) -> Iterator[Transitions]:
-        """Every unit once, in a new order for each epoch; minibatches of about `size`, never a tiny rest."""
+        """Yield every unit once, in a new order for each epoch, in minibatches of about `size`, never a tiny rest."""
         for index in range(self._num_windows(number)):
             table = self._table(self._first_window(number) + index)
             rng = np.random.default_rng(np.random.SeedSequence([self._seed, _EPOCH, number, index]))
@@ -483,13 +483,13 @@ class EpisodeDataset:
                 yield table.gather(part)
 
     def observations(self) -> Iterator[Observation]:
-        """{key: [n, ...]} what was seen before each unit, every one once: for normalisation statistics."""
+        """Yield the observations {key: [n, ...]} before each unit, each once, for normalisation statistics."""
         for index in range(self._num_windows(0)):
             table = self._table(index)
             yield {key: part[table.row] for key, part in table.observation.items()}
 
     def rewards(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(rewards [n, 1], ends [n, 1] bool) of every recorded step once, one episode after another: for running statistics."""
+        """Yield (rewards [n, 1], ends [n, 1] bool) of every recorded step once, episode by episode, for running statistics."""
         for run in _runs_of_one_recording(self._episodes):
             block = run[0][0].read_many([number for _, number in run], STEP_COLUMNS)
             reward, over = self.options.rewards(*(block.columns[name] for name in ("reward", "terminated", "success")))
@@ -502,7 +502,7 @@ class EpisodeDataset:
     def _table(self, window: int) -> TransitionTable:
         chosen = self._window(window)
         if self._loaded is None or self._loaded[0] != chosen:
-            self._loaded = None  # the old part goes before the new one comes
+            self._loaded = None  # release the old part before the new one is read
             self._loaded = (chosen, TransitionTable([self._episodes[index] for index in chosen], self.spec.action, self.options))
         return self._loaded[1]
 
@@ -525,7 +525,7 @@ class EpisodeDataset:
         return 1 if self.fits else self._first_window(epoch + 1) - self._first_window(epoch)
 
     def _add_round(self) -> None:
-        """A new order of all episodes, cut into windows that fit."""
+        """Add a new order of all episodes, cut into windows that fit."""
         self._rounds.append(len(self._windows))
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, _ORDER, len(self._rounds)]))
         window: list[int] = []
@@ -540,14 +540,14 @@ class EpisodeDataset:
 
 
 def split_episodes(episodes: Sequence[EpisodeRef], share: float, *, seed: int) -> tuple[list[EpisodeRef], list[EpisodeRef]]:
-    """(training, validation): whole episodes, drawn by the seed; at least one of each as long as there are two and share > 0."""
+    """Split whole episodes by the seed into (training, validation), with at least one of each if there are two and share > 0."""
     wanted = min(max(round(share * len(episodes)), 1), len(episodes) - 1) if share > 0 else 0
     chosen = set(np.random.default_rng(np.random.SeedSequence([seed, _ORDER])).permutation(len(episodes))[:wanted].tolist())
     return [e for i, e in enumerate(episodes) if i not in chosen], [episodes[i] for i in sorted(chosen)]
 
 
 def choose_episodes(recordings: Sequence[Recording], *, only_success: bool = False, max_episodes: int | None = None) -> list[EpisodeRef]:
-    """The episodes to learn from, in the order of their recordings. Raises UserError: there is none, with the reason."""
+    """The episodes to learn from, in the order of their recordings. Raises UserError, with the reason, if there is none."""
     names = ", ".join(f"'{recording.path}'" for recording in recordings)
     found = [(recording, number) for recording in recordings for number in range(len(recording))]
     if not found:
@@ -566,11 +566,11 @@ def choose_episodes(recordings: Sequence[Recording], *, only_success: bool = Fal
 
 
 def check_recording(recording: Recording, spec: SimSpec, keys: Sequence[str], *, same_task: bool) -> None:
-    """Make sure that a policy of a simulator can learn from a recording.
+    """Check that a policy of a simulator can learn from a recording.
 
-    `same_task`: also insist on the task's name.
+    `same_task`: also require the same task name.
 
-    Raises RecordingError: naming every part that differs, or the observation that was not recorded.
+    Raises RecordingError: names every part that differs, or the observation that was not recorded.
     """
     theirs, differences = recording.spec, []
     missing = [key for key in keys if key not in theirs.observation]
@@ -594,7 +594,7 @@ def check_recording(recording: Recording, spec: SimSpec, keys: Sequence[str], *,
 
 
 def _bytes_per_step(spec: SimSpec, options: DatasetOptions) -> int:
-    """Of a table, its bookkeeping included."""
+    """Bytes of a table per step, with its bookkeeping."""
     parts = [spec.tensors[key] for key in options.observation_keys if key in spec.tensors]
     seen = sum(int(np.prod(part.shape, dtype=np.int64)) * np.dtype(part.dtype).itemsize for part in parts)
     seen += _TEXT_BYTES * (len(options.observation_keys) - len(parts))

@@ -1,9 +1,9 @@
-"""What a target policy would earn, from episodes that another policy played, and how far that estimate can be trusted; numpy only.
+"""Off-policy estimates of a target policy's value from another policy's episodes, and their reliability; numpy only.
 
-Shape legend: N episodes, which are independent draws (two steps of one never are), T steps of the longest, B resamples. π is the target
-policy, μ the one that acted (the behaviour policy). With the ratios ρₖ = π(aₖ|sₖ) / μ(aₖ|sₖ), the weight of the first t + 1 decisions is
-wₜ = ρ₀ ρ₁ … ρₜ; after an episode's end nothing is decided and wₜ stays what it was. The value estimated is V = E_π[Σₜ γᵗ rₜ] until the
-episode's recorded kind of end.
+Shape legend: N episodes, which are independent draws (steps of one episode are not), T steps of the longest, B resamples. π is the target
+policy, μ the behaviour policy. With the ratios ρₖ = π(aₖ|sₖ) / μ(aₖ|sₖ), the weight of the first t + 1 decisions is wₜ = ρ₀ ρ₁ … ρₜ; after
+an episode's end there are no decisions and wₜ stays constant. The estimated value is V = E_π[Σₜ γᵗ rₜ] until the episode's recorded kind of
+end.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from statistics import NormalDist
 import numpy as np
 
 CAPS: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
-"""Largest weights that `capped_lower_bound` tries; the bound holds for all of them together."""
+"""Weight caps that `capped_lower_bound` tries; the bound holds for all of them together."""
 _NORMAL = NormalDist()
 _RESAMPLING, _REFITTING = 0xB007, 0xB008
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Two-sided."""
+    """Two-sided interval."""
 
     low: float
     high: float
     confidence: float
-    """Coverage aimed at (bootstrap) or guaranteed (concentration), between 0 and 1."""
+    """Nominal (bootstrap) or guaranteed (concentration) coverage, between 0 and 1."""
     method: str
 
     def covers(self, value: float) -> bool:
@@ -36,7 +36,7 @@ class Interval:
 
 
 def check_confidence(confidence: float) -> None:
-    """Raises ValueError unless it lies between 0 and 1."""
+    """Raise ValueError unless `confidence` is between 0 and 1."""
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
 
@@ -45,7 +45,7 @@ def check_confidence(confidence: float) -> None:
 
 
 def resample_counts(num_episodes: int, num_samples: int, seed: int) -> np.ndarray:
-    """[B, N] float64: how often each of N episodes is in each of B resamples of N with replacement; a function of its arguments.
+    """[B, N] float64: number of times that each of N episodes is in each of B resamples of N with replacement; a pure function.
 
     Several estimates of the same episodes share their resamples, so that differences between them can be resampled too.
     """
@@ -57,7 +57,7 @@ def resample_counts(num_episodes: int, num_samples: int, seed: int) -> np.ndarra
 
 
 def percentile_interval(samples: np.ndarray, confidence: float = 0.95) -> Interval:
-    """Quantiles of the resampled estimates [B] (Efron 1979); those that are not finite are left out."""
+    """Quantiles of the resampled estimates [B] (Efron 1979); non-finite ones are ignored."""
     check_confidence(confidence)
     finite = _finite(samples)
     low, high = np.quantile(finite, [(1 - confidence) / 2, (1 + confidence) / 2])
@@ -67,12 +67,12 @@ def percentile_interval(samples: np.ndarray, confidence: float = 0.95) -> Interv
 def bca_interval(estimate: float, samples: np.ndarray, jackknife: np.ndarray, confidence: float = 0.95) -> Interval:
     """Bias-corrected and accelerated bootstrap interval (Efron 1987, "Better bootstrap confidence intervals", section 4).
 
-    The quantiles that are read off are moved by the bias z₀ (how many resamples lie below the estimate) and by the acceleration
-    a = Σ(θ̄ − θ₍ᵢ₎)³ / (6 (Σ(θ̄ − θ₍ᵢ₎)²)^{3/2}) of the jackknife.
+    The quantiles are shifted by the bias z₀ (share of resamples below the estimate) and by the jackknife's acceleration a = Σ(θ̄ − θ₍ᵢ₎)³ /
+    (6 (Σ(θ̄ − θ₍ᵢ₎)²)^{3/2}).
 
     Args:
         estimate: θ of all episodes.
-        samples: [B] θ of resamples; those that are not finite are left out.
+        samples: [B] θ of resamples; non-finite ones are ignored.
         jackknife: [N] θ without the i-th episode.
 
     Raises ValueError: confidence out of range, or no finite sample.
@@ -81,7 +81,7 @@ def bca_interval(estimate: float, samples: np.ndarray, jackknife: np.ndarray, co
     finite = np.sort(_finite(samples))
     if finite[0] == finite[-1]:
         return Interval(float(finite[0]), float(finite[0]), confidence, "bootstrap BCa")
-    # Half of the ties count as below: an estimator of few distinct values would look biased otherwise. Never 0 or 1: z₀ stays finite.
+    # Half of the ties count as below, otherwise an estimator with few distinct values would look biased. Never 0 or 1: z₀ stays finite.
     below = float(np.mean(finite < estimate) + 0.5 * np.mean(finite == estimate))
     bias = _NORMAL.inv_cdf(min(max(below, 0.5 / finite.size), 1 - 0.5 / finite.size))
     deviations = jackknife.mean() - jackknife
@@ -93,10 +93,10 @@ def bca_interval(estimate: float, samples: np.ndarray, jackknife: np.ndarray, co
 
 
 def student_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> Interval:
-    """mean ± t · s · √(1 + 1/E), for few resampled estimates [E >= 2] whose quantiles cannot be read off.
+    """Interval mean ± t · s · √(1 + 1/E), for few resampled estimates [E >= 2] without usable quantiles.
 
-    Their standard deviation s is the estimate's own standard error, so that it is not divided by √E; the mean of E of them has another
-    s/√E of the resampling's own.
+    Their standard deviation s is the estimate's own standard error, so it is not divided by √E; the mean of E of them adds s/√E from the
+    resampling.
     """
     check_confidence(confidence)
     data = _members(values)
@@ -106,11 +106,11 @@ def student_interval(values: Sequence[float] | np.ndarray, confidence: float = 0
 
 
 def refit_errors(values: Sequence[float] | np.ndarray, num_samples: int, seed: int) -> np.ndarray:
-    """[B] draws of how far an estimate may lie off because the model in it was fitted to these episodes and not to others.
+    """[B] draws of the estimate's error from fitting its model to these episodes and not to others.
 
-    Given is the estimate with each of E models [E >= 2], fitted to a resample of the episodes each. The draws are Student's t with
-    E − 1 degrees times s √(1 + 1/E), as in `student_interval`. Estimates whose models were fitted to the same resamples get draws that
-    are correlated as their values are: one set of weights mixes the members' deviations.
+    `values` are the estimates with each of E models [E >= 2], each fitted to a resample of the episodes. The draws are Student's t with E −
+    1 degrees times s √(1 + 1/E), as in `student_interval`. Estimates with models of the same resamples get draws correlated like their
+    values: one set of weights mixes the members' deviations.
     """
     data = _members(values)
     degrees = data.size - 1
@@ -158,7 +158,7 @@ def _student_cdf(t: float, degrees: int) -> float:
 
 
 def _moved(bias: float, acceleration: float, z: float) -> float:
-    """Which quantile BCa reads instead of the z-quantile."""
+    """Quantile that BCa reads instead of the z-quantile."""
     return _NORMAL.cdf(bias + (bias + z) / max(1 - acceleration * (bias + z), 1e-6))
 
 
@@ -174,7 +174,7 @@ def _finite(samples: np.ndarray) -> np.ndarray:
 
 
 def empirical_bernstein(values: np.ndarray, low: float, high: float, confidence: float = 0.95) -> Interval:
-    """Interval of the mean of independent values that lie in [low, high] (Maurer & Pontil 2009, theorem 4, both sides).
+    """Interval of the mean of independent values in [low, high] (Maurer & Pontil 2009, theorem 4, both sides).
 
     |mean − E| <= √(2 V ln(4/δ) / n) + 7 (high − low) ln(4/δ) / (3 (n − 1)), V the sample variance, δ = 1 − confidence.
     Raises ValueError: fewer than two values, a value outside of [low, high], or confidence out of range.
@@ -187,24 +187,24 @@ def empirical_bernstein(values: np.ndarray, low: float, high: float, confidence:
 
 
 def bernstein_margin(values: np.ndarray, span: float, delta: float) -> float:
-    """What the mean of independent values [n] may lie above its expectation, but for probability `delta` (Maurer & Pontil 2009,
-    theorem 4); `span` is the length of the interval that they lie in."""
+    """Largest excess of the mean of independent values [n] over its expectation, except with probability `delta` (Maurer & Pontil 2009,
+    theorem 4); the values lie in an interval of length `span`."""
     log_term, n = math.log(2.0 / delta), values.size
     return math.sqrt(2.0 * float(values.var(ddof=1)) * log_term / n) + 7.0 * span * log_term / (3.0 * (n - 1))
 
 
 def capped_lower_bound(scores_at: Callable[[float], np.ndarray], span: float, delta: float, caps: Sequence[float] = CAPS) -> float:
-    """Lower bound of E[w · x] with x >= 0 for importance weights w without any bound, but for probability `delta`.
+    """Lower bound of E[w · x] with x >= 0 and unbounded importance weights w; it fails with probability at most `delta`.
 
-    Cutting weights at c can only lower a mean of non-negative terms, so that a lower bound of E[min(w, c) · x] is one of E[w · x]
-    (Thomas, Theocharous & Ghavamzadeh 2015, "High-confidence off-policy evaluation", section 4); with weights cut, the terms are
-    bounded by c · span and Maurer & Pontil's theorem holds. Each of the caps gets its share of `delta`, and the best one counts.
+    Capping weights at c can only lower a mean of non-negative terms, so a lower bound of E[min(w, c) · x] is one of E[w · x] (Thomas,
+    Theocharous & Ghavamzadeh 2015, "High-confidence off-policy evaluation", section 4). With capped weights the terms are at most c · span,
+    and Maurer & Pontil's theorem holds. Each cap gets its share of `delta`, and the best bound counts.
 
     Args:
         scores_at: cap → [N] min(w, cap) · x of each episode.
         span: largest x.
-        delta: probability with which the bound may fail.
-        caps: largest weights to try.
+        delta: probability that the bound may fail.
+        caps: weight caps to try.
 
     Raises ValueError: fewer than two episodes, or a score outside of [0, cap · span].
     """
@@ -228,7 +228,7 @@ def _check_range(values: np.ndarray, low: float, high: float) -> None:
 
 
 def effective_sample_size(log_weight: np.ndarray) -> np.ndarray:
-    """(Σ w)² / Σ w² over the first axis (Kish 1965): as many episodes with equal weights would be as good.
+    """Kish's effective sample size (1965), (Σ w)² / Σ w² over the first axis: the equivalent number of equally weighted episodes.
 
     `log_weight`: [N, ...]; −inf is a weight of 0. Logarithms, because products of many ratios overflow.
 
@@ -240,20 +240,20 @@ def effective_sample_size(log_weight: np.ndarray) -> np.ndarray:
 
 
 def largest_share(log_weight: np.ndarray) -> np.ndarray:
-    """Of all weight, what the heaviest episode has: [N, ...] → [...] between 1/N and 1; 1 where all weights are 0."""
+    """Share of the heaviest episode in the total weight: [N, ...] → [...] between 1/N and 1; 1 where all weights are 0."""
     weight = scaled_weights(log_weight)
     total = weight.sum(axis=0)
     return np.divide(weight.max(axis=0), total, out=np.ones_like(total), where=total > 0)
 
 
 def scaled_weights(log_weight: np.ndarray) -> np.ndarray:
-    """exp(log_weight) [N, ...] divided by the largest along the first axis, so that nothing overflows; zeros where all are 0."""
+    """exp(log_weight) [N, ...] divided by the largest along the first axis, to avoid overflow; zeros where all are 0."""
     largest = log_weight.max(axis=0, keepdims=True)
     return np.exp(log_weight - np.where(np.isfinite(largest), largest, 0.0))
 
 
 _LARGEST_LOG = 700.0
-"""exp of more overflows float64."""
+"""Largest exponent; exp of more overflows float64."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,16 +261,16 @@ class OffPolicyEpisodes:
     """N episodes side by side, padded to T steps; `stack` builds it."""
 
     length: np.ndarray
-    """[N] int64 steps, each >= 1."""
+    """[N] int64 number of steps, each >= 1."""
     reward: np.ndarray
-    """[N, T] float64; 0 after the end."""
+    """[N, T] float64 rewards; 0 after the end."""
     log_ratio: np.ndarray
-    """[N, T] float64 log ρ of each step; −inf where π never does this; 0 after the end."""
+    """[N, T] float64 log ρ of each step; −inf where π never takes the action; 0 after the end."""
     model_q: np.ndarray | None = None
     """[N, T] float64 a model's Q(sₜ, aₜ) under π; 0 after the end."""
     model_v: np.ndarray | None = None
-    """[N, T + 1] float64 the model's V(sₜ) under π, with what is to count after the end at t = length (0 where nothing comes, V of the
-    last observation where a cut episode is to be continued by the model); 0 beyond."""
+    """[N, T + 1] float64 the model's V(sₜ) under π. At t = length: the value after the end (0 if nothing follows, V of the last observation
+    if the model continues a truncated episode); 0 beyond."""
 
     @property
     def num_episodes(self) -> int:
@@ -278,7 +278,7 @@ class OffPolicyEpisodes:
 
     @property
     def running(self) -> np.ndarray:
-        """[N, T] bool: the episode had not ended before this step."""
+        """[N, T] bool: whether the episode was still running at this step."""
         return np.arange(self.reward.shape[1]) < self.length[:, None]
 
 
@@ -295,9 +295,9 @@ def stack(
         rewards: N arrays [Tᵢ].
         log_ratios: N arrays [Tᵢ]; None: π is μ, all ratios are 1.
         model_q: N arrays [Tᵢ].
-        model_v: N arrays [Tᵢ + 1], the last entry what counts after the end.
+        model_v: N arrays [Tᵢ + 1], the last entry is the value after the end.
 
-    Raises ValueError: no episode, lengths that do not agree, NaN, or an infinite number other than a log ratio of −inf.
+    Raises ValueError: no episode, inconsistent lengths, NaN, or an infinite number other than a log ratio of −inf.
     """
     lengths = [len(part) for part in rewards]
     if not lengths or min(lengths) < 1:
@@ -326,7 +326,7 @@ def stack(
 
 
 def log_weights(data: OffPolicyEpisodes, max_weight: float | None = None) -> np.ndarray:
-    """[N, T] log wₜ, carried on after the end; with `max_weight` c, log min(wₜ, c) (Ionides 2008, "Truncated importance sampling")."""
+    """[N, T] log wₜ, constant after the end; with `max_weight` c, log min(wₜ, c) (Ionides 2008, "Truncated importance sampling")."""
     cumulative = np.cumsum(data.log_ratio, axis=1)
     return cumulative if max_weight is None else np.minimum(cumulative, np.log(max_weight))
 
@@ -337,7 +337,7 @@ def discounted_returns(data: OffPolicyEpisodes, gamma: float) -> np.ndarray:
 
 
 def discounts(num_steps: int, gamma: float) -> np.ndarray:
-    """[T] γᵗ"""
+    """[T] discounts γᵗ."""
     return gamma ** np.arange(num_steps, dtype=np.float64)
 
 
@@ -346,25 +346,25 @@ def discounts(num_steps: int, gamma: float) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """An estimate as a sum of K ratios of sums over episodes, Σₖ (Σᵢ numeratorᵢₖ / Σᵢ denominatorᵢₖ), so that it can be resampled."""
+    """An estimate as a sum of K ratios of sums over episodes, Σₖ (Σᵢ numeratorᵢₖ / Σᵢ denominatorᵢₖ), which can be resampled."""
 
     numerator: np.ndarray
-    """[N, K]"""
+    """[N, K] numerators of the episodes."""
     denominator: np.ndarray
-    """[N, K]; ones where the estimate is a mean over episodes, weights where it is self-normalised."""
+    """[N, K]; ones if the estimate is a mean over episodes, weights if it is self-normalised."""
 
     def value(self) -> float:
-        """The estimate of all episodes, each once; NaN where all weights are 0."""
+        """Estimate with each episode once; NaN if all weights are 0."""
         return float(self.values(np.ones((1, self.numerator.shape[0])))[0])
 
     def values(self, counts: np.ndarray) -> np.ndarray:
-        """[B] the estimate of resamples given as how often each episode is in them [B, N]; NaN where all their weights are 0."""
+        """[B] estimates of resamples, given as counts of the episodes [B, N]; NaN where all their weights are 0."""
         return _ratio_sums(counts @ self.numerator, counts @ self.denominator)
 
     def jackknife(self) -> np.ndarray:
-        """[N] the estimate without the i-th episode."""
+        """[N] estimates without the i-th episode."""
         numerator = self.numerator.sum(axis=0) - self.numerator
-        # What is left after a subtraction may be only rounding.
+        # A subtraction may leave only rounding errors.
         denominator = np.maximum(self.denominator.sum(axis=0) - self.denominator, 0.0)
         return _ratio_sums(numerator, denominator)
 
@@ -374,15 +374,15 @@ def _ratio_sums(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
 
 
 def behaviour_value(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
-    """The mean return of the policy that acted: (1/N) Σᵢ Gᵢ. No ratio enters."""
+    """Mean return of the behaviour policy: (1/N) Σᵢ Gᵢ, without ratios."""
     return _mean(discounted_returns(data, gamma)[:, None])
 
 
 def importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
     """Ordinary importance sampling (IS): (1/N) Σᵢ wᵢ Gᵢ with the weight of the whole episode.
 
-    Precup, Sutton & Singh 2000, "Eligibility traces for off-policy policy evaluation", section 2; Jiang & Li 2016, section 3.1.
-    Unbiased (without `max_weight`) and of a variance that grows exponentially with the number of steps.
+    Precup, Sutton & Singh 2000, "Eligibility traces for off-policy policy evaluation", section 2; Jiang & Li 2016, section 3.1. Unbiased
+    (without `max_weight`); its variance grows exponentially with the number of steps.
     """
     return _mean((_exp(log_weights(data, max_weight)[:, -1]) * discounted_returns(data, gamma))[:, None])
 
@@ -390,8 +390,8 @@ def importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weight: float
 def weighted_importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
     """Weighted importance sampling (WIS): Σᵢ wᵢ Gᵢ / Σᵢ wᵢ.
 
-    Precup, Sutton & Singh 2000, section 2. Consistent; biased towards μ's value with few episodes (exactly it with one), and never
-    outside of the recorded returns.
+    Precup, Sutton & Singh 2000, section 2. Consistent; biased towards μ's value with few episodes (equal to it with one), and never outside
+    the recorded returns.
     """
     weight = scaled_weights(log_weights(data, max_weight)[:, -1:])
     return Terms(weight * discounted_returns(data, gamma)[:, None], weight)
@@ -400,8 +400,8 @@ def weighted_importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weig
 def per_decision_importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
     """Per-decision importance sampling (PDIS): (1/N) Σᵢ Σₜ γᵗ wₜ rₜ.
 
-    Precup, Sutton & Singh 2000, section 3; "step-wise IS" in Jiang & Li 2016, section 3.1. Unbiased like IS; a reward is weighted only by
-    the decisions before it, so that its variance is mostly smaller.
+    Precup, Sutton & Singh 2000, section 3; "step-wise IS" in Jiang & Li 2016, section 3.1. Unbiased like IS; only the decisions before a
+    reward weight it, so the variance is mostly smaller.
     """
     terms = _exp(log_weights(data, max_weight)) * data.reward
     return _mean((terms @ discounts(terms.shape[1], gamma))[:, None])
@@ -410,9 +410,8 @@ def per_decision_importance_sampling(data: OffPolicyEpisodes, gamma: float, max_
 def weighted_per_decision_importance_sampling(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
     """Weighted per-decision importance sampling (WPDIS): Σₜ γᵗ (Σᵢ wₜ rₜ / Σᵢ wₜ).
 
-    The form that normalises each step by itself and is consistent (CWPDIS in Thomas 2015, "Safe reinforcement learning", section 3.10);
-    that of Precup, Sutton & Singh 2000, section 3, divides by Σᵢ Σₜ γᵗ wₜ and is not. Episodes that have ended stay in the denominator
-    with the weight that they had.
+    This form normalises each step separately and is consistent (CWPDIS in Thomas 2015, "Safe reinforcement learning", section 3.10); that
+    of Precup, Sutton & Singh 2000, section 3, divides by Σᵢ Σₜ γᵗ wₜ and is not. Ended episodes keep their weight in the denominator.
     """
     weight = scaled_weights(log_weights(data, max_weight))
     return Terms(weight * data.reward * discounts(weight.shape[1], gamma), weight)
@@ -421,9 +420,9 @@ def weighted_per_decision_importance_sampling(data: OffPolicyEpisodes, gamma: fl
 def doubly_robust(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
     """Doubly robust (DR): (1/N) Σᵢ [V(s₀) + Σₜ γᵗ wₜ (rₜ + γ V(sₜ₊₁) − Q(sₜ, aₜ))].
 
-    Jiang & Li 2016, "Doubly robust off-policy value evaluation for reinforcement learning", equation 10, its recursion
-    D(t) = V(sₜ) + ρₜ (rₜ + γ D(t + 1) − Q(sₜ, aₜ)) written out. Unbiased for any model that was made without these episodes, when
-    V(s) = E_π Q(s, ·); PDIS where the model is 0. Raises ValueError: there is no model.
+    Jiang & Li 2016, "Doubly robust off-policy value evaluation for reinforcement learning", equation 10, with its recursion D(t) = V(sₜ) +
+    ρₜ (rₜ + γ D(t + 1) − Q(sₜ, aₜ)) written out. Unbiased for any model made without these episodes, if V(s) = E_π Q(s, ·); equals PDIS for
+    a model of 0. Raises ValueError: there is no model.
     """
     model_v, correction = _corrections(data, gamma)
     steps = (_exp(log_weights(data, max_weight)) * correction) @ discounts(correction.shape[1], gamma)
@@ -433,8 +432,8 @@ def doubly_robust(data: OffPolicyEpisodes, gamma: float, max_weight: float | Non
 def weighted_doubly_robust(data: OffPolicyEpisodes, gamma: float, max_weight: float | None = None) -> Terms:
     """Weighted doubly robust (WDR): DR with wₜ replaced by N wₜ / Σᵢ wₜ at each step.
 
-    Thomas & Brunskill 2016, "Data-efficient off-policy policy evaluation for reinforcement learning", section 4; WPDIS where the
-    model is 0. Raises ValueError: there is no model.
+    Thomas & Brunskill 2016, "Data-efficient off-policy policy evaluation for reinforcement learning", section 4; equals WPDIS if the model
+    is 0. Without a model it raises ValueError.
     """
     model_v, correction = _corrections(data, gamma)
     weight = scaled_weights(log_weights(data, max_weight))
@@ -444,7 +443,7 @@ def weighted_doubly_robust(data: OffPolicyEpisodes, gamma: float, max_weight: fl
 
 
 def _corrections(data: OffPolicyEpisodes, gamma: float) -> tuple[np.ndarray, np.ndarray]:
-    """The model's V [N, T + 1], and what each step was better than the model said: rₜ + γ V(sₜ₊₁) − Q(sₜ, aₜ) [N, T]."""
+    """The model's V [N, T + 1], and the advantage of each step over the model: rₜ + γ V(sₜ₊₁) − Q(sₜ, aₜ) [N, T]."""
     if data.model_q is None or data.model_v is None:
         raise ValueError("doubly robust estimates need a model's values (model_q and model_v)")
     return data.model_v, data.reward + gamma * data.model_v[:, 1:] - data.model_q
@@ -460,13 +459,13 @@ def _exp(log_weight: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Estimator:
-    """One way to estimate, and what it needs."""
+    """An estimator and its requirements."""
 
     name: str
     title: str
     terms: Callable[[OffPolicyEpisodes, float, float | None], Terms]
     per_decision: bool
-    """Rewards are weighted by the decisions before them, not by the whole episode's."""
+    """Whether the decisions before a reward weight it, instead of the whole episode's."""
     self_normalised: bool
     needs_model: bool
 

@@ -1,7 +1,7 @@
-"""What the files of a recording say about themselves (docs/episodes.md), and everything that can be wrong with them.
+"""Metadata files of a recording (docs/episodes.md), and the checks of everything that can be wrong with them.
 
-``recording.json`` holds what all episodes share, ``part.json`` the columns of a part, ``episodes.jsonl`` one line per finished episode,
-appended after its data.
+``recording.json`` contains the data that all episodes share, ``part.json`` the columns of a part, ``episodes.jsonl`` one line per finished
+episode, appended after its data.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ RECORDING_FILE = "recording.json"
 LAYOUT_FILE = "part.json"
 INDEX_FILE = "episodes.jsonl"
 SUMMED = ("reward", "terminated", "truncated", "success")
-"""Columns that the line of the index is summed up from."""
+"""Columns that the index line summarises."""
 _SEED_LIMIT = 2**63
 _MOST_ROWS = 2**32
-"""Of an episode: sums of what more claims would not fit into 64 bits."""
+"""Limit on an episode's rows: sums of larger numbers would not fit into 64 bits."""
 _DECODER = json.JSONDecoder()
-"""`json.loads` of bytes guesses their encoding first, which takes as long as a short line itself."""
+"""Faster than `json.loads` of bytes, which guesses their encoding first and takes as long as a short line itself."""
 _KINDS: dict[str, tuple[type, ...]] = {
     "steps": (int,),
     "step_row": (int,),
@@ -50,12 +50,12 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "crc32": (list,),
     "metadata": (dict,),
 }
-"""{field of a line: what it may be}, exactly (a bool is no int here)."""
+"""{field of a line: its exact types} (a bool is no int here)."""
 
 
 @dataclass(frozen=True)
 class EpisodeAbout:
-    """What the line of the index says of an episode that is not summed up from its rows."""
+    """Fields of an episode's index line that do not summarise its rows."""
 
     seed: int
     task: str | None = None
@@ -63,7 +63,7 @@ class EpisodeAbout:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def summary(self, summed: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """The line's own fields; `summed` holds the rows [T] of the columns `SUMMED`."""
+        """The line's own fields; `summed` contains the rows [T] of the columns `SUMMED`."""
         reward, success = np.asarray(summed["reward"], np.float32), np.asarray(summed["success"], bool)
         return {
             "steps": len(reward),
@@ -80,18 +80,18 @@ class EpisodeAbout:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """The finished episodes of a part."""
+    """Finished episodes of a part."""
 
     path: Path
     lines: list[bytes]
-    """[E] one JSON object each; kept as they are, because 10,000 dictionaries take ten times their room."""
+    """[E] one JSON object each; kept as bytes, because 10,000 dictionaries take ten times the memory."""
     table: EpisodeTable
     snapshots: np.ndarray
     """[E] int64 number of snapshots."""
     sums: np.ndarray
-    """[E, C + 1] int64 CRC-32 of each episode's rows of each column, of its snapshots last."""
+    """[E, C + 1] int64 CRC-32 of each episode's rows of each column, and last of its snapshots."""
     size: int
-    """Bytes of the finished lines; what comes after is a line that was cut short."""
+    """Bytes of the finished lines; anything after them is a truncated line."""
 
     @property
     def num_episodes(self) -> int:
@@ -122,7 +122,7 @@ class Index:
 
 
 def read_info(folder: Path) -> RecordingInfo:
-    """Raises RecordingError where ``recording.json`` is missing, damaged, or of another format version."""
+    """Read ``recording.json``. Raises RecordingError if it is missing, damaged, or of another format version."""
     path = folder / RECORDING_FILE
     try:
         return RecordingInfo.from_dict(parse_json(read_regular(path)))
@@ -140,7 +140,7 @@ def part_folders(recording: Path) -> list[Path]:
 
 
 def read_columns(folder: Path) -> tuple[Column, ...]:
-    """The columns of a part. Raises RecordingError where ``part.json`` is missing or wrong."""
+    """Read the columns of a part. Raises RecordingError if ``part.json`` is missing or wrong."""
     path = folder / LAYOUT_FILE
     try:
         columns = tuple(Column.from_dict(data) for data in parse_json(read_regular(path))["columns"])
@@ -154,8 +154,8 @@ def read_columns(folder: Path) -> tuple[Column, ...]:
 
 
 def array_offsets(folder: Path, columns: tuple[Column, ...], index: Index) -> dict[str, int]:
-    """{column: where its rows begin in the .npy file}, snapshots included, videos not.
-    Raises RecordingError: a file holds something else, or fewer rows than the index says."""
+    """{column: offset of its rows in the .npy file}, with snapshots, without videos.
+    Raises RecordingError: a file contains other data, or fewer rows than the index says."""
     offsets = {}
     step_ends = index.step_rows + index.table.lengths
     for column in columns:
@@ -173,7 +173,7 @@ def array_dtype(column: Column) -> tuple[str, tuple[int, ...]]:
 
 
 def _array_offset(path: Path, field: str, dtype: str, shape: tuple[int, ...], ends: np.ndarray) -> int:
-    """Where the rows of an .npy file begin, if it reaches to the rows `ends` [E], one past the last of each episode."""
+    """Offset of the rows of an .npy file; checks that the file reaches the rows `ends` [E], one past the last of each episode."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -183,13 +183,13 @@ def _array_offset(path: Path, field: str, dtype: str, shape: tuple[int, ...], en
         raise RecordingError(f"'{path}', field '{field}': cannot be read: {error.strerror or error}.") from error
     except ValueError as error:
         raise RecordingError(f"'{path}', field '{field}': {error}.") from error
-    # The number of rows in the header is not looked at: a recorder that was killed may have counted one episode too many.
+    # The header's number of rows is ignored: a killed recorder may have counted one episode too many.
     if found[0][1:] != shape or found[1] or found[2].str != dtype:
         rows = ", ".join(["rows", *map(str, shape)])
         held = f"{brief(found[2], 40)} {brief(list(found[0]), 80)}"
         raise RecordingError(f"'{path}', field '{field}': holds {held} instead of {np.dtype(dtype)} [{brief(rows, 80)}].")
     row_bytes = np.dtype(dtype).itemsize * math.prod(shape)
-    # Floating: what is claimed may not fit into 64 bits, and is only compared.
+    # In floating point: claimed sizes may not fit into 64 bits, and are only compared.
     missing = offset + ends * float(min(row_bytes, 2**62)) > size
     if missing.any():
         episode = int(np.argmax(missing))
@@ -201,7 +201,7 @@ def _array_offset(path: Path, field: str, dtype: str, shape: tuple[int, ...], en
 
 
 def encode_entry(entry: Mapping[str, Any]) -> bytes:
-    """A line, its end included. Raises RecordingError where the metadata are not JSON, or the seed is no int64."""
+    """Encode a line with its newline. Raises RecordingError if the metadata are not JSON, or the seed is no int64."""
     if not -_SEED_LIMIT <= entry["seed"] < _SEED_LIMIT:
         raise RecordingError(f"Seed {entry['seed']} does not fit into 64 bits.")
     try:
@@ -211,8 +211,8 @@ def encode_entry(entry: Mapping[str, Any]) -> bytes:
 
 
 def read_index(path: Path, num_columns: int) -> Index:
-    """The finished episodes of a part; a last line without an end is not one.
-    Raises RecordingError: the file is missing, or a line is not what it should be; the message has the line and the field."""
+    """Read the finished episodes of a part; a last line without a newline is ignored.
+    Raises RecordingError: the file is missing, or a line is invalid; the message names the line and the field."""
     try:
         data = read_regular(path)
     except OSError as error:
@@ -253,7 +253,7 @@ def _are_sums(found: list[Any], count: int) -> bool:
 
 
 def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
-    """All lines in one call of the parser, which is several times as fast as one by one; that is for finding the wrong one."""
+    """Parse all lines in one call, several times as fast as one by one, which then serves to find an invalid line."""
     try:
         entries = json.loads(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
@@ -271,7 +271,7 @@ def _parse(path: Path, lines: list[bytes]) -> list[dict[str, Any]]:
 
 
 def _column(path: Path, entries: list[dict[str, Any]], name: str) -> list[Any]:
-    """A field of all lines."""
+    """Values of a field in all lines."""
     try:
         values = [entry[name] for entry in entries]
     except KeyError:
@@ -295,7 +295,7 @@ def _int64(path: Path, name: str, values: list[int]) -> np.ndarray:
 def _floats(values: list[float]) -> np.ndarray:
     try:
         return np.array(values, np.float64)
-    except OverflowError:  # whole numbers of hundreds of digits
+    except OverflowError:  # integers of hundreds of digits
         return np.array([float(value) if abs(value) < 2**1023 else np.inf for value in values], np.float64)
 
 
@@ -305,14 +305,14 @@ def _require(path: Path, holds: np.ndarray, name: str, complaint: str) -> None:
 
 
 def blob_checksum(of_bytes: int, sizes: np.ndarray, marks: Sequence[int] | np.ndarray | None) -> int:
-    """CRC-32 of a blob column's rows: goes on from that of their bytes over the marks, where there are any, and the sizes."""
+    """CRC-32 of a blob column's rows: continues the CRC of their bytes over the marks, if any, and the sizes."""
     if marks is not None:
         of_bytes = zlib.crc32(np.ascontiguousarray(marks, "<i8").tobytes(), of_bytes)
     return zlib.crc32(np.ascontiguousarray(sizes, "<i8").tobytes(), of_bytes)
 
 
 def video_name(number: int) -> str:
-    """Of the video of episode `number` of the part."""
+    """File name of the video of episode `number` of the part."""
     return f"{number:06d}.mp4"
 
 
@@ -326,17 +326,17 @@ def file_checksum(path: Path) -> int:
 
 
 _RETURN_TOLERANCE = 1e-6
-"""Relative; other projects' files hold returns that were summed in another order."""
+"""Relative tolerance; other projects' files contain returns that were summed in another order."""
 
 
 def validate(recording: Recording, pictures: bool = True) -> list[str]:
-    """Read every episode, and compare it with what the recording says about itself.
+    """Read every episode, and compare it with the recording's metadata.
 
-    Checked are: everything is readable and as long as it should be; shapes, dtypes and discrete actions fit the simulator's spec;
-    nothing is NaN or infinite but the simulator's state; lengths, returns and success are those of the table; checksums, where the
-    format has them; no episode is there twice.
+    Checks: everything is readable and has its length; shapes, dtypes and discrete actions fit the simulator's spec; only the simulator's
+    state contains NaN or infinity; lengths, returns and success match the table; checksums match, if the format has them; no episode is
+    there twice.
 
-    `pictures`: decode every picture too, which takes most of the time.
+    `pictures`: also decode every picture, which takes most of the time.
 
     Returns one line per problem, with the file, the episode and the field; none for a sound recording.
     """
@@ -351,7 +351,7 @@ def validate(recording: Recording, pictures: bool = True) -> list[str]:
             if pictures:
                 _decode(episode)
         except RecordingError as error:
-            # A recording that verifies what it reads says it again.
+            # A recording that verifies on reading reports it again.
             problems += [] if str(error) in damaged else [str(error)]
             continue
         fingerprint = recording.fingerprint(number)
@@ -361,7 +361,7 @@ def validate(recording: Recording, pictures: bool = True) -> list[str]:
 
 
 def fit_problems(episode: RecordedEpisode, spec: SimSpec) -> list[str]:
-    """What of an episode does not fit a simulator: one line per field, without a place."""
+    """Mismatches between an episode and a simulator: one line per field, without the location."""
     problems = []
     if episode.observation.keys() != spec.observation.keys():
         problems.append(f"field 'observation': has the keys {sorted(episode.observation)}, and the simulator {sorted(spec.observation)}.")
@@ -383,7 +383,7 @@ def fit_problems(episode: RecordedEpisode, spec: SimSpec) -> list[str]:
 
 
 def finite_problems(episode: RecordedEpisode) -> list[str]:
-    """NaN and infinity where there may be none: one line per field, without a place."""
+    """Fields with forbidden NaN or infinity: one line per field, without the location."""
     problems = []
     for name, rows in episode.columns().items():
         due = name in FINITE_COLUMNS or name.startswith("observation.")
@@ -418,7 +418,7 @@ def _shape_problems(name: str, rows: np.ndarray, dtype: str, shape: tuple[int, .
 
 
 def _decode(episode: RecordedEpisode) -> None:
-    """Read all pictures, one at a time. Raises RecordingError."""
+    """Decode all pictures, one at a time. Raises RecordingError."""
     for rows in (*episode.observation.values(), *episode.images.values()):
         if not isinstance(rows, np.ndarray):
             for time in range(len(rows)):
@@ -426,7 +426,7 @@ def _decode(episode: RecordedEpisode) -> None:
 
 
 def require_compatible(source: RecordingInfo, target: RecordingInfo, source_name: str, target_name: str) -> None:
-    """Raise RecordingError where episodes of one do not fit beside those of the other."""
+    """Raise RecordingError if episodes of the two recordings do not fit together."""
     for what in ("observation", "action"):
         ours, theirs = (info.spec.to_dict()[what] for info in (source, target))
         for key in sorted({*ours, *theirs}):
@@ -438,7 +438,7 @@ def require_compatible(source: RecordingInfo, target: RecordingInfo, source_name
 
 
 def adopted(episode: RecordedEpisode, source: RecordingInfo, target: RecordingInfo) -> RecordedEpisode:
-    """The episode with what its recording said for all of its episodes, where the target's says something else."""
+    """Copy of the episode that states its recording's shared values where the target's differ."""
     changes: dict[str, object] = {}
     if episode.task is None and source.spec.task != target.spec.task:
         changes["task"] = source.spec.task

@@ -1,11 +1,11 @@
-"""The columns of a part of a recording, how their rows are stored, the files that hold them, and videos on their way into them.
+"""Columns of a part of a recording, their storage and files, and videos on their way into them.
 
-A *part* is a folder with one row of every column per step (or per observation), all episodes one after another. All episodes of a part
-have the same columns; an episode with others goes into another part.
+A *part* is a folder with one row of every column per step (or per observation), in the order of episodes. All episodes of a part have the
+same columns; an episode with other columns goes into another part.
 
     written by: the process that draws an episode        taken by: the process that records it, when the episode is over
 
-They lie in a folder of the recording, under names that both sides know: column, seed and number of pictures.
+Videos wait in a folder of the recording, under names that both processes know: column, seed and number of pictures.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from embodied_rl.reading import parse_npy
 from embodied_rl.types import SimSpec, VariableSpec
 
 Encoding = Literal["array", "text", "json", "arrays", "png", "mp4", "mp4_lossless"]
-"""array: rows of one shape, in one .npy file. text, json: UTF-8 of varying size; arrays: an .npy file per row; png: a PNG file per row:
-these lie in one .bin file, with (offset, size) of each row in an .npy file beside it. mp4, mp4_lossless: one video per episode."""
+"""array: rows of one shape, in one .npy file. text, json: UTF-8 of varying size; arrays: an .npy file per row; png: a PNG file per row;
+these share one .bin file, with (offset, size) of each row in an .npy file beside it. mp4, mp4_lossless: one video per episode."""
 
 VideoFormat = Literal["mp4", "png", "raw"]
 VIDEO_FORMATS: tuple[str, ...] = get_args(VideoFormat)
 
 FINITE_COLUMNS = ("action", "reward", "sampled_action", "log_prob", "value")
-"""Columns that may hold neither NaN nor infinity; observations may not either, the simulator's state may."""
+"""Columns that may contain neither NaN nor infinity. The same holds for observations, but not for the simulator's state."""
 SNAPSHOTS = "snapshots"
 _SMALLEST_VIDEO = 16
-"""Pixels a side; smaller pictures are stored as arrays."""
+"""Smallest side of a video in pixels; smaller pictures are stored as arrays."""
 _NUMERIC_KINDS = "biufc"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One field of the episodes of a part."""
+    """A field of the episodes of a part."""
 
     name: str
-    """As in `RecordedEpisode`: ``reward``, ``observation.state``, ``state.qpos``, ``images.front``."""
+    """Name as in `RecordedEpisode`: ``reward``, ``observation.state``, ``state.qpos``, ``images.front``."""
     encoding: Encoding
     per: Literal["step", "observation"]
-    """T rows or T + 1 rows an episode."""
+    """T rows (step) or T + 1 rows (observation) per episode."""
     dtype: str = ""
-    """numpy's, with byte order (``<f4``); empty where rows vary in size."""
+    """numpy dtype with byte order (``<f4``); empty for rows of varying size."""
     shape: tuple[int, ...] = ()
-    """Of a row; empty where rows vary in size."""
+    """Shape of a row; empty for rows of varying size."""
 
     @property
     def stem(self) -> str:
-        """Name of its file or folder without the suffix; what file names cannot hold is percent-encoded."""
+        """Name of the column's file or folder without suffix; characters that file names cannot contain are percent-encoded."""
         return quote(self.name, safe="")
 
     @property
@@ -87,11 +87,11 @@ class Column:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Of a row of fixed size."""
+        """Bytes of a row of fixed size."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
     def rows_of(self, num_steps: int) -> int:
-        """Rows of an episode of `num_steps` steps."""
+        """Number of rows in an episode of `num_steps` steps."""
         return num_steps if self.per == "step" else num_steps + 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Column:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Column:
-        """The inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
         name, encoding, per = data["name"], data["encoding"], data["per"]
         if not isinstance(name, str) or not name or encoding not in Encoding.__args__ or per not in ("step", "observation"):  # type: ignore[attr-defined]
             raise ValueError(f"column {name!r:.60} has encoding {encoding!r:.40} and rows per {per!r:.40}")
@@ -118,7 +118,7 @@ class Column:
 
 
 SNAPSHOT_COLUMN = Column(SNAPSHOTS, "arrays", "step")
-"""Not one of a part's columns: it has rows for some steps only, with the step's number."""
+"""Column of snapshots, outside a part's columns: it has rows for some steps only, with the step's number."""
 
 
 def _plain_dtype(text: object) -> str:
@@ -129,16 +129,16 @@ def _plain_dtype(text: object) -> str:
 
 
 def is_extra(name: str) -> bool:
-    """Whether a column is one that the simulator's spec does not speak of."""
+    """Whether a column is outside the simulator's spec."""
     return name in OPTIONAL_COLUMNS or name.startswith(("state.", "images."))
 
 
 def layout_for(spec: SimSpec, video: VideoFormat, extras: Mapping[str, Any]) -> tuple[Column, ...]:
-    """The columns of an episode of this simulator.
+    """Columns of an episode of this simulator.
 
-    `extras`: {name of an optional column: one row of it}, among them ``state.<name>`` and ``images.<camera>``.
+    `extras`: {name of an optional column: one row of it}, including ``state.<name>`` and ``images.<camera>``.
 
-    Raises RecordingError: something cannot be stored.
+    Raises RecordingError: a column cannot be stored.
     """
     text_action = spec.action.kind == "text"
     columns = []
@@ -160,7 +160,7 @@ def layout_for(spec: SimSpec, video: VideoFormat, extras: Mapping[str, Any]) -> 
         if value.dtype.kind in "OU" and name == "sampled_action":
             columns.append(Column(name, "text", per))
         elif text_action and name in ("sampled_action", "log_prob", "policy_version"):
-            # As many as the turn has tokens: a shape for the part would give nearly every episode its own part.
+            # One value per token of the turn: a fixed shape would give nearly every episode its own part.
             columns.append(Column(name, "arrays", per))
         else:
             pictures = name.startswith("images.")
@@ -171,7 +171,7 @@ def layout_for(spec: SimSpec, video: VideoFormat, extras: Mapping[str, Any]) -> 
 
 
 def picture_column(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Column | None:
-    """The column of an observation or of images where these are kept as videos (`video="mp4"`); None where they are not."""
+    """Video column of an observation or of images (`video="mp4"`); None if they are not kept as videos."""
     if dtype.kind not in _NUMERIC_KINDS:
         return None
     column = _fixed(name, dtype, shape, "observation", "mp4")
@@ -186,13 +186,13 @@ def _fixed(name: str, dtype: np.dtype, shape: tuple[int, ...], per: Literal["ste
         if video == "png" and min(shape) > 0:
             encoding = "png"
         elif video == "mp4" and min(shape[:2]) >= _SMALLEST_VIDEO:
-            # What a policy saw must come back bit by bit; what people look at may be smaller.
+            # Pictures that a policy saw must be restored bit by bit; pictures for people may be smaller.
             encoding = "mp4" if name.startswith("images.") else "mp4_lossless"
     return Column(name, encoding, per, dtype.str, tuple(int(size) for size in shape))
 
 
 def encode_row(column: Column, value: Value) -> bytes:
-    """The bytes of a row of varying size. Raises RecordingError when the value is of another kind."""
+    """Encode a row of varying size. Raises RecordingError if the value is of another kind."""
     if column.encoding == "text":
         if not isinstance(value, str):
             raise RecordingError(f"Field '{column.name}' must hold str, got {type(value).__name__}: {value!r:.80}.")
@@ -213,7 +213,7 @@ def encode_row(column: Column, value: Value) -> bytes:
 
 
 def decode_row(column: Column, data: bytes) -> Any:
-    """The inverse of `encode_row`. Raises ValueError (among its kinds RecordingError) for anything else."""
+    """Inverse of `encode_row`. Raises ValueError (including RecordingError) for anything else."""
     if column.encoding == "text":
         return data.decode("utf-8", "surrogatepass")
     if column.encoding == "json":
@@ -227,36 +227,36 @@ def decode_row(column: Column, data: bytes) -> Any:
 
 
 PICTURES_AT_ONCE = 8
-"""So many pictures of an episode are encoded one after another, while the processor's caches hold its encoder; they wait until then."""
+"""Number of pictures of an episode that wait and are then encoded in a row, while the encoder is in the processor's caches."""
 WAITING_BYTES = 2 << 20
-"""What may wait of an episode, for large pictures are not helped by caches."""
+"""Limit on waiting bytes of an episode; caches do not help large pictures."""
 _PREFIX = ".films-"
 
 
 @dataclass(frozen=True)
 class Films:
-    """Where the videos of some columns come from."""
+    """Source of the videos of some columns."""
 
     folder: Path
     columns: frozenset[str]
-    """Names of the columns that are encoded elsewhere."""
+    """Names of the columns that another process encodes."""
 
     def path(self, column: str, seed: int, num_pictures: int) -> Path:
-        """The finished video of an episode."""
+        """Path of an episode's finished video."""
         return _film_path(self.folder, column, seed, num_pictures)
 
     def are_whole(self, seed: int, num_pictures: int) -> bool:
-        """Whether there is a video of every column with so many pictures; not so where a simulator was restored in mid-episode."""
+        """Whether every column has a video with this number of pictures; not so if a simulator was restored in mid-episode."""
         return all(self.path(column, seed, num_pictures).is_file() for column in self.columns)
 
     def remove(self, seed: int, num_pictures: int) -> None:
-        """Give the videos of an episode up, where there are any."""
+        """Delete the videos of an episode, if any."""
         for column in self.columns:
             self.path(column, seed, num_pictures).unlink(missing_ok=True)
 
 
 class FilmingTools:
-    """What the films of a thread lend each other: memory for pictures."""
+    """Picture memory that the films of a thread share."""
 
     def __init__(self) -> None:
         self._rooms: dict[tuple[int, ...], list[PictureRoom]] = {}
@@ -270,7 +270,7 @@ class FilmingTools:
 
 
 class Filming:
-    """The videos of one running episode, picture by picture; for the process that draws it. Raises UserError: a file cannot be written."""
+    """Videos of one running episode, picture by picture, for the process that draws it. Raises UserError: a file cannot be written."""
 
     def __init__(self, folder: Path, columns: Mapping[str, Column], fps: int, seed: int, tools: FilmingTools) -> None:
         """`columns`: {part of the observation: its column}; `tools` are shared by all episodes of a thread."""
@@ -279,17 +279,17 @@ class Filming:
         self._waiting: dict[str, list[PictureRoom]] = {part: [] for part in columns}
         at_once = WAITING_BYTES // max(1, sum(math.prod(column.shape) for column in columns.values()))
         self._at_once = max(1, min(PICTURES_AT_ONCE, at_once))
-        # Episodes that go in step take turns.
+        # Episodes in lockstep take turns.
         self._next = 1 + seed % self._at_once
         for part, column in columns.items():
             height, width, _ = column.shape
-            # Of a killed process, or an earlier attempt: it is written over.
+            # A leftover of a killed process or an earlier attempt is overwritten.
             path = folder / f".{quote(column.name, safe='')}-{seed}.mp4"
             lossless = column.encoding == "mp4_lossless"
             self._writers[part] = column.name, VideoWriter(path, height, width, fps, lossless)
 
     def add(self, pictures: Mapping[str, np.ndarray]) -> None:
-        """The next picture [H, W, 3] uint8 of every part."""
+        """Add the next picture [H, W, 3] uint8 of every part."""
         for part, (_, writer) in self._writers.items():
             room = self._tools.take_room(writer.shape)
             room.fill(pictures[part])
@@ -300,7 +300,7 @@ class Filming:
             self._encode()
 
     def _encode(self) -> None:
-        """Encode the pictures that wait."""
+        """Encode the waiting pictures."""
         for part, (_, writer) in self._writers.items():
             for room in self._waiting[part]:
                 writer.encode(room)
@@ -312,7 +312,7 @@ class Filming:
                 self._tools.give_back(rooms.pop())
 
     def finish(self) -> None:
-        """The episode is over: close its videos and move them to where the recorder finds them."""
+        """Close the finished episode's videos and move them to where the recorder finds them."""
         self._encode()
         for column, writer in self._writers.values():
             writer.close()
@@ -335,13 +335,13 @@ def _film_path(folder: Path, column: str, seed: int, num_pictures: int) -> Path:
 
 
 def films_folder(recording: Path) -> Path:
-    """A folder for the videos that one process records, which is not there yet."""
+    """Name of a new folder for the videos that one process records."""
     return recording / f"{_PREFIX}{uuid.uuid4().hex}"
 
 
 @contextmanager
 def keep_films(folder: Path) -> Iterator[None]:
-    """Make a folder of `films_folder` and hold it; remove it in the end, and at the beginning those of processes that were killed.
+    """Create and lock a folder from `films_folder`, and remove it in the end; first remove those of killed processes.
     Raises UserError: the folder cannot be written."""
     for left in folder.parent.glob(f"{_PREFIX}*"):
         _remove_if_left(left)
@@ -359,7 +359,7 @@ def keep_films(folder: Path) -> Iterator[None]:
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Remove a folder unless a living process holds it."""
+    """Remove a folder unless a living process holds its lock."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

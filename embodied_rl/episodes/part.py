@@ -1,6 +1,6 @@
-"""A part of a recording that is being written: one process's episodes of one layout, and the files they lie in.
+"""Writer of a part of a recording: the files with one process's episodes of one layout.
 
-Rows are written at explicit places, so that what a failure left behind is written over.
+Rows are written at explicit offsets, so that the next write replaces leftovers of a failure.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _COUNT_DIGITS = 20
 
 
 def npy_header(dtype: str, shape: tuple[int, ...], num_rows: int) -> bytes:
-    """Header of an .npy file (version 1.0) of `num_rows` rows; its length depends on dtype and shape only, so that it can be rewritten."""
+    """Header of an .npy file (version 1.0) of `num_rows` rows; its length depends only on dtype and shape, so it can be rewritten."""
     before, after, size = _header_parts(dtype, shape)
     return (before + str(num_rows).encode() + after).ljust(size - 1) + b"\n"
 
 
 @lru_cache(maxsize=256)
 def _header_parts(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, int]:
-    """What stands before and after the number of rows, and the length of the whole."""
+    """Header parts before and after the number of rows, and the length of the whole header."""
     before, after = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': (", f"{''.join(f', {side}' for side in shape) or ','}), }}"
     longest = len(_MAGIC) + 2 + len(before) + _COUNT_DIGITS + len(after) + 1
     size = -(-longest // 64) * 64
@@ -47,7 +47,7 @@ def _header_parts(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, int
 
 
 class OpenFile:
-    """A file that is written at places; raises UserError where that fails."""
+    """A file that is written at offsets; raises UserError if a write fails."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class OpenFile:
             raise cannot_write(self.path, error) from error
 
     def close(self, size: int, durable: bool) -> None:
-        """Cut the file to what counts, flush it to the disk (where `durable`) and close it."""
+        """Cut the file to its valid size, flush it to disk (if `durable`) and close it."""
         try:
             os.ftruncate(self.descriptor, size)
             if durable:
@@ -86,9 +86,9 @@ class OpenFile:
 
 
 class ArrayFile:
-    """An .npy file that grows by rows: `append` writes them, `announce` counts them in the header, `commit` makes them count here.
+    """An .npy file that grows by rows: `append` writes rows, `announce` counts them in the header, `commit` counts them in this object.
 
-    Until `commit`, which cannot fail, the next `append` writes over them.
+    Until `commit`, which cannot fail, the next `append` overwrites them.
     """
 
     def __init__(self, path: Path, dtype: str, shape: tuple[int, ...], num_rows: int) -> None:
@@ -100,7 +100,7 @@ class ArrayFile:
         self._write_header(num_rows)
 
     def append(self, chunks: Iterable[np.ndarray]) -> int:
-        """Write rows [n, *shape] behind those that count, instead of any that were not committed. Returns their CRC-32."""
+        """Write rows [n, *shape] after the committed ones, over any uncommitted ones. Returns their CRC-32."""
         checksum, self._new_rows = 0, 0
         for chunk in chunks:
             rows = np.ascontiguousarray(chunk, self.dtype)
@@ -112,7 +112,7 @@ class ArrayFile:
         return checksum
 
     def append_together(self, rows: np.ndarray, lengths: Sequence[int]) -> list[int]:
-        """As `append`, of several pieces at once: rows [sum of lengths, *shape] in one piece of memory. Returns each piece's CRC-32."""
+        """Append several pieces at once: rows [sum of lengths, *shape] in contiguous memory. Returns each piece's CRC-32."""
         self._new_rows = len(rows)
         if not self._row_bytes or not len(rows):
             return [0] * len(lengths)
@@ -132,7 +132,7 @@ class ArrayFile:
         self.num_rows, self._new_rows = self.num_rows + self._new_rows, 0
 
     def close(self, durable: bool = True) -> None:
-        # A failure may have left one that counts more.
+        # A failure may have left a header with a larger count.
         self._write_header(self.num_rows)
         self._file.close(self._header_size + self.num_rows * self._row_bytes, durable)
 
@@ -141,7 +141,7 @@ class ArrayFile:
 
 
 class BlobFile:
-    """Rows of varying size: a .bin file, and an .npy file [R, 2] int64 with (offset, size) of each; with marks [R, 3], a mark first."""
+    """Rows of varying size: a .bin file, and an .npy file [R, 2] int64 with (offset, size) of each row; [R, 3] with a mark first."""
 
     def __init__(self, stem: Path, num_rows: int, size: int, marked: bool = False) -> None:
         self._file = OpenFile(stem.with_name(stem.name + ".bin"))
@@ -149,7 +149,7 @@ class BlobFile:
         self._size, self._new_size = size, size
 
     def append(self, chunks: Iterable[bytes], sizes: Sequence[int], marks: Sequence[int] | None = None) -> int:
-        """Write rows whose bytes, one after another, are `chunks`. Returns the CRC-32 of the bytes, then of their (mark and) size."""
+        """Write rows whose concatenated bytes are `chunks`. Returns the CRC-32 of the bytes, then of their (mark and) size."""
         checksum, offset = 0, self._size
         for chunk in chunks:
             checksum = zlib.crc32(chunk, checksum)
@@ -175,7 +175,7 @@ class BlobFile:
 
 
 class VideoFolder:
-    """A folder with one file per episode, named by its number in the part."""
+    """A folder with one video per episode, named by the episode's number in the part."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -186,7 +186,7 @@ class VideoFolder:
             raise cannot_write(path, error) from error
 
     def append(self, finished: Path, number: int) -> int:
-        """Move a finished video to its place. Returns the CRC-32 of its bytes."""
+        """Move a finished video into the folder. Returns the CRC-32 of its bytes."""
         target = self.path / files.video_name(number)
         try:
             checksum = files.file_checksum(finished)
@@ -204,18 +204,18 @@ class VideoFolder:
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """A finished episode all of whose columns are in memory."""
+    """A finished episode with all columns in memory."""
 
     columns: list[list[np.ndarray]]
-    """Of each column of the part its rows, in pieces [t, *shape] of the column's dtype."""
+    """Rows of each column of the part, in pieces [t, *shape] of the column's dtype."""
     about: files.EpisodeAbout
 
 
 class PartWriter:
-    """Appends episodes to the files of a part, which it holds a lock on.
+    """Appends episodes to the files of a part, and holds the part's lock.
 
-    Data first, then the headers of the .npy files, then the line of the index: killed at any moment, the part holds every episode that
-    has a line, and what else was written is written over later.
+    It writes data first, then the headers of the .npy files, then the line of the index. A part killed at any moment contains every episode
+    with a line; later writes replace all other data.
     """
 
     def __init__(self, folder: Path, columns: tuple[Column, ...], lock: int, index: files.Index | None) -> None:
@@ -225,7 +225,7 @@ class PartWriter:
         self._num_steps, self._num_snapshots = steps, index.num_snapshots if index else 0
         self._index_size = index.size if index else 0
         self.step_bytes = sum(column.row_bytes for column in columns if column.encoding == "array")
-        """Of a step, in the columns of fixed size."""
+        """Bytes of a step in the columns of fixed size."""
         self._scratch: dict[int, np.ndarray] = {}
         self._reward = next(number for number, column in enumerate(columns) if column.name == "reward")
         if index:
@@ -243,8 +243,8 @@ class PartWriter:
         self._snapshots = BlobFile(stem, self._num_snapshots, _blob_size(stem, self._num_snapshots), marked=True)
 
     def commit(self, rows: EpisodeRows, about: files.EpisodeAbout) -> int:
-        """Append a finished episode, and return its number in the part.
-        Raises RecordingError: it holds NaN or infinity; the part is as it was, here and below; UserError: something cannot be written."""
+        """Append a finished episode; return its number in the part.
+        Raises RecordingError: it contains NaN or infinity, and the part is unchanged, here and below; UserError: a write fails."""
         entry = about.summary({name: rows.whole(name) for name in files.SUMMED})
         sums = [self._append(column, rows.buffers[column.name]) for column in self.columns]
         sums.append(self._snapshots.append(rows.snapshots.chunks(), rows.snapshots.sizes, rows.marks))
@@ -253,13 +253,13 @@ class PartWriter:
         return self.num_episodes - 1
 
     def commit_together(self, episodes: Sequence[Gathered]) -> Iterator[None]:
-        """Append finished episodes without snapshots to a part whose rows are all of fixed size, in a few writes.
+        """Append finished episodes without snapshots to a part with only fixed-size rows, in a few writes.
 
-        A bit is done between one item and the next, and nothing else may be appended meanwhile; they count when there are no more items.
+        The iterator does a bit of work per item, and nothing else may be appended meanwhile; the episodes count when it is exhausted.
 
         Raises:
-            RecordingError: one holds NaN or infinity; the part is as it was, here and below.
-            UserError: something cannot be written.
+            RecordingError: an episode contains NaN or infinity; the part is unchanged, here and below.
+            UserError: a write fails.
         """
         if not episodes:
             return
@@ -278,7 +278,7 @@ class PartWriter:
             whole[column.name] = rows
             sums.append(file.append_together(rows, sizes))
             yield
-        # No rows, instead of any that a failure left behind.
+        # No rows, over any that a failure left behind.
         of_snapshots = self._snapshots.append((), (), ())
         lines, first = [], 0
         for number, (episode, length) in enumerate(zip(episodes, lengths, strict=True)):
@@ -290,14 +290,14 @@ class PartWriter:
         self._count(b"".join(lines), len(episodes), first, 0)
 
     def _scratch_for(self, number: int, num_rows: int) -> np.ndarray:
-        """Memory [num_rows, *shape] for rows of a column; the same every time, for fresh pages take longer than the copy."""
+        """Memory [num_rows, *shape] for rows of a column, reused every time because fresh pages take longer than the copy."""
         column, scratch = self.columns[number], self._scratch.get(number)
         if scratch is None or len(scratch) < num_rows:
             scratch = self._scratch[number] = np.empty((num_rows, *column.shape), column.dtype)
         return scratch[:num_rows]
 
     def _line(self, entry: Mapping[str, Any], sums: list[int], num_snapshots: int, step_row: int, number: int) -> bytes:
-        """The line of the index for an episode that begins at a row."""
+        """Index line for an episode that begins at a row."""
         return files.encode_entry(
             {
                 "steps": entry["steps"],
@@ -312,7 +312,7 @@ class PartWriter:
         )
 
     def _count(self, lines: bytes, num_episodes: int, num_steps: int, num_snapshots: int) -> None:
-        """Make what was appended count: in the headers, by the lines of the index, here."""
+        """Make the appended episodes count: in the headers, in the index, and in this object."""
         growing = [self._snapshots, *(file for file in self._files.values() if not isinstance(file, VideoFolder))]
         for file in growing:
             file.announce()
@@ -324,7 +324,7 @@ class PartWriter:
         self.num_episodes += num_episodes
 
     def close(self, durable: bool = True) -> None:
-        """Cut the files to what counts, flush them to the disk (where `durable`), and let go of the part."""
+        """Cut the files to their valid size, flush them to disk (if `durable`), and release the part."""
         try:
             for file in self._files.values():
                 file.close(durable)
@@ -357,7 +357,7 @@ class PartWriter:
 
 
 def _finite(column: Column, chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Pass rows on. Raises RecordingError naming the first that holds NaN or infinity."""
+    """Pass rows on. Raises RecordingError naming the first row with NaN or infinity."""
     row = 0
     for chunk in chunks:
         _require_finite(column, chunk, (len(chunk),), row)
@@ -366,7 +366,7 @@ def _finite(column: Column, chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray
 
 
 def _require_finite(column: Column, rows: np.ndarray, lengths: Sequence[int], first: int = 0) -> None:
-    """Raise RecordingError naming the first row that is not; `lengths` of the episodes, `first`: number of the first row in its own."""
+    """Raise RecordingError naming the first non-finite row; `lengths` of the episodes, `first`: number of the first row in its own."""
     numbers = np.isfinite(rows)
     if numbers.all():
         return
@@ -380,16 +380,16 @@ def _require_finite(column: Column, rows: np.ndarray, lengths: Sequence[int], fi
 
 
 def create_part(recording: Path, columns: tuple[Column, ...]) -> PartWriter:
-    """The next ``part-NNNN`` of a recording, with these columns. Made beside its place and renamed, so that two processes never get one."""
+    """Create the recording's next ``part-NNNN`` with these columns, elsewhere and renamed, so two processes never get the same part."""
     number = len(files.part_folders(recording))
-    # Not by process number, which is often the same again after a container was killed.
+    # Not the process id, which often repeats after a container was killed.
     temporary = recording / f"{_NEW}{uuid.uuid4().hex}"
     try:
         temporary.mkdir()
         write_atomic(temporary / files.LAYOUT_FILE, json.dumps({"columns": [column.to_dict() for column in columns]}, indent=1))
         lock = os.open(temporary / files.INDEX_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # So that a reader never meets a part without its files.
+        # The files exist before the part does, so a reader never meets a part without them.
         PartWriter(temporary, columns, os.dup(lock), None).close(durable=False)
         while True:
             folder = recording / f"part-{number:04d}"
@@ -409,7 +409,7 @@ def create_part(recording: Path, columns: tuple[Column, ...]) -> PartWriter:
 
 
 def resume_part(folder: Path, columns: tuple[Column, ...]) -> PartWriter | None:
-    """Go on with a part, behind its last finished episode; None where it has other columns, or a process is writing it.
+    """Continue a part after its last finished episode; None if it has other columns, or a process is writing it.
     Raises RecordingError: the part is damaged."""
     if files.read_columns(folder) != columns:
         return None
@@ -435,7 +435,7 @@ def resume_part(folder: Path, columns: tuple[Column, ...]) -> PartWriter | None:
 
 
 def _blob_size(stem: Path, num_rows: int) -> int:
-    """Where the bytes of the rows that count end."""
+    """End of the bytes of the committed rows."""
     if num_rows == 0:
         return 0
     places = np.load(stem.with_name(stem.name + ".npy"), mmap_mode="r", allow_pickle=False)
@@ -443,7 +443,7 @@ def _blob_size(stem: Path, num_rows: int) -> int:
 
 
 def _require_headers(folder: Path, columns: tuple[Column, ...], offsets: Mapping[str, int]) -> None:
-    """Raise RecordingError where another program has written a file with a header of another length: rows would not line up."""
+    """Raise RecordingError if another program has written a file with a header of another length: rows would be misaligned."""
     for column in columns:
         if not column.is_video and offsets[column.name] != len(npy_header(*files.array_dtype(column), 0)):
             path = folder / f"{column.stem}.npy"

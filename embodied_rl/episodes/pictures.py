@@ -1,4 +1,4 @@
-"""Pictures of recorded episodes: mp4 that is written as it comes and read at any place, and PNG."""
+"""Pictures of recorded episodes: mp4 with incremental writing and random access, and PNG."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 
 DEFAULT_FPS = 10
-"""Where the simulator does not say how often it is controlled."""
+"""Frame rate if the simulator does not state its control frequency."""
 GROUP_OF_PICTURES = 16
-"""Every so many pictures one stands for itself: a picture is found by decoding at most these. Fewer would be a little quicker to find, for
-larger files that take longer to write."""
+"""Number of pictures between key frames: finding a picture decodes at most these. Fewer would be slightly faster to find, for larger files
+that take longer to write."""
 _LOSSY = {"crf": "18", "preset": "ultrafast", "bf": "0", "g": str(GROUP_OF_PICTURES)}
 _LOSSLESS = {"qp": "0", "preset": "ultrafast", "tune": "zerolatency", "g": str(GROUP_OF_PICTURES)}
 
 
 def frame_rate(control_hz: float | None) -> int:
-    """Pictures a second of a recording's videos, from how often its simulator is controlled."""
+    """Frames per second of a recording's videos, from its simulator's control frequency."""
     return max(1, round(control_hz or DEFAULT_FPS))
 
 
 class VideoError(ValueError):
-    """A video that cannot be decoded, or does not hold what it should; the reader adds where it lies."""
+    """A video that cannot be decoded or has unexpected contents; the reader adds its location."""
 
 
 class VideoWriter:
-    """Encodes pictures [H, W, 3] uint8 of one size into an mp4 file as they come.
+    """Encodes pictures [H, W, 3] uint8 of one size incrementally into an mp4 file.
 
-    Lossless is H.264 in RGB, which decodes to the same bytes (PyAV, ffmpeg, OpenCV and VLC play it, browsers do not). Otherwise H.264
-    in yuv420p with a constant rate factor of 18, which everything plays: colours at half the resolution, edges a little soft; odd sides
-    are made even by repeating the last line.
+    Lossless is H.264 in RGB, which decodes to the same bytes (PyAV, ffmpeg, OpenCV and VLC play it, browsers do not). Otherwise H.264 in
+    yuv420p with a constant rate factor of 18, which everything plays: colours at half the resolution, edges a little soft; odd sides become
+    even by repeating the last line.
     """
 
     def __init__(self, path: Path, height: int, width: int, fps: int, lossless: bool) -> None:
@@ -51,13 +51,13 @@ class VideoWriter:
 
         self.path, self.count = path, 0
         self.shape = (height, width, 3) if lossless else (height + height % 2, width + width % 2, 3)
-        """Of the pictures that are encoded."""
+        """Shape of the encoded pictures."""
         with self._writing():
             self._container = av.open(str(path), "w", format="mp4")
         stream = self._container.add_stream("libx264rgb" if lossless else "libx264", rate=fps, options=_LOSSLESS if lossless else _LOSSY)
         stream.height, stream.width = self.shape[:2]
         stream.pix_fmt = "rgb24" if lossless else "yuv420p"
-        # Threads of the encoder would fight with the simulators for the cores, and each keeps pictures back.
+        # Encoder threads would compete with the simulators for cores, and each delays pictures.
         stream.codec_context.thread_count = 1
         self._stream = stream
 
@@ -67,14 +67,14 @@ class VideoWriter:
         self.encode(room)
 
     def encode(self, room: PictureRoom) -> None:
-        """Encode the picture that lies there; the room is free again afterwards. Raises UserError where the file cannot be written."""
+        """Encode the picture in a room, which is free afterwards. Raises UserError if the file cannot be written."""
         room.frame.pts = self.count
         self.count += 1
         with self._writing():
             self._container.mux(self._stream.encode(room.frame))
 
     def close(self) -> None:
-        """Write what is left; the file is readable from here on. Raises UserError where it cannot be written."""
+        """Write the remaining data; the file is readable from here on. Raises UserError if it cannot be written."""
         with self._writing():
             if self.count:
                 self._container.mux(self._stream.encode())
@@ -99,17 +99,17 @@ class VideoWriter:
 
 
 class PictureRoom:
-    """Memory for a picture on its way into a video, for one after another: new memory costs as much as the copy into it."""
+    """Reusable memory for a picture on its way into a video: allocating costs as much as the copy."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         import av
 
         self.array = np.empty(shape, np.uint8)
-        # A view: what is written into the array is in the frame.
+        # A view: the frame shares the array's memory.
         self.frame = av.VideoFrame.from_numpy_buffer(self.array, format="rgb24")
 
     def fill(self, picture: np.ndarray) -> None:
-        """Copy a picture [H, W, 3] uint8; of a smaller one the last row and column are repeated."""
+        """Copy a picture [H, W, 3] uint8; if it is smaller, the last row and column are repeated."""
         height, width = picture.shape[:2]
         self.array[:height, :width] = picture
         if (height, width) != self.array.shape[:2]:
@@ -118,17 +118,17 @@ class PictureRoom:
 
 
 class VideoReader:
-    """Pictures of a file that `VideoWriter` wrote, by number; consecutive ones are decoded without seeking."""
+    """Reads pictures of a `VideoWriter` file by number; decodes consecutive ones without seeking."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], count: int) -> None:
-        """Raises VideoError where the file is no video with at least `count` pictures of `shape` [H, W, 3]."""
+        """Raises VideoError if the file is no video with at least `count` pictures of `shape` [H, W, 3]."""
         import av
         from av.video.reformatter import VideoReformatter
 
         self._path, self._shape, self._count = path, shape, count
         try:
             open_regular(path).close()
-            # What the stream is stands in the header: nothing needs to be decoded to find out.
+            # The header describes the stream: nothing needs to be decoded for that.
             self._container = av.open(str(path), options={"analyzeduration": "0", "probesize": "32"})
         except (av.FFmpegError, OSError, ValueError) as error:
             raise VideoError(f"cannot be opened ({brief(error)})") from error
@@ -140,18 +140,18 @@ class VideoReader:
             raise VideoError(f"holds pictures of {stream.height} × {stream.width}, not {shape[0]} × {shape[1]}")
         if stream.frames < count:
             raise VideoError(f"holds {stream.frames} pictures instead of {count}")
-        # One picture is wanted soon, not many later.
+        # Low latency for one picture matters, not throughput.
         stream.thread_type, stream.codec_context.thread_count = "NONE", 1
         if stream.average_rate is None or stream.time_base is None:
             raise VideoError("does not say when its pictures are shown")
         self._stream, self._step = stream, 1 / (stream.average_rate * stream.time_base)
         self._next = 0
         self._frames: Iterator[VideoFrame] = iter(())
-        # One for all pictures, in this thread: a frame's own would be made anew for each.
+        # One for all pictures, in this thread: otherwise each frame would create its own.
         self._reformatter = VideoReformatter()
 
     def read(self, number: int) -> np.ndarray:
-        """Picture [H, W, 3] uint8. Raises VideoError."""
+        """Decode picture [H, W, 3] uint8. Raises VideoError."""
         import av
 
         try:
@@ -182,7 +182,7 @@ class VideoReader:
 
 
 def encode_png(picture: np.ndarray) -> bytes:
-    """A picture [H, W, 3] uint8 as the bytes of a PNG file, which is exact."""
+    """Encode a picture [H, W, 3] uint8 as PNG bytes, without loss."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -192,7 +192,7 @@ def encode_png(picture: np.ndarray) -> bytes:
 
 
 def decode_png(data: bytes, shape: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `encode_png`. Raises VideoError where the bytes are no PNG file of this shape."""
+    """Inverse of `encode_png`. Raises VideoError if the bytes are no PNG file of this shape."""
     from PIL import Image
 
     try:
@@ -208,7 +208,7 @@ _Index = int | np.integer | slice | Sequence[int] | np.ndarray | EllipsisType | 
 
 
 class Frames:
-    """[T + 1, H, W, 3] uint8, read-only, as an array is indexed by its first axis; `np.asarray` decodes them all."""
+    """Read-only [T + 1, H, W, 3] uint8, indexed like an array by its first axis; `np.asarray` decodes all."""
 
     dtype = np.dtype(np.uint8)
 
@@ -216,7 +216,7 @@ class Frames:
         self, count: int, shape: tuple[int, ...], read: Callable[[int], np.ndarray], video: tuple[Path, str] | None = None
     ) -> None:
         self.shape, self.video = (count, *shape), video
-        """`video`: the file that holds exactly these pictures, and its encoding."""
+        """`video`: file that contains exactly these pictures, and its encoding."""
         self._read = read
 
     @property
@@ -229,7 +229,7 @@ class Frames:
 
     @property
     def nbytes(self) -> int:
-        """When decoded."""
+        """Size of the decoded pictures."""
         return self.size
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Reads recordings; those in our own format (docs/episodes.md) straight from the files' pages."""
+"""Readers of recordings; those in the native format (docs/episodes.md) are memory-mapped."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ from embodied_rl.reading import open_regular
 __all__ = ["NativeRecording", "Recording", "RecordingError", "open_recording"]
 
 OPEN_VIDEOS = 8
-"""Videos that stay open: neighbouring pictures are read one after another."""
+"""Number of videos kept open: neighbouring pictures are read one after another."""
 MAPPED_BYTES = 2**25
-"""After so many bytes handed out, mapped pages are given back; they stay in the system's page cache."""
+"""Number of bytes read after which mapped pages are released; they stay in the system's page cache."""
 
 
 def open_recording(path: Path | str, *, verify: bool = True) -> Recording:
-    """Open a recording, of whichever format the path holds.
+    """Open a recording of any format.
 
     Args:
-        verify: of our own format, hold what is read for the first time against its checksum. False: what was verified before is read
-            again a little faster.
+        verify: native format: check data against its checksum at the first read. False: verified data is read again a little faster.
 
     Raises RecordingError: there is none, or it is damaged; the message names the file, the episode and the field.
     """
@@ -62,7 +61,7 @@ def open_recording(path: Path | str, *, verify: bool = True) -> Recording:
 
 
 class NativeRecording(Recording):
-    """A folder that `RecordingWriter` wrote, as it was when it was opened; it may be written meanwhile.
+    """A folder from `RecordingWriter`, in its state when it was opened; it may be written meanwhile.
 
     Arrays of an episode are read-only views into the files; they are valid until the recording is closed.
     """
@@ -81,14 +80,14 @@ class NativeRecording(Recording):
 
     def step(self, number: int, time: int) -> RecordedStep:
         part, local = self.place(number)
-        # A fault brings the pages around along.
+        # A page fault also loads the pages around it.
         self._count(part, 2**16 // max(1, part.bytes_per_step) + 1)
         return part.step(local, time)
 
     def column(self, name: str) -> list[np.ndarray]:
-        """All rows of a column of plain arrays at once: a view [rows, ...] per part that has it, its episodes one after another.
+        """All rows of a column of plain arrays at once: a view [rows, ...] per part that has it, in the order of episodes.
 
-        `RecordedEpisode`'s names, with the key behind a dot: ``observation.state``. The fastest way to read all of a recording.
+        Names as in `RecordedEpisode`, with the key after a dot: ``observation.state``. This is the fastest way to read a whole recording.
         Raises RecordingError: no part has a column of this name that is a plain array.
         """
         found = [
@@ -118,7 +117,7 @@ class NativeRecording(Recording):
 
     def _block_ends(self, max_steps: int) -> list[int]:
         ends, first = list[int](), 0
-        # Each part's rows lie in separate files.
+        # Each part's rows are in separate files.
         for stop in self._ends:
             ends += [first + end for end in cut_by_steps(self.lengths[first:stop], max_steps)]
             first = stop
@@ -133,7 +132,7 @@ class NativeRecording(Recording):
         return super()._checked(block)
 
     def place(self, number: int) -> tuple[PartReader, int]:
-        """The part that holds an episode, and its number there. Raises IndexError."""
+        """The part that contains an episode, and its number there. Raises IndexError."""
         position = self._position(number)
         part = bisect.bisect_right(self._ends, position)
         return self._parts[part], position - (self._ends[part - 1] if part else 0)
@@ -160,7 +159,7 @@ class NativeRecording(Recording):
 
 
 class PartReader:
-    """The files of one part, mapped when they are first asked for."""
+    """Files of one part, mapped on first use."""
 
     def __init__(self, folder: Path, info: RecordingInfo, verify: bool = True) -> None:
         self.folder, self.columns = folder, files.read_columns(folder)
@@ -176,12 +175,12 @@ class PartReader:
         self._maps: dict[str, tuple[mmap.mmap, np.ndarray]] = {}
         self._blobs: dict[str, mmap.mmap | bytes] = {}
         self._videos: OrderedDict[tuple[str, int], VideoReader] = OrderedDict()
-        # [C + 1, E] what was held against its checksum, snapshots last.
+        # [C + 1, E] whether data was checked against its checksum, snapshots last.
         self._verified = np.full((len(self.columns) + 1, self.index.num_episodes), not verify)
         self._numbers = {column.name: number for number, column in enumerate((*self.columns, SNAPSHOT_COLUMN))}
 
     def episode(self, number: int) -> RecordedEpisode:
-        """Raises RecordingError where its data are damaged."""
+        """Read an episode. Raises RecordingError if its data are damaged."""
         entry, length = self.index.entry(number), int(self.index.table.lengths[number])
         first = int(self._step_rows[number])
         steps, seen = slice(first, first + length), slice(first + number, first + number + length + 1)
@@ -211,7 +210,7 @@ class PartReader:
             raise RecordingError(f"'{self.folder}', episode {number}: {brief(error)}") from error
 
     def step(self, number: int, time: int) -> RecordedStep:
-        """Raises IndexError, or RecordingError where its data are damaged."""
+        """Read a step. Raises IndexError, or RecordingError if its data are damaged."""
         length = int(self.index.table.lengths[number])
         if not 0 <= time < length:
             raise IndexError(f"Episode {number} has {length} steps, there is no step {time}.")
@@ -227,11 +226,11 @@ class PartReader:
     # ---- columns ----
 
     def column(self, column: Column, number: int) -> Any:
-        """All rows of an episode: a view, an object array, or pictures that are decoded when asked for."""
+        """All rows of an episode: a view, an object array, or pictures that are decoded on access."""
         count = column.rows_of(int(self.index.table.lengths[number]))
         if column.is_picture:
             if column.is_video:
-                # Opened now, so that a damaged file is found now; verified now, for copies are made of the file as it is.
+                # Opened and verified now, to find a damaged file now, since copies are made of the file as it is.
                 self._video(column, number)
                 self.verify(column, number)
             video = (self._video_path(column, number), column.encoding) if column.is_video else None
@@ -242,7 +241,7 @@ class PartReader:
             return self.rows(column)[start : start + count]
         values = [self.row(column, number, time) for time in range(count)]
         if column.encoding == "arrays" and not column.name.startswith("observation."):
-            # Rows of one message each; of one shape within an episode.
+            # Rows of one message each, with one shape within an episode.
             try:
                 return np.stack(values)
             except ValueError as error:
@@ -250,7 +249,7 @@ class PartReader:
         return np.fromiter(values, object, count)
 
     def run(self, column: Column, first: int, stop: int) -> np.ndarray:
-        """All rows of neighbouring episodes, one after another: a view where they are plain arrays."""
+        """All rows of neighbouring episodes in order: a view if they are plain arrays."""
         if column.encoding != "array":
             return joined([self.column(column, number) for number in range(first, stop)])
         for number in np.flatnonzero(~self._verified[self._numbers[column.name], first:stop]).tolist():
@@ -274,19 +273,19 @@ class PartReader:
             raise self.damaged(column, number, f"row {time} {brief(error)}") from error
 
     def snapshots(self, number: int) -> dict[int, bytes]:
-        """{step: bytes} of an episode."""
+        """{step: bytes} of an episode's snapshots."""
         if not self.index.snapshots[number]:
             return {}
         self.verify(SNAPSHOT_COLUMN, number)
         return {int(row[0]): self.blob_bytes(SNAPSHOTS, SNAPSHOTS, number, row[1:]) for row in self.snapshot_places(number)}
 
     def snapshot_places(self, number: int) -> np.ndarray:
-        """[K, 3] int64 (step, offset, size)."""
+        """[K, 3] int64 (step, offset, size) of an episode's snapshots."""
         start, count = int(self._snapshot_rows[number]), int(self.index.snapshots[number])
         return self._map(SNAPSHOTS, "<i8", (3,), self.index.num_snapshots)[start : start + count] if count else np.zeros((0, 3), np.int64)
 
     def blob_bytes(self, name: str, stem: str, number: int, place: np.ndarray) -> bytes:
-        """The bytes of a row of varying size. Raises RecordingError where (offset, size) lies outside of the file."""
+        """Bytes of a row of varying size. Raises RecordingError if (offset, size) is outside the file."""
         blob = self._blobs.get(name)
         if blob is None:
             blob = self._blobs[name] = self._map_blob(name, stem, number)
@@ -299,7 +298,7 @@ class PartReader:
         return blob[offset : offset + size]
 
     def damage(self, number: int) -> list[str]:
-        """Columns whose checksum is not that of the index, one line each."""
+        """Columns whose checksum differs from the index, one line each."""
         problems = []
         for column in (*self.columns, SNAPSHOT_COLUMN):
             try:
@@ -309,7 +308,7 @@ class PartReader:
         return problems
 
     def verify(self, column: Column, number: int) -> None:
-        """Hold an episode's rows of a column against their checksum, where that was not done before. Raises RecordingError."""
+        """Check an episode's rows of a column against their checksum, once. Raises RecordingError."""
         place = self._numbers[column.name], number
         if not self._verified[place]:
             self._compare(column, number)
@@ -321,18 +320,18 @@ class PartReader:
             raise self.damaged(column, number, "the checksum does not match: bytes were altered")
 
     def _verify_arrays(self, number: int) -> None:
-        """All columns of plain arrays of an episode; the others are verified as they are read."""
+        """Verify all columns of plain arrays of an episode; the others are verified when read."""
         if not self._verified[:, number].all():
             for column in self.columns:
                 if column.encoding == "array":
                     self.verify(column, number)
 
     def all_rows(self, column: Column) -> np.ndarray:
-        """As `rows`, every episode's verified."""
+        """Rows of all episodes, all verified."""
         return self.run(column, 0, self.index.num_episodes) if self.index.num_episodes else self.rows(column)
 
     def checksum(self, column: Column, number: int) -> int:
-        """CRC-32 of an episode's rows of a column, as `RecordingWriter` forms it."""
+        """CRC-32 of an episode's rows of a column, as in `RecordingWriter`."""
         if column.is_video:
             try:
                 return files.file_checksum(self._video_path(column, number))
@@ -355,7 +354,7 @@ class PartReader:
         return files.blob_checksum(checksum, places[:, 2], places[:, 0])
 
     def release_pages(self) -> None:
-        """Give the mapped pages back; what is read again comes from the page cache."""
+        """Release the mapped pages; later reads come from the page cache."""
         for mapped in (*(mapped for mapped, _ in self._maps.values()), *self._blobs.values()):
             if isinstance(mapped, mmap.mmap):
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -365,7 +364,7 @@ class PartReader:
             video.close()
         self._videos.clear()
         self._blobs.clear()
-        # Views that callers still hold keep their mapping; without any it goes now.
+        # Views that callers still hold keep their mapping; unused mappings go now.
         self._all_rows.clear()
         self._maps.clear()
 
@@ -373,13 +372,13 @@ class PartReader:
         return int(self._step_rows[number]) + (0 if column.per == "step" else number)
 
     def _arrays(self) -> list[tuple[Column, str, str, np.ndarray | None]]:
-        """Every column with its room and key in `RecordedEpisode` and the rows of all episodes; None: these are no plain array."""
+        """Every column with its field and key in `RecordedEpisode`, and the rows of all episodes; None: not plain arrays."""
         if not self._all_rows:
             self._all_rows = [(*place, self.rows(place[0]) if place[0].encoding == "array" else None) for place in self._places]
         return self._all_rows
 
     def rows(self, column: Column) -> np.ndarray:
-        """Rows of all episodes: of a column of plain arrays, or the (offset, size) of one of varying sizes."""
+        """Rows of all episodes: of a column of plain arrays, or the (offset, size) of rows of varying size."""
         mapped = self._maps.get(column.name)
         if mapped is not None:
             return mapped[1]
@@ -388,7 +387,7 @@ class PartReader:
         return self._map(column.name, dtype, shape, rows, column.stem)
 
     def _map(self, name: str, dtype: str, shape: tuple[int, ...], num_rows: int, stem: str | None = None) -> np.ndarray:
-        """Rows [num_rows, *shape] of an .npy file, whose header and size were checked when the part was opened."""
+        """Map rows [num_rows, *shape] of an .npy file, whose header and size were checked when the part was opened."""
         if name in self._maps:
             return self._maps[name][1]
         row_bytes, offset = np.dtype(dtype).itemsize * math.prod(shape), self._offsets[name]
@@ -428,13 +427,13 @@ class PartReader:
         return video
 
     def _require_finite(self, number: int, read: dict[str, Any]) -> None:
-        """Actions and rewards are few, and NaN in them would spread into whatever is learnt."""
+        """Check actions and rewards: they are few, and NaN in them would spread into training."""
         for column in self._finite:
             if not np.isfinite(read[column.name]).all():
                 raise self.damaged(column, number, "holds NaN or infinity")
 
     def damaged(self, column: Column, number: int, complaint: str) -> RecordingError:
-        """What is wrong with an episode's rows of a column, and where they are."""
+        """Error that names the problem with an episode's rows of a column, and their location."""
         if column.is_video:
             path = self._video_path(column, number)
         else:
@@ -443,7 +442,7 @@ class PartReader:
 
 
 def _place_of(name: str) -> tuple[str, str]:
-    """Room of `RecordedEpisode` ("" for itself) and key in it of a column."""
+    """Field of `RecordedEpisode` ("" for itself) and key in it of a column."""
     room, dot, key = name.partition(".")
     return (room, key) if dot else ("", name)
 
@@ -455,7 +454,7 @@ def _joined(tables: list[EpisodeTable]) -> EpisodeTable:
 
 
 def _require_fit(folder: Path, columns: tuple[Column, ...], info: RecordingInfo) -> None:
-    """Raise RecordingError where the columns are not those of the recording's simulator."""
+    """Raise RecordingError if the columns do not match the recording's simulator."""
     path = folder / files.LAYOUT_FILE
     found = {column.name: column for column in columns}
     try:

@@ -1,4 +1,4 @@
-"""What a recorded episode holds, and a recording as its readers show it, whatever files it came from; numpy only."""
+"""Contents of a recorded episode, and the common interface of recordings in all file formats; numpy only."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from embodied_rl.types import Observation, SimSpec
 
 FORMAT_VERSION = 1
 Value = npt.ArrayLike | Mapping[str, object] | None
-"""A row of a column: an array or a number, a text, or what JSON can hold."""
+"""A row of a column: an array, a number, a text, or any JSON value."""
 STEP_COLUMNS = ("action", "reward", "terminated", "truncated", "success")
-"""Columns per step that every episode has, and …"""
+"""Columns per step that every episode has."""
 OPTIONAL_COLUMNS = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
-"""… those that it may lack."""
+"""Columns per step that an episode may lack."""
 Fate = Literal["kept", "extra", "changed", "filled", "lost"]
-"""kept: exact, where the format itself keeps it. extra: exact, in a place of ours that other readers of the format overlook.
-changed: there, but not bit by bit or not under its name. filled: the file does not say; something else stands in its place.
-lost: not there any more."""
+"""kept: exact, where the format itself keeps it. extra: exact, in an additional place that other readers of the format ignore. changed:
+present, but not bit by bit or not under its name. filled: absent from the file and replaced by another value. lost: no longer present."""
 
 
 @dataclass(frozen=True)
 class FieldNote:
-    """What becomes of one field in another format."""
+    """Conversion of one field to another format."""
 
     field: str
-    """As in `RecordedEpisode`: ``log_prob``, ``observation.state``, ``seed``; or what else the line is about."""
+    """Field name as in `RecordedEpisode`: ``log_prob``, ``observation.state``, ``seed``; or another subject of the note."""
     fate: Fate
     note: str = ""
-    """Where it is, what stands for it, or why it is gone."""
+    """Location of the field, its replacement, or the reason for its loss."""
 
     def __str__(self) -> str:
         return f"{self.fate:<8}{self.field}{': ' if self.note else ''}{self.note}"
@@ -47,17 +46,17 @@ class FieldNote:
 class RecordedEpisode:
     """T steps of one environment between two resets, and the T + 1 observations around them.
 
-    Raises ValueError when the lengths do not agree.
+    Raises ValueError if the lengths are inconsistent.
     """
 
     seed: int
-    """Of the reset."""
+    """Seed of the reset."""
     observation: Observation
-    """{key: [T + 1, ...]} before each step, and after the last; parts of varying size are object arrays."""
+    """Observations {key: [T + 1, ...]} before each step, and after the last; parts of varying size are object arrays."""
     action: np.ndarray
-    """[T, A] float32 (int64 [T, 1] for discrete, an object array [T] of str for text): what the simulator was given."""
+    """The simulator's actions [T, A] float32 (int64 [T, 1] for discrete, an object array [T] of str for text)."""
     reward: np.ndarray
-    """[T] float32"""
+    """Rewards [T] float32."""
     terminated: np.ndarray
     """[T] bool; only the last can be True."""
     truncated: np.ndarray
@@ -65,29 +64,29 @@ class RecordedEpisode:
     success: np.ndarray
     """[T] bool: success at this step."""
     sampled_action: np.ndarray | None = None
-    """[T, A] normalised and unclipped, as the policy drew it: what `log_prob` is the log-probability of. None: not known."""
+    """[T, A] normalised and unclipped, as the policy drew it: the argument of `log_prob`. None: not known."""
     log_prob: np.ndarray | None = None
-    """[T, L] under the policy that acted, of `sampled_action` (of `action` where the choice is discrete); None: not known."""
+    """[T, L] under the behaviour policy, of `sampled_action` (of `action` if the choice is discrete); None: not known."""
     value: np.ndarray | None = None
-    """[T] the acting policy's estimate before each step; None: not known."""
+    """[T] the behaviour policy's value estimate before each step; None: not known."""
     policy_version: np.ndarray | None = None
-    """[T] int64 version of the weights that acted."""
+    """[T] int64 version of the acting weights."""
     state: Mapping[str, np.ndarray] | None = None
-    """{name: [T + 1, ...]} the simulator's physical state around the steps, where it was recorded."""
+    """{name: [T + 1, ...]} the simulator's physical state around the steps, if recorded."""
     snapshots: Mapping[int, bytes] = field(default_factory=dict)
-    """{step t: `EnvManager.snapshot` before step t}, for the steps that were asked for."""
+    """{step t: `EnvManager.snapshot` before step t}, for the steps with a snapshot."""
     images: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """{camera: [T + 1, H, W, 3] uint8} pictures for people, which no policy saw."""
+    """{camera: [T + 1, H, W, 3] uint8} pictures for people, not seen by the policy."""
     chunk: np.ndarray | None = None
-    """[T] int64 number of the message (action chunk or turn) that each step belongs to; None: every step is one."""
+    """[T] int64 number of each step's message (action chunk or turn); None: every step is one."""
     task: str | None = None
-    """Of a recording with several tasks; None: the recording's only one."""
+    """Task in a recording with several tasks; None: the recording's only one."""
     instruction: str | None = None
     """Language instruction; None: the recording's, if any."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What else is known, JSON-able (reset options, final info, the player's name, …)."""
+    """Further JSON-able data (reset options, final info, the player's name, …)."""
     same_lengths: InitVar[bool] = False
-    """The caller has checked that the lengths agree, so that they are not checked again."""
+    """Whether the caller has already checked that the lengths agree."""
 
     def __post_init__(self, same_lengths: bool) -> None:
         if not same_lengths:
@@ -110,18 +109,18 @@ class RecordedEpisode:
         return columns | {f"images.{camera}": rows for camera, rows in self.images.items()}
 
     def per_step(self) -> dict[str, np.ndarray]:
-        """{name: rows [T, ...]} of `STEP_COLUMNS`, and of those of `OPTIONAL_COLUMNS` that are known."""
+        """{name: rows [T, ...]} of `STEP_COLUMNS`, and of the known `OPTIONAL_COLUMNS`."""
         rows = vars(self)
         return {name: rows[name] for name in (*STEP_COLUMNS, *OPTIONAL_COLUMNS) if rows[name] is not None}
 
     @property
     def num_steps(self) -> int:
-        """T"""
+        """Number of steps, T."""
         return len(self.reward)
 
     @property
     def episode_return(self) -> float:
-        """Sum of rewards, undiscounted."""
+        """Undiscounted sum of rewards."""
         return float(self.reward.sum(dtype=np.float64))
 
     @property
@@ -134,36 +133,36 @@ class RecordedEpisode:
 
     @property
     def complete(self) -> bool:
-        """Whether the episode came to an end; a recorder that was stopped can leave one that did not."""
+        """Whether the episode ended; a stopped recorder may leave one that did not."""
         return bool(self.terminated[-1] or self.truncated[-1])
 
 
 @dataclass(frozen=True)
 class RecordingInfo:
-    """What all episodes of a recording share, and everything needed to play them again."""
+    """Data shared by all episodes of a recording, including everything needed to replay them."""
 
     spec: SimSpec
     sim: Mapping[str, Any]
-    """The simulator's configuration (`SimConfig` as a dictionary); empty for a recording that was imported from elsewhere."""
+    """The simulator's configuration (`SimConfig` as a dictionary); empty for a recording imported from elsewhere."""
     policy: Mapping[str, Any]
-    """Who acted: ``kind`` (checkpoint, expert, random, imported, training) and what identifies it (path, step, hash of the weights)."""
+    """Player: ``kind`` (checkpoint, expert, random, imported, training) and its identification (path, step, hash of the weights)."""
     command: str = ""
-    """How the recording was made."""
+    """Command that made the recording."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of Python, this package and the simulator's."""
+    """Versions of Python, this package and the simulator's package."""
     created: str = ""
-    """ISO 8601, UTC."""
+    """Time of creation: ISO 8601, UTC."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     signature: str | None = None
-    """Of `sim`, by the user whose run recorded it (`signed`); it goes along where a recording is copied."""
+    """Signature of `sim` by the recording user (`signed`); copies of the recording keep it."""
 
     def signed(self) -> RecordingInfo:
-        """For the run that records `sim` itself: with this user's signature, which lets `sim` name code of the user's own later."""
+        """Sign `sim` as this user, for the run that records it; the signature later permits `sim` to name the user's own code."""
         return replace(self, signature=sign(RECORDING, self.sim_bytes))
 
     @property
     def sim_bytes(self) -> bytes:
-        """`sim` as it is signed: the same after it was written and read."""
+        """Signed form of `sim`, unchanged by writing and reading."""
         return json.dumps(self.sim, sort_keys=True, separators=(",", ":")).encode()
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,7 +171,7 @@ class RecordingInfo:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RecordingInfo:
-        """The inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
         if data.get("format") != "embodied_rl episodes" or data.get("format_version") != FORMAT_VERSION:
             raise ValueError(
                 f"format {data.get('format')!r} version {data.get('format_version')!r}; this is 'embodied_rl episodes' {FORMAT_VERSION}"
@@ -183,26 +182,26 @@ class RecordingInfo:
 
 @dataclass(frozen=True, eq=False)
 class EpisodeBlock:
-    """n episodes with M steps together; a column's rows lie one episode after another.
+    """n episodes with M steps together; a column's rows are in the order of the episodes.
 
-    Read-only views into the recording's files where they lie there like that, as long as the recording is open; copies otherwise.
+    Read-only views into the recording's files if the rows are contiguous there, valid while the recording is open; copies otherwise.
     """
 
     numbers: np.ndarray
-    """[n] int64 of the episodes in their recording."""
+    """[n] int64 numbers of the episodes in their recording."""
     lengths: np.ndarray
-    """[n] int64 steps of each."""
+    """[n] int64 number of steps of each episode."""
     columns: Mapping[str, np.ndarray]
-    """{name: [M, ...], or [M + n, ...] of observations, states and images}; named as in `RecordedEpisode`, the key behind a dot:
+    """{name: [M, ...], or [M + n, ...] for observations, states and images}; named as in `RecordedEpisode`, the key after a dot:
     ``action``, ``observation.state``."""
 
     def __len__(self) -> int:
-        """n"""
+        """Number of episodes, n."""
         return len(self.lengths)
 
     @property
     def num_steps(self) -> int:
-        """M"""
+        """Number of steps, M."""
         return int(self.lengths.sum())
 
     @property
@@ -217,11 +216,11 @@ class EpisodeBlock:
 
     @property
     def episode_of_step(self) -> np.ndarray:
-        """[M] int64 which of the n episodes each step belongs to."""
+        """[M] int64 index of each step's episode."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
     def first_not_finite(self, names: Iterable[str]) -> tuple[int, str] | None:
-        """(number of an episode in the recording, one of these columns that holds NaN or infinity there); None: there is none."""
+        """First (episode number in the recording, column) with NaN or infinity; None: all are finite."""
         for name in names:
             rows = self.columns[name]
             if rows.dtype.kind in "fc" and not (finite := np.isfinite(rows)).all():
@@ -230,7 +229,7 @@ class EpisodeBlock:
         return None
 
     def first_early_end(self) -> int | None:
-        """Number of an episode in the recording that goes on after a step that ends it; None: there is none."""
+        """Number of the first episode that continues after a step that ends it; None: there is none."""
         if "terminated" not in self.columns or "truncated" not in self.columns:
             return None
         early = self.columns["terminated"] | self.columns["truncated"]
@@ -243,25 +242,25 @@ class EpisodeBlock:
 
 
 def per_observation(name: str) -> bool:
-    """Whether a column has a row for each observation, one more than steps."""
+    """Whether a column has a row per observation, one more than steps."""
     return "." in name
 
 
 def block_of(episodes: Sequence[RecordedEpisode], numbers: np.ndarray, names: Iterable[str]) -> EpisodeBlock:
-    """Episodes in memory as a block. Raises KeyError naming a column that one of them lacks."""
+    """Convert episodes in memory to a block. Raises KeyError naming a column that one of them lacks."""
     lengths = np.array([episode.num_steps for episode in episodes], np.int64)
     there = [episode.columns() for episode in episodes]
     return EpisodeBlock(numbers, lengths, {name: joined([columns[name] for columns in there]) for name in names})
 
 
 def runs_of(positions: np.ndarray) -> list[tuple[int, int]]:
-    """Consecutive numbers as (first, stop): [3, 4, 5, 9, 2] → (3, 6), (9, 10), (2, 3)."""
+    """Runs of consecutive numbers as (first, stop): [3, 4, 5, 9, 2] → (3, 6), (9, 10), (2, 3)."""
     cuts = np.flatnonzero(np.diff(positions) != 1) + 1
     return [(int(part[0]), int(part[-1]) + 1) for part in np.split(positions, cuts) if len(part)]
 
 
 def cut_by_steps(lengths: np.ndarray, max_steps: int) -> list[int]:
-    """Where to cut episodes into blocks of at most `max_steps` steps (or a single episode): the ends of the blocks."""
+    """Ends of blocks of at most `max_steps` steps (or of a single longer episode)."""
     ends, cuts, first = np.cumsum(lengths), list[int](), 0
     while first < len(lengths):
         before = int(ends[first - 1]) if first else 0
@@ -271,51 +270,51 @@ def cut_by_steps(lengths: np.ndarray, max_steps: int) -> list[int]:
 
 
 def joined(parts: list[Any]) -> np.ndarray:
-    """Rows one after another; pictures are decoded."""
+    """Concatenate rows; pictures are decoded."""
     return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate([np.asarray(part) for part in parts])
 
 
 BLOCK_STEPS = 2**14
-"""Steps that `Recording.blocks` reads at once."""
+"""Number of steps that `Recording.blocks` reads at once."""
 
 
 class RecordingError(UserError):
-    """A recording that cannot be read or written: damaged, lying about itself, or of another simulator.
+    """A recording that cannot be read or written: damaged, inconsistent, or of another simulator.
 
-    The message names the file, and the episode and the field where there are any.
+    The message names the file, and the episode and the field if there are any.
     """
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Step t of an episode: what was seen, what was done, and what came of it."""
+    """Step t of an episode: observation, action and outcome."""
 
     observation: Mapping[str, Any]
-    """{key: [...]} before the step; parts of varying size are values."""
+    """Observation {key: [...]} before the step; parts of varying size are values."""
     action: np.ndarray | str
-    """[A] what the simulator was given (a str for text)."""
+    """The simulator's action [A] (a str for text)."""
     reward: float
     terminated: bool
     truncated: bool
     success: bool
     next_observation: Mapping[str, Any]
-    """{key: [...]} after the step."""
+    """Observation {key: [...]} after the step."""
     sampled_action: np.ndarray | None = None
-    """[A] as the policy drew it; None: not known, here and below."""
+    """Action [A] as the policy drew it; None: not known, here and below."""
     log_prob: np.ndarray | None = None
-    """[L]"""
+    """Log-probabilities [L] of the action."""
     value: float | None = None
     policy_version: int | None = None
     chunk: int | None = None
-    """Number of the message that the step belongs to."""
+    """Number of the step's message."""
     state: Mapping[str, np.ndarray] | None = None
-    """{name: [...]} the simulator's state before the step."""
+    """State {name: [...]} of the simulator before the step."""
     images: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """{camera: [H, W, 3] uint8} before the step."""
+    """Pictures {camera: [H, W, 3] uint8} before the step."""
 
     @staticmethod
     def of(row: Mapping[str, Any], **others: Any) -> RecordedStep:
-        """From a row of `STEP_COLUMNS` and those of `OPTIONAL_COLUMNS` that are known, and the other fields."""
+        """Build a step from a row of `STEP_COLUMNS` and the known `OPTIONAL_COLUMNS`, and the other fields."""
         return RecordedStep(**{name: _PLAIN[name](value) if name in _PLAIN else value for name, value in row.items()}, **others)
 
 
@@ -329,20 +328,20 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class EpisodeTable:
-    """What is known of all E episodes without reading one."""
+    """Data about all E episodes that need no reading of an episode."""
 
     lengths: np.ndarray
-    """[E] int64 steps."""
+    """[E] int64 number of steps."""
     seeds: np.ndarray
-    """[E] int64"""
+    """[E] int64 seeds."""
     returns: np.ndarray
-    """[E] float64 undiscounted."""
+    """[E] float64 undiscounted returns."""
     success_once: np.ndarray
-    """[E] bool"""
+    """[E] bool: success at any step."""
     success_at_end: np.ndarray
-    """[E] bool"""
+    """[E] bool: success at the last step."""
     complete: np.ndarray
-    """[E] bool: the episode came to an end."""
+    """[E] bool: whether the episode ended."""
     tasks: np.ndarray
     """[E] object: str, or None for the recording's only task."""
 
@@ -354,7 +353,7 @@ class EpisodeTable:
 
     @staticmethod
     def of_rows(rows: Sequence[tuple[int, int, float, bool, bool, bool, str | None]]) -> EpisodeTable:
-        """Of what is known of each episode, in the order of the columns."""
+        """Build the table from one row per episode, in the order of the columns."""
         columns = []
         for index, dtype in enumerate((np.int64, np.int64, np.float64, bool, bool, bool, object)):
             columns.append(np.empty(len(rows), dtype))
@@ -365,27 +364,27 @@ class EpisodeTable:
 class Recording(ABC):
     """E recorded episodes, read one at a time. Use it as a context manager, or `close` it.
 
-    Readers of files derive from it and give `episode`; `step` is worth giving too where an episode is not read lazily.
+    Readers of files derive from it and implement `episode`; a reader that loads whole episodes should implement `step` too.
     """
 
     format: ClassVar[str] = "native"
-    """Whose files they are."""
+    """Name of the file format."""
     notes: tuple[FieldNote, ...] = ()
-    """What of other projects' files was read, derived or lost."""
+    """Fields of other projects' files that were read, derived or lost."""
 
     def __init__(self, path: Path, info: RecordingInfo, table: EpisodeTable) -> None:
         self.path, self.info, self.table = path, info, table
 
     @abstractmethod
     def episode(self, number: int) -> RecordedEpisode:
-        """Episode `number` in 0 … E - 1 (from the end where negative).
-        Raises IndexError: there is none of this number; RecordingError: its data are damaged."""
+        """Episode `number` in 0 … E - 1 (negative: from the end).
+        Raises IndexError: there is no such number; RecordingError: its data are damaged."""
 
     def read_many(self, numbers: Sequence[int] | np.ndarray, columns: Sequence[str]) -> EpisodeBlock:
-        """Columns of several episodes, in the order of `numbers`; all at once, which is many times as fast as one by one.
+        """Read columns of several episodes at once, in the order of `numbers`; many times as fast as one by one.
 
         Args:
-            numbers: [n >= 1] of episodes, as `episode` takes them.
+            numbers: [n >= 1] episode numbers, as for `episode`.
             columns: names of the columns, such as ``action`` or ``observation.state``.
 
         Raises IndexError: there is no episode of such a number; RecordingError: an episode lacks a column, or its data are damaged.
@@ -394,11 +393,11 @@ class Recording(ABC):
         return self._checked(self._read_block(positions, columns))
 
     def blocks(self, columns: Sequence[str], max_steps: int = BLOCK_STEPS) -> Iterator[EpisodeBlock]:
-        """All episodes in order, some at a time: blocks of at most `max_steps` steps, or of a single episode that is longer.
+        """Yield all episodes in order, in blocks of at most `max_steps` steps, or of a single longer episode.
 
         Args:
-            columns: as `read_many` takes them.
-            max_steps: bounds the memory where a block is no view.
+            columns: as for `read_many`.
+            max_steps: bounds the memory if a block is no view.
 
         Raises RecordingError: as `read_many`.
         """
@@ -412,15 +411,15 @@ class Recording(ABC):
         return step_of(self.episode(number), time)
 
     def damage(self, number: int) -> list[str]:
-        """Contradictions to the format's own checksums, one line each; most formats have none."""
+        """Mismatches with the format's own checksums, one line each; most formats have none."""
         return []
 
     def fingerprint(self, number: int) -> Hashable | None:
-        """Equal for episodes that are the same in everything; None where the format cannot say it without a comparison."""
+        """Value that is equal for identical episodes; None if the format cannot tell without a comparison."""
         return None
 
     def close(self) -> None:  # noqa: B027 (a reader that holds no file has nothing to do)
-        """Let go of the files; episodes that were handed out may become unreadable."""
+        """Close the files; episodes from this recording may become unreadable."""
 
     @property
     def spec(self) -> SimSpec:
@@ -428,37 +427,37 @@ class Recording(ABC):
 
     @property
     def lengths(self) -> np.ndarray:
-        """[E] int64 steps of each episode."""
+        """[E] int64 number of steps of each episode."""
         return self.table.lengths
 
     @property
     def seeds(self) -> np.ndarray:
-        """[E] int64"""
+        """[E] int64 seed of each episode."""
         return self.table.seeds
 
     @property
     def returns(self) -> np.ndarray:
-        """[E] float64 undiscounted."""
+        """[E] float64 undiscounted returns."""
         return self.table.returns
 
     @property
     def success_once(self) -> np.ndarray:
-        """[E] bool"""
+        """[E] bool: success at any step."""
         return self.table.success_once
 
     @property
     def success_at_end(self) -> np.ndarray:
-        """[E] bool"""
+        """[E] bool: success at the last step."""
         return self.table.success_at_end
 
     @property
     def complete(self) -> np.ndarray:
-        """[E] bool"""
+        """[E] bool: whether the episode ended."""
         return self.table.complete
 
     @property
     def tasks(self) -> np.ndarray:
-        """[E] object: the task's name; the simulator's where the episode names none."""
+        """[E] object: the task's name; the simulator's if the episode names none."""
         return np.array([self.spec.task if task is None else task for task in self.table.tasks], object)
 
     @property
@@ -478,7 +477,7 @@ class Recording(ABC):
         self.close()
 
     def _read_block(self, positions: np.ndarray, columns: Sequence[str]) -> EpisodeBlock:
-        """`read_many` of existing episodes [n] int64."""
+        """`read_many` for existing episodes [n] int64."""
         episodes = [self.episode(int(position)) for position in positions]
         try:
             return block_of(episodes, positions, columns)
@@ -492,14 +491,14 @@ class Recording(ABC):
         return RecordingError(f"'{self.path}' has episodes without a column '{name}'.{did_you_mean(name, there)}")
 
     def _checked(self, block: EpisodeBlock) -> EpisodeBlock:
-        """What `episode` promises too: a step that ends an episode is its last."""
+        """Check, as `episode` does, that only the last step ends an episode."""
         early = block.first_early_end()
         if early is not None:
             raise RecordingError(f"'{self.path}', episode {early}: it goes on after a step that ends it.")
         return block
 
     def _position(self, number: int) -> int:
-        """`number`, counted from the end where negative. Raises IndexError."""
+        """Convert a negative `number` to a position. Raises IndexError."""
         position = number + len(self) if number < 0 else number
         if not 0 <= position < len(self):
             raise IndexError(f"'{self.path}' has {len(self)} episodes, there is no episode {number}.")
@@ -507,7 +506,7 @@ class Recording(ABC):
 
 
 def last_only(length: int, value: bool) -> np.ndarray:
-    """[T] bool, False but for the last."""
+    """[T] bool: `value` at the last step, False elsewhere."""
     flags = np.zeros(length, bool)
     flags[-1] = value
     return flags

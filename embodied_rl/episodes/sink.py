@@ -1,4 +1,4 @@
-"""Episodes on their way into a recording, step by step; of slots with steady arrays many steps at once."""
+"""Episodes on their way into a recording, step by step; for slots with steady arrays, many steps at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embodied_rl.episodes.writer import RecordingWriter
 
 
 class Sink(ABC):
-    """Takes one episode as it is played: `start`, `step` T times, then `finish` or `discard`."""
+    """Receives one episode during play: `start`, `step` T times, then `finish` or `discard`."""
 
     def start(
         self,
@@ -26,12 +26,12 @@ class Sink(ABC):
         state: Mapping[str, np.ndarray] | None = None,
         images: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """What was there after the reset.
+        """Begin with the data after the reset.
 
         Args:
             observation: {key: [...]} of this environment.
-            state: {name: [...]} of the simulator; given here, it is due at every step.
-            images: {camera: [H, W, 3] uint8}; given here, they are due at every step.
+            state: {name: [...]} of the simulator; if given here, every step must give it.
+            images: {camera: [H, W, 3] uint8}; if given here, every step must give them.
         """
         self.begin(columns_around(observation, state, images))
 
@@ -49,16 +49,16 @@ class Sink(ABC):
         snapshot: bytes | None = None,
         **optional: Value,
     ) -> None:
-        """One step; names and shapes are those of `RecordedEpisode`, without the time axis.
+        """Add one step; names and shapes are those of `RecordedEpisode`, without the time axis.
 
         Args:
-            action: [A] what the simulator was given.
-            observation: {key: [...]} after the step; where the environment was reset at once, the episode's last, not the next one's first.
+            action: [A] the simulator's action.
+            observation: {key: [...]} after the step; if the environment was reset at once, the episode's last, not the next one's first.
             state, images: after the step.
-            snapshot: of the moment before the step.
-            optional: of `OPTIONAL_COLUMNS`; given at the first step, they are due at every one. None is not given.
+            snapshot: snapshot from before the step.
+            optional: `OPTIONAL_COLUMNS`; if given at the first step, every step must give them. None means not given.
 
-        Raises RecordingError: the episode has ended, a field is missing, or has another shape than before.
+        Raises RecordingError: the episode has ended, a field is missing, or its shape has changed.
         """
         row = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated, "success": success}
         given = {name: value for name, value in optional.items() if value is not None}
@@ -67,33 +67,33 @@ class Sink(ABC):
 
     @abstractmethod
     def begin(self, row: Mapping[str, Any]) -> None:
-        """`start` with {column: its value}."""
+        """`start` with {column: value}."""
 
     @abstractmethod
     def append(self, row: dict[str, Any], snapshot: bytes | None = None) -> None:
-        """`step` of {column: its value}."""
+        """`step` with {column: value}."""
 
     @abstractmethod
     def finish(self, metadata: Mapping[str, Any] | None = None) -> int:
-        """The episode is whole; `metadata` is added to what was known at its beginning. Returns its number."""
+        """Finish the episode, with `metadata` added to that from its beginning. Returns its number."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Give the episode up. Does nothing where it is finished."""
+        """Drop the episode. Does nothing if it is finished."""
 
 
 class EpisodeSink(Sink):
-    """Hands one episode over to a `RecordingWriter` when it is finished.
+    """Passes one episode to a `RecordingWriter` when it is finished.
 
-    Values are copied at once, so that views into shared memory may be given. Pictures go to the encoder; other columns
-    beyond a few MB wait in temporary files.
+    Values are copied at once, so callers may pass views into shared memory. Pictures go to the encoder; other columns beyond a few MB wait
+    in temporary files.
 
     Args:
-        writer: where the finished episode goes. What is in progress when the writer is closed is given up.
-        seed, task, instruction, metadata: see `RecordedEpisode`.
-        films: the columns whose pictures are encoded elsewhere: only the first is given here, and it is not written.
+        writer: receives the finished episode. Closing the writer drops episodes in progress. seed, task, instruction, metadata: see
+            `RecordedEpisode`.
+        films: columns whose pictures another process encodes: only the first picture is passed here, and it is not written.
 
-    Raises RecordingError: the episode is a duplicate, and the writer refuses these.
+    Raises RecordingError: the episode is a duplicate, and the writer refuses duplicates.
     """
 
     def __init__(
@@ -108,18 +108,18 @@ class EpisodeSink(Sink):
     ) -> None:
         self.num_steps = 0
         self.is_over = False
-        """Whether its last step has come."""
+        """Whether the last step has been added."""
         self.filmed: Set[str] = films.columns if films else frozenset()
         self.columns: tuple[Column, ...] | None = None
-        """Known when the first step is."""
+        """Columns of the episode; known from the first step on."""
         self._writer, self._films = writer, films
         self._about = EpisodeAbout(int(seed), task, instruction, dict(metadata or {}))
         self._first: dict[str, Any] | None = None
         self._rows: EpisodeRows | None = None
         self._due: dict[str, Buffer] = {}
-        """Of `_rows`, those that every step gives."""
+        """Buffers of `_rows` that every step fills."""
         self._late: list[Mapping[str, np.ndarray]] = []
-        """Rows [t, *shape] of every column, to come behind the first observation and `_rows`."""
+        """Rows [t, *shape] of every column, to follow the first observation and `_rows`."""
         self._late_bytes = 0
         self._fetch: Callable[[], None] | None = None
         self.is_closed = self.is_discarded = False
@@ -131,7 +131,7 @@ class EpisodeSink(Sink):
 
     def begin(self, row: Mapping[str, Any]) -> None:
         self._require(self._first is None and not self.is_closed, "has begun already")
-        # The columns are known when the first step is: until then a copy waits.
+        # The columns are known from the first step on, so a copy waits until then.
         self._first = {name: _copied(value) for name, value in row.items()}
 
     def append(self, row: dict[str, Any], snapshot: bytes | None = None) -> None:
@@ -155,12 +155,12 @@ class EpisodeSink(Sink):
     def finish(self, metadata: Mapping[str, Any] | None = None) -> int:
         """Write the episode; it is readable from then on.
 
-        `metadata`: what else is known, added to what was given at the beginning.
+        `metadata`: further metadata, added to that from the beginning.
 
         Returns its number in its part, or `SKIPPED`.
 
         Raises:
-            RecordingError: it has no step, or holds NaN or infinity (of one that waits for others, when it is written).
+            RecordingError: it has no step, or contains NaN or infinity (an episode that waits for others: when it is written).
             UserError: it cannot be written.
         """
         self._require(self.num_steps > 0 and not self.is_closed, "has no steps to write")
@@ -184,7 +184,7 @@ class EpisodeSink(Sink):
             self.discard()
 
     def discard(self) -> None:
-        """Give the episode up; nothing of it stays. Does nothing where it is finished."""
+        """Drop the episode and all its data. Does nothing if it is finished."""
         if not self.is_closed:
             self.is_closed = self.is_discarded = True
             if self._rows is not None:
@@ -195,30 +195,30 @@ class EpisodeSink(Sink):
     # ---- for sinks of many slots ----
 
     def begin_as(self, columns: tuple[Column, ...]) -> None:
-        """Its columns are these; room for them is made when it is needed."""
+        """Set the episode's columns; their buffers are allocated when needed."""
         self._require(self._first is not None and not self.is_closed, "has not begun")
         self.columns = columns
 
     def add_rows(self, rows: Mapping[str, np.ndarray], num_bytes: int) -> None:
-        """Take rows [t, *shape] of every column, of its dtype, that are this episode's from now on; they count as steps already."""
+        """Take ownership of rows [t, *shape] of every column, of its dtype; they already count as steps."""
         self._late.append(rows)
         self._late_bytes += num_bytes
         if self._late_bytes > SPILL_BYTES and not self.is_closed:
             self.make_room()
 
     def await_rows(self, num_steps: int, fetch: Callable[[], None]) -> None:
-        """Its last steps lie elsewhere: `fetch` has them added, for this episode and others."""
+        """Note that the last steps are elsewhere: `fetch` adds them, for this episode and others."""
         self.num_steps += num_steps
         self._fetch = fetch
 
     def fetched(self) -> None:
-        """What lay elsewhere was added."""
+        """Note that the rows from elsewhere were added."""
         self._fetch = None
 
     # ---- inside ----
 
     def make_room(self) -> EpisodeRows:
-        """Room for what comes next, with all that came before in it."""
+        """Allocate buffers, with all earlier rows in them."""
         assert self.columns is not None
         if self._rows is None:
             self._rows = self._writer.room_for(self.columns)
@@ -230,12 +230,12 @@ class EpisodeSink(Sink):
         return self._rows
 
     def _columns_with(self, optional: Mapping[str, Any]) -> tuple[Column, ...]:
-        """The columns, which follow from the first step's optional ones and from what was seen first."""
+        """Columns that follow from the first step's optional ones and from the first observation."""
         first = self._first or {}
         return self._writer.columns_for({**optional, **{name: value for name, value in first.items() if is_extra(name)}})
 
     def _take_columns(self) -> list[list[np.ndarray]]:
-        """Of each column its rows, in pieces [t, *shape], of an episode of which `_may_wait` holds; nothing of them stays here."""
+        """Release the rows of each column in pieces [t, *shape], for an episode that `_may_wait`."""
         if self._fetch is not None:
             self._fetch()
         assert self.columns is not None
@@ -251,12 +251,12 @@ class EpisodeSink(Sink):
                 for column in self.columns
             ]
         rows = self.make_room()
-        taken = rows.take()  # from a file what was fetched just now and is much
+        taken = rows.take()  # large columns come from a file just fetched
         self._writer.give_up(rows)
         return taken
 
     def _begins_as(self, columns: tuple[Column, ...]) -> bool:
-        """Whether the first observation is what the columns hold, to the dtype; a buffer says what is wrong, or converts it."""
+        """Whether the first observation fits the columns, including the dtype; otherwise a buffer converts it or raises."""
         first = self._first or {}
         due = [column for column in columns if column.per == "observation"]
         return len(due) == len(first) and all(
@@ -265,7 +265,7 @@ class EpisodeSink(Sink):
         )
 
     def _may_wait(self) -> bool:
-        """Whether all its rows are of fixed size, and in memory."""
+        """Whether all rows are of fixed size and in memory."""
         assert self.columns is not None
         if not self._writer.gathers or any(column.encoding != "array" for column in self.columns):
             return False
@@ -290,7 +290,7 @@ class EpisodeSink(Sink):
 def columns_around(
     observation: Mapping[str, Any], state: Mapping[str, Any] | None = None, images: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """{column: value} of what is seen."""
+    """{column: value} of an observation, with state and images."""
     columns = {f"observation.{key}": value for key, value in observation.items()}
     if state:
         columns.update({f"state.{name}": value for name, value in state.items()})
@@ -304,25 +304,25 @@ def _copied(value: Value) -> Value:
 
 
 _GAP_BYTES = 2**8
-"""Arrays that lie no further apart in memory are copied together, with what is between them."""
+"""Largest gap in memory between arrays that are copied together, gap included."""
 _ALIGNMENT = 64
 _MAX_ROWS = 256
-"""More are no quicker to take apart, and simulators wait for longer at a time."""
+"""Limit on rows; with more, conversion is no faster, and simulators wait longer at a time."""
 
 
 class Places:
-    """Arrays [n, ...] that are copied as they lie in memory; most are views into one block of it, and few copies do.
+    """Copies arrays [n, ...] as they are in memory; most are views into one block, so few copies suffice.
 
-    Raises ValueError for arrays whose memory is not in one piece.
+    Raises ValueError for arrays whose memory is not contiguous.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], max_rows: int, max_bytes: int) -> None:
-        """`max_rows`, `max_bytes`: how many steps there is room for, whichever is less, but at least one."""
+        """`max_rows`, `max_bytes`: room in steps and bytes; the smaller limit counts, but at least one step."""
         spans = _spans(arrays)
         row_bytes = sum(len(source) for source, _ in spans)
         self.max_rows = max(1, min(max_rows, max_bytes // row_bytes))
         self.copies: list[tuple[memoryview, memoryview, list[slice]]] = []
-        """Of each copy: where to, from where, and the part of it for each row."""
+        """(target, source, slice for each row) of each copy."""
         self._blocks: dict[str, np.ndarray] = {}
         for source, members in spans:
             size = len(source)
@@ -334,15 +334,15 @@ class Places:
                 self._blocks[name] = block
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """[max_rows, n, ...] view of what was kept of an array."""
+        """[max_rows, n, ...] view of the kept rows of an array."""
         return self._blocks[name]
 
 
 class SteadyGroup:
-    """Rows of a group of slots that step together, each with an episode in progress; made and used by `BatchSinks`.
+    """Rows of a group of slots that step together, each with an episode in progress; created and used by `BatchSinks`.
 
-    What came of a step is copied as it lies in memory, and so is what was done. Columns are made of many steps at once, when there is
-    no more room or an episode has to be written.
+    Outcomes and actions of a step are copied as they are in memory. They become columns many steps at a time, when the room is used up or
+    an episode has to be written.
     """
 
     def __init__(
@@ -351,10 +351,10 @@ class SteadyGroup:
         """
         Args:
             slots: [n] numbers of the slots.
-            outcome: {column: [n, ...]} where the outcome of every step lies.
-            given: names of the columns that come with each step.
+            outcome: {column: [n, ...]} arrays that contain the outcome of every step.
+            given: names of the columns that are passed with each step.
             layout: columns of the episodes.
-            max_bytes: of the rows, about.
+            max_bytes: approximate size of the rows.
 
         Raises ValueError: see `Places`.
         """
@@ -362,7 +362,7 @@ class SteadyGroup:
         self.slots, self.layout = list(slots), layout
         self.rows = {slot: row for row, slot in enumerate(self.slots)}
         self.ready = False
-        """Whether every slot has an episode in progress that goes on in this group."""
+        """Whether every slot has an episode in progress that continues in this group."""
         there = [columns[name] for name in given]
         given_bytes = len(self.slots) * sum(column.row_bytes for column in there)
         outcome_bytes = sum(array.nbytes for array in outcome.values())
@@ -370,11 +370,11 @@ class SteadyGroup:
         self._outcome = Places(outcome, _MAX_ROWS, int(max_bytes * share))
         self.max_rows, self.fill = self._outcome.max_rows, 0
         self.taken = [0] * len(self.slots)
-        """The first row of each slot that its present episode has not been given."""
+        """For each slot, the first row that its current episode has not received."""
         self.ended: list[tuple[EpisodeSink, int, int, int]] = []
-        """Episodes that are over, with the slot's row here and the first and behind the last row that they have not been given."""
+        """(sink, the slot's row here, first row not yet received, end of those rows) of each finished episode."""
         self.step_bytes = sum(columns[name].row_bytes for name in (*outcome, *given))
-        """Of a slot's step."""
+        """Bytes of a slot's step."""
         self._columns = [columns[name] for name in outcome] + there
         self._dtypes = [np.dtype(column.dtype) for column in there]
         self._given_bytes = given_bytes
@@ -395,12 +395,12 @@ class SteadyGroup:
             offset += size
 
     def keep(self, given: tuple[Any, ...]) -> None:
-        """Add a step: what came of it lies in its place; `given` in the order of the names, each [n, ...]. Raises RecordingError."""
+        """Add a step: the outcome is in its arrays; `given` in the order of the names, each [n, ...]. Raises RecordingError."""
         time = self.fill
         try:
-            # Joining is the quickest way of copying small arrays: a tenth of what numpy takes.
+            # Joining is the fastest way to copy small arrays: a tenth of numpy's time.
             data = b"".join(given) if [rows.dtype for rows in given] == self._dtypes else b""
-        except (AttributeError, TypeError, BufferError, ValueError):  # no array, or one whose memory is not in one piece
+        except (AttributeError, TypeError, BufferError, ValueError):  # not an array, or not contiguous
             data = b""
         if len(data) != self._given_bytes:
             data = self._converted(given)
@@ -410,36 +410,36 @@ class SteadyGroup:
         self.fill = time + 1
 
     def correct(self, row: int, values: Mapping[str, Any]) -> None:
-        """Put other values into the last step of a slot's row."""
+        """Replace values in the last step of a slot's row."""
         for name, value in values.items():
             self._outcome[name][self.fill - 1, row] = value
 
     def of_slot(self, row: int) -> Iterator[tuple[str, np.ndarray]]:
-        """Columns with the rows [t, ...] of a slot that its episode has not been given; they are its own from now on."""
+        """Columns with the slot's rows [t, ...] that its episode has not received; the caller then owns them."""
         first, self.taken[row] = self.taken[row], self.fill
         for column in self._columns:
             yield column.name, self._block(column)[first : self.fill, row].astype(column.dtype, copy=True)
 
     def end(self, row: int, sink: EpisodeSink, fetch: Callable[[SteadyGroup], None]) -> None:
-        """A slot's episode is over; it can have `fetch` give it the rows of this group."""
+        """End a slot's episode; it can call `fetch` for its rows of this group."""
         first, self.taken[row] = self.taken[row], self.fill
         if self.fill > first:
             sink.await_rows(self.fill - first, partial(fetch, self))
             self.ended.append((sink, row, first, self.fill))
 
     def of_all(self) -> list[tuple[str, np.ndarray]]:
-        """Columns with the rows [n, t, ...] of all slots, also those that were given; from now on there is room again."""
+        """Columns with the rows [n, t, ...] of all slots, including received ones; empties the group."""
         fill = self.fill
         self.fill, self.taken, self.ended = 0, [0] * len(self.slots), []
         return [(column.name, np.array(self._block(column)[:fill].swapaxes(0, 1), column.dtype, order="C")) for column in self._columns]
 
     def _block(self, column: Column) -> np.ndarray:
-        """[max_rows, n, ...]"""
+        """Rows of a column, [max_rows, n, ...]."""
         block = self._given.get(column.name)
         return self._outcome[column.name] if block is None else block
 
     def _converted(self, given: tuple[Any, ...]) -> bytes:
-        """What was done, whatever it comes in. Raises RecordingError where it has another shape than it had."""
+        """Convert the given columns of any type. Raises RecordingError if a shape has changed."""
         parts = []
         for (name, block), rows in zip(self._given.items(), given, strict=True):
             if np.shape(rows) != block.shape[1:]:
@@ -449,7 +449,7 @@ class SteadyGroup:
 
 
 def _spans(arrays: Mapping[str, np.ndarray]) -> list[tuple[memoryview, list[tuple[str, int]]]]:
-    """Pieces of memory that hold the arrays, as few as are worth it, each with the names and offsets of those in it."""
+    """Memory spans that contain the arrays, as few as worthwhile, each with the names and offsets of its arrays."""
     by_root: dict[int, list[tuple[int, int, str]]] = {}
     memories: dict[int, np.ndarray] = {}
     for name, array in arrays.items():
@@ -470,7 +470,7 @@ def _spans(arrays: Mapping[str, np.ndarray]) -> list[tuple[memoryview, list[tupl
             runs[-1].append(member)
             stop = max(stop, member[1])
         for run in runs:
-            # So that numbers are aligned in the copies too.
+            # Keeps numbers aligned in the copies too.
             low = max(root, run[0][0] // _ALIGNMENT * _ALIGNMENT)
             high = max(stop for _, stop, _ in run)
             high = min(root + memories[root].nbytes, -(-high // _ALIGNMENT) * _ALIGNMENT)
@@ -488,5 +488,5 @@ def _memory(array: np.ndarray) -> np.ndarray:
         try:
             return np.frombuffer(owner.base, np.uint8)
         except (TypeError, ValueError, BufferError):
-            pass  # whose memory it is says nothing about the rest of it
+            pass  # the owner of the memory reveals nothing about the rest of it
     return (owner if owner.flags.c_contiguous else array).reshape(-1).view(np.uint8)

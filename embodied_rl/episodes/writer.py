@@ -1,6 +1,6 @@
-"""Puts whole episodes into a folder (docs/episodes.md): safe against being killed, by several processes at once.
+"""Writes whole episodes into a folder (docs/episodes.md): safe against being killed, and for several processes at once.
 
-`EpisodeSink` takes an episode step by step and hands it over here; `RecordingWriter.add` takes one that is whole.
+`EpisodeSink` receives an episode step by step and passes it on here; `RecordingWriter.add` takes a whole episode.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from embodied_rl.episodes.recording import RecordedEpisode, RecordingError, Reco
 from embodied_rl.files import cannot_write, fsync
 
 SKIPPED = -1
-"""Number of an episode that was there already."""
+"""Number returned for an episode that already exists."""
 GATHER_S = 0.5
-"""How long a finished episode waits for others, where it may."""
+"""Seconds that a finished episode waits for others, if it may."""
 _ENOUGH_EPISODES, _ENOUGH_BYTES = 16, 2**20
-"""`advance` begins to write so many."""
+"""Numbers of waiting episodes and bytes from which `advance` writes."""
 _MAX_EPISODES, _MAX_BYTES = 32, 2**22
-"""`add` writes so many before it takes another, and its caller waits."""
+"""Numbers of waiting episodes and bytes from which `add` writes first, while its caller waits."""
 _SLICE_S = 50e-6
-"""How long `advance` takes, about: processes that simulate have work for some hundred microseconds, and while it takes longer they wait."""
+"""Approximate duration of one `advance`: simulator processes have work for a few hundred microseconds, and wait if it takes longer."""
 _KNOWN_LAYOUTS = 64
 SAME_SIM = ("target", "task", "kwargs", "max_episode_steps", "success_ends_episode")
-"""What of the simulator's configuration decides how episodes go; the rest is about processes."""
+"""Parts of the simulator's configuration that determine episodes; the rest is about processes."""
 
 Duplicates = Literal["refuse", "skip", "allow"]
 
@@ -49,7 +49,7 @@ class _Waiting:
 
     about: EpisodeAbout
     take: Callable[[], list[list[np.ndarray]]]
-    """Of each column its rows, in pieces [t, *shape]; called once."""
+    """Returns the rows of each column, in pieces [t, *shape]; called once."""
 
 
 class Gathering:
@@ -59,18 +59,18 @@ class Gathering:
         self.max_wait_s = max_wait_s
         self.waiting: list[_Waiting] = []
         self.deadline = 0.0
-        """When they are due (time.perf_counter seconds)."""
+        """Time when they are due (time.perf_counter seconds)."""
         self._part: PartWriter | None = None
         self._bytes = 0
         self._work: Iterator[None] | None = None
-        """Writes episodes that waited, a bit at a time."""
+        """Writer of waiting episodes, a bit per item."""
         self._behind = 0
-        """The number in the part of the first episode after these."""
+        """Number in the part of the first episode after these."""
 
     def add(self, part: PartWriter, episode: _Waiting, num_steps: int) -> int:
-        """Take a finished episode with all rows in memory, which goes into a part.
+        """Add a finished episode with all rows in memory to the part's queue.
 
-        Returns the number that it will have in its part, unless one before it cannot be written. Raises as `flush` does.
+        Returns the number that it will have in its part, unless an earlier one cannot be written. Raises as `flush` does.
         """
         are_many = len(self.waiting) >= _MAX_EPISODES or self._bytes >= _MAX_BYTES
         if part is not self._part or are_many or (self.waiting and time.perf_counter() >= self.deadline):
@@ -83,7 +83,7 @@ class Gathering:
         return (part.num_episodes if self._work is None else self._behind) + len(self.waiting) - 1
 
     def advance(self) -> None:
-        """Write a bit, if the first has waited long enough, or there are enough. Raises as `flush` does."""
+        """Write a bit if the first episode has waited long enough, or enough are waiting. Raises as `flush` does."""
         if self._work is None:
             if not self.waiting:
                 return
@@ -94,7 +94,7 @@ class Gathering:
         self._go_on(time.perf_counter() + _SLICE_S)
 
     def flush(self) -> None:
-        """Write all. Raises RecordingError: one holds NaN or infinity; the others are written; UserError: they cannot be written."""
+        """Write all. Raises RecordingError: one contains NaN or infinity; the others are written; UserError: they cannot be written."""
         try:
             self._go_on(math.inf)
         finally:
@@ -103,14 +103,14 @@ class Gathering:
                 self._go_on(math.inf)
 
     def _begin(self) -> None:
-        """Have those that wait written by `_go_on`."""
+        """Start writing the waiting episodes through `_go_on`."""
         assert self._part is not None
         waiting, self.waiting, self._bytes = self.waiting, [], 0
         self._work, self._behind = _written(waiting, self._part), self._part.num_episodes + len(waiting)
 
     def _go_on(self, until: float) -> None:
         while (work := self._work) is not None:
-            self._work = None  # in case that it raises
+            self._work = None  # in case it raises
             for _ in work:
                 self._work = work
                 break
@@ -119,7 +119,7 @@ class Gathering:
 
 
 def _written(waiting: Sequence[_Waiting], part: PartWriter) -> Iterator[None]:
-    """Write episodes, a bit between one item and the next. Raises as `Gathering.flush`."""
+    """Write episodes, a bit per item. Raises as `Gathering.flush`."""
     errors: list[RecordingError] = []
     episodes: list[Gathered] = []
     for episode in waiting:
@@ -143,22 +143,21 @@ def _written(waiting: Sequence[_Waiting], part: PartWriter) -> Iterator[None]:
 class RecordingWriter:
     """Writes episodes into `folder`; a context manager, for one thread of one process.
 
-    Every finished episode is readable from then on (or `gather_s` later), by any process, and stays so when this one is killed. Several
-    processes may write into one folder, each with `resume`; each writes its own parts. What a power failure does to the last seconds
-    is the file system's affair: files are flushed to the disk when the writer is closed.
+    Every process can read a finished episode at once (or `gather_s` later), even after this process is killed. Several processes may write
+    into one folder, each with `resume`; each writes its own parts. Files are flushed to disk only when the writer is closed, so a power
+    failure may lose the last seconds.
 
     Args:
-        folder: made where it is missing.
-        video: how pictures are stored. mp4: what a policy saw losslessly, `images` for people small; png: both exact, larger and
-            slower; raw: both as arrays.
-        duplicates: what to do with an episode of a seed that this policy has played in this task already: refuse it, skip it
-            (its number is `SKIPPED`) or still add it. The policy is the one that the episode's metadata name
-            (``policy``), else the recording's.
-        gather_s: how long a finished episode of states may wait for others to be written together with, which takes a fraction of the
-            time. One that waits is lost when the process is killed, as an episode in progress is. 0: every one is written at once.
+        folder: created if missing.
+        video: storage of pictures. mp4: lossless for what a policy saw, small for `images` for people; png: both exact, larger and slower;
+            raw: both as arrays.
+        duplicates: what to do with an episode of a seed that this policy has already played in this task: refuse it, skip it (its number is
+            `SKIPPED`) or add it. The policy is the one in the episode's metadata (``policy``), else the recording's.
+        gather_s: seconds that a finished episode of states may wait to be written with others, which takes a fraction of the time. A
+            waiting episode is lost when the process is killed, like an episode in progress. 0: each is written at once.
 
     Raises:
-        RecordingError: the folder holds a recording (and `resume` is False), one of another simulator or policy, or a damaged one.
+        RecordingError: the folder contains a recording (and `resume` is False), one of another simulator or policy, or a damaged one.
         UserError: the folder cannot be written.
     """
 
@@ -182,7 +181,7 @@ class RecordingWriter:
         self.gathering = Gathering(gather_s)
         """Finished episodes that are not written yet."""
         self._in_progress: dict[int, EpisodeRows] = {}
-        """By identity."""
+        """Episodes in progress by `id`."""
         self._seeds: set[int] = set()
         self._known: set[tuple[int, str, str]] = set()
         self._policy = _identity(info.policy)
@@ -196,7 +195,7 @@ class RecordingWriter:
 
     @property
     def seeds(self) -> AbstractSet[int]:
-        """Seeds of the recorded episodes: those in the folder when this writer opened it, and those that it has written since."""
+        """Seeds of the recorded episodes: those in the folder when this writer opened it, and those written since."""
         return self._seeds
 
     def has(self, seed: int, task: str | None = None, policy: Mapping[str, Any] | None = None) -> bool:
@@ -205,7 +204,7 @@ class RecordingWriter:
 
     def add(self, episode: RecordedEpisode) -> int:
         """Write a whole episode. Returns its number in its part, or `SKIPPED`.
-        Raises RecordingError: it does not fit the simulator, holds NaN or infinity, or is a duplicate and these are refused."""
+        Raises RecordingError: it does not fit the simulator, contains NaN or infinity, or is a refused duplicate."""
         about = EpisodeAbout(episode.seed, episode.task, episode.instruction, episode.metadata)
         if self.is_duplicate(about):
             return SKIPPED
@@ -223,7 +222,7 @@ class RecordingWriter:
             self.give_up(rows)
 
     def close(self) -> None:
-        """Give up the episodes in progress, and flush everything to the disk."""
+        """Drop the episodes in progress, and flush everything to disk."""
         with ExitStack() as stack:
             # Called in the opposite order, each even if another fails.
             for part in self._parts:
@@ -236,7 +235,7 @@ class RecordingWriter:
 
     def flush(self) -> None:
         """Write the finished episodes that wait for others.
-        Raises RecordingError: one holds NaN or infinity; the others are written; UserError: they cannot be written."""
+        Raises RecordingError: one contains NaN or infinity; the others are written; UserError: they cannot be written."""
         self.gathering.flush()
 
     def __enter__(self) -> RecordingWriter:
@@ -253,23 +252,23 @@ class RecordingWriter:
         return self.gathering.max_wait_s > 0
 
     def columns_for(self, extras: Mapping[str, Any]) -> tuple[Column, ...]:
-        """See `layout_for`; what was asked for before is remembered. Raises RecordingError as that does."""
+        """See `layout_for`; results are cached. Raises RecordingError as that does."""
         rows = {name: np.asarray(row) for name, row in extras.items()}
         key = tuple((name, row.dtype.str, row.shape) for name, row in rows.items())
         if key not in self._layouts:
-            if len(self._layouts) >= _KNOWN_LAYOUTS:  # rows of words are of any length
+            if len(self._layouts) >= _KNOWN_LAYOUTS:  # rows of texts vary in length
                 self._layouts.clear()
             self._layouts[key] = layout_for(self.info.spec, self.video, extras)
         return self._layouts[key]
 
     def room_for(self, columns: tuple[Column, ...]) -> EpisodeRows:
-        """Room for an episode in progress, which `give_up` or the end of the writer frees."""
+        """Buffers for an episode in progress; `give_up` or the end of the writer frees them."""
         rows = EpisodeRows(columns, self._part_for(columns).folder, self._fps, self._encoder)
         self._in_progress[id(rows)] = rows
         return rows
 
     def give_up(self, rows: EpisodeRows) -> None:
-        """Free the room of an episode that is written, or never will be."""
+        """Free the buffers of an episode that is written, or never will be."""
         if self._in_progress.pop(id(rows), None) is not None:
             rows.discard()
 
@@ -283,7 +282,7 @@ class RecordingWriter:
         return number
 
     def gather(self, columns: tuple[Column, ...], about: EpisodeAbout, num_steps: int, take: Callable[[], list[list[np.ndarray]]]) -> int:
-        """Write a finished episode together with others; `take` is called then for the rows of its columns. Returns as `commit` does."""
+        """Write a finished episode together with others; `take` is then called for the rows of its columns. Returns as `commit` does."""
         if self.is_duplicate(about):
             return SKIPPED
         number = self.gathering.add(self._part_for(columns), _Waiting(about, take), num_steps)
@@ -291,7 +290,7 @@ class RecordingWriter:
         return number
 
     def is_duplicate(self, about: EpisodeAbout) -> bool:
-        """Whether to skip an episode. Raises RecordingError where it is to be refused."""
+        """Whether to skip an episode. Raises RecordingError if it must be refused."""
         if self._duplicates == "allow" or self._key(about) not in self._known:
             return False
         if self._duplicates == "skip":
@@ -304,7 +303,7 @@ class RecordingWriter:
     # ---- inside ----
 
     def _part_for(self, columns: tuple[Column, ...]) -> PartWriter:
-        """The part that takes episodes of these columns: one of ours, one that no process writes any more, or a new one."""
+        """Part for episodes of these columns: one of this writer's, one that no process writes any more, or a new one."""
         for part in self._parts:
             if part.columns is columns or part.columns == columns:
                 return part
@@ -328,7 +327,7 @@ class RecordingWriter:
 
 
 def _claim(folder: Path, info: RecordingInfo, resume: bool) -> None:
-    """Make the folder and its ``recording.json``; only one of several processes writes it."""
+    """Create the folder and its ``recording.json``; only one of several processes writes it."""
     path = folder / RECORDING_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -336,7 +335,7 @@ def _claim(folder: Path, info: RecordingInfo, resume: bool) -> None:
         try:
             temporary.write_text(json.dumps(info.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
             fsync(temporary)
-            # Unlike a rename, a link fails where another process was first.
+            # Unlike a rename, a link fails if another process was first.
             os.link(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -354,7 +353,7 @@ def _claim(folder: Path, info: RecordingInfo, resume: bool) -> None:
 
 
 def _require_same(folder: Path, there: RecordingInfo, here: RecordingInfo) -> None:
-    """Raise RecordingError where episodes of one recording cannot stand beside those of the other."""
+    """Raise RecordingError if the episodes of two recordings cannot share a folder."""
     ours, theirs = json.loads(json.dumps(here.to_dict())), there.to_dict()
     differing = [f"spec.{key}" for key, value in ours["spec"].items() if theirs["spec"].get(key) != value]
     differing += [
@@ -376,7 +375,7 @@ def _identity(policy: object) -> str:
 
 
 def _require_columns(columns: tuple[Column, ...], given: Mapping[str, Any]) -> None:
-    """Raise RecordingError where the episode lacks what the simulator has, or has what it lacks."""
+    """Raise RecordingError if the episode lacks a column of the simulator, or has one that the simulator lacks."""
     names = {column.name for column in columns}
     missing, unknown = sorted(names - given.keys()), sorted(given.keys() - names)
     if missing or unknown:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def make_generator(config: GenerationConfig, policy: Policy) -> Generator:
-    """The backend that the configuration names."""
+    """Make the backend that the configuration names."""
     if config.backend == "random":
         from embodied_rl.generation.random_backend import RandomGenerator
 

@@ -1,7 +1,7 @@
 """Any OpenAI-compatible HTTP server as a token backend.
 
-A server that takes and gives token ids with log-probabilities (vLLM's) serves training too, provided that another program keeps its
-weights up to date. Others answer in text: they serve evaluation, as a baseline or as another player; `Completion.trainable` is then False.
+A server of token ids with log-probabilities (vLLM's) also serves training, if another program updates its weights. Other servers answer in
+text and serve only evaluation, as a baseline or as another player; `Completion.trainable` is then False.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from embodied_rl.stopping import waiting
 
 
 _LINE = 200
-"""Characters of a server's message that are shown."""
+"""Number of characters shown of a server's message."""
 _TOO_LONG = ("maximum context length", "context_length_exceeded", "max_model_len", "longer than the maximum model length")
 _FINISHED: dict[str, tokens.FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 @dataclass
 class Reply:
-    """What a server has said so far."""
+    """A server's answer so far."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -48,23 +48,23 @@ class Reply:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When a request is tried again: connection errors, time-outs, 408, 429, 5xx and answers that make no sense."""
+    """Retries after connection errors, timeouts, 408, 429, 5xx and invalid answers."""
 
     max_attempts: int = 6
     first_wait_s: float = 0.5
-    """Doubles with each attempt; half of it is drawn at random, so that many clients do not come back together."""
+    """Wait before the first retry; doubles with each attempt. Half of it is random, so that many clients do not return together."""
     max_wait_s: float = 30.0
     max_retry_after_s: float = 120.0
-    """A server that asks for more patience than this is given up on."""
+    """Longest accepted ``Retry-After``; a server that asks for more is given up."""
 
     def wait_s(self, attempt: int, generator: random.Random) -> float:
-        """Before attempt number `attempt` + 1."""
+        """Seconds to wait before attempt number `attempt` + 1."""
         longest = min(self.first_wait_s * 2.0 ** (attempt - 1), self.max_wait_s)
         return longest * (0.5 + 0.5 * generator.random())
 
 
 class FailedAttemptError(Exception):
-    """One attempt that brought no answer."""
+    """An attempt without an answer."""
 
     def __init__(self, kind: tokens.FailureKind, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class Gate:
         self._not_before = max(self._not_before, time.monotonic() + seconds)
 
     async def passed(self) -> None:
-        """Returns when a request may be sent."""
+        """Return when a request may be sent."""
         while True:
             await self._open.wait()
             left = self._not_before - time.monotonic()
@@ -105,9 +105,9 @@ class Gate:
 async def ask(
     client: httpx.AsyncClient, path: str, body: Mapping[str, Any], reply: Reply, *, policy: RetryPolicy, gate: Gate, timeout_s: float
 ) -> tokens.Failure | None:
-    """Fill `reply`, which holds what came so far when this is cancelled; a new attempt begins from nothing.
+    """Fill `reply`, which keeps the partial answer if this is cancelled; a retry starts from nothing.
 
-    `timeout_s`: of one attempt as a whole. Returns None, or why there is no whole answer.
+    `timeout_s`: limit of one whole attempt. Returns None, or the reason why there is no whole answer.
     """
     generator = random.Random()
     attempt = 0
@@ -152,10 +152,10 @@ async def _attempt(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The data of server-sent events, up to ``[DONE]``."""
+    """Yield the data of server-sent events, up to ``[DONE]``."""
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
-            # Comments that keep the connection open, event names, blank lines; anything else is no event stream.
+            # Comments that keep the connection open, event names and blank lines are skipped; anything else is no event stream.
             if line.strip() and not line.startswith((":", "event:", "id:", "retry:")):
                 raise FailedAttemptError("bad_response", f"The stream holds a line that is no event: '{_short(line)}'", status=200)
             continue
@@ -176,7 +176,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _take(event: dict[str, Any], reply: Reply) -> None:
-    """Add one answer, or one piece of a stream, to what is known. Raises FailedAttemptError when it is not what the protocol promises."""
+    """Add an answer, or a piece of a stream, to `reply`. Raises FailedAttemptError if it violates the protocol."""
     if "error" in event:
         raise FailedAttemptError("server_error", f"The server reports: {_short(_message(event))}", status=200)
     choices = event.get("choices")
@@ -194,12 +194,12 @@ def _take(event: dict[str, Any], reply: Reply) -> None:
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise FailedAttemptError("bad_response", f"A choice is malformed ({error}): '{_short(json.dumps(choice))}'", status=200) from None
     if reason is not None:
-        # A filter, a tool call: the server ended it.
+        # A filter or a tool call: the server ended the answer.
         reply.finish_reason = _FINISHED.get(str(reason), "stop")
 
 
 def _log_probs(found: dict[str, Any]) -> list[float]:
-    """Of the completions' form (``token_logprobs``) and the chat's (``content``)."""
+    """Log-probabilities in the completions form (``token_logprobs``) or the chat form (``content``)."""
     if found.get("token_logprobs") is not None:
         return [float(number) for number in found["token_logprobs"]]
     return [float(entry["logprob"]) for entry in found.get("content") or ()]
@@ -224,7 +224,7 @@ def _refusal(response: httpx.Response) -> FailedAttemptError:
 
 
 def retry_after_s(header: str | None) -> float | None:
-    """Seconds of a ``Retry-After`` header, given as a number or a date; None when it is missing or senseless."""
+    """Seconds in a ``Retry-After`` header, given as a number or a date; None if it is missing or invalid."""
     if header is None:
         return None
     try:
@@ -256,11 +256,11 @@ def _short(text: str) -> str:
 Result = TypeVar("Result")
 
 _END_S = 60.0
-"""For what was cancelled to end, on a machine that stands still for a while."""
+"""Time for cancelled requests to end, even on a machine that stalls."""
 
 
 class BackgroundLoop:
-    """Runs coroutines for callers that are not asynchronous."""
+    """Runs coroutines for synchronous callers."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -272,7 +272,7 @@ class BackgroundLoop:
         self.loop.run_forever()
 
     def call(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
-        """Wait for the result. Raises what the coroutine raises, or TimeoutError."""
+        """Run a coroutine and wait for its result. Raises its exceptions, or TimeoutError."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
@@ -281,7 +281,7 @@ class BackgroundLoop:
             raise
 
     def close(self) -> None:
-        """Cancel what runs, let it end, stop the thread. May be called twice."""
+        """Cancel running coroutines, let them end, stop the thread. May be called twice."""
         if self.loop.is_closed():
             return
 
@@ -300,27 +300,27 @@ class BackgroundLoop:
 
 @dataclass(frozen=True)
 class OpenAIOptions:
-    """Where the server is and what it understands."""
+    """Address and abilities of a server."""
 
     base_url: str
-    """With the version: ``http://127.0.0.1:8000/v1``."""
+    """Base URL with the version: ``http://127.0.0.1:8000/v1``."""
     model: str
-    """The server's name of the model."""
+    """The server's model name."""
     api: Literal["token_ids", "completions", "chat"] = "token_ids"
     """token_ids: completions of token ids, answered with token ids and log-probabilities (vLLM). completions, chat: only text."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the key; None: no key."""
+    """Environment variable with the key; None: no key."""
     stream: bool = True
-    """Without it an aborted request has no partial answer."""
+    """Whether to stream; without it an aborted request has no partial answer."""
     max_concurrent: int = 32
     timeout_s: float = 300.0
-    """Of one attempt as a whole."""
+    """Limit of one whole attempt."""
     connect_timeout_s: float = 10.0
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     version: int = 0
-    """What the tokens are stamped with."""
+    """Version stamped on the tokens."""
     seed: int = 0
-    """Of requests that bring none."""
+    """Seed for requests without one."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url)
@@ -333,15 +333,15 @@ class OpenAIOptions:
 
 
 class OpenAITokens(tokens.TokenBackend):
-    """Implements `TokenBackend`. Requests run side by side in a thread of their own; each ends in a completion, whatever the server does.
+    """Implements `TokenBackend`. Requests run concurrently in a background thread; each ends in a completion, whatever the server does.
 
-    While paused nothing new is sent; what a server is answering goes on there and is taken.
+    While paused, no new request is sent; the server finishes running ones and the backend accepts them.
     """
 
     def __init__(self, options: OpenAIOptions, tokenizer: ChatTokenizer | None = None) -> None:
-        """Nothing is sent yet.
+        """Prepare the client; nothing is sent yet.
 
-        `tokenizer`: turns prompts into text for ``api: completions``, and answers in text into token ids.
+        `tokenizer`: turns prompts into text for ``api: completions``, and text answers into token ids.
         Raises UserError: ``api: completions`` without a tokenizer.
         """
         if options.api == "completions" and tokenizer is None:
@@ -352,7 +352,7 @@ class OpenAITokens(tokens.TokenBackend):
         self._ready: list[tokens.Completion] = []
         self._paused = False
         self._broken: BaseException | None = None
-        """Of what the loop's thread has died."""
+        """Exception that ended the loop's thread."""
         self._loop = BackgroundLoop("openai")
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._gate, self._client, self._places = self._loop.call(self._open())
@@ -365,19 +365,19 @@ class OpenAITokens(tokens.TokenBackend):
             headers=headers,
             timeout=httpx.Timeout(options.timeout_s, connect=options.connect_timeout_s),
             limits=httpx.Limits(max_connections=options.max_concurrent),
-            # A proxy of the environment is no way to a server on this machine.
+            # A server on this machine is reached without the environment's proxy.
             trust_env=not _is_loopback(urlsplit(options.base_url).hostname or ""),
         )
         return Gate(), client, asyncio.Semaphore(options.max_concurrent)
 
     @property
     def version(self) -> int:
-        """What the options say: the server keeps its weights."""
+        """Version from the options: the server keeps its weights."""
         return self._options.version
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are waited for."""
+        """Number of unfinished requests."""
         return len(self._in_flight)
 
     def submit(self, requests: Sequence[tokens.GenerationRequest]) -> None:
@@ -431,7 +431,7 @@ class OpenAITokens(tokens.TokenBackend):
             self._tasks.pop(request.request_id, None)
 
     def _put(self, completion: tokens.Completion) -> None:
-        """An answer. A request that has had one already (it was aborted while it ended) gets no second."""
+        """Store a completion, unless the request already has one (it was aborted while it ended)."""
         with self._condition:
             if completion.request_id in self._in_flight:
                 self._in_flight.discard(completion.request_id)
@@ -439,7 +439,7 @@ class OpenAITokens(tokens.TokenBackend):
                 self._condition.notify_all()
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[tokens.Completion]:
-        """See `TokenBackend.poll`. Raises RuntimeError, from its cause, when the thread that answers has died."""
+        """See `TokenBackend.poll`. Raises RuntimeError, with its cause, if the answering thread has died."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._condition:
             while True:
@@ -454,7 +454,7 @@ class OpenAITokens(tokens.TokenBackend):
                     self._condition.wait(left)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """See `TokenBackend.abort`: closes the connections, at which servers stop sampling."""
+        """See `TokenBackend.abort`; closes the connections, so that servers stop sampling."""
         self._loop.call(self._abort(list(request_ids)))
 
     async def _abort(self, request_ids: list[int]) -> None:
@@ -463,7 +463,7 @@ class OpenAITokens(tokens.TokenBackend):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for request_id in [one for one in request_ids if one in self._in_flight]:
-            # Cancelled before its first line ran.
+            # The task was cancelled before it ran its first line.
             self._tasks.pop(request_id, None)
             self._put(tokens.Completion.of(request_id, [], [], [], [], "aborted"))
 
@@ -480,7 +480,7 @@ class OpenAITokens(tokens.TokenBackend):
             self._condition.notify_all()
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Raises UserError: the weights are the server's own."""
+        """Raise UserError: the server owns its weights."""
         raise UserError(
             f"The openai backend cannot load weights: they belong to the server at {self._options.base_url}. Use vllm or torch."
         )

@@ -1,4 +1,4 @@
-"""Actions that need no model, and generators around another."""
+"""Random actions without a model, and wrappers around other generators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from embodied_rl.types import Observation, SimSpec
 
 
 class WrappedGenerator(Generator):
-    """Forwards every call to another generator: the base of wrappers that change how it is called."""
+    """Base of generator wrappers: forwards every call."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
@@ -35,15 +35,14 @@ class WrappedGenerator(Generator):
 
 
 _erf = np.frompyfunc(math.erf, 1, 1)
-"""numpy has no error function."""
+"""Error function, which numpy lacks."""
 
 
 class RandomGenerator(QueuedGenerator):
-    """Uniform actions over the simulator's whole range, whatever it observes.
+    """Uniform actions over the simulator's whole range, regardless of the observation.
 
-    The caller's noise is where the randomness comes from: standard normal numbers are mapped through the normal
-    distribution function onto [-1, 1], uniform ones onto the choices. Without noise (deterministic acting is asked for)
-    actions are the middle of the range, or choice 0.
+    The caller's noise is the source of randomness: the normal distribution function maps standard normal numbers to [-1, 1], and uniform
+    numbers map to the choices. Without noise (deterministic acting) the action is the middle of the range, or choice 0.
     """
 
     def __init__(self, spec: SimSpec) -> None:
@@ -66,7 +65,7 @@ class RandomGenerator(QueuedGenerator):
 
 
 class NoisyGenerator(WrappedGenerator):
-    """Draws the noise that a deterministic caller does not give, so that random actions are random."""
+    """Draws noise for a caller that acts deterministically, so that random actions are random."""
 
     def __init__(self, generator: Generator, spec: SimSpec, seed: int) -> None:
         super().__init__(generator)

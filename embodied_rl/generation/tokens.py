@@ -1,7 +1,7 @@
-"""Tokens in, tokens out: what language agents ask a language model for, and what every backend answers.
+"""Tokens in, tokens out: the requests of language agents to a language model, and the completions of every backend.
 
-Nothing here knows a tokenizer. What was sampled is handed on as token ids and trained as token ids; text is for people and simulators.
-Shapes: P tokens of a prompt, n sampled tokens.
+This module knows no tokenizer. Sampled token ids are passed on and trained as token ids; text is for people and simulators. Shapes: P
+tokens of a prompt, n sampled tokens.
 """
 
 from __future__ import annotations
@@ -21,61 +21,61 @@ import numpy as np
 from embodied_rl.errors import UserError
 
 FinishReason = Literal["stop", "length", "aborted", "failed"]
-"""stop: a stop token was sampled (it is the last of `token_ids`). length: `max_new_tokens`, or the model's context, was used up.
-aborted: by `abort`, or by `close`. failed: the backend could not answer; `failure` says why."""
+"""stop: a stop token was sampled (it is the last of `token_ids`). length: `max_new_tokens` or the model's context was used up. aborted: by
+`abort` or `close`. failed: the backend could not answer; `failure` gives the reason."""
 
 FailureKind = Literal["prompt_too_long", "rejected", "rate_limited", "server_error", "bad_response", "timeout", "connection"]
-"""prompt_too_long: no room is left for one new token. rejected: the server refused the request (4xx). rate_limited: 429 after the last
-retry. server_error: 5xx after the last retry. bad_response: an answer that is not what the protocol promises. timeout, connection: no
-answer after the last retry."""
+"""prompt_too_long: no room for one new token. rejected: the server refused the request (4xx). rate_limited: 429 after the last retry.
+server_error: 5xx after the last retry. bad_response: the answer violates the protocol. timeout, connection: no answer after the last
+retry."""
 
 LengthLimit = Literal["max_new_tokens", "context"]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request got no (whole) answer."""
+    """Reason why a request got no (complete) answer."""
 
     kind: FailureKind
     message: str
     """One line for people."""
     attempts: int = 1
-    """How often it was tried."""
+    """Number of attempts."""
     status: int | None = None
-    """HTTP status of the last answer, where there was one."""
+    """HTTP status of the last answer; None without an answer."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GenerationRequest:
-    """One prompt to be continued.
+    """One prompt to continue.
 
-    Raises ValueError when the prompt is empty or a number is out of its range.
+    Raises ValueError if the prompt is empty or a number is out of range.
     """
 
     request_id: int
-    """Unique among the requests in flight."""
+    """Id, unique among the requests in flight."""
     prompt_ids: np.ndarray
-    """[P] int64"""
+    """Prompt tokens [P], int64."""
     max_new_tokens: int
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """Sampling temperature; 0 takes the likeliest token."""
     top_p: float = 1.0
-    """Smallest set of tokens whose probabilities reach it; 1 keeps all."""
+    """Probability that the smallest set of likeliest tokens must reach; 1 keeps all tokens."""
     top_k: int = 0
-    """The k likeliest tokens; 0 keeps all."""
+    """Number of likeliest tokens to keep; 0 keeps all."""
     stop_ids: tuple[int, ...] = ()
-    """Sampling one of these ends the completion; it is kept as the last token."""
+    """Tokens that end the completion when sampled; the stop token stays as the last token."""
     seed: int | None = None
-    """What is sampled depends only on the seed, the prompt and the weights. None: the backend draws one."""
+    """Seed; samples depend only on it, the prompt and the weights. None: the backend draws one."""
     images: tuple[np.ndarray, ...] = ()
-    """uint8 [H, W, 3] each, for vision-language models; the prompt has as many placeholder tokens as they take (`VisionInputs.expand`)."""
+    """Images for vision-language models, uint8 [H, W, 3] each; the prompt contains their placeholder tokens (`VisionInputs.expand`)."""
     structure: str | None = None
-    """What an answer must look like: one of xgrammar's structural tags, as JSON. Only tokens that keep to it are drawn, and a stop token
-    only where it is whole. See `TokenBackend.can_constrain`."""
+    """Required form of the answer, as JSON: one of xgrammar's structural tags. Only tokens that fit it are drawn, and a stop token only
+    when it is complete. See `TokenBackend.can_constrain`."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens of each place are wanted beside the one that was drawn."""
+    """Number of likeliest tokens to report per position beside the drawn one."""
     messages: tuple[Mapping[str, Any], ...] | None = None
-    """The same prompt as chat messages, for servers that take text and apply a template of their own."""
+    """The prompt as chat messages, for servers that take text and apply their own template."""
 
     def __post_init__(self) -> None:
         if self.prompt_ids.ndim != 1 or self.prompt_ids.dtype.kind not in "iu" or len(self.prompt_ids) == 0:
@@ -94,12 +94,12 @@ class GenerationRequest:
 
     @property
     def samples_from_policy(self) -> bool:
-        """Whether tokens are drawn from the model's own distribution, so that both log-probabilities of a token are the same."""
+        """Whether tokens are drawn from the model's own distribution, so that both log-probabilities of a token are equal."""
         return self.cuts_nothing and self.structure is None
 
     @property
     def cuts_nothing(self) -> bool:
-        """Whether only a structure parts what is drawn from the model's own distribution."""
+        """Whether only a structure makes the sampling distribution differ from the model's own."""
         return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0
 
 
@@ -107,31 +107,31 @@ class GenerationRequest:
 class Completion:
     """The n tokens that continue one prompt.
 
-    Raises ValueError when the arrays do not agree in length, or a failure is missing or too much.
+    Raises ValueError if the arrays differ in length, or a failure is missing or unexpected.
     """
 
     request_id: int
     token_ids: np.ndarray
-    """[n] int64, the stop token included; n may be 0 (aborted or failed at once). A server without token ids gives none: see `text`."""
+    """Sampled tokens [n], int64, with the stop token; n may be 0 (aborted or failed at once). Empty from a server of text: see `text`."""
     log_prob: np.ndarray
-    """[n] float32 of each token under the model's own distribution (temperature 1; nothing is cut off but what does not keep to the
-    request's structure): what training recomputes. vLLM leaves the structure out where it samples otherwise than that."""
+    """[n] float32 log-probability under the model's own distribution (temperature 1, masked only by the request's structure), which
+    training recomputes. vLLM ignores the structure here if it samples with other settings than that."""
     sampling_log_prob: np.ndarray
-    """[n] float32 under the distribution that it was drawn from (temperature, structure, top-p, top-k), renormalised; 0 for the likeliest
-    token at temperature 0. NaN where the backend cannot say."""
+    """[n] float32 log-probability under the sampling distribution (temperature, structure, top-p, top-k), renormalised; 0 for the likeliest
+    token at temperature 0. NaN if the backend does not know it."""
     version: np.ndarray
     """[n] int64 version of the weights that sampled each token."""
     finish_reason: FinishReason
     limit: LengthLimit | None = None
-    """Which length was used up; None unless `finish_reason` is ``length``."""
+    """Length that was used up; None unless `finish_reason` is ``length``."""
     failure: Failure | None = None
-    """None unless `finish_reason` is ``failed``."""
+    """Reason of the failure; None unless `finish_reason` is ``failed``."""
     text: str | None = None
-    """What a server answered as text; None where tokens are the answer."""
+    """Answer of a server of text; None if tokens are the answer."""
     top_ids: np.ndarray | None = None
-    """[n, k] int64 the likeliest tokens of each place, the likeliest first; None unless the request asked for k of them."""
+    """[n, k] int64 likeliest tokens of each position, likeliest first; None unless the request asked for k of them."""
     top_log_prob: np.ndarray | None = None
-    """[n, k] float32 under the model's own distribution."""
+    """[n, k] float32 log-probabilities of `top_ids` under the model's own distribution."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.log_prob), len(self.sampling_log_prob), len(self.version)}
@@ -145,17 +145,17 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
-        """n"""
+        """Number of sampled tokens, n."""
         return len(self.token_ids)
 
     @property
     def trainable(self) -> bool:
-        """Whether there are tokens with log-probabilities: a text-only answer serves only evaluation."""
+        """Whether the tokens have log-probabilities: a text-only answer serves only evaluation."""
         return self.num_tokens > 0 and bool(np.isfinite(self.log_prob).all())
 
     @staticmethod
     def failed(request_id: int, failure: Failure, text: str | None = None) -> Completion:
-        """No tokens, and why."""
+        """Completion without tokens, with the reason."""
         return Completion.of(request_id, [], [], [], [], "failed", failure=failure, text=text)
 
     @staticmethod
@@ -172,7 +172,7 @@ class Completion:
         text: str | None = None,
         top: Sequence[Sequence[tuple[int, float]]] = (),
     ) -> Completion:
-        """From sequences of n numbers; `top`: of each place the likeliest (token, log-probability), as many everywhere, or nothing."""
+        """Build a completion from sequences of n numbers; `top`: k likeliest (token, log-probability) per position, or empty."""
         return Completion(
             request_id=request_id,
             token_ids=np.asarray(token_ids, np.int64).reshape(-1),
@@ -188,7 +188,7 @@ class Completion:
         )
 
     def first(self, count: int, finish_reason: FinishReason) -> Completion:
-        """The same without the tokens behind the first `count`, and with another end, which is no failure and no length."""
+        """Copy with the first `count` tokens and another end, which is neither failure nor length."""
         top_ids, top_log_prob = (None if found is None else found[:count] for found in (self.top_ids, self.top_log_prob))
         return replace(
             self,
@@ -204,89 +204,89 @@ class Completion:
 
 
 class TokenCache(ABC):  # noqa: B024  # every method has a default
-    """The keys and values that a token backend keeps of its requests; by default it keeps none here."""
+    """Keys and values that a token backend keeps for its requests; by default there are none in this process."""
 
     @property
     def can_free_memory(self) -> bool:
-        """Whether `release_memory` gives memory back."""
+        """Whether `release_memory` frees memory."""
         return False
 
     @property
     def device(self) -> object:
-        """Where the cache lies, as text."""
+        """Device of the cache; `str` gives its name."""
         return "cpu"
 
     @property
     def cache_bytes(self) -> int:
-        """What keys and values take now."""
+        """Current size of keys and values."""
         return 0
 
     def release_memory(self) -> int:
-        """Let the cache go, and sample nothing until `restore_memory`; returns the bytes that were freed."""
+        """Free the cache and stop sampling until `restore_memory`; return the number of bytes freed."""
         return 0
 
     def restore_memory(self) -> None:  # noqa: B027  # a default
-        """Go on where `release_memory` stopped."""
+        """Continue where `release_memory` stopped."""
 
     def forget(self) -> None:  # noqa: B027  # a default
-        """Use nothing of requests that ended, so that what follows does not depend on them, not even in its last bits."""
+        """Forget ended requests, so that later ones do not depend on them, not even in the last bits."""
 
 
 class TokenBackend(TokenCache):
     """Continues prompts request by request; finished requests do not wait for slower ones.
 
-    Every submitted request comes back from `poll` exactly once, in whatever way it ended.
+    `poll` returns every submitted request exactly once, however it ended.
     """
 
     @property
     @abstractmethod
     def version(self) -> int:
-        """Of the weights that sample now."""
+        """Version of the weights that sample now."""
 
     @property
     def can_constrain(self) -> bool:
-        """Whether it draws by `GenerationRequest.structure` and tells `top_logprobs`; where not, `submit` refuses requests with them."""
+        """Whether the backend supports `GenerationRequest.structure` and `top_logprobs`; otherwise `submit` refuses such requests."""
         return False
 
     @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Take requests; work on them goes on in the background or inside `poll`.
+        """Accept requests; the backend works on them in the background or inside `poll`.
 
-        Raises UserError: a request id is in flight already, or the backend cannot do what a request asks (top_k, images, …).
+        Raises UserError: a request id is already in flight, or the backend does not support a request's option (top_k, images, …).
         """
 
     @abstractmethod
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """Completions that are ready, oldest first.
+        """Return the completions that are ready, oldest first.
 
-        Waits until `min_ready` (at least 1) are there, nothing is in flight any more, or `timeout_s` is over. With 0 it does not wait; a
-        backend that works inside `poll` takes one step. While paused, a wait without a time limit returns at once with what is there.
+        Waits until `min_ready` (at least 1) are ready, nothing is in flight, or `timeout_s` is over. With 0 it does not wait; a backend
+        that works inside `poll` takes one step. While paused, a wait without a time limit returns at once with what is ready.
         """
 
     @abstractmethod
     def abort(self, request_ids: Iterable[int]) -> None:
-        """End these now; what was sampled so far comes back from `poll` as ``aborted``. Unknown ids are ignored (they just ended)."""
+        """End these requests now; `poll` returns their tokens so far as ``aborted``. Unknown ids are ignored (they have just ended)."""
 
     def flush(self) -> None:
-        """Begin what was submitted, where requests are gathered before they are sent."""
+        """Begin submitted requests, if the backend gathers requests before sending."""
 
     def fileno(self) -> int:
-        """Of a socket that is readable when something has come; -1: there is none, and work goes on inside `poll`."""
+        """Descriptor of a socket that is readable when results have come; -1: no socket, work goes on inside `poll`."""
         return -1
 
     @abstractmethod
     def pause(self) -> None:
-        """Stop sampling between two tokens; requests in flight stay where they are."""
+        """Stop sampling between two tokens; requests in flight keep their state."""
 
     @abstractmethod
     def resume(self) -> None:
-        """Go on where `pause` stopped."""
+        """Continue where `pause` stopped."""
 
     @abstractmethod
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Replace weights in place, tensor by tensor (`LanguagePolicy.named_weights`); requests in flight go on with the new ones.
+        """Replace weights in place, tensor by tensor (`LanguagePolicy.named_weights`); requests in flight continue with the new ones.
 
-        Tokens sampled after it carry `version`. Raises UserError: the backend does not own its weights, or the tensors are another model's.
+        Later tokens carry `version`. Raises UserError: the backend does not own its weights, or the tensors are another model's.
         """
 
     @abstractmethod
@@ -294,12 +294,12 @@ class TokenBackend(TokenCache):
         """End everything; requests in flight are lost. May be called twice."""
 
     def sampled_so_far(self, request_ids: Iterable[int]) -> dict[int, list[int]]:
-        """{request: its tokens by now} of those that are being sampled, where it knows: for callers that show a growing answer."""
+        """{request: its tokens so far} of requests being sampled, if known: for callers that show a growing answer."""
         return {}
 
 
 def refuse_structures(requests: Sequence[GenerationRequest]) -> None:
-    """Raise UserError for what a backend that cannot constrain is not asked for."""
+    """Raise UserError for structures and top_logprobs, which a backend that cannot constrain does not support."""
     for request in requests:
         if request.structure is not None or request.top_logprobs:
             asked = "top_logprobs" if request.structure is None else "an answer that keeps to a structure"
@@ -307,7 +307,7 @@ def refuse_structures(requests: Sequence[GenerationRequest]) -> None:
 
 
 def check_new_ids(requests: Sequence[GenerationRequest], in_flight: Iterable[int]) -> None:
-    """Raise UserError when a request id is used twice at the same time."""
+    """Raise UserError if a request id is used twice at the same time."""
     seen = set(in_flight)
     for request in requests:
         if request.request_id in seen:
@@ -317,17 +317,17 @@ def check_new_ids(requests: Sequence[GenerationRequest], in_flight: Iterable[int
 
 @dataclass(frozen=True)
 class ContextRoom:
-    """How many tokens a prompt leaves in a model's context."""
+    """Room that a prompt leaves in a model's context."""
 
     max_new_tokens: int
-    """What may be sampled: the request's own limit, or less."""
+    """Number of tokens that may be sampled: the request's own limit, or less."""
     limit: LengthLimit
-    """What it is that ends the completion."""
+    """Limit that ends the completion."""
 
 
 @dataclass
 class Growing:
-    """A request's tokens so far."""
+    """A request with its tokens so far."""
 
     request: GenerationRequest
     room: ContextRoom
@@ -344,9 +344,9 @@ class Growing:
 
 
 def context_room(request: GenerationRequest, max_context: int) -> ContextRoom | Failure:
-    """How far a request can go in a context of `max_context` tokens, or the failure when not one new token fits.
+    """Room of a request in a context of `max_context` tokens, or the failure if not one new token fits.
 
-    A prompt is never cut here.
+    This function never cuts a prompt.
     """
     used = len(request.prompt_ids)
     room = max_context - used
@@ -362,13 +362,13 @@ def context_room(request: GenerationRequest, max_context: int) -> ContextRoom | 
 
 
 def derive_seed(base: int, request_id: int) -> int:
-    """A 63-bit seed for a request that brought none: the same on every machine."""
+    """Derive a 63-bit seed for a request without one: the same on every machine."""
     digest = hashlib.sha256(f"{base}:{request_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def uniform_stream(seed: int) -> np.random.Generator:
-    """A request's own random numbers: what it samples does not depend on what else is sampled."""
+    """Random numbers of one request: its samples do not depend on other requests."""
     return np.random.Generator(np.random.Philox(key=seed))
 
 
@@ -379,7 +379,7 @@ _YIELD_S = 0.0005
 
 
 class Stepwise(TokenBackend):
-    """Half of a `TokenBackend`: a subclass gives `_step` and `num_in_flight`, and appends to `_ready`."""
+    """Base of token backends that sample inside `poll`: a subclass provides `_step` and `num_in_flight`, and appends to `_ready`."""
 
     def __init__(self) -> None:
         self._ready: list[Completion] = []
@@ -390,7 +390,7 @@ class Stepwise(TokenBackend):
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that are waited for, those not yet begun included."""
+        """Number of unfinished requests, including those not yet begun."""
         raise NotImplementedError
 
     def _step(self) -> None:
@@ -398,7 +398,7 @@ class Stepwise(TokenBackend):
         raise NotImplementedError
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`: runs steps until enough is ready, at least one of them."""
+        """See `TokenBackend.poll`: runs at least one step, until enough is ready."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -422,7 +422,7 @@ class Stepwise(TokenBackend):
         return len(self._ready) >= max(min_ready, 1) or self.num_in_flight == 0
 
     def _let_others_in(self) -> None:
-        """A lock that is let go and taken again at once would hardly ever be had by another thread."""
+        """Yield to callers in other threads, which would hardly ever get a lock that is released and taken again at once."""
         if self._paused:
             time.sleep(_YIELD_S)
         while self._callers:
@@ -430,7 +430,7 @@ class Stepwise(TokenBackend):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Hold still between two steps of a `poll` that may run in another thread."""
+        """Hold the lock between two steps of a `poll` that may run in another thread."""
         with self._callers_lock:
             self._callers += 1
         try:
@@ -445,7 +445,7 @@ class Stepwise(TokenBackend):
 
 
 class SharedTokens:
-    """A backend that callers use through `view`s; for one thread."""
+    """A backend that several callers in one thread use through `view`s."""
 
     def __init__(self, backend: TokenBackend) -> None:
         self.backend = backend
@@ -453,11 +453,11 @@ class SharedTokens:
         self._next_id = 0
 
     def view(self) -> TokenView:
-        """A `TokenView` for another caller."""
+        """Create a `TokenView` for another caller."""
         return TokenView(self)
 
     def submit(self, view: TokenView, requests: Sequence[GenerationRequest]) -> dict[int, int]:
-        """{the view's request id: the backend's} of what is now in flight."""
+        """Submit a view's requests; return {the view's request id: the backend's}."""
         numbers = {request.request_id: self._next_id + index for index, request in enumerate(requests)}
         self._next_id += len(requests)
         self.backend.submit([replace(request, request_id=numbers[request.request_id]) for request in requests])
@@ -465,7 +465,7 @@ class SharedTokens:
         return numbers
 
     def poll(self, timeout_s: float | None) -> None:
-        """Poll the backend until any completion is ready, and give each to the view that submitted it."""
+        """Poll the backend until any completion is ready, and pass each to the view that submitted it."""
         for completion in self.backend.poll(min_ready=1, timeout_s=timeout_s):
             view, own = self._owners.pop(completion.request_id)
             view.take(replace(completion, request_id=own))
@@ -488,7 +488,7 @@ class TokenView(TokenBackend):
         return self._shared.backend.can_constrain
 
     def take(self, completion: Completion) -> None:
-        """One of its requests has ended."""
+        """Accept the completion of one of this view's requests."""
         del self._numbers[completion.request_id]
         self._ready.append(completion)
 
@@ -498,7 +498,7 @@ class TokenView(TokenBackend):
             self._numbers |= self._shared.submit(self, requests)
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`; what is ready for others meanwhile waits for them."""
+        """See `TokenBackend.poll`; completions for other views are kept for them."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         asked = False
         while self._numbers and (len(self._ready) < min_ready or not asked):
@@ -508,7 +508,7 @@ class TokenView(TokenBackend):
             in_flight = len(self._numbers)
             self._shared.poll(left if len(self._ready) < min_ready else 0.0)
             if asked and left is None and len(self._numbers) == in_flight and not self._ready:
-                break  # paused: a wait without a limit returns with what is there
+                break  # paused: a wait without a limit returns with what is ready
             asked = True
         ready, self._ready = self._ready, []
         return ready
@@ -529,25 +529,25 @@ class TokenView(TokenBackend):
         self._shared.backend.load_weights(version, tensors)
 
     def forget(self) -> None:
-        """Of the whole backend."""
+        """Forget ended requests in the whole backend."""
         self._shared.backend.forget()
 
     def close(self) -> None:
-        """Does nothing: the backend's creator closes it."""
+        """Do nothing: the backend's creator closes it."""
 
 
 # ---- Backends without a model ---------------------------------------------------------------------------------------
 
 
 Script = Callable[[GenerationRequest], Sequence[int]]
-"""What to answer to a prompt, its stop token included where it ends with one."""
+"""Function from a request to the answer's tokens, including its stop token if it ends with one."""
 
 
 class _Instant(TokenBackend):
-    """Requests wait in order and are answered in full by the `poll` that comes to them. The shared part of both backends."""
+    """Shared base of the backends without a model: requests wait in order, and the next `poll` answers them in full."""
 
     version: int = 0
-    """Of the last `load_weights`; there are no weights."""
+    """Version of the last `load_weights`; there are no weights."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -561,7 +561,7 @@ class _Instant(TokenBackend):
         self._waiting += requests
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
-        """See `TokenBackend.poll`: everything that waits, at once; while paused, only what was aborted."""
+        """See `TokenBackend.poll`: returns everything that waits at once; while paused, only aborted requests."""
         ready, self._aborted = self._aborted, []
         if self._paused:
             return ready
@@ -569,7 +569,7 @@ class _Instant(TokenBackend):
         return ready + [self._answer(request) for request in waiting]
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """See `TokenBackend.abort`: no token was sampled yet."""
+        """See `TokenBackend.abort`; no token was sampled yet."""
         wanted = set(request_ids)
         self._aborted += [Completion.of(r.request_id, [], [], [], [], "aborted") for r in self._waiting if r.request_id in wanted]
         self._waiting = [request for request in self._waiting if request.request_id not in wanted]
@@ -581,7 +581,7 @@ class _Instant(TokenBackend):
         self._paused = False
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """Take the version; there are no weights to load."""
+        """Set the version; there are no weights to load."""
         self.version = version
 
     def close(self) -> None:
@@ -593,7 +593,7 @@ class _Instant(TokenBackend):
     def _completion(
         self, request: GenerationRequest, token_ids: Sequence[int], log_prob: Sequence[float], *, ends: bool = True
     ) -> Completion:
-        """Cut at the first stop token and at the request's length; `ends`: the last token is an end even if it is no stop token."""
+        """Cut the answer at the first stop token and at the request's length; `ends`: its last token ends it in any case."""
         stops = [place for place, token in enumerate(token_ids) if token in request.stop_ids]
         whole = stops[0] + 1 if stops else len(token_ids)
         count = min(whole, request.max_new_tokens)
@@ -605,7 +605,7 @@ class _Instant(TokenBackend):
 
 
 class ScriptedTokens(_Instant):
-    """Answers with what a function gives: every token has probability 1. Implements `TokenBackend`."""
+    """Answers from a function: every token has probability 1. Implements `TokenBackend`."""
 
     def __init__(self, script: Script, version: int = 0) -> None:
         super().__init__(version)
@@ -617,10 +617,10 @@ class ScriptedTokens(_Instant):
 
 
 class RandomTokens(_Instant):
-    """Uniform chance, from the request's seed. Implements `TokenBackend`.
+    """Uniform random answers, from the request's seed. Implements `TokenBackend`.
 
-    With `choices`, one whole answer out of several, each as likely: a token's probability is the share of the answers that begin so.
-    With `token_ids`, any of these tokens at each place until a stop token is drawn.
+    With `choices`, it draws one whole answer, each equally likely: a token's probability is the share of answers that continue with it.
+    With `token_ids`, it draws any of these tokens at each position until it draws a stop token.
     """
 
     def __init__(
@@ -631,7 +631,7 @@ class RandomTokens(_Instant):
         seed: int = 0,
         version: int = 0,
     ) -> None:
-        """Give one of the two. Raises UserError for neither, both, or nothing to choose from."""
+        """Pass exactly one of `choices` and `token_ids`. Raises UserError for neither, both, or an empty one."""
         super().__init__(version)
         if (choices is None) == (token_ids is None) or not (choices or token_ids) or any(len(choice) == 0 for choice in choices or ()):
             raise UserError("RandomTokens needs either choices (answers of at least one token) or token_ids, not both.")
@@ -646,11 +646,11 @@ class RandomTokens(_Instant):
             return self._completion(request, chosen, self._prefix_log_prob(chosen))
         assert self._token_ids is not None
         drawn = self._token_ids[generator.integers(len(self._token_ids), size=request.max_new_tokens)].tolist()
-        # Drawn as far as the request reaches: nothing but a stop token ends it before.
+        # Drawn up to the request's length: only a stop token ends it earlier.
         return self._completion(request, drawn, [-math.log(len(self._token_ids))] * len(drawn), ends=False)
 
     def _prefix_log_prob(self, chosen: Sequence[int]) -> list[float]:
         assert self._choices is not None
-        # Of all answers that begin like the chosen one, how many go on like it?
+        # For each prefix of the chosen answer: the number of answers that begin with it.
         counts = [sum(choice[:length] == chosen[:length] for choice in self._choices) for length in range(len(chosen) + 1)]
         return [math.log(counts[place + 1] / counts[place]) for place in range(len(chosen))]

@@ -23,14 +23,14 @@ from embodied_rl.types import ActionLayout, Observation
 class TorchGenerator(QueuedGenerator):
     """Acts with the weights that the policy had at the last `publish`.
 
-    `send` acts at once. A Gaussian MLP on the CPU is run by numpy, whose calls cost a fraction of torch's: with a few rows
-    at a time the cost of a call is all there is. Values are not computed here; the learner does it in one batch.
+    `send` acts at once. numpy runs a Gaussian MLP on the CPU, because its calls cost a fraction of torch's, and with few rows the call
+    dominates. Values are not computed here; the learner computes them in one batch.
     """
 
     has_values = True
 
     def __init__(self, policy: Policy, actor: HostActors | None = None) -> None:
-        """`actor`: what acts; None: what suits the policy."""
+        """`actor`: acting module; None: chosen to suit the policy."""
         super().__init__()
         self._policy = policy
         self._actor: NumpyGaussianActor | ModuleActor | HostActors
@@ -41,12 +41,12 @@ class TorchGenerator(QueuedGenerator):
         self.give(slots, *self._actor.act(observation, noise))
 
     def give(self, slots: np.ndarray, action: np.ndarray, log_prob: np.ndarray) -> None:
-        """What `recv` returns of these slots."""
+        """Add actions of these slots to the results of `recv`."""
         given = given_action(self._policy, action) if self._policy.translates else None
         self._acted.append(ActedBatch(slots.copy(), action, log_prob, self.version, given))
 
     def act_in_parts(self, slots: np.ndarray, observation: Observation, noise: np.ndarray, parts: Sequence[slice]) -> ActedBatch:
-        """See `Generator.act_in_parts`. numpy's takes all rows at once, but for its products: their bits depend on their number."""
+        """See `Generator.act_in_parts`. numpy runs all rows at once except for products, whose bits depend on the number of rows."""
         if not isinstance(self._actor, NumpyGaussianActor):
             return super().act_in_parts(slots, observation, noise, parts)
         action, log_prob = self._actor.act(observation, noise, parts)
@@ -54,14 +54,14 @@ class TorchGenerator(QueuedGenerator):
 
     @torch.inference_mode()
     def value(self, observation: Observation) -> np.ndarray:
-        """State values [n] float32 by the policy's present weights, for recording; training computes its own."""
+        """State values [n] float32 from the policy's current weights, for recording; training computes its own."""
         device = next(self._policy.parameters()).device
         tensors = {key: part.to(device) for key, part in prepare_observation(self._policy, observation).items()}
         return self._policy.value(tensors).cpu().numpy()
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[ActionLayout]:
-        """Act at another temperature for as long, with noise as the layout that is given says. Training's is the policy's own.
+        """Act at another temperature inside the block, with noise of the yielded layout. Training uses the policy's own temperature.
 
         Raises UserError: the policy does not draw tokens.
         """
@@ -86,10 +86,10 @@ class TorchGenerator(QueuedGenerator):
 
 
 class ModuleActor:
-    """Any policy: a copy of the module, refreshed from the original. One of more than `SHARED_FROM` parameters is the original itself:
-    it acts and is trained in turns, so that its weights are those of the last publication whenever it acts.
+    """Acts with any policy through a copy of the module, refreshed from the original. With more than `SHARED_FROM` parameters it uses the
+    original: that one acts and trains in turns, so it has the published weights whenever it acts.
 
-    A copy acts where the original is trained, but for one that reads vectors only: on the host, where a call costs less than a GPU's.
+    A copy acts on the training device, except for policies of vectors only: those act on the CPU, where a call is cheaper than on a GPU.
     """
 
     SHARED_FROM = 100_000_000
@@ -111,10 +111,10 @@ class ModuleActor:
 
 
 class HostActors:
-    """A copy of the policy on each host's device, which is dropped while training has the host. The policy itself does not act."""
+    """Copies of the policy on each host's device, dropped while training has the host. The policy itself does not act."""
 
     def __init__(self, policy: Policy, devices: Sequence[str]) -> None:
-        """`devices`: of the hosts."""
+        """`devices`: device of each host."""
         self._policy, self._devices = policy, devices
         self._on: dict[int, Policy] = {}
         self.take_back(range(len(devices)))
@@ -130,9 +130,9 @@ class HostActors:
         torch.cuda.empty_cache()
 
     def take_back(self, hosts: Iterable[int]) -> None:
-        """Act on these hosts too, with the policy's present weights."""
+        """Act on these hosts again, with the policy's current weights."""
         for number in hosts:
-            # Each tensor goes where the copy is to be, and nowhere else on its way.
+            # Copy each tensor directly to the device of the copy.
             there: dict[int, Any] = {id(part): part.detach().to(self._devices[number], copy=True) for part in self._policy.buffers()}
             for part in self._policy.parameters():
                 there[id(part)] = nn.Parameter(part.detach().to(self._devices[number], copy=True), part.requires_grad)
@@ -141,10 +141,10 @@ class HostActors:
     def refresh(self, policy: Policy) -> None:
         for module in self.modules:
             module.load_state_dict(policy.state_dict())
-            policy = module  # GPUs have the weights of one another
+            policy = module  # GPUs copy weights from each other
 
     def act(self, observation: Observation, noise: np.ndarray | None, hosts: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """`hosts` [n]: whose copy acts for each row; None: all have equal shares."""
+        """Act for all rows. `hosts` [n]: host whose copy acts for each row; None: equal shares."""
         if hosts is None:
             num_rows = len(next(iter(observation.values())))
             hosts = np.array(list(self._on))[np.arange(num_rows) * len(self._on) // num_rows]
@@ -153,17 +153,17 @@ class HostActors:
             _begun(self._on[number], {key: part[own] for key, part in observation.items()}, None if noise is None else noise[own])
             for number, own in rows.items()
         ]
-        # All are at work before one is waited for.
+        # Start all copies before waiting for one.
         action, log_prob = zip(*map(_fetched, begun), strict=True)
         order = np.argsort(np.concatenate(list(rows.values())))
         return np.concatenate(action)[order], np.concatenate(log_prob)[order]
 
 
 class HostedGenerator(WrappedGenerator):
-    """Acts for slots that play on several hosts, each on its host's device."""
+    """Acts for slots on several hosts, each on its host's device."""
 
     def __init__(self, generator: TorchGenerator, actors: HostActors, hosts_of: Callable[[np.ndarray], np.ndarray]) -> None:
-        """`actors`: those of the generator; `hosts_of`: [n] of these slots [n]."""
+        """`actors`: the generator's actors; `hosts_of`: function from slots [n] to host numbers [n]."""
         super().__init__(generator)
         self._torch, self._actors, self._hosts_of = generator, actors, hosts_of
 
@@ -173,9 +173,9 @@ class HostedGenerator(WrappedGenerator):
 
 @torch.inference_mode()
 def _begun(module: Policy, observation: Observation, noise: np.ndarray | None) -> ActionOutput:
-    """Its values may still be on their way: a GPU is not waited for."""
+    """Start acting without waiting: on a GPU the output may still be in flight."""
     of = next(module.parameters())
-    with torch.cuda.device_of(of):  # kernels and graphs of its own begin there too
+    with torch.cuda.device_of(of):  # for the device's own kernels and graphs
         tensors = {key: part.to(of.device) for key, part in prepare_observation(module, observation).items()}
         return module.act(tensors, None if noise is None else torch.from_numpy(noise).to(of.device))
 
@@ -185,10 +185,10 @@ def _fetched(output: ActionOutput) -> tuple[np.ndarray, np.ndarray]:
 
 
 class NumpyGaussianActor:
-    """The actor of a Gaussian MLP policy, out of copies of its weights."""
+    """Actor of a Gaussian MLP policy, with copies of its weights."""
 
     modules: Sequence[Policy] = ()
-    """It acts without one."""
+    """Empty: it acts without a module."""
 
     def __init__(self, policy: ActorCritic) -> None:
         self._key = policy.config.observation_key
@@ -203,7 +203,7 @@ class NumpyGaussianActor:
     def refresh(self, policy: ActorCritic) -> None:
         assert isinstance(policy.head, DiagonalGaussian)
         layers = [layer for layer in policy.actor if isinstance(layer, nn.Linear)]
-        # Copies, laid out [in, out]: a product of few rows reads them in order.
+        # Copies in layout [in, out]: a product of few rows reads them in order.
         weights = [np.array(_on_host(layer.weight).T, order="C") for layer in layers]
         biases = [_on_host(layer.bias).copy() for layer in layers]
         self._hidden = list(zip(weights[:-1], biases[:-1], strict=True))
@@ -220,7 +220,7 @@ class NumpyGaussianActor:
     def act(
         self, observation: Observation, noise: np.ndarray | None, parts: Sequence[slice] = (slice(None),)
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Actions [n, A] and log-probabilities [n, A], both float32 and in fresh memory; products are those of each of the `parts`."""
+        """Actions [n, A] and log-probabilities [n, A], float32 in fresh memory; matrix products run separately for each part."""
         x = observation[self._key]
         if x.dtype != np.float32:
             x = x.astype(np.float32)
@@ -244,7 +244,7 @@ class NumpyGaussianActor:
             return mean, np.broadcast_to(self._log_prob_of_mode, mean.shape).copy()
         action = noise * self._std
         action += mean
-        # Of the rounded action, not of the noise: `Policy.evaluate` sees only the action.
+        # From the rounded action, not the noise: `Policy.evaluate` sees only the action.
         z = np.subtract(action, mean, out=mean)
         z *= self._inverse_std
         z *= z
@@ -254,12 +254,12 @@ class NumpyGaussianActor:
 
 
 def _on_host(tensor: Tensor) -> np.ndarray:
-    """Of a parameter, which may be trained on another device."""
+    """Copy a parameter, which may be on another device, to the host."""
     return tensor.detach().cpu().numpy()
 
 
 def _product(x: np.ndarray, weight: np.ndarray, parts: Sequence[slice]) -> np.ndarray:
-    """[n, D] times [D, H], part by part."""
+    """Multiply [n, D] by [D, H], part by part."""
     if len(parts) == 1:
         return x.dot(weight)
     product = np.empty((len(x), weight.shape[1]), x.dtype)

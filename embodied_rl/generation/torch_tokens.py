@@ -1,10 +1,10 @@
-"""Continuous batching in this process with a transformers model: no further engine, any attention model, CPU or GPU.
+"""Continuous batching in this process with a transformers model: no separate engine, any attention model, CPU or GPU.
 
-Each `poll` runs decode steps of all active rows at once. Between two steps rows that ended are replaced by waiting requests, weights may
-change, and requests may be aborted; calls from other threads get their turn there.
+Each `poll` runs decode steps of all active rows at once. Between two steps, waiting requests replace rows that ended, weights may change,
+requests may be aborted, and calls from other threads get their turn.
 
-Keys and values of a prompt's beginning that the cache holds already are not computed again: those of the turns before it, of the other
-members of its group, and of what all prompts begin with.
+The cached keys and values of a prompt's beginning are reused: those of earlier turns, of other members of its group, and of the beginning
+that all prompts share.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from embodied_rl.policies.vision_inputs import VisionInputs
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Of n rows."""
+    """Sampling settings of n rows."""
 
     temperature: Tensor
-    """[n] float64; 0 takes the likeliest token."""
+    """[n] float64 temperature; 0 takes the likeliest token."""
     top_p: Tensor
-    """[n] float64"""
+    """[n] float64; 1 keeps all."""
     top_k: Tensor
     """[n] int64; 0 keeps all."""
 
@@ -66,25 +66,25 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """One token for each of n rows."""
+    """One sampled token for each of n rows."""
 
     token: Tensor
-    """[n] int64"""
+    """[n] int64 sampled tokens."""
     log_prob: Tensor
-    """[n] float32 under the model's own distribution."""
+    """[n] float32 log-probability under the model's own distribution."""
     sampling_log_prob: Tensor
-    """[n] float32 under the distribution that it was drawn from; 0 at temperature 0."""
+    """[n] float32 log-probability under the sampling distribution; 0 at temperature 0."""
 
 
 def sample_tokens(logits: Tensor, settings: SamplingSettings, uniform: Tensor, allowed: Tensor | None = None) -> SampledTokens:
-    """Temperature, then what is allowed, top-k, top-p, and the inverse of the cumulative distribution in the order of the vocabulary.
+    """Apply temperature, the allowed tokens, top-k and top-p, and sample by the inverse of the cumulative distribution in vocabulary order.
 
     Args:
         logits: [n, V]
         uniform: [n] float64 in [0, 1).
-        allowed: [n, V] bool, at least one a row; None: all tokens. The model's own distribution is that over the allowed ones.
+        allowed: [n, V] bool, at least one per row; None: all tokens. The model's own distribution then covers the allowed tokens.
 
-    A token at the border of top-k that is as likely as the k-th is kept or not by the order of the vocabulary; at least one is kept.
+    The order of the vocabulary decides between tokens at the border of top-k that are equally likely; at least one token is kept.
     """
     possible = logits.float() if allowed is None else logits.float().masked_fill(~allowed, float("-inf"))
     own = torch.log_softmax(possible, dim=-1)
@@ -92,7 +92,7 @@ def sample_tokens(logits: Tensor, settings: SamplingSettings, uniform: Tensor, a
     scaled = own / torch.where(greedy, 1.0, settings.temperature)[:, None].to(own.dtype)
     used = torch.log_softmax(_cut(scaled, settings), dim=-1)
     cumulative = used.double().exp_().cumsum_(-1)
-    # Scaled by what rounding made of the sum, so that a uniform number near 1 cannot fall behind the last token.
+    # Scaled by the rounded sum, so that a uniform number near 1 cannot fall behind the last token.
     drawn = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
     token = torch.where(greedy, own.argmax(-1), drawn)
     sampling = torch.where(greedy, torch.zeros_like(own[:, 0]), used.gather(-1, token[:, None]).squeeze(-1))
@@ -100,7 +100,7 @@ def sample_tokens(logits: Tensor, settings: SamplingSettings, uniform: Tensor, a
 
 
 def _cut(scaled: Tensor, settings: SamplingSettings) -> Tensor:
-    """-inf for tokens outside of top-k and top-p; the vocabulary is sorted only when a row asks for either."""
+    """Set tokens outside top-k and top-p to -inf; sorts the vocabulary only if a row uses either."""
     if not bool((settings.top_k > 0).any() or (settings.top_p < 1.0).any()):
         return scaled
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
@@ -109,15 +109,15 @@ def _cut(scaled: Tensor, settings: SamplingSettings) -> Tensor:
     kept = rank < torch.where(settings.top_k > 0, settings.top_k, size)[:, None]
     probability = torch.softmax(torch.where(kept, ordered, float("-inf")).double(), dim=-1)
     before = probability.cumsum(-1) - probability
-    # The smallest set that reaches top_p: a token is in it when those before it do not reach it yet.
+    # The smallest set that reaches top_p contains a token if those before it do not reach top_p yet.
     kept &= (before < settings.top_p[:, None]) | (settings.top_p[:, None] >= 1.0) | (rank == 0)
     return torch.empty_like(scaled).scatter_(-1, order, torch.where(kept, ordered, float("-inf")))
 
 
 # ---- A key-value cache whose rows have lengths of their own and change hands between two decode steps -----------------
 
-# Shapes: R rows, C columns of room, n rows of a step (all active ones, which are always the first, or some of them) with q new tokens
-# each, w columns that the longest of them fills then, D size of a head.
+# Shapes: R rows, C columns of room, n rows of a step (all active rows, which always come first, or some of them) with q new tokens each,
+# w columns filled by the longest of them, D size of a head.
 
 
 class SlabLayer(CacheLayerMixin):
@@ -144,7 +144,7 @@ class SlabLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Put the new tokens [n, heads, q, D] behind each row of the step; returns [n, heads, w, D], views of a span."""
+        """Write the new tokens [n, heads, q, D] after each row of the step; return [n, heads, w, D], views of a span."""
         own_keys, own_values = self._held()
         rows, places, width = self._slab.rows, self._slab.places, self._slab.width
         own_keys[rows[:, None], :, places] = key_states.transpose(1, 2)
@@ -166,12 +166,12 @@ class SlabLayer(CacheLayerMixin):
             tensor[target, :, :length] = tensor[source, :, :length]
 
     def swap(self, one: int, other: int, length: int) -> None:
-        """Let the first `length` columns of two rows change places."""
+        """Swap the first `length` columns of two rows."""
         for tensor in self._held():
             tensor[[one, other], :, :length] = tensor[[other, one], :, :length]
 
     def grow(self, num_columns: int) -> None:
-        """Make room for more columns; what is held stays."""
+        """Make room for more columns; the contents stay."""
         if not self.is_initialized:
             return
         old = self._held()
@@ -190,28 +190,28 @@ class SlabLayer(CacheLayerMixin):
 
 
 class SlabCache(Cache):
-    """Handed to a transformers model for decode steps, and for prompts whose beginning it holds; other prompts are run with an ordinary
-    cache and copied in."""
+    """Cache for a transformers model's decode steps, and for prompts whose beginning it contains; other prompts run with an ordinary cache
+    and are copied in."""
 
     def __init__(self, num_layers: int, num_rows: int, num_columns: int, max_columns: int) -> None:
         self.num_rows, self.num_columns, self.max_columns = num_rows, num_columns, max_columns
         self.rows = torch.zeros(0, dtype=torch.int64)
-        """[n] int64: of the step."""
+        """[n] int64 rows of the step."""
         self.span: slice | None = None
-        """The same where they stand behind one another."""
+        """The step's rows as a slice, if they are contiguous."""
         self.places = torch.zeros(0, 0, dtype=torch.int64)
-        """[n, q] int64: the columns that each row's next tokens go to."""
+        """[n, q] int64 columns of each row's next tokens."""
         self.width = 0
         self._slabs = [SlabLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._slabs))
 
     @property
     def num_bytes(self) -> int:
-        """What keys and values take; 0 before the first prompt."""
+        """Size of keys and values; 0 before the first prompt."""
         return sum(tensor.nbytes for layer in self._slabs if layer.is_initialized for tensor in layer._held())
 
     def begin_step(self, rows: Sequence[int], lengths: Sequence[int], device: torch.device, num_new: int = 1) -> None:
-        """Say how many tokens each of these rows holds; the next forward puts `num_new` behind each."""
+        """Set the lengths of these rows; the next forward appends `num_new` tokens to each."""
         self.width = max(lengths) + num_new
         self._make_room(self.width)
         self.rows = torch.tensor(rows, device=device)
@@ -219,7 +219,7 @@ class SlabCache(Cache):
         self.places = torch.tensor(lengths, device=device)[:, None] + torch.arange(num_new, device=device)
 
     def fill(self, row: int, source: DynamicCache, source_row: int, length: int) -> None:
-        """Take a prompt's keys and values over; the source is padded on the right."""
+        """Copy a prompt's keys and values; the source is padded on the right."""
         self._make_room(length + 1)
         for layer, prompt in zip(self._slabs, source.layers, strict=True):
             assert isinstance(prompt, DynamicLayer)
@@ -228,12 +228,12 @@ class SlabCache(Cache):
             layer.write(row, prompt.keys[source_row, :, :length], prompt.values[source_row, :, :length])
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Let the row `target` hold what `source` holds."""
+        """Copy row `source` to row `target`."""
         for layer in self._slabs:
             layer.move(source, target, length)
 
     def swap(self, one: int, other: int, length: int) -> None:
-        """Let two rows that hold at most `length` tokens change places."""
+        """Swap two rows of at most `length` tokens."""
         for layer in self._slabs:
             layer.swap(one, other, length)
 
@@ -246,7 +246,7 @@ class SlabCache(Cache):
 
 
 def decode_mask(places: Tensor, width: int, window: int | None, dtype: torch.dtype, additive: bool) -> Tensor:
-    """[n, 1, q, w]: which columns each row's new tokens [n, q] attend to, themselves included; only the last `window` where given."""
+    """[n, 1, q, w] mask of the columns that new tokens [n, q] attend to, themselves included; only the last `window` if given."""
     columns = torch.arange(width, device=places.device)
     allowed = columns <= places[..., None]
     if window is not None:
@@ -270,10 +270,10 @@ def attention_by_group(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[n, q, H, D], and no weights: attention of query [n, H, q, D] to key and value [n, G, w, D] of G groups of heads.
+    """Attention of query [n, H, q, D] to key and value [n, G, w, D] of G groups of heads: returns [n, q, H, D], and no weights.
 
-    Of one new token a row, the heads of a group are asked as if they were tokens: `attention`, which is transformers' own, would first copy
-    all keys and values for each of them.
+    With one new token per row, the heads of a group are passed as if they were tokens: transformers' own `attention` would first copy all
+    keys and values for each head.
     """
     num_groups, bias = key.shape[1], options.get("position_bias")
     if query.shape[2] != 1 or query.shape[1] == num_groups or attention_mask is None or attention_mask.shape[1] != 1 or bias is not None:
@@ -283,32 +283,32 @@ def attention_by_group(
 
 
 _FIRST_COLUMNS = 128
-"""Room of a new cache; it doubles as it fills."""
+"""Initial number of columns of the cache; it doubles as it fills."""
 _LEAST_SHARED, _WORTH_SHARING = 64, 2**25
-"""How many tokens of a prompt's beginning are worth a forward of their own: at least so many, and tokens x parameters."""
+"""Number of shared first tokens that is worth its own forward: at least the first value, and tokens x parameters at least the second."""
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass
 class _Row(Growing):
-    """A request that is being continued."""
+    """A request in progress."""
 
     uniform: np.random.Generator
     matcher: Matcher | None = None
-    """Where it stands in its structure; None: it has none."""
+    """State of the row's structure; None: no structure."""
     position_offset: int = 0
-    """What positions are ahead of the number of tokens: image tokens share positions in models with rotary positions in three."""
+    """Positions minus number of tokens: image tokens share positions in models with three-part rotary positions."""
     shares: bool = True
-    """Whether what the cache holds of it is that of the present weights, and of nothing but its tokens."""
+    """Whether the row's cache is of the current weights and depends only on its tokens."""
 
     @property
     def cached(self) -> int:
-        """Tokens that the cache holds: all but the last sampled one, which is the next input."""
+        """Number of cached tokens: all but the last sampled one, which is the next input."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
     @property
     def known(self) -> np.ndarray:
-        """[n] int64: the tokens that the cache holds, or will hold when its prompt was run."""
+        """[n] int64 tokens that are cached, or will be after the prompt's forward."""
         return np.concatenate([self.request.prompt_ids, np.asarray(self.token_ids[:-1], np.int64)]).astype(np.int64)
 
     def add(self, token: int, log_prob: float, sampling_log_prob: float, version: int) -> None:
@@ -328,19 +328,19 @@ class _Row(Growing):
 
 @dataclass(order=True, frozen=True)
 class _Beginning:
-    """Tokens that a row of the cache holds, in an order in which those with the longest common beginning are neighbours."""
+    """Cached tokens of a row, in an order in which entries with the longest common beginning are neighbours."""
 
     key: bytes
     place: int = field(compare=False)
-    """The row that holds them."""
+    """Row that contains them."""
 
     @staticmethod
     def of(token_ids: np.ndarray, place: int = 0) -> _Beginning:
         return _Beginning(token_ids.astype(">u4").tobytes(), place)
 
     def shared(self, ordered: list[_Beginning], least: int) -> tuple[int, int]:
-        """The most first tokens that one of `ordered` has in common with this prompt, all but its last at most, and that one's place; 0
-        where they are fewer than `least`."""
+        """Largest number of first tokens that an entry of `ordered` shares with this prompt (its last token excluded), and that entry's
+        row; 0 if fewer than `least`."""
         at, own, best = bisect(ordered, self), np.frombuffer(self.key, ">u4")[:-1], (0, 0)
         for other in ordered[max(at - 1, 0) : at + 1]:
             theirs = np.frombuffer(other.key, ">u4")[: len(own)]
@@ -351,13 +351,13 @@ class _Beginning:
 
 @dataclass
 class _Admitted:
-    """A row that is about to get its place."""
+    """A row that is about to enter the batch."""
 
     row: _Row
     shared: int
-    """How many first tokens of its prompt the cache holds."""
+    """Number of first tokens of its prompt that are cached."""
     source: int
-    """In which row."""
+    """Row that caches them."""
 
 
 class TorchTokens(Stepwise):
@@ -365,9 +365,9 @@ class TorchTokens(Stepwise):
 
     version: int = 0
     can_constrain: bool = False
-    """See `TokenBackend`: with a tokenizer."""
+    """See `TokenBackend`; True with a tokenizer."""
     can_free_memory: bool = True
-    """Its cache is a tensor, anywhere."""
+    """See `TokenCache`; always True, because the cache is a tensor."""
 
     def __init__(
         self,
@@ -383,29 +383,29 @@ class TorchTokens(Stepwise):
         tokenizer: ChatTokenizer | None = None,
         least_shared: int | None = None,
     ) -> None:
-        """Start with a model's present weights.
+        """Start with a model's current weights.
 
         Args:
-            model: a transformers causal language model. It is used as it is; `load_weights` writes into it.
-            max_batch: rows of one decode step; the cache has room for the longest of them in every row.
+            model: a transformers causal language model, used in place; `load_weights` writes into it.
+            max_batch: rows of one decode step; each row of the cache has room for the longest.
             max_prefill_tokens: columns x rows of one forward of new prompts.
-            context: tokens of prompt and answer together; None: what the model's configuration says.
-            seed: of requests that bring none.
-            on_update: what becomes of the cache of requests in flight when weights change. recompute: the new weights compute it again,
-                so that each token's log-probability is that of its version given all before it. keep: later tokens look at keys and
-                values of older versions (cheaper; their log-probabilities are then no version's own).
-            vision: of a vision-language model.
-            tokenizer: what the structures of answers are matched with; None: requests with one are refused.
-            least_shared: so many first tokens that a prompt has in common with others are run once; None: by the model's size.
+            context: tokens of prompt and answer together; None: the value in the model's configuration.
+            seed: seed for requests without one.
+            on_update: handling of the cache of requests in flight when weights change. recompute: the new weights recompute it, so each
+                token's log-probability is that of its version given all earlier tokens. keep: later tokens attend to keys and values of
+                older versions (cheaper, but their log-probabilities belong to no version).
+            vision: inputs of a vision-language model.
+            tokenizer: tokenizer for answers with structures; None: such requests are refused.
+            least_shared: number of shared first tokens that run only once; None: derived from the model's size.
 
         Raises:
-            UserError: the model has layers other than attention, whose state cannot change rows.
+            UserError: the model has layers other than attention, whose state cannot move between rows.
         """
         super().__init__()
         self._config = model.config
         _check_layers(self._config)
         if model.config._attn_implementation != "eager":
-            # Others take no mask with a separate length for each row.
+            # Other implementations take no mask with a separate length for each row.
             model.set_attn_implementation(registered("sdpa_by_group", attention_by_group))
         self._model = model.eval()
         self._vision = vision
@@ -422,10 +422,10 @@ class TorchTokens(Stepwise):
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._least_shared = max(_LEAST_SHARED, _WORTH_SHARING // max(parameters, 1)) if least_shared is None else least_shared
         self._kept: dict[int, np.ndarray] = {}
-        """{row of the cache behind the active ones: the tokens that it still holds}"""
+        """{row behind the active ones: its cached tokens}"""
         self._waiting: deque[_Row] = deque()
         self._paused_before: bool | None = None
-        """Whether sampling was paused when the cache was let go; None: the cache is there."""
+        """Whether sampling was paused when the cache was freed; None: the cache exists."""
 
     @property
     def num_in_flight(self) -> int:
@@ -464,7 +464,7 @@ class TorchTokens(Stepwise):
 
     @torch.inference_mode()
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `TokenBackend.load_weights`: between two decode steps."""
+        """See `TokenBackend.load_weights`; loads between two decode steps."""
         with self._turn():
             load_named_weights(self._model, tensors)
             self.version = version
@@ -476,7 +476,7 @@ class TorchTokens(Stepwise):
 
     @property
     def device(self) -> torch.device:
-        """Where the model and its cache lie."""
+        """Device of the model and its cache."""
         return next(self._model.parameters()).device
 
     @property
@@ -484,9 +484,9 @@ class TorchTokens(Stepwise):
         return self._cache.num_bytes
 
     def release_memory(self) -> int:
-        """Let the key-value cache go, and sample nothing until `restore_memory`; returns the bytes that were freed.
+        """Free the key-value cache and stop sampling until `restore_memory`; return the number of bytes freed.
 
-        Requests in flight stay: their keys and values are recomputed, by the weights of then.
+        Requests in flight stay; the weights at the time of restoring recompute their keys and values.
         """
         with self._turn():
             if self._paused_before is not None:
@@ -509,7 +509,7 @@ class TorchTokens(Stepwise):
             self._kept.clear()
 
     def close(self) -> None:
-        """Let requests and cache go."""
+        """Drop requests and cache."""
         with self._turn():
             self._rows, self._ready, self._kept = [], [], {}
             self._waiting.clear()
@@ -519,7 +519,7 @@ class TorchTokens(Stepwise):
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """Admit what fits, then one token for each active row."""
+        """Admit what fits, then sample one token for each active row."""
         self._admit()
         if not self._rows:
             return
@@ -538,7 +538,7 @@ class TorchTokens(Stepwise):
         self._give_out(range(len(self._rows)))
 
     def _give_out(self, indices: range) -> None:
-        """What has ended of these rows."""
+        """Hand out those of these rows that have ended."""
         for index in reversed(indices):
             reason = self._rows[index].end()
             if reason is not None:
@@ -562,7 +562,7 @@ class TorchTokens(Stepwise):
             self._give_out(range(start, len(self._rows)))
 
     def _next_admitted(self, left: list[_Row]) -> tuple[list[_Admitted], list[_Row]]:
-        """Which rows are run now, and which after them, because they share a beginning with one of these."""
+        """Split rows into those that run now, and those that wait because they share a beginning with one of these."""
         least = self._least_shared
         if max(len(row.request.prompt_ids) for row in left) <= least:
             return [_Admitted(row, 0, 0) for row in left], []
@@ -583,10 +583,10 @@ class TorchTokens(Stepwise):
         return now, later
 
     def _place(self, admitted: list[_Admitted]) -> dict[int, int]:
-        """Put rows behind the active ones, with what they share of others; {row: how many tokens}.
+        """Append rows to the active ones with their shared beginnings; return {row: number of shared tokens}.
 
-        A row behind the active ones is taken over by the one that shares most of it. After that all that others share is in active rows,
-        and what is behind them may be lost.
+        A new row takes over the inactive row that it shares most with. Afterwards all other shared tokens are in active rows, and inactive
+        rows may be lost.
         """
         num_active, taken_over, others = len(self._rows), dict[int, _Admitted](), list[_Admitted]()
         for one in sorted(admitted, key=lambda one: -one.shared):
@@ -594,7 +594,7 @@ class TorchTokens(Stepwise):
                 taken_over[one.source] = one
             else:
                 others.append(one)
-        at = {source: source for source in taken_over}  # {row that is taken over: where it is now}
+        at = {source: source for source in taken_over}  # {row taken over: its current row}
         found: dict[int, int] = {}
         for source, one in taken_over.items():
             place, now = len(self._rows), at[source]
@@ -618,8 +618,8 @@ class TorchTokens(Stepwise):
         return found
 
     def _groups(self, indices: list[int], shared: Mapping[int, int] | None = None) -> list[list[int]]:
-        """Rows whose prompts go through one forward: neighbours in length, far shorter ones apart where that saves a forward's worth of
-        padding; a row with images gets its own forward. `shared`: how many tokens of each are not run."""
+        """Group rows whose prompts share one forward: neighbours in length, split where that saves a forward's worth of padding; a row with
+        images runs by itself. `shared`: number of tokens of each row that are not run."""
         groups: list[list[int]] = []
         longest = 0
         lengths = {index: self._length(index) - (shared[index] if shared else 0) for index in indices}
@@ -635,7 +635,7 @@ class TorchTokens(Stepwise):
         return groups
 
     def _fill_cache(self) -> None:
-        """Compute keys and values of all active rows by the present weights."""
+        """Compute keys and values of all active rows with the current weights."""
         for group in self._groups(list(range(len(self._rows)))):
             self._run_prompts([self._rows[index] for index in group], group)
 
@@ -644,7 +644,7 @@ class TorchTokens(Stepwise):
         return row.cached if row.token_ids else len(row.request.prompt_ids)
 
     def _run_prompts(self, rows: list[_Row], indices: list[int]) -> Tensor:
-        """Fill the cache with what each row knows before its next input; returns the last logits [n, V]."""
+        """Cache each row's tokens up to its next input; return the last logits [n, V]."""
         known = [row.known for row in rows]
         lengths = [len(token_ids) for token_ids in known]
         shape = (len(rows), max(lengths))
@@ -672,7 +672,7 @@ class TorchTokens(Stepwise):
         return output.logits[torch.arange(len(rows), device=device), kept]
 
     def _run_rests(self, indices: list[int], shared: list[int]) -> Tensor:
-        """Fill the cache with what it does not hold yet of rows' prompts, all but the first tokens; returns the last logits [n, V]."""
+        """Cache the rest of the rows' prompts after the shared tokens; return the last logits [n, V]."""
         rests = [self._rows[index].request.prompt_ids[count:] for index, count in zip(indices, shared, strict=True)]
         lengths, device = [len(rest) for rest in rests], self.device
         token_ids = np.zeros((len(rests), max(lengths)), np.int64)
@@ -693,7 +693,7 @@ class TorchTokens(Stepwise):
         return output.logits[torch.arange(len(rests), device=device), kept]
 
     def _positions(self, rows: list[_Row], known: list[np.ndarray], width: int) -> np.ndarray:
-        """[n, width] or [3, n, width] int64; sets each row's offset."""
+        """Positions [n, width] or [3, n, width], int64; also sets each row's offset."""
         plain = np.broadcast_to(np.arange(width), (len(rows), width))
         if not self._three_positions:
             return plain.copy()
@@ -720,7 +720,7 @@ class TorchTokens(Stepwise):
 
     @staticmethod
     def _take_top(rows: list[_Row], logits: Tensor) -> None:
-        """Note the likeliest tokens for the rows that ask for them."""
+        """Record the likeliest tokens for rows that request them."""
         most = max(row.request.top_logprobs for row in rows)
         if most == 0:
             return
@@ -739,7 +739,7 @@ class TorchTokens(Stepwise):
         return self._structures.matcher(request.structure, request.stop_ids)
 
     def _remove(self, index: int) -> None:
-        """Let the last active row take the place of one that ended, so that active rows are always the first."""
+        """Move the last active row to the place of an ended one, so that active rows always come first."""
         ended, last = self._rows[index], self._rows.pop()
         place, holds = len(self._rows), self._paused_before is None
         if index < place:
@@ -753,7 +753,7 @@ class TorchTokens(Stepwise):
         self._kept[place] = ended.known
 
     def _mask(self) -> Tensor | dict[str, Tensor]:
-        """Of a decode step; one for each kind of layer where a model has several."""
+        """Mask of a decode step; one for each kind of layer if a model has several."""
         additive = self._config._attn_implementation == "eager"
         config = text_config(self._config)
         window = None if value_of(config, "use_sliding_window") is False else value_of(config, "sliding_window")
@@ -774,7 +774,7 @@ class TorchTokens(Stepwise):
 
 
 def _check_layers(config: PretrainedConfig) -> None:
-    """Raise UserError for a model whose layers keep anything but keys and values of every token."""
+    """Raise UserError for a model whose layers keep anything other than keys and values of every token."""
     text = text_config(config)
     unknown = sorted(set(value_of(text, "layer_types") or ()) - _KNOWN_LAYERS)
     states = ("state_size", "ssm_cfg", "time_mix_extra_dim", "conv_kernel", "rescale_every")

@@ -1,7 +1,7 @@
 """vLLM as a token backend: its engine in this process.
 
-It samples the policy's own tokens with continuous batching, keeps what was sampled when a request is aborted, takes new weights in place
-while requests are in flight, and stamps each token with the version that sampled it.
+It samples tokens with continuous batching, keeps the sampled tokens of aborted requests, loads new weights in place while requests are in
+flight, and stamps each token with the version that sampled it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class _WithoutLLVM:
-    """Stands for `sys` where vLLM's build for CPUs looks into everything that all modules hold when an engine starts: it breaks on
-    llvmlite (numba), whose library answers to every name, ``__dict__`` among them."""
+    """Replacement of `sys` for vLLM's CPU build, which scans the attributes of all modules when an engine starts. The scan breaks on
+    llvmlite (numba), whose library answers to every name, including ``__dict__``."""
 
     @property
     def modules(self) -> dict[str, Any]:
@@ -44,17 +44,17 @@ class _WithoutLLVM:
 
 @contextmanager
 def scannable_modules() -> Iterator[None]:
-    """Starting an engine within it works after numba was imported, as after the first update of a run."""
+    """Context in which an engine can start after numba was imported, as after the first update of a run."""
     try:
         from vllm.triton_utils import dispatcher
-    except ImportError:  # other builds and versions do not look
+    except ImportError:  # other builds and versions do not scan
         yield
         return
     looking: Any = dispatcher
     looking.sys = _WithoutLLVM()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of names that it has looked at
+            warnings.simplefilter("ignore", FutureWarning)  # for names that the scan reads
             yield
     finally:
         looking.sys = sys
@@ -63,8 +63,7 @@ def scannable_modules() -> Iterator[None]:
 class Sleeper:
     """Puts an engine to sleep and wakes it.
 
-    On GPUs this frees the memory (vLLM's sleep level 1). Its build for processors keeps it: there sleeping only stops the engine, and
-    `frees` is False.
+    On GPUs this frees memory (vLLM's sleep level 1). The CPU build keeps it: sleeping only stops the engine, and `frees` is False.
     """
 
     def __init__(self, engine: Any, *, on_processors: bool) -> None:
@@ -76,11 +75,11 @@ class Sleeper:
 
     @property
     def cache_bytes(self) -> int:
-        """What keys and values take now, on all workers together."""
+        """Current size of keys and values, over all workers."""
         return 0 if self.asleep and self.frees else self._bytes
 
     def sleep(self) -> int:
-        """Sample nothing until `wake`; returns the bytes of keys and values that were freed. They are recomputed afterwards."""
+        """Stop sampling until `wake`; return the bytes of keys and values freed, which are recomputed afterwards."""
         if self.asleep:
             return 0
         before = self.cache_bytes
@@ -89,13 +88,13 @@ class Sleeper:
         return before - self.cache_bytes
 
     def wake_weights(self) -> None:
-        """New weights are about to be written over the old ones, which must be there for that."""
+        """Restore the old weights' memory, so that new weights can be written over them."""
         if not self._weights_are_here:
             self._engine.wake_up(tags=["weights"])
             self._weights_are_here = True
 
     def wake(self) -> None:
-        """Go on where `sleep` stopped."""
+        """Continue where `sleep` stopped."""
         if self.asleep:
             self._engine.wake_up(tags=["kv_cache"] if self._weights_are_here else None)
             self.asleep, self._weights_are_here = False, True
@@ -103,19 +102,19 @@ class Sleeper:
 
 # ---- vision-language models -------------------------------------------------------------------------------------------
 
-# vLLM prepares pictures with the model's own transformers processor. Its own implementations of vision-language models import torchvision;
-# its transformers implementation does not, and is what serves them here: log-probabilities are the trainer's.
+# vLLM prepares pictures with the model's own transformers processor. Its own vision-language models import torchvision; its transformers
+# implementation does not, so it serves them here: its log-probabilities equal the trainer's.
 
 
 _WITHOUT_TORCHVISION = ("llava",)
-"""Model types whose processor handles no videos, for which transformers needs torchvision."""
+"""Model types whose processor handles no videos; for videos transformers needs torchvision."""
 
 
 class VLLMVision:
-    """Of one model folder."""
+    """Settings and checks for a vision-language model folder."""
 
     def __init__(self, folder: Path, config: PretrainedConfig) -> None:
-        """Raises UserError where vLLM could not prepare this model's pictures on this machine."""
+        """Raises UserError if vLLM cannot prepare this model's pictures on this machine."""
         self.inputs, self._config = VisionInputs.read(folder, config), config
         if config.model_type not in _WITHOUT_TORCHVISION and importlib.util.find_spec("torchvision") is None:
             raise UserError(
@@ -127,11 +126,11 @@ class VLLMVision:
 
     @staticmethod
     def of(folder: Path) -> VLLMVision | None:
-        """Of a model folder; None: it reads only text. Raises UserError as the constructor."""
+        """Settings of a model folder; None: the model reads only text. Raises UserError as the constructor."""
         config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not is_vision_language(config):
             return None
-        check_tokenizer(folder)  # vLLM's processor of pictures writes their placeholders with it
+        check_tokenizer(folder)  # vLLM's picture processor writes placeholders with it
         return VLLMVision(folder, config)
 
     def engine_arguments(self) -> dict[str, Any]:
@@ -140,9 +139,9 @@ class VLLMVision:
             "model_impl": "transformers",
             # The processor needs the tokenizer.
             "skip_tokenizer_init": False,
-            # Pictures of the largest size would be tried out when the engine starts.
+            # Otherwise the engine would try pictures of the largest size at its start.
             "skip_mm_profiling": True,
-            # Prepared pictures are not worth their memory: an episode's next prompt is answered by the cache of prefixes.
+            # Prepared pictures are not worth their memory: the prefix cache answers an episode's next prompt.
             "mm_processor_cache_gb": 0,
         }
         if self._config.model_type == "llava":
@@ -150,22 +149,22 @@ class VLLMVision:
         return arguments
 
     def _llava_processor(self) -> dict[str, Any]:
-        """What a folder's processor_config.json says where there is one; the model's configuration says the same."""
+        """Processor settings from a folder's processor_config.json, if any; the model's configuration says the same."""
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
         return {
             "patch_size": self._config.vision_config.patch_size,
             "vision_feature_select_strategy": self._config.vision_feature_select_strategy,
-            # CLIP's own token, which the strategy "default" leaves out.
+            # CLIP's own token, which the strategy "default" removes.
             "num_additional_image_tokens": 1,
             "image_token": tokenizer.convert_ids_to_tokens(self.inputs.image_token_id),
         }
 
     def check(self, request: tokens.GenerationRequest) -> None:
-        """Raises UserError when the image tokens of the prompt are not those of its images."""
+        """Raise UserError if the prompt's image tokens do not match its images."""
         self.inputs.check(request.prompt_ids, request.images)
 
     def prompt(self, request: tokens.GenerationRequest) -> dict[str, Any]:
-        """vLLM's prompt: one placeholder for each picture, which its processor makes as many as `check_read` wants to see."""
+        """vLLM's prompt: one placeholder per picture, which its processor expands to the number that `check_read` expects."""
         from PIL import Image
 
         return {
@@ -182,7 +181,7 @@ class VLLMVision:
         return found
 
     def check_read(self, request: tokens.GenerationRequest, read: list[int] | None) -> None:
-        """Raises UserError where vLLM has read another prompt than the trainer will: its processor counts otherwise."""
+        """Raise UserError if vLLM has read another prompt than the trainer will: its processor counts differently."""
         if read is not None and not np.array_equal(np.asarray(read), request.prompt_ids):
             raise UserError(
                 f"vLLM reads the prompt of request {request.request_id} as {len(read)} tokens, and training as {len(request.prompt_ids)}: "
@@ -191,9 +190,9 @@ class VLLMVision:
 
 
 def keep_transformers_classes() -> None:
-    """Call before an engine in this process loads a model through transformers' code.
+    """Keep vLLM from changing transformers' classes; call before an engine in this process loads a model through transformers' code.
 
-    vLLM would decorate transformers' own classes for compilation, and the policy that is trained in this process is made of the same.
+    vLLM would decorate these classes for compilation, and the policy that trains in this process uses the same classes.
     """
     import vllm.model_executor.models.transformers.base as base
 
@@ -202,40 +201,40 @@ def keep_transformers_classes() -> None:
 
 _EXTENSION = "embodied_rl.generation.vllm_worker.WorkerExtension"
 SAMPLING_COLUMN = -1
-"""In the worker's answers: stands where a token id would, with the log-probability under the distribution that was drawn from."""
+"""Key in the worker's answers, in place of a token id, for the log-probability under the sampling distribution."""
 MAX_TOP_LOGPROBS = 20
 _MAX_TEMPERATURE = 2.0
 _CPU_CACHE_GIB = "1"
-"""Of the key-value cache on a CPU."""
+"""Size of the key-value cache on a CPU."""
 _REASONS: dict[str, tokens.FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
 @dataclass(frozen=True)
 class VLLMOptions:
-    """How the engine is made."""
+    """Settings of the engine."""
 
     model: str
-    """Folder of the model; the weights that version 0 samples with."""
+    """Folder of the model, whose weights version 0 samples with."""
     dtype: str = "float32"
     max_batch: int = 64
     gpu_memory_share: float = 0.5
-    """Of a GPU, for weights and cache together."""
+    """Share of a GPU's memory for weights and cache together."""
     compiled: bool = False
-    """Compile the model and capture graphs: slower to start, faster to run on GPUs."""
+    """Whether to compile the model and capture graphs: slower to start, faster to run on GPUs."""
     seed: int = 0
-    """Of requests that bring none."""
+    """Seed for requests without one."""
     on_update: Literal["recompute", "keep"] = "recompute"
 
 
 def _on_processors() -> bool:
-    """Whether this vLLM is the build for CPUs."""
+    """Whether this vLLM is the CPU build."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[str, Any]:
-    # Read by vLLM when the engine starts; what the user has set stands.
+    # vLLM reads it when the engine starts; the user's setting takes precedence.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -249,21 +248,21 @@ def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[s
         "gpu_memory_utilization": options.gpu_memory_share,
         "enforce_eager": not options.compiled,
         "distributed_executor_backend": "uni",
-        # Otherwise a step's tokens come out one call after they were sampled, perhaps behind new weights.
+        # Otherwise a step's tokens are returned one call after they were sampled, perhaps after new weights.
         "async_scheduling": False,
         "seed": options.seed,
-        # A tokenizer is needed for structures only.
+        # Only structures need a tokenizer.
         "skip_tokenizer_init": not _has_tokenizer(options),
         "structured_outputs_config": {"backend": "xgrammar"},
         "max_logprobs": 1 + MAX_TOP_LOGPROBS,
         "worker_extension_cls": _EXTENSION,
         "load_format": "safetensors",
-        # On processors, a prompt that is read in pieces would set back its request's random numbers, which torch's generator there cannot.
+        # On CPUs, a prompt that is read in pieces would have to reset its request's random numbers, which torch's CPU generator cannot.
         **({"enable_chunked_prefill": False} if _on_processors() else {}),
-        # Sampling defaults of the folder (a temperature, say) would change what a request asked for.
+        # Otherwise the folder's sampling defaults (a temperature, say) would change a request's settings.
         "generation_config": "vllm",
         "disable_log_stats": True,
-        # Its build for processors has no such memory.
+        # The CPU build has no such memory.
         "enable_sleep_mode": not _on_processors(),
         **({} if vision is None else vision.engine_arguments()),
     }
@@ -278,7 +277,7 @@ def _has_tokenizer(options: VLLMOptions) -> bool:
 
 
 def _started(options: VLLMOptions, arguments: dict[str, Any]) -> Any:
-    """The engine. Raises UserError, in one line, when vLLM refuses the model or the machine."""
+    """Start the engine. Raises UserError, in one line, if vLLM refuses the model or the machine."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -299,7 +298,7 @@ def _sampling(request: tokens.GenerationRequest, room: tokens.ContextRoom, optio
         seed=tokens.derive_seed(options.seed, request.request_id) if request.seed is None else request.seed,
         max_tokens=room.max_new_tokens,
         stop_token_ids=list(request.stop_ids),
-        # The model's own end of sequence counts only where the request names it.
+        # The model's own end of sequence counts only if the request names it.
         ignore_eos=True,
         logprobs=1 + request.top_logprobs,
         structured_outputs=None if request.structure is None else StructuredOutputsParams(structural_tag=request.structure),
@@ -310,7 +309,7 @@ def _sampling(request: tokens.GenerationRequest, room: tokens.ContextRoom, optio
 
 
 def _prompt(request: tokens.GenerationRequest, version: int, vision: VLLMVision | None) -> dict[str, Any]:
-    # The salt keeps prompts apart from cached prefixes of other versions.
+    # The salt separates prompts from cached prefixes of other versions.
     salt = {"cache_salt": f"version {version}"}
     if vision is not None and request.images:
         return {**vision.prompt(request), **salt}
@@ -318,7 +317,7 @@ def _prompt(request: tokens.GenerationRequest, version: int, vision: VLLMVision 
 
 
 def _check(request: tokens.GenerationRequest, vision: VLLMVision | None) -> None:
-    """Raises UserError for images that the model does not take, or that do not fit the prompt, and for what vLLM does not sample."""
+    """Raise UserError for images that the model cannot take or that do not fit the prompt, and for unsupported settings."""
     if request.temperature > _MAX_TEMPERATURE:
         raise UserError(f"Request {request.request_id} has temperature {request.temperature}; vLLM takes at most {_MAX_TEMPERATURE}.")
     if vision is not None:
@@ -329,7 +328,7 @@ def _check(request: tokens.GenerationRequest, vision: VLLMVision | None) -> None
 
 class _Answer(tokens.Growing):
     def add(self, output: CompletionOutput) -> None:
-        """Take over one vLLM CompletionOutput's new tokens; versions are the caller's."""
+        """Append the new tokens of a vLLM CompletionOutput; versions are the caller's."""
         unknown = 0.0 if self.request.samples_from_policy else float("nan")
         for token, found in zip(output.token_ids, output.logprobs or (), strict=True):
             assert found is not None, "log-probabilities were asked for"
@@ -346,19 +345,19 @@ class _Answer(tokens.Growing):
 class VLLMTokens(tokens.Stepwise):
     """vLLM's engine in this process; `poll` runs its steps. Implements `TokenBackend`.
 
-    The simplest to debug, and weights are handed over without a copy between processes.
+    This is the simplest setup to debug, and weights need no copy between processes.
     """
 
     version: int = 0
     can_constrain: bool = False
-    """See `TokenBackend`: where the folder has a tokenizer."""
+    """See `TokenBackend`; True if the folder has a tokenizer."""
     can_free_memory: bool = False
-    """On GPUs."""
+    """See `TokenCache`; True on GPUs."""
     device: torch.device = torch.device("cpu")
-    """Where the model and its cache lie."""
+    """Device of the model and its cache."""
 
     def __init__(self, options: VLLMOptions) -> None:
-        """Load the model and start the engine. Raises MissingExtraError; UserError: the folder lacks something, or vLLM refuses it."""
+        """Load the model and start the engine. Raises MissingExtraError; UserError: the folder is incomplete, or vLLM refuses it."""
         super().__init__()
         check_model_folder(Path(options.model))
         self._vision = VLLMVision.of(Path(options.model))
@@ -395,7 +394,7 @@ class VLLMTokens(tokens.Stepwise):
                 self._answers[name] = _Answer(request, room)
 
     def _add(self, name: str, request: tokens.GenerationRequest, parameters: object) -> None:
-        """Raises UserError for what vLLM refuses, such as a structure that cannot be compiled."""
+        """Add a request to the engine. Raises UserError if vLLM refuses it, for a structure that cannot be compiled, say."""
         from vllm.exceptions import VLLMClientError
 
         try:
@@ -434,12 +433,12 @@ class VLLMTokens(tokens.Stepwise):
             return {number: list(self._answers[str(number)].token_ids) for number in request_ids if str(number) in self._answers}
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `TokenBackend.load_weights`: between two steps, tensor by tensor."""
+        """See `TokenBackend.load_weights`; loads between two steps, tensor by tensor."""
         with self._turn():
             self._sleeper.wake_weights()
             try:
                 self._engine.collective_rpc("embodied_load_tensors", args=(tensors,))
-            except Exception as error:  # whatever the model's own code raises
+            except Exception as error:  # any exception of the model's own code
                 raise UserError(f"vLLM cannot take the new weights; those it serves may be half replaced: {first_line(error)}") from error
             if self._options.on_update == "recompute":
                 self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -452,7 +451,7 @@ class VLLMTokens(tokens.Stepwise):
         return self._sleeper.cache_bytes
 
     def release_memory(self) -> int:
-        """Sleep (`Sleeper.sleep`), and sample nothing until `restore_memory`; returns the bytes of keys and values that were freed."""
+        """Sleep (`Sleeper.sleep`): stop sampling until `restore_memory`, and return the bytes of keys and values freed."""
         with self._turn():
             if self._sleeper.asleep:
                 return 0

@@ -1,7 +1,7 @@
-"""What runs inside vLLM's worker: weights taken over in place, and both log-probabilities of every token.
+"""Code inside vLLM's worker: loads weights in place, and reports both log-probabilities of every token.
 
-vLLM imports this before it loads the model (``worker_extension_cls``). On CPUs its linear layers would be packed for fast products and
-could not be loaded again, so packing is switched off here. Importing this changes vLLM for the whole process.
+vLLM imports this module before it loads the model (``worker_extension_cls``). On CPUs vLLM would pack linear layers for fast products, and
+packed layers cannot be reloaded, so this module switches packing off. Importing it changes vLLM for the whole process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda n, k, dtype: Fals
 
 _forward = Sampler.forward
 _unmasked: list[Tensor] = []
-"""The logits of the step that is being sampled, where some of its answers keep to a structure."""
+"""Logits of the current step, if some of its answers have a structure."""
 
 
 def _mask_and_keep(scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: Tensor) -> None:
@@ -38,8 +38,8 @@ setattr(vllm.v1.worker.gpu_model_runner, "apply_grammar_bitmask", _mask_and_keep
 
 
 def _columns(own: Tensor, log_probs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-    """The sampled token's own log-probability, that of the distribution drawn from, those of the likeliest tokens. vLLM's own sorts the
-    vocabulary and compiles a count of ranks, half a minute on a CPU, for ranks that are never read.
+    """The sampled token's log-probability, the one under the sampling distribution, and those of the likeliest tokens. vLLM's own function
+    sorts the vocabulary and compiles a rank count, half a minute on a CPU, for ranks that are never read.
     """
     drawn, top = token_ids[:, None].long(), own.topk(num_logprobs - 1)
     names = torch.cat([drawn.int(), torch.full_like(drawn.int(), SAMPLING_COLUMN), top.indices.int()], dim=1)
@@ -48,13 +48,13 @@ def _columns(own: Tensor, log_probs: Tensor, num_logprobs: int, token_ids: Tenso
 
 
 def _forward_with_both(self: Any, logits: Any, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-    """The sampler's output with two columns of log-probabilities: the model's own, and that of the distribution drawn from."""
+    """Sampler output with two log-probability columns: under the model's own and under the sampling distribution."""
     unmasked = _unmasked.pop() if _unmasked else logits
     if (excluded := getattr(self, "embodied_excluded", None)) is not None:
         logits[:, excluded] = unmasked[:, excluded] = float("-inf")
     if not sampling_metadata.max_num_logprobs or args or kwargs.get("logprobs_mode_override") is not None:
         return _forward(self, logits, sampling_metadata, *args, **kwargs)
-    # Taken before, because sampling works in the logits' memory.
+    # Taken first, because sampling overwrites the logits.
     own = unmasked.float().log_softmax(dim=-1)
     inner = self.topk_topp_sampler
     modes = self.logprobs_mode, inner.logprobs_mode
@@ -71,22 +71,22 @@ setattr(Sampler, "forward", _forward_with_both)  # noqa: B010  # an assignment i
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; called through ``collective_rpc``."""
+    """Mixin of vLLM's worker; called through ``collective_rpc``."""
 
     model_runner: Any
 
     def embodied_load_tensors(self, tensors: Iterable[tuple[str, Any]]) -> int:
-        """Write tensors over the model's; returns how many of the model's own parameters were named by them.
+        """Write tensors over the model's; return the number of model parameters that they named.
 
-        `load_weights` of the model is used, not vLLM's ``reload_weights``, which leaves tied embeddings wrong.
+        It uses the model's `load_weights`, not vLLM's ``reload_weights``, which leaves tied embeddings wrong.
         """
         return len(self.model_runner.model.load_weights(iter(tensors)))
 
     def embodied_cache_bytes(self) -> int:
-        """Of this worker's keys and values; layers may share a tensor's memory."""
+        """Size of this worker's keys and values; layers may share a tensor's memory."""
         caches = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self.model_runner.kv_caches}
         return sum(caches.values())
 
     def embodied_exclude_token(self, token_id: int) -> None:
-        """Sample it never more; see `VisionInputs.exclude`."""
+        """Never sample this token again; see `VisionInputs.exclude`."""
         self.model_runner.sampler.embodied_excluded = token_id
