@@ -1,4 +1,4 @@
-"""Actions as tokens: the binning of RT-2 and OpenVLA, and the categorical distribution over one action's tokens.
+"""Actions as tokens: the binning of RT-2 and OpenVLA, and the categorical distribution of an action's tokens.
 
 Shape legend: B rows, L action tokens of one decision (action dimensions × steps of the chunk), V choices of one token.
 """
@@ -17,51 +17,51 @@ from embodied_rl.errors import UserError
 
 @dataclass(frozen=True)
 class ActionTokenizer:
-    """Normalised actions in [-1, 1] to the last `num_bins` tokens of a vocabulary and back (OpenVLA, section 3.3).
+    """Maps normalised actions in [-1, 1] to the last `num_bins` tokens of a vocabulary and back (OpenVLA, section 3.3).
 
     The edges are ``linspace(-1, 1, num_bins)``, so there are ``num_bins - 1`` intervals and as many centers. A value's token is
-    ``vocab_size - k``, where k in 1..num_bins counts the edges that are not above it. Only the topmost edge has k = num_bins, whose
-    token decodes to the last center, as its neighbour's does: decoding loses which of the two it was, so keep tokens, not actions.
+    ``vocab_size - k``, where k in 1..num_bins counts the edges that are not above it. Only the topmost edge has k = num_bins; its token
+    decodes to the last center, as its neighbour's does. Decoding loses this difference, so keep tokens, not actions.
     """
 
     vocab_size: int = 32000
-    """Tokens of the text tokenizer, without the rows that pad the embedding."""
+    """Number of tokens of the text tokenizer, without the embedding's padding rows."""
     num_bins: int = 256
 
     @property
     def first_token(self) -> int:
-        """The smallest action token; they run to ``vocab_size - 1``."""
+        """Smallest action token; the largest is ``vocab_size - 1``."""
         return self.vocab_size - self.num_bins
 
     @functools.cached_property
     def centers(self) -> np.ndarray:
-        """[num_bins - 1] float64, ascending. Not to be written to."""
+        """Centers [num_bins - 1] float64, ascending; read-only."""
         edges = np.linspace(-1.0, 1.0, self.num_bins)
         return (edges[:-1] + edges[1:]) / 2.0
 
     def encode(self, action: np.ndarray) -> np.ndarray:
-        """Normalised actions [...] to tokens [...] int64; values outside [-1, 1] are clipped."""
+        """Convert normalised actions [...] to tokens [...] int64; values outside [-1, 1] are clipped."""
         clipped = np.clip(action, -1.0, 1.0)
         return (self.vocab_size - np.digitize(clipped, np.linspace(-1.0, 1.0, self.num_bins))).astype(np.int64)
 
     def decode(self, tokens: np.ndarray) -> np.ndarray:
-        """Tokens [...] to normalised actions [...] float64.
+        """Convert tokens [...] to normalised actions [...] float64.
 
-        Tokens outside the action range decode to the nearest center, as the original does with what a greedy search over the
-        whole vocabulary may bring.
+        Tokens outside the action range decode to the nearest center, as in the original, where a greedy search over the whole vocabulary
+        may produce them.
         """
         index = np.clip(self.vocab_size - np.asarray(tokens, np.int64) - 1, 0, self.num_bins - 2)
         return self.centers[index]
 
     def choices(self, tokens: Tensor) -> Tensor:
-        """Tokens [...] to their index [...] among the action tokens.
+        """Convert tokens [...] to their index [...] among the action tokens.
 
         Raises UserError: a token is not an action's; on a GPU, RuntimeError at the next synchronisation.
         """
         choice = tokens - self.first_token
         inside = ((choice >= 0) & (choice < self.num_bins)).all()
         if tokens.device.type != "cpu":
-            torch._assert_async(inside, "action tokens of another policy")  # asking for the answer would wait for the device
+            torch._assert_async(inside, "action tokens of another policy")  # reading the result would wait for the device
         elif not bool(inside):
             raise UserError(
                 f"Action tokens must lie in [{self.first_token}, {self.vocab_size - 1}], got "
@@ -72,22 +72,22 @@ class ActionTokenizer:
 
 @dataclass(frozen=True)
 class TokenDistribution:
-    """A categorical distribution over V choices for each of L tokens, at a temperature, in float32."""
+    """Categorical distribution over V choices for each of L tokens, at a temperature, in float32."""
 
     log_probs: Tensor
     """[B, L, V] log-probabilities of all choices."""
 
     @staticmethod
     def from_logits(logits: Tensor, temperature: float = 1.0) -> TokenDistribution:
-        """Logits [B, L, V] of any floating dtype; `temperature` > 0 divides them.
+        """Distribution of logits [B, L, V] of any floating dtype, divided by `temperature` > 0.
 
-        The log-probabilities are those of the policy that samples: at the same temperature.
+        The log-probabilities are those of the sampling policy, which uses the same temperature.
         """
         scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
         return TokenDistribution(torch.log_softmax(scaled, dim=-1))
 
     def sample(self, noise: Tensor | None) -> Tensor:
-        """Choices [B, L] int64 by the inverse of the cumulative distribution at `noise` (uniform in [0, 1), [B, L]); None: the mode."""
+        """Sample choices [B, L] int64 by the inverse cumulative distribution at `noise` (uniform in [0, 1), [B, L]); None: the mode."""
         if noise is None:
             return self.log_probs.argmax(dim=-1)
         cumulative = self.log_probs.exp().cumsum(dim=-1)
@@ -96,17 +96,17 @@ class TokenDistribution:
         return choice.clamp(max=self.log_probs.shape[-1] - 1)
 
     def log_prob(self, choice: Tensor) -> Tensor:
-        """[B, L] of the choices [B, L]."""
+        """Log-probabilities [B, L] of the choices [B, L]."""
         return self.log_probs.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
 
     @property
     def entropy(self) -> Tensor:
-        """[B, L] in nats."""
+        """Entropies [B, L] in nats."""
         return -(self.log_probs.exp() * self.log_probs).sum(dim=-1)
 
 
 def mean_of_steps(loss: Tensor, mask: Tensor | None) -> Tensor:
-    """[B] mean of the losses [B, L] of a chunk's tokens over the steps that exist, [B, K] bool; None: all."""
+    """[B] mean of a chunk's token losses [B, L] over the steps that exist, [B, K] bool; None: all."""
     if mask is None:
         return loss.mean(-1)
     counted = mask.to(loss.device).repeat_interleave(loss.shape[1] // mask.shape[1], dim=1)

@@ -22,7 +22,7 @@ class ActorCritic(Policy):
 
     forward_rows = 4096
     critics_train = ("trunk.",)
-    even_rows = 256  # a CPU's convolutions keep buffers for every number of rows they ever see
+    even_rows = 256  # CPU convolutions keep buffers for every row count they ever see
 
     def __init__(self, config: PolicyConfig, spec: SimSpec) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class ActorCritic(Policy):
         return self.head.squashed
 
     def features(self, observation: TensorObservation) -> Tensor:
-        """[B, D] what actor and critic read: the normalised state, or the trunk's features."""
+        """Input of actor and critic [B, D]: the normalised state, or the trunk's features."""
         if isinstance(self.trunk, MixedTrunk):
             features: Tensor = self.trunk(observation)
             return features
@@ -105,7 +105,7 @@ class ActorCritic(Policy):
 
 
 class ImageTrunk(nn.Module):
-    """Convolutions, as Mnih et al. (2015) had them, then one normalised linear layer: uint8 [B, H, W, 3] → [B, num_features]."""
+    """Convolutions of Mnih et al. (2015), then one normalised linear layer: uint8 [B, H, W, 3] → [B, num_features]."""
 
     def __init__(self, shape: tuple[int, ...], config: PolicyConfig) -> None:
         super().__init__()
@@ -134,13 +134,13 @@ class ImageTrunk(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, image: Tensor) -> Tensor:
-        # Channels first as a view: convolutions take the channels-last memory as it is.
+        # Channels first as a view: convolutions use the channels-last memory directly.
         pixels = image.permute(0, 3, 1, 2).to(dtype=torch.float32, memory_format=torch.channels_last, copy=True)
         return self.layers(pixels.div_(255.0).sub_(0.5))
 
 
 class MixedTrunk(nn.Module):
-    """Vectors, normalised where that is configured, beside the features of each image: {key: [B, ...]} → [B, num_features]."""
+    """Vectors, normalised if configured, with the features of each image: {key: [B, ...]} → [B, num_features]."""
 
     def __init__(self, keys: tuple[str, ...], config: PolicyConfig, spec: SimSpec) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class MixedTrunk(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def update_statistics(self, observation: TensorObservation) -> None:
-        """Fold the vectors of a rollout [..., D] into the normalisation."""
+        """Add the vectors of a rollout [..., D] to the normalisation statistics."""
         if self.normalizer is not None:
             self.normalizer.update(self._vectors(observation).flatten(0, -2))
 
@@ -170,9 +170,9 @@ class MixedTrunk(nn.Module):
 
 
 def build_policy(config: PolicyConfig, spec: SimSpec) -> ActorCritic:
-    """Build an actor-critic for a simulator; weights are drawn from torch's global generator, so seed it first.
+    """Build an actor-critic for a simulator; weights come from torch's global generator, so seed it first.
 
-    Raises UserError: the simulator has no such observation, or the encoder cannot read it.
+    Raises UserError: the simulator lacks an observation, or the encoder cannot read it.
     """
     if config.encoder == "mixed":
         _keys_read(config, spec)
@@ -187,7 +187,7 @@ def build_policy(config: PolicyConfig, spec: SimSpec) -> ActorCritic:
 
 
 def _keys_read(config: PolicyConfig, spec: SimSpec) -> tuple[str, ...]:
-    """What an actor-critic reads. Raises UserError where encoder=mixed is given something that is neither vector nor image."""
+    """Observation keys of an actor-critic. Raises UserError if encoder=mixed gets a part that is neither vector nor image."""
     if config.encoder != "mixed":
         return (config.observation_key,)
     readable = tuple(key for key, part in spec.tensors.items() if len(part.shape) == 1 or part.is_picture)
@@ -233,7 +233,7 @@ def _check_one_key(config: PolicyConfig, spec: SimSpec) -> None:
 
 
 def make_mlp(size: int, hidden_sizes: tuple[int, ...], num_outputs: int, activation: str, output_gain: float) -> nn.Sequential:
-    """Linear layers with orthogonal weights (gain sqrt(2), as PPO implementations do; `output_gain` for the last) and zero biases."""
+    """Linear layers with orthogonal weights (gain sqrt(2), as in PPO implementations; `output_gain` for the last) and zero biases."""
     layers: list[nn.Module] = []
     for width in hidden_sizes:
         layers += [_orthogonal(nn.Linear(size, width), math.sqrt(2.0)), ACTIVATIONS[activation]()]
@@ -250,7 +250,7 @@ def _make_head(config: PolicyConfig, action: ActionSpec) -> Head:
 
 def _orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Module:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # other numbers of threads round otherwise: a seed would be another run on a machine with other cores
+    torch.set_num_threads(1)  # thread counts change rounding: a seed would give another run on a machine with other cores
     nn.init.orthogonal_(layer.weight, gain)
     torch.set_num_threads(before)
     assert layer.bias is not None

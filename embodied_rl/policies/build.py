@@ -15,9 +15,9 @@ from embodied_rl.types import SimSpec
 
 
 def build_policy(config: AnyPolicyConfig, spec: SimSpec) -> Policy:
-    """The policy that a configuration describes, for a simulator.
+    """Build the policy of a configuration for a simulator.
 
-    New weights are drawn from torch's global generator, so seed it first.
+    New weights come from torch's global generator, so seed it first.
     Raises UserError: the policy does not fit the simulator, or its checkpoint folder is incomplete.
     """
     if config.name in MADE_OF_SIZES:
@@ -36,14 +36,14 @@ BUILDERS: dict[str, str] = {
     "pi0": "embodied_rl.policies.flow.pi0:build_pi0",
     "tiny_vla": "embodied_rl.policies.tiny_vla:TinyVLAPolicy",
 }
-"""{`policy.name`: what builds it of its configuration and a simulator's spec}; heavy libraries come with the kinds that need them."""
+"""{`policy.name`: its builder, from a configuration and a simulator's spec}; heavy libraries load only with kinds that need them."""
 
 MADE_OF_SIZES = ("actor_critic", "flow", "tiny_vla")
-"""Kinds whose networks are as large as the configuration says; the others are as large as their checkpoints."""
+"""Kinds whose configuration sets the networks' sizes; for the others the checkpoint does."""
 
 
 def _require_memory(config: AnyPolicyConfig, spec: SimSpec) -> None:
-    """Raises UserError where training the policy takes more memory than this machine has."""
+    """Raise UserError if training the policy needs more memory than this machine has."""
     import torch
 
     with torch.device("meta"):  # shapes without memory, and without drawing random numbers
@@ -52,11 +52,11 @@ def _require_memory(config: AnyPolicyConfig, spec: SimSpec) -> None:
 
 
 POLICIES = Registry("policy", "policies", {})
-"""Those of installed packages (entry points ``embodied_rl.policies``)."""
+"""Policies of installed packages (entry points ``embodied_rl.policies``)."""
 
 
 def custom_class(config: CustomPolicyConfig) -> type[Policy]:
-    """The class that `policy.target` names, whose constructor takes `policy.options`. Raises UserError."""
+    """Class that `policy.target` names; its constructor takes `policy.options`. Raises UserError."""
     cls: object = POLICIES.load(config.target)
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
         raise UserError(f"policy.target='{config.target}' is no policy: it must be a subclass of embodied_rl.policies.base.Policy.")
@@ -65,7 +65,7 @@ def custom_class(config: CustomPolicyConfig) -> type[Policy]:
 
 
 def build_custom(config: CustomPolicyConfig, spec: SimSpec) -> Policy:
-    """The policy for a simulator. Raises UserError where it is none, or plays other chunks than the configuration says."""
+    """Build the policy for a simulator. Raises UserError if it is no policy, or plays other chunks than the configuration says."""
     policy = custom_class(config)(spec, **config.options)
     policy.spec = spec
     if policy.chunk_size != config.chunk:

@@ -1,4 +1,4 @@
-"""A model's own tokenizer and chat template, with errors that name the folder. Holds no weights and imports no torch by itself."""
+"""A model's own tokenizer and chat template, with errors that name the folder. Contains no weights and imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Message = Mapping[str, Any]
 
 
 class ChatTokenizer:
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
-    Prompts are tokenised here once. What a model samples stays token ids: `decode` is for people and simulators, and nothing decodes and
-    tokenises again.
+    Prompts are tokenised here once. Sampled tokens stay token ids: `decode` is for people and simulators, and its text is never tokenised
+    again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
@@ -31,7 +31,7 @@ class ChatTokenizer:
 
     @staticmethod
     def read(folder: str | Path) -> ChatTokenizer:
-        """From a model folder. Raises UserError: there is no tokenizer, or it cannot be read."""
+        """Read from a model folder. Raises UserError: there is no tokenizer, or it cannot be read."""
         folder = Path(folder)
         if not folder.is_dir():
             raise UserError(f"Tokenizer folder '{folder}' does not exist.")
@@ -39,18 +39,18 @@ class ChatTokenizer:
         transformers = import_transformers()
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # the tokenizers library raises bare Exception
+        except Exception as error:  # tokenizers raises bare Exception
             raise UserError(f"Cannot read the tokenizer in '{folder}': {type(error).__name__}: {first_line(error)}") from error
         return ChatTokenizer(tokenizer, str(folder))
 
     @property
     def of_transformers(self) -> Any:
-        """The tokenizer of transformers itself."""
+        """The transformers tokenizer."""
         return self._tokenizer
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, added ones included (a model's embedding may be larger)."""
+        """Number of token ids, including added ones (a model's embedding may be larger)."""
         return len(self._tokenizer)
 
     @property
@@ -62,27 +62,27 @@ class ChatTokenizer:
         return self._tokenizer.eos_token_id
 
     def id_of(self, token: str) -> int:
-        """The id of one token. Raises UserError when the vocabulary has none."""
+        """Id of one token. Raises UserError if the vocabulary lacks it."""
         found = self._tokenizer.get_vocab().get(token)
         if found is None:
             raise UserError(f"The tokenizer in '{self._source}' has no token '{token}'.")
         return int(found)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> np.ndarray:
-        """[n] int64; n may be 0."""
+        """Token ids [n] int64 of a text; n may be 0."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), np.int64)
 
     def decode(self, token_ids: np.ndarray | Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, spaces as they are. Ids beyond the vocabulary (padding of the embedding) are left out."""
+        """Text of token ids, with unchanged spaces. Ids outside the vocabulary (padding of the embedding) are ignored."""
         known = [int(token) for token in token_ids if 0 <= int(token) < self.vocab_size]
         return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
 
     def chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> np.ndarray:
-        """[P] int64 of messages through the model's chat template; a template knows its special tokens itself.
+        """[P] int64 token ids of messages through the model's chat template, which adds its special tokens itself.
 
-        Raises UserError: there is no template, it refuses the messages, or it makes nothing of them.
+        Raises UserError: there is no template, it refuses the messages, or its result is empty.
         """
         text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         token_ids = self.encode(text)
@@ -93,7 +93,7 @@ class ChatTokenizer:
     def chat_text(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        """The text that `chat` tokenises. Raises UserError as `chat` does."""
+        """Text that `chat` tokenises. Raises UserError as `chat` does."""
         if not self.has_chat_template:
             raise UserError(
                 f"The tokenizer in '{self._source}' has no chat template, so messages cannot be put into a prompt. "
@@ -114,7 +114,7 @@ class ChatTokenizer:
             ) from error
 
     def stop_ids(self, *tokens: str) -> tuple[int, ...]:
-        """End-of-sequence ids, and those of further tokens: the end of a turn in this template. Raises UserError for an unknown token."""
+        """End-of-sequence ids, and those of further tokens, such as a template's end of turn. Raises UserError for an unknown token."""
         found = [] if self.eos_id is None else [int(self.eos_id)]
         return tuple(dict.fromkeys([*found, *(self.id_of(token) for token in tokens)]))
 

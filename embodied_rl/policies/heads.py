@@ -1,7 +1,7 @@
-"""Action distributions: what a policy network's outputs mean.
+"""Action distributions: the interpretation of a policy network's outputs.
 
-A head turns network outputs [B, K] into actions, log-probabilities [B, L] and entropies [B, L], one per action dimension
-(L = A; 1 for discrete actions). It draws nothing itself: the caller passes the noise.
+A head turns network outputs [B, K] into actions, log-probabilities [B, L] and entropies [B, L], one per action dimension (L = A; 1 for
+discrete actions). It draws no random numbers: the caller passes the noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Head(nn.Module):
     """Base of the heads below."""
 
     num_outputs: int
-    """K: network outputs that the head reads."""
+    """Number of network outputs that the head reads, K."""
     squashed: bool = False
     """Whether actions come close to the simulator's bounds and never reach them."""
 
@@ -30,16 +30,16 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def log_prob(self, outputs: Tensor, action: Tensor) -> Tensor:
-        """[B, L]"""
+        """Log-probabilities [B, L] of actions."""
         raise NotImplementedError
 
     def entropy(self, outputs: Tensor) -> Tensor:
-        """[B, L]"""
+        """Entropies [B, L]."""
         raise NotImplementedError
 
 
 class DiagonalGaussian(Head):
-    """Independent normals with a standard deviation per dimension that does not depend on the state.
+    """Independent normals with a state-independent standard deviation per dimension.
 
     Actions are unbounded here; the simulator's side clips them, and log-probabilities are those of the unclipped sample.
     """
@@ -64,8 +64,8 @@ class DiagonalGaussian(Head):
 class SquashedGaussian(Head):
     """tanh of a `DiagonalGaussian`'s sample: bounded to (-1, 1) (Haarnoja et al. 2018, appendix C).
 
-    The action is tanh(u), what the simulator gets and what is recorded. `sample` and `log_prob` both recover u from it
-    by atanh in float64, so that they agree although tanh rounds: near ±1 many u share one float32 action.
+    The simulator receives, and recordings contain, the action tanh(u). `sample` and `log_prob` both recover u from it by atanh in float64,
+    so that they agree although tanh rounds: near ±1 many u share one float32 action.
     """
 
     squashed = True
@@ -88,14 +88,14 @@ class SquashedGaussian(Head):
         return self.gaussian.log_prob(outputs, unsquashed.to(outputs.dtype)) - _log_slope(unsquashed).to(outputs.dtype)
 
     def entropy(self, outputs: Tensor) -> Tensor:
-        """Gaussian entropy + E[log |d tanh(u)/du|]; the expectation by Gauss-Hermite quadrature, differentiable in mean and std."""
+        """Gaussian entropy + E[log |d tanh(u)/du|], the expectation by Gauss-Hermite quadrature; differentiable in mean and std."""
         nodes, weights = self._nodes.to(outputs.device), self._weights.to(outputs.device)
         u = outputs[..., None] + self.gaussian.log_std.exp()[:, None] * nodes
         return self.gaussian.entropy(outputs) + (_log_slope(u) * weights).sum(-1)
 
 
 class Categorical(Head):
-    """One of K choices; the noise is uniform in [0, 1) and picks from the cumulative distribution."""
+    """One of K choices; noise is uniform in [0, 1) and selects from the cumulative distribution."""
 
     def __init__(self, num_actions: int) -> None:
         super().__init__()

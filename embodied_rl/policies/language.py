@@ -33,36 +33,36 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 _CHUNK = 1024
-"""Evaluated tokens whose logits are turned into log-probabilities at a time."""
+"""Number of evaluated tokens whose logits become log-probabilities at a time."""
 
 
 @dataclass(frozen=True)
 class TokenEvaluation:
-    """What `LanguagePolicy.evaluate` returns; with gradients where they are enabled."""
+    """Result of `LanguagePolicy.evaluate`; with gradients if they are enabled."""
 
     log_prob: Tensor
-    """[B, S] float32 of each token given those before it; 0 where `mask` is False."""
+    """[B, S] float32 log-probability of each token given those before it; 0 where `mask` is False."""
     entropy: Tensor
-    """[B, S] float32 of the distribution that the token was drawn from; 0 where `mask` is False."""
+    """[B, S] float32 entropy of the token's distribution; 0 where `mask` is False."""
     value: Tensor | None
-    """[B, S] float32 of the state before the token; 0 where `mask` is False. None: the policy has no value head."""
+    """[B, S] float32 value of the state before the token; 0 where `mask` is False. None: the policy has no value head."""
     mask: Tensor
-    """[B, S] bool: the sequences' own masks, False behind a sequence's end."""
+    """[B, S] bool: the sequences' own masks, False after a sequence's end."""
 
 
 class LanguagePolicy(TrainedModule):
     """A causal language model, or vision-language model, with optional LoRA and value head. Built by `build_language_policy`.
 
-    Dropout is off everywhere, so that a sampled token has the same log-probability when it is trained.
+    Dropout is off everywhere, so that a sampled token has the same log-probability in training.
     """
 
     has_description = True
 
     def __init__(self, model: nn.Module, config: LanguageConfig, tokenizer: ChatTokenizer, vision: VisionInputs | None = None) -> None:
-        """Take a loaded transformers model, or a peft model around one."""
+        """Wrap a loaded transformers model, or a peft model around one."""
         super().__init__()
         self.model = cast("PreTrainedModel", model)
-        """Or a peft model, which passes on what it has not itself."""
+        """Or a peft model, which forwards missing attributes."""
         self.config = config
         self.tokenizer = tokenizer
         self.vision = vision
@@ -79,12 +79,12 @@ class LanguagePolicy(TrainedModule):
         return "value" if name.startswith("value_head") else "backbone"
 
     def describe(self) -> dict[str, Any]:
-        """See `TrainedModule.describe`. Whether a model keeps packed sequences apart was tried with the real weights."""
+        """See `TrainedModule.describe`; the test whether a model keeps packed sequences apart used the real weights."""
         return {"policy": dataclasses.asdict(self.config), "layout": self.layout, "apart": self._apart}
 
     @property
     def base(self) -> PreTrainedModel:
-        """The transformers model, without peft around it."""
+        """The transformers model, without its peft wrapper."""
         return language_weights.base_of(self.model)
 
     @property
@@ -98,7 +98,7 @@ class LanguagePolicy(TrainedModule):
 
     @property
     def base_folder(self) -> Path | None:
-        """The model that LoRA is trained on; None without LoRA."""
+        """Folder of LoRA's base model; None without LoRA."""
         return Path(self.config.folder) if self.has_lora else None
 
     @property
@@ -113,21 +113,21 @@ class LanguagePolicy(TrainedModule):
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
     def micro_batches(self, sequences: Sequence[TokenSequence]) -> list[list[int]]:
-        """Indices of sequences that one forward takes: what a learner calls `evaluate` and `backward` with, part by part."""
+        """Indices of the sequences of each forward, for which a learner calls `evaluate` and `backward` part by part."""
         return plan_micro_batches([len(sequence) for sequence in sequences], self.config.max_tokens_per_micro_batch, self.layout)
 
     def evaluate(self, sequences: Sequence[TokenSequence]) -> TokenEvaluation:
-        """Log-probabilities, entropies and values of the tokens that the sequences' masks name, in as many forwards as `micro_batches`.
+        """Log-probabilities, entropies and values of the tokens in the sequences' masks, in as many forwards as `micro_batches`.
 
         Raises:
-            UserError: images for a model without vision, or image tokens that are not the images'.
-            ValueError: no sequence was given, one is longer than the model's context, or a token id is beyond its embedding.
+            UserError: images for a model without vision, or image tokens that do not match the images.
+            ValueError: no sequence was given, one is longer than the model's context, or a token id is outside its embedding.
         """
         return self._evaluate(self.model, sequences)
 
     @torch.no_grad()
     def reference_log_prob(self, sequences: Sequence[TokenSequence]) -> Tensor:
-        """[B, S] float32 of the reference policy: the model without its LoRA, or the copy that `keep_reference` made.
+        """[B, S] float32 log-probabilities under the reference policy: the model without its LoRA, or the copy from `keep_reference`.
 
         Raises UserError: there is neither.
         """
@@ -135,19 +135,19 @@ class LanguagePolicy(TrainedModule):
             return self._evaluate(model, sequences).log_prob
 
     def keep_reference(self) -> None:
-        """Keep the present weights as the reference. With LoRA nothing is copied: the reference is the model without it."""
+        """Keep the current weights as the reference. With LoRA nothing is copied: the reference is the model without it."""
         if not self.has_lora:
             self.reference = (copy.deepcopy(self.model).eval().requires_grad_(False),)
 
     def expand_images(self, prompt_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
-        """[P'] int64: a prompt with as many placeholders as its images take tokens. Raises UserError as `VisionInputs.expand` does."""
+        """[P'] int64 prompt with as many placeholders as its images take tokens. Raises UserError as `VisionInputs.expand` does."""
         if self.vision is None:
             raise UserError(f"Model '{self.config.folder}' takes no images: it is a {self.hf_config.model_type} model, without vision.")
         return self.vision.expand(prompt_ids, images)
 
     def _evaluate(self, model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> TokenEvaluation:
         self._check(sequences)
-        # Checkpointing works only in training mode; nothing else differs, since dropout is off.
+        # Checkpointing works only in training mode, which changes nothing else, since dropout is off.
         model.train(self.config.gradient_checkpointing and torch.is_grad_enabled())
         shape = (len(sequences), max(len(sequence) for sequence in sequences))
         numbers, columns, answers = [], [], []
@@ -175,7 +175,7 @@ class LanguagePolicy(TrainedModule):
         return TokenEvaluation(scatter(list(log_prob)), scatter(list(entropy)), values, mask.to(self.device))
 
     def _check(self, sequences: Sequence[TokenSequence]) -> None:
-        """Raise ValueError for what a model would fail on without saying why."""
+        """Raise ValueError for inputs on which a model would fail without a clear error."""
         if not sequences:
             raise ValueError("evaluate needs at least one sequence.")
         vocabulary, limit = cast(nn.Embedding, self.base.get_input_embeddings()).num_embeddings, model_folder.context_limit(self.hf_config)
@@ -187,7 +187,7 @@ class LanguagePolicy(TrainedModule):
                 raise ValueError(f"A sequence of {len(sequence)} tokens does not fit the model's context of {limit}.")
 
     def _forward(self, model: PreTrainedModel, rows: Rows, sequences: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """log_prob, entropy, value, each [E]."""
+        """Return log_prob, entropy and value, each [E]."""
         keep, kept = np.unique(rows.place, return_inverse=True)
         row, column = torch.from_numpy(rows.row).to(self.device), torch.from_numpy(kept).to(self.device)
         target = torch.from_numpy(rows.target).to(self.device)
@@ -202,7 +202,7 @@ class LanguagePolicy(TrainedModule):
         return log_prob, entropy, value
 
     def _keeping(self, logits: Tensor, rows: Rows, sequences: Sequence[TokenSequence]) -> Tensor:
-        """[E, V] logits, -inf for tokens that an answer could not have, by the structure that it was drawn with."""
+        """[E, V] logits, -inf for tokens that the answer's structure excluded."""
         for number, sequence in enumerate(sequences):
             for first, end, structure, stop_ids in sequence.structures:
                 if self._structures is None:
@@ -237,7 +237,7 @@ class LanguagePolicy(TrainedModule):
         return inputs
 
     def _positions(self, rows: Rows, sequences: Sequence[TokenSequence]) -> np.ndarray:
-        """[R, W] or [3, R, W] int64: the model's own positions of each sequence, put where its row has it."""
+        """[R, W] or [3, R, W] int64: the model's own positions of each sequence, at its columns in the row."""
         assert self.vision is not None
         assert rows.attention_mask is not None
         own = [self.vision.position_ids(self.base, sequence.token_ids, sequence.images) for sequence in sequences]
@@ -259,7 +259,7 @@ class LanguagePolicy(TrainedModule):
     # ---- layout -----------------------------------------------------------------------------------------------------
 
     def lay_out(self, layout: Layout, apart: bool) -> None:
-        """Use this layout. `apart`: attention of packed rows is computed for each sequence (`packed_attention`), not under a mask."""
+        """Use this layout. `apart`: attention of packed rows runs per sequence (`packed_attention`), not with a mask."""
         self.layout, self._apart = layout, apart
         if self.config.attention == "sdpa":
             self.base.set_attn_implementation(by_sequence() if apart else "sdpa")
@@ -285,8 +285,8 @@ class LanguagePolicy(TrainedModule):
     def keeps_packed_apart(self) -> bool:
         """Whether a packed sequence gets the same logits as an unpacked one; a test on six tokens.
 
-        Models and attention kernels differ in it: recurrent layers, for one, carry their state over the border, and some models make of a
-        mask what they please.
+        Models and attention kernels differ: recurrent layers, for example, carry their state over the border, and some models interpret
+        masks in their own way.
         """
         vocabulary = int(model_folder.text_config(self.hf_config).vocab_size)
         first = torch.arange(3) % vocabulary
@@ -303,35 +303,35 @@ class LanguagePolicy(TrainedModule):
         except (TypeError, ValueError, RuntimeError, IndexError):
             if not self._apart:
                 raise
-            return False  # a mask of its own, or no lengths wanted
-        # The preceding sequence must not matter at all; against the unpacked sequence only rounding may differ.
+            return False  # the model rejects its mask or lengths
+        # The preceding sequence must not matter at all; the difference from the unpacked sequence may only be rounding.
         return bool(torch.equal(packed, changed)) and bool((packed - single).abs().max() <= 0.05 * single.std() + 1e-5)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, tensor) of the whole model with LoRA merged in, one at a time; a tied head is left out. See `TokenBackend`."""
+        """Yield (checkpoint name, tensor) of the whole model, LoRA merged in, one at a time, without a tied head. See `TokenBackend`."""
         return language_weights.named_weights(self.model)
 
     def generation_model(self) -> PreTrainedModel:
-        """A plain transformers model with its own copy of the present weights, LoRA merged in: what a torch backend samples from."""
+        """Copy of the current weights as a plain transformers model with LoRA merged in, from which a torch backend samples."""
         copied = language_weights.plain_copy(self.model)
         nn.Module.to(copied, self.device)  # transformers narrows the signature
         return copied
 
     def save_model(self, folder: str | Path) -> Path:
-        """An ordinary Hugging Face folder with LoRA merged in, the tokenizer, and the value head beside them."""
+        """Write an ordinary Hugging Face folder with LoRA merged in, the tokenizer, and the value head beside them."""
         return language_weights.save_model(self.model, self.tokenizer, self.value_head, Path(self.config.folder), Path(folder))
 
     def save_config(self, folder: str | Path) -> None:
-        """config.json and generation_config.json as the present weights have them."""
+        """Write config.json and generation_config.json of the current weights."""
         language_weights.save_config(self.base, Path(folder))
 
     def save_description(self, folder: str | Path) -> None:
-        """Configuration, tokenizer and image processor, without weights: what `build_language_policy(…, weights=False)` reads.
+        """Write configuration, tokenizer and image processor without weights, for `build_language_policy(…, weights=False)`.
 
-        With a ``base_folder`` the adapter's configuration, which names that folder, stands for the model's: transformers and peft take a
-        folder with both for a whole model.
+        With a ``base_folder``, it writes the adapter's configuration, which names that folder, instead of the model's: transformers and
+        peft take a folder with both for a whole model.
         """
         if self.has_lora:
             language_weights.save_adapter_config(self._adapted, Path(self.config.folder), Path(folder))
@@ -342,27 +342,27 @@ class LanguagePolicy(TrainedModule):
             self.vision.save(folder)
 
     def exported_names(self) -> dict[str, tuple[str, str]]:
-        """Where transformers, peft and `build_language_policy` look for each tensor; see `TrainedModule`."""
+        """Name of each tensor for transformers, peft and `build_language_policy`; see `TrainedModule`."""
         return language_weights.exported_names(self.model, self.value_head)
 
     def save_adapter(self, folder: str | Path) -> Path:
-        """The LoRA adapter as peft writes it, and the value head. Raises UserError when there is no LoRA."""
+        """Write the LoRA adapter in peft's format, and the value head. Raises UserError if there is no LoRA."""
         if not self.has_lora:
             raise UserError("There is no LoRA adapter to save (policy.lora_rank=0): use save_model.")
         return language_weights.save_adapter(self._adapted, self.value_head, Path(folder))
 
 
 def build_language_policy(config: LanguageConfig, device: str | torch.device = "cpu", *, weights: bool = True) -> LanguagePolicy:
-    """Load a model folder, put LoRA and a value head on it.
+    """Load a model folder, and add LoRA and a value head.
 
-    A value head stored in the adapter's folder, or in the model's, is taken up; a new one starts at 0 everywhere.
+    A value head stored in the adapter's folder, or in the model's, is loaded; a new one starts at 0 everywhere.
 
-    `weights`: False leaves the weights random, for a state that is loaded next; the folder needs none then.
-    Raises MissingExtraError; UserError: something in the folder is missing or damaged, or the configuration does not fit the model.
+    `weights`: False leaves the weights random, for a state that is loaded next; the folder then needs none.
+    Raises MissingExtraError; UserError: a file is missing or damaged, or the configuration does not fit the model.
     """
     if weights:
         model_folder.check_model_folder(Path(config.folder))
-    model_folder.check_tokenizer(Path(config.folder))  # before gigabytes are read
+    model_folder.check_tokenizer(Path(config.folder))  # before reading gigabytes
     if weights:
         model = model_folder.load_model(config.folder, dtype=config.dtype, attention=config.attention, device=device)
     else:
@@ -378,9 +378,9 @@ def build_language_policy(config: LanguageConfig, device: str | torch.device = "
 
 
 def token_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """log-probability of the targets and entropy, both [E] float32, of logits [E, V] and targets [E].
+    """Log-probabilities of the targets and entropies, both [E] float32, from logits [E, V] and targets [E].
 
-    In float32, some tokens at a time: the softmax of a large vocabulary is what memory runs out on.
+    In float32, some tokens at a time: the softmax of a large vocabulary dominates memory.
     """
     parts = [slice(start, start + _CHUNK) for start in range(0, len(target), _CHUNK)]
     if len(parts) == 1 or not torch.is_grad_enabled():
@@ -392,16 +392,16 @@ def token_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def _statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     log_probs = torch.log_softmax(logits.float(), dim=-1)
-    # A logit of -inf (a token that the model excludes) has p log p = 0; put before the product, or its gradient would be 0 times infinity.
-    # What is changed has probability 0 in float32.
+    # A logit of -inf (a token that the model excludes) has p log p = 0. Clamped before the product, otherwise its gradient would be 0 times
+    # infinity. The changed tokens have probability 0 in float32.
     terms = log_probs.exp() * log_probs.clamp(min=-1e4)
     return log_probs.gather(-1, target[:, None]).squeeze(-1), -terms.sum(-1)
 
 
 @contextmanager
 def _only(head: nn.Module, row: Tensor, column: Tensor) -> Iterator[list[Tensor]]:
-    """The model's own head makes logits [E, V] only of these hidden states, which are collected, [E, H] of each call: of rows with padding
-    the columns that some row needs are far more."""
+    """Make the model's own head compute logits [E, V] of only these hidden states, and collect them, [E, H] per call. With padded rows,
+    selecting whole columns would cost far more."""
     seen: list[Tensor] = []
 
     def narrowed(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:

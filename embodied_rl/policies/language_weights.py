@@ -1,4 +1,4 @@
-"""Weights of language policies: LoRA, names and merged tensors for generators, adapters and folders on the disk."""
+"""Weights of language policies: LoRA, names and merged tensors for generators, adapters and folders on disk."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 MODEL, ADAPTER, VALUE_HEAD = "model.safetensors", "adapter_model.safetensors", "value_head.safetensors"
 _ADAPTER = "default"
-"""peft's name of the one adapter that is used."""
+"""peft's name of the only adapter."""
 
 
 def with_lora(model: nn.Module, config: LanguageConfig) -> nn.Module:
-    """The model with a stored adapter, a new one, or as it is. All other weights are frozen where there is one.
+    """Return the model with a stored or new adapter, or unchanged. With an adapter, all other weights are frozen.
 
     Raises:
-        UserError: the adapter's folder lacks something or is another model's; no layer has one of the target names.
+        UserError: the adapter's folder is incomplete or another model's; no layer has one of the target names.
         MissingExtraError: peft is not installed.
     """
     if config.adapter is None and config.lora_rank == 0:
@@ -75,13 +75,13 @@ def _read_adapter(peft: ModuleType, model: nn.Module, folder: Path) -> nn.Module
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model, without peft around it."""
+    """The transformers model, without its peft wrapper."""
     return cast("PreTrainedModel", cast("PeftModel", model).get_base_model() if hasattr(model, "peft_config") else model)
 
 
 @torch.no_grad()
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) as the plain model's state names them, LoRA merged in, one at a time; tied tensors once."""
+    """Yield (name in the plain model's state, tensor) with LoRA merged in, one at a time; tied tensors once."""
     base = base_of(model)
     merged = {f"{name}.weight": module for name, module in base.named_modules() if hasattr(module, "get_delta_weight") and module.lora_A}
     given: set[int] = set()
@@ -101,9 +101,9 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_named_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Copy tensors into a plain model in place, by name; returns how many. A tied head follows its embedding.
+    """Copy tensors into a plain model in place, by name; return how many. A tied head follows its embedding.
 
-    Raises UserError: a name or shape is not the model's; what came before it is loaded already.
+    Raises UserError: a name or shape is not the model's; earlier tensors are already loaded.
     """
     own = model.state_dict()
     count = 0
@@ -118,9 +118,9 @@ def load_named_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) 
 
 
 def plain_copy(model: nn.Module) -> PreTrainedModel:
-    """A transformers model without peft, with its own copy of the merged weights, in evaluation mode."""
+    """Copy a transformers model without peft, with merged weights, in evaluation mode."""
     base = base_of(model)
-    # A configuration of its own: a generator may want another attention, and would change the trained model's.
+    # Copied too: a generator that chooses another attention would otherwise change the trained model's.
     config = copy.deepcopy(base.config)
     copied = type(base)._from_config(config, attn_implementation=config._attn_implementation, dtype=base.dtype)
     load_named_weights(copied, named_weights(model))
@@ -128,7 +128,7 @@ def plain_copy(model: nn.Module) -> PreTrainedModel:
 
 
 def save_model(model: nn.Module, tokenizer: ChatTokenizer, value_head: nn.Module | None, source: Path, folder: Path) -> Path:
-    """See `LanguagePolicy.save_model`: written beside its place and renamed; what stood there is replaced. `source`: the model's folder."""
+    """See `LanguagePolicy.save_model`: written to a temporary folder and renamed, replacing any old one. `source`: the model's folder."""
     beside = _fresh(folder)
     plain_copy(model).save_pretrained(beside)
     tokenizer.save(beside)
@@ -149,7 +149,7 @@ def save_adapter(model: PeftModel, value_head: nn.Module | None, folder: Path) -
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """config.json and generation_config.json of a transformers model, with the class and number format of its weights."""
+    """Write config.json and generation_config.json of a transformers model, with the class and number format of its weights."""
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__], model.dtype
     config.save_pretrained(str(folder))
@@ -158,14 +158,14 @@ def save_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def save_adapter_config(model: PeftModel, base: Path, folder: Path) -> None:
-    """adapter_config.json of the one adapter, with the folder of the model that it belongs to."""
+    """Write adapter_config.json of the only adapter, with the folder of its base model."""
     config = copy.deepcopy(model.peft_config[_ADAPTER])
     config.base_model_name_or_path, config.inference_mode = str(base.resolve()), True
     config.save_pretrained(str(folder))
 
 
 def exported_names(model: nn.Module, value_head: nn.Module | None) -> dict[str, tuple[str, str]]:
-    """See `LanguagePolicy.exported_names`: names of `LanguagePolicy.state_dict`."""
+    """See `LanguagePolicy.exported_names`; keyed by names in `LanguagePolicy.state_dict`."""
     base, prefix = base_of(model), "model." if base_of(model) is model else "model.base_model.model."
     tensors, places = base.state_dict(), {name: f"{prefix}{name}" for name in base.state_dict()}
     adapter = {name for name in tensors if ".lora_" in name}
@@ -177,15 +177,15 @@ def exported_names(model: nn.Module, value_head: nn.Module | None) -> dict[str, 
         if name in adapter:
             exported[places[name]] = (ADAPTER, f"base_model.model.{name}".replace(f".{_ADAPTER}.", "."))
             continue
-        # Of a tied pair the first, the embedding, is stored; transformers and vLLM make the head of it.
+        # A tied pair stores only its first, the embedding; transformers and vLLM restore the head from it.
         own = first.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
         exported[places[name]] = (MODEL, stored[own.replace(".base_layer.", ".")])
     return exported | {f"value_head.{name}": (VALUE_HEAD, name) for name in ([] if value_head is None else value_head.state_dict())}
 
 
 def _names_on_disk(base: PreTrainedModel, plain: dict[str, Tensor]) -> dict[str, str]:
-    """{name in the model: name that transformers stores it under}. Where it would store the tensors in other pieces (some mixtures of
-    experts), the model's own names, which transformers reads as well."""
+    """{name in the model: transformers' name in files}. If transformers would split the tensors differently (some mixtures of experts), the
+    model's own names, which transformers also reads."""
     from transformers.core_model_loading import revert_weight_conversion
 
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in plain.items()}
@@ -195,7 +195,7 @@ def _names_on_disk(base: PreTrainedModel, plain: dict[str, Tensor]) -> dict[str,
 
 
 def load_value_head(head: nn.Module, folder: Path) -> bool:
-    """Fill a value head from a folder; False when the folder has none. Raises UserError when it is damaged or another model's."""
+    """Fill a value head from a folder; False if the folder has none. Raises UserError if it is damaged or another model's."""
     path = folder / VALUE_HEAD
     if not path.is_file():
         return False

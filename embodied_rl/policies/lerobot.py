@@ -29,7 +29,7 @@ _PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 
 
 def lerobot_names(key: str, *, lone: bool) -> tuple[str, ...]:
-    """What LeRobot's data sets and environments call a part of our observations, the likeliest first. `lone`: it is the only picture."""
+    """LeRobot's possible names of an observation part, most likely first. `lone`: it is the only picture."""
     if key in ("state", "agent_pos"):
         return ("observation.state",)
     if key == "rgb" or key.startswith("rgb."):
@@ -39,12 +39,12 @@ def lerobot_names(key: str, *, lone: bool) -> tuple[str, ...]:
 
 
 def match_features(features: Mapping[str, tuple[int, ...]], parts: Mapping[str, TensorSpec], chosen: Mapping[str, str]) -> dict[str, str]:
-    """{LeRobot's feature: our part of the observation}, of those that go together by their names, or as the only pictures.
+    """Match LeRobot's features to observation parts, {feature: part}, by their names, or as the only pictures.
 
     Args:
         features: {feature: shape}; pictures are [C, H, W].
         parts: pictures are uint8 [H, W, C].
-        chosen: pairs that the user names, which win.
+        chosen: pairs from the user, which take precedence.
 
     Raises UserError: a chosen pair that does not exist, or a vector of another length.
     """
@@ -66,18 +66,18 @@ def match_features(features: Mapping[str, tuple[int, ...]], parts: Mapping[str, 
 
 
 class LeRobotPolicy(Policy):
-    """A policy of LeRobot that looks at one observation at a time: ACT, pi0, SmolVLA, or diffusion with ``n_obs_steps=1``."""
+    """A LeRobot policy that reads one observation at a time: ACT, pi0, SmolVLA, or diffusion with ``n_obs_steps=1``."""
 
     translates = True
 
     def __init__(self, spec: SimSpec, *, path: str, keys: dict[str, str] | None = None, instruction: str | None = None) -> None:
         """
         Args:
-            path: a folder that `save_pretrained` filled, processors included.
-            keys: {feature of LeRobot: part of our observation}, for those whose names do not say it.
+            path: a folder from `save_pretrained`, with processors.
+            keys: {feature of LeRobot: observation part}, for features whose name does not match.
             instruction: None: the observation's, or the simulator's own.
 
-        Raises UserError: no LeRobot, no such folder, a policy that looks back, parts that do not fit, or a processor that names code.
+        Raises UserError: LeRobot or the folder is missing, the policy reads past observations, parts do not fit, or a processor names code.
         """
         super().__init__()
         self.spec, self._fixed = spec, instruction
@@ -121,7 +121,7 @@ class LeRobotPolicy(Policy):
         return self._num_steps * self.spec.action.dim
 
     def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
-        """As LeRobot's data sets hold it: pictures [B, C, H, W] in 0 … 1, vectors float32, and the bytes of each row's instruction."""
+        """Convert to LeRobot's form: pictures [B, C, H, W] in 0 … 1, float32 vectors, and the bytes of each row's instruction."""
         parts: TensorObservation = {}
         for feature, key in self._pairs.items():
             values = torch.from_numpy(np.ascontiguousarray(observation[key]))
@@ -134,7 +134,7 @@ class LeRobotPolicy(Policy):
 
     @torch.no_grad()
     def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:
-        """The next `n_action_steps` actions [B, K·A], in the simulator's units. Raises UserError with noise."""
+        """The next `n_action_steps` actions [B, K·A], in the simulator's units. Raises UserError if noise is given."""
         if noise is not None:
             raise UserError("A policy of LeRobot has no probabilities: it is played without noise (sample=false).")
         self.inner.reset()
@@ -150,16 +150,16 @@ class LeRobotPolicy(Policy):
         return action.reshape(len(action), self._num_steps, self.spec.action.dim)
 
     def evaluate(self, observation: TensorObservation, action: Tensor) -> Evaluation:
-        """Raises UserError: there are no log-probabilities."""
+        """Raises UserError: the policy has no log-probabilities."""
         raise UserError("A policy of LeRobot has no log-probabilities: it is evaluated here, and trained by LeRobot.")
 
     def value(self, observation: TensorObservation) -> Tensor:
-        """Raises UserError: there is no critic."""
+        """Raises UserError: the policy has no critic."""
         raise UserError("A policy of LeRobot has no critic: it is evaluated here, and trained by LeRobot.")
 
 
 def _bytes_of(texts: Sequence[str]) -> Tensor:
-    """[B, INSTRUCTION_BYTES] uint8, zeros behind the text."""
+    """Texts as [B, INSTRUCTION_BYTES] uint8, padded with zeros."""
     rows = np.zeros((len(texts), INSTRUCTION_BYTES), np.uint8)
     for row, text in zip(rows, texts, strict=True):
         encoded = text.encode()[:INSTRUCTION_BYTES]
@@ -168,7 +168,7 @@ def _bytes_of(texts: Sequence[str]) -> Tensor:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raises UserError where a file is missing, or a processor names a class instead of a registered step: data names no code."""
+    """Raise UserError if a file is missing, or a processor names a class instead of a registered step: data must not name code."""
     for name in ("config.json", "model.safetensors", *_PROCESSORS):
         if not (folder / name).is_file():
             rule = "policy.options.path names what save_pretrained wrote"

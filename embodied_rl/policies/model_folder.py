@@ -1,4 +1,4 @@
-"""Hugging Face model folders: what must be in them is looked at first, so that each lack is one line; only safetensors are read."""
+"""Hugging Face model folders: checks the files first, so that each missing one gives a one-line error; reads only safetensors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _MESSAGE = 300
-"""Characters of a library's message that are shown."""
+"""Number of characters shown of a library's message."""
 _INDEX = "model.safetensors.index.json"
 
 
 def check_model_folder(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder that holds a whole model.
+    """Check that a folder contains a whole model, and return its parsed config.json.
 
-    Raises UserError: the folder, its config.json, or safetensors are missing, damaged, or pickles are all there is.
+    Raises UserError: the folder, its config.json, or safetensors are missing or damaged, or there are only pickles.
     """
     if not folder.is_dir():
         raise UserError(
@@ -42,7 +42,7 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json. Raises UserError when it is missing, damaged, or names no model."""
+    """Read config.json. Raises UserError if it is missing, damaged, or names no model."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"'{folder}' holds no config.json, so it is not a Hugging Face model folder.")
@@ -56,7 +56,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_safetensors(folder: Path, prefix: str) -> None:
-    """Raises UserError unless ``{prefix}*.safetensors`` are there, every shard of an index among them."""
+    """Raise UserError unless ``{prefix}*.safetensors`` exist, with every shard of an index."""
     index = folder / _INDEX
     if prefix == "model" and index.is_file():
         try:
@@ -79,7 +79,7 @@ def check_safetensors(folder: Path, prefix: str) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises UserError when no tokenizer's file is there. Cheap: ask before weights are loaded."""
+    """Raise UserError if there is no tokenizer file. Cheap: call it before weights are loaded."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(
             f"Model folder '{folder}' holds no tokenizer (none of {', '.join(_TOKENIZERS)}). Copy its files from the model that these "
@@ -88,15 +88,15 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdpa", device: str | torch.device = "cpu") -> nn.Module:
-    """The causal language model, or vision-language model, of a folder, in evaluation mode with every dropout at 0.
+    """Load the causal language model or vision-language model of a folder, in evaluation mode with every dropout at 0.
 
-    Dropout would make what is trained another policy than the one that sampled.
+    With dropout, the trained policy would differ from the one that sampled.
 
     Args:
         dtype: "auto" (as stored) or a torch dtype's name.
         attention: transformers' ``attn_implementation``.
 
-    Raises MissingExtraError; UserError: see `check_model_folder`; or the model's kind is not known, or weights are missing.
+    Raises MissingExtraError; UserError: see `check_model_folder`; also an unknown kind of model, or missing weights.
     """
     folder = Path(folder)
     with _model_kind(folder, f"Cannot load the {check_model_folder(folder)['model_type']} model in '{folder}'") as (config, auto):
@@ -115,9 +115,9 @@ def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdp
 
 
 def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdpa", device: str | torch.device = "cpu") -> nn.Module:
-    """The model that a folder's config.json describes, with random weights; otherwise as `load_model`.
+    """Make the model of a folder's config.json with random weights; otherwise as `load_model`.
 
-    Raises MissingExtraError; UserError: config.json is missing or damaged, or the model's kind is not known.
+    Raises MissingExtraError; UserError: config.json is missing or damaged, or the kind of model is unknown.
     """
     folder = Path(folder)
     with _model_kind(folder, f"Cannot build the {read_config(folder)['model_type']} model of '{folder}'") as (config, auto):
@@ -131,7 +131,7 @@ def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sd
 
 @contextmanager
 def _model_kind(folder: Path, failure: str) -> Iterator[tuple[PretrainedConfig, type[_BaseAutoModelClass]]]:
-    """A folder's configuration, without dropout, and the class of its models; errors in the block are the user's, after `failure`."""
+    """Yield a folder's configuration, without dropout, and its model class; errors in the block become UserError, after `failure`."""
     transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -152,7 +152,7 @@ def _ready(model: nn.Module, device: str | torch.device) -> nn.Module:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Of its name, as configurations and files have it. Raises UserError for another one."""
+    """torch dtype of a name in configurations and files. Raises UserError for an unknown name."""
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
         raise UserError(f"'{name}' is no dtype of torch: take float32 or bfloat16.")
@@ -160,7 +160,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def value_of(config: PretrainedConfig, name: str) -> Any:
-    """What only some families of models have, under its own name or another (properties, `attribute_map`); None: this one has it not."""
+    """Value that only some model families have, under this or another name (properties, `attribute_map`); None if it is missing."""
     return getattr(config, name, None)
 
 
@@ -175,7 +175,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def context_limit(config: PretrainedConfig) -> int | None:
-    """Tokens that a model's positions reach, prompt and answer together; None where its configuration names no limit."""
+    """Largest number of tokens, prompt and answer together, that a model's positions cover; None if its configuration names no limit."""
     text = text_config(config)
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"):
         value = value_of(text, name)
@@ -185,7 +185,7 @@ def context_limit(config: PretrainedConfig) -> int | None:
 
 
 def max_context(config: PretrainedConfig) -> int:
-    """`context_limit`. Raises UserError when there is none."""
+    """`context_limit`. Raises UserError if there is none."""
     limit = context_limit(config)
     if limit is None:
         raise UserError(f"The configuration of model type '{config.model_type}' does not say how long its context is; give context=.")
@@ -193,18 +193,18 @@ def max_context(config: PretrainedConfig) -> int:
 
 
 def import_transformers() -> ModuleType:
-    """The library. Raises MissingExtraError when it is not installed."""
+    """Import transformers. Raises MissingExtraError if it is not installed."""
     with from_extra("A language policy", "language"):
         import transformers
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        # Bars of one shard and notes on sharding do not belong between our own lines.
+        # Keeps one-shard progress bars and sharding notes out of this program's output.
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
     return transformers
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says went wrong, for the end of a message of ours."""
+    """First line of a library's error, to append to another message."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= _MESSAGE else text[:_MESSAGE] + "…"

@@ -7,12 +7,11 @@ from torch import Tensor, nn
 
 
 class RunningNorm(nn.Module):
-    """Scale vectors [B, D] by the mean and standard deviation of everything folded in so far, then clip.
+    """Scales vectors [B, D] by the mean and standard deviation of all data so far, then clips.
 
-    The statistics change only in `update`, so that everything between two updates is normalised alike. Moments are
-    float64 buffers (they are part of the state_dict) and batches are merged exactly, in one step each, by the pairwise
-    formula of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances"
-    (1979). Before the first batch, observations pass unscaled.
+    The statistics change only in `update`, so normalisation is constant between two updates. Moments are float64 buffers (part of the
+    state_dict). Batches are merged exactly, in one step each, by the pairwise formula of Chan, Golub and LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances" (1979). Before the first batch, observations pass unscaled.
     """
 
     mean: Tensor
@@ -20,7 +19,7 @@ class RunningNorm(nn.Module):
     var: Tensor
     """[D] float64, biased (divided by the count)."""
     count: Tensor
-    """[] float64: rows folded in."""
+    """[] float64 number of rows added."""
 
     def __init__(self, size: int, clip: float = 10.0, eps: float = 1e-8) -> None:
         super().__init__()
@@ -41,7 +40,7 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor) -> None:
-        """Fold in a batch [B, D]; an empty one changes nothing."""
+        """Add a batch [B, D]; an empty one changes nothing."""
         if x.shape[0] == 0:
             return
         rows = x.detach().to(self.mean.device, torch.float64)
@@ -49,7 +48,7 @@ class RunningNorm(nn.Module):
         var, mean = torch.var_mean(rows, dim=0, correction=0)
         total = self.count + num_rows
         delta = mean - self.mean
-        # With nothing folded in yet, the initial variance of 1 carries no weight because its count is 0.
+        # Before the first batch, the initial variance of 1 has no weight because its count is 0.
         squares = self.var * self.count + var * num_rows + delta**2 * self.count * num_rows / total
         self.mean += delta * (num_rows / total)
         self.var.copy_(squares / total)

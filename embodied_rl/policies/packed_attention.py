@@ -1,7 +1,7 @@
-"""Attention of a packed row, sequence by sequence: a mask of all its tokens by all its tokens is not made, and nothing is computed that it
-would throw away. Of n equally long sequences that is 1/n of the work, and half of it again for the triangle.
+"""Attention of a packed row, sequence by sequence, without a mask of all tokens by all tokens and without the work that it would discard.
+For n equally long sequences that is 1/n of the work, and half of it again for the triangle.
 
-transformers calls it as one of its own (https://huggingface.co/docs/transformers/attention_interface).
+transformers calls it through its attention interface (https://huggingface.co/docs/transformers/attention_interface).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 
 def by_sequence() -> str:
-    """transformers' ``attn_implementation``, registered there: for a model that is given no lengths it is ``sdpa``."""
+    """Name of transformers' ``attn_implementation`` that this registers; for a model without lengths it equals ``sdpa``."""
     return registered("sdpa_by_sequence", attention_by_sequence)
 
 
 @cache
 def registered(name: str, attention: Callable[..., tuple[Tensor, None]]) -> str:
-    """The name of transformers' ``attn_implementation`` that is `attention`, given that of ``sdpa`` first, with the masks of ``sdpa``."""
+    """Register `attention`, with ``sdpa`` as first argument and its masks, as transformers' ``attn_implementation``; return the name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -32,9 +32,9 @@ def registered(name: str, attention: Callable[..., tuple[Tensor, None]]) -> str:
 
 
 def packed_inputs(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """What a model with attention `by_sequence` takes for a packed row of sequences so long, beside its tokens and positions.
+    """Extra inputs of a model with attention `by_sequence`, for a packed row of sequences with these lengths.
 
-    A mask of four axes is handed down to the layers as it is. This one is no mask: where the lengths are not handed down beside it,
+    Models pass a mask of four axes to their layers unchanged. This one is invalid as a mask: if a model does not pass the lengths too,
     attention raises RuntimeError, and no token of another sequence is seen.
     """
     return {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device), "sequence_lengths": list(lengths)}
@@ -51,14 +51,14 @@ def attention_by_sequence(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[B, T, H, D], and no weights: causal attention of query [B, H, T, D] to key and value [B, G, T, D] of G groups of heads.
+    """Causal attention of query [B, H, T, D] to key and value [B, G, T, D] of G groups of heads: returns [B, T, H, D], and no weights.
 
     Args:
-        attention: transformers' own, of one sequence or of padded rows.
-        sequence_lengths: of the sequences that stand behind one another in T tokens; None: `attention_mask` counts.
-        sliding_window: so many tokens, itself among them, are seen by each; `attention_mask` has it where it counts.
+        attention: transformers' own, for one sequence or for padded rows.
+        sequence_lengths: lengths of the sequences concatenated in T tokens; None: `attention_mask` is used.
+        sliding_window: number of tokens that each token sees, including itself; `attention_mask` already includes it.
 
-    Raises ValueError: the layer sees less of its sequence than all before a token, and only a mask would say how much.
+    Raises ValueError: the layer limits attention within a sequence in a way that only a mask describes.
     """
     if sequence_lengths is None:
         return attention(module, query, key, value, attention_mask, **options)
@@ -70,7 +70,7 @@ def attention_by_sequence(
 
 
 def _is_limited(module: nn.Module) -> bool:
-    """Whether a layer of a transformers model sees less than all that is before a token."""
+    """Whether a layer of a transformers model sees less than all earlier tokens."""
     config = getattr(module, "config", None)
     if kinds := getattr(config, "layer_types", None):
         return bool(kinds[module.layer_idx] != "full_attention")
@@ -78,7 +78,7 @@ def _is_limited(module: nn.Module) -> bool:
 
 
 def _window(query: Tensor, tokens: int | None) -> Tensor | None:
-    """[1, 1, T, T] bool: what each token sees of a sequence that is longer than its window; None: all that is before it."""
+    """[1, 1, T, T] bool mask for a sequence longer than its window; None: each token sees all earlier ones."""
     length = query.shape[2]
     if tokens is None or length <= tokens:
         return None

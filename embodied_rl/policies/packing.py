@@ -1,4 +1,4 @@
-"""Token sequences to the rows of a forward: several behind one another in one row, or one a row with padding.
+"""Layout of token sequences in a forward's rows: several in one row, or one per row with padding.
 
 Shape legend: B sequences of at most S tokens, R rows of W columns in one forward.
 """
@@ -12,29 +12,29 @@ from typing import Literal
 import numpy as np
 
 Layout = Literal["packed", "right", "left"]
-"""packed: sequences of one micro-batch stand behind one another in a single row and do not see each other. right, left: one a row, with
+"""packed: the sequences of one micro-batch are concatenated in a single row and do not attend to each other. right, left: one per row, with
 padding on that side."""
 
 
 KeptStructure = tuple[int, int, str, tuple[int, ...]]
-"""(first token of an answer, the token behind its last, what it keeps to as `GenerationRequest.structure`, the tokens that may end it)"""
+"""(first token of an answer, end of the answer, its `GenerationRequest.structure`, tokens that may end it)"""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """A prompt and what was sampled after it, as token ids: a whole conversation may be one sequence.
+    """A prompt and the tokens sampled after it, as token ids: a whole conversation may be one sequence.
 
-    Raises ValueError when the shapes do not agree, or the first token is to be evaluated: nothing precedes it.
+    Raises ValueError if the shapes differ, or the first token is to be evaluated: nothing precedes it.
     """
 
     token_ids: np.ndarray
-    """[S] int64"""
+    """Token ids [S], int64."""
     mask: np.ndarray
-    """[S] bool: tokens whose log-probability, entropy and value are wanted (the sampled ones)."""
+    """[S] bool: tokens whose log-probability, entropy and value are needed (the sampled ones)."""
     images: tuple[np.ndarray, ...] = field(default=(), repr=False)
-    """uint8 [H, W, 3] each, in the order of their placeholders; vision-language models only."""
+    """Images, uint8 [H, W, 3] each, in the order of their placeholders; vision-language models only."""
     structures: tuple[KeptStructure, ...] = ()
-    """Of the answers in it that were drawn with one."""
+    """Structures of the answers that were drawn with one."""
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.dtype.kind not in "iu" or self.mask.shape != self.token_ids.shape:
@@ -57,7 +57,7 @@ class TokenSequence:
         structure: str | None = None,
         stop_ids: tuple[int, ...] = (),
     ) -> TokenSequence:
-        """A prompt [P] and the n tokens sampled after it, which are evaluated; `structure` and `stop_ids` of the request that had one."""
+        """Make a sequence of a prompt [P] and n sampled tokens, which are evaluated; `structure` and `stop_ids`: those of the request."""
         mask = np.zeros(len(prompt_ids) + len(sampled_ids), bool)
         mask[len(prompt_ids) :] = True
         kept = () if structure is None else ((len(prompt_ids), len(mask), structure, stop_ids),)
@@ -66,32 +66,32 @@ class TokenSequence:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """One forward's input, and where its answers belong."""
+    """One forward's input, and the positions of its outputs."""
 
     token_ids: np.ndarray
-    """[R, W] int64; 0 where there is padding."""
+    """[R, W] int64; 0 at padding."""
     position_ids: np.ndarray
-    """[R, W] int64, from 0 in each sequence; 0 where there is padding."""
+    """[R, W] int64, from 0 in each sequence; 0 at padding."""
     attention_mask: np.ndarray | None
-    """[R, W] bool: no padding; None for one packed row, in which each sequence's positions start again from 0."""
+    """[R, W] bool, False at padding; None for one packed row, where each sequence's positions start again from 0."""
     sequence: np.ndarray
-    """[E] int64: which sequence of the given ones, for each of E evaluated tokens."""
+    """[E] int64 sequence of each of E evaluated tokens."""
     column: np.ndarray
-    """[E] int64: the token's place in its sequence."""
+    """[E] int64 index of the token in its sequence."""
     row: np.ndarray
-    """[E] int64: row of the token *before* it, whose output predicts it."""
+    """[E] int64 row of the token *before* it, whose output predicts it."""
     place: np.ndarray
-    """[E] int64: column of the token before it."""
+    """[E] int64 column of the token before it."""
     target: np.ndarray
-    """[E] int64: the token."""
+    """[E] int64 token id."""
 
 
 def plan_micro_batches(lengths: Sequence[int], max_tokens: int, layout: Layout) -> list[list[int]]:
-    """Divide sequences into forwards of at most `max_tokens` columns x rows, padding included; a longer sequence gets its own forward.
+    """Divide sequences into forwards of at most `max_tokens` columns x rows with padding; a longer sequence gets its own forward.
 
-    Packed rows are filled first-fit from the longest down; padded ones hold neighbours in length.
+    Packed rows are filled first-fit from the longest down; padded ones contain neighbours in length.
 
-    Returns indices of each micro-batch; every sequence is in exactly one.
+    Returns the indices of each micro-batch; every sequence is in exactly one.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     batches: list[list[int]] = []

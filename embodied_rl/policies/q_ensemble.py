@@ -1,4 +1,4 @@
-"""Critics of actions: an ensemble of networks Q(s, a), evaluated together, and a policy that learns with one."""
+"""Critics of actions: an ensemble of networks Q(s, a), evaluated together, and a policy that trains with one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class QEnsemble(nn.Module):
     """E independent MLPs with ReLU from features and an action to a number, as batched matrix products: [B, D], [B, A] → [E, B].
 
     With `layer_norm`, hidden layers are normalised before the activation (Ball et al. 2023, arXiv:2302.02948, section 4.2): values of
-    actions that no data hold stay bounded by the norm of the weights.
+    actions outside the data stay bounded by the norm of the weights.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class QEnsemble(nn.Module):
         layer_norm: bool = True,
         chunk_size: int = 1,
     ) -> None:
-        """Weights are drawn from torch's global generator. `chunk_size`: steps of an action, which is one decision."""
+        """Weights come from torch's global generator. `chunk_size`: steps of an action, which is one decision."""
         super().__init__()
         self._num_choices = action.num_actions if action.kind == "discrete" else 0
         size = num_features + (self._num_choices or action.dim * chunk_size)
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
         self.scales, self.shifts = nn.ParameterList(), nn.ParameterList()
         for width in (*hidden_sizes, 1):
-            # Each member as torch's own linear layer draws it.
+            # Initialisation of torch's linear layer for each member.
             bound = 1.0 / math.sqrt(size)
             self.weights.append(nn.Parameter(torch.empty(num_critics, size, width).uniform_(-bound, bound)))
             self.biases.append(nn.Parameter(torch.empty(num_critics, 1, width).uniform_(-bound, bound)))
@@ -53,7 +53,7 @@ class QEnsemble(nn.Module):
             self.shifts.append(nn.Parameter(torch.zeros(num_critics, 1, width)))
 
     def forward(self, features: Tensor, action: Tensor) -> Tensor:
-        """[B, D] float, [B, A] normalised, [B, K, A] of chunks (int64 [B, 1] for discrete) → [E, B]."""
+        """[B, D] float, [B, A] normalised, [B, K, A] for chunks (int64 [B, 1] for discrete) → [E, B]."""
         if self._num_choices:
             action = nn.functional.one_hot(action.squeeze(-1), self._num_choices)
         x = torch.cat([features, action.flatten(1).to(features.dtype)], dim=-1).expand(len(self.weights[0]), -1, -1)
@@ -68,17 +68,17 @@ class QEnsemble(nn.Module):
 
 
 class ActorWithCritics(TrainedModule):
-    """A policy with critics Q(s, a) of its actions, the targets that follow them, and the entropy's coefficient.
+    """A policy with critics Q(s, a) of its actions, their target networks, and the entropy coefficient.
 
-    The critics read the policy's `features` (a normalised state, or those of a trunk, which the critics' loss trains), and an action, which
-    is a whole chunk where the policy acts in chunks. The policy's own critic V(s) is implicit Q-learning's state value; the other updates
-    have no use for it.
+    The critics read the policy's `features` (a normalised state, or a trunk's features, which the critics' loss trains) and an action,
+    which is a whole chunk if the policy acts in chunks. The policy's own critic V(s) is implicit Q-learning's state value; other updates do
+    not use it.
     """
 
     def __init__(self, policy: Policy, options: OffPolicyConfig) -> None:
-        """The critics' weights are drawn from torch's global generator.
+        """The critics' weights come from torch's global generator.
 
-        Raises UserError: the policy has no features, or the critics take more memory than there is.
+        Raises UserError: the policy has no features, or the critics need more memory than available.
         """
         super().__init__()
         self.policy, self.options = policy, options
@@ -94,7 +94,7 @@ class ActorWithCritics(TrainedModule):
             return QEnsemble(size, action, *shape, layer_norm=options.layer_norm, chunk_size=chunk_size)
 
         with torch.device("meta"):  # shapes without memory, and without drawing random numbers
-            parts = parameter_bytes(critics(), copies=TRAINED + 1)  # and the targets
+            parts = parameter_bytes(critics(), copies=TRAINED + 1)  # the last copy is the targets
         require_memory(f"algorithm.off_policy: critics of hidden_sizes={list(options.hidden_sizes)}", parts, "hidden_sizes or num_critics")
         self.critics = critics()
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
@@ -102,16 +102,16 @@ class ActorWithCritics(TrainedModule):
         self.target_entropy = -float(action.dim * chunk_size) if options.target_entropy is None else options.target_entropy
 
     def gathered(self, compute: Callable[[], Result]) -> Result:
-        """What `compute` gives of these networks. On ranks their parts are gathered for it (`embodied_rl.learning.fsdp`)."""
+        """Result of `compute` with these networks. On ranks their shards are gathered for it (`embodied_rl.learning.fsdp`)."""
         return compute()
 
     @torch.no_grad()
     def move_targets(self) -> None:
-        """Let the targets go `target_rate` of the way towards the critics."""
+        """Move the targets by `target_rate` towards the critics."""
         torch._foreach_lerp_(_local(self.targets), _local(self.critics), self.options.target_rate)
 
     def parameter_groups(self) -> dict[str, dict[str, nn.Parameter]]:
-        """See `TrainedModule.parameter_groups`: critics, policy, value, entropy, as far as the update has them."""
+        """See `TrainedModule.parameter_groups`: critics, policy, value and entropy, if the update has them."""
         policy, update = self.policy, self.options.update
         groups: dict[str, dict[str, nn.Parameter]] = {
             "critics": {f"critics.{name}": parameter for name, parameter in self.critics.named_parameters()},
@@ -133,12 +133,12 @@ class ActorWithCritics(TrainedModule):
         return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("policy.")}
 
     def describe(self) -> dict[str, Any]:
-        """See `TrainedModule.describe`: the policy's, whose algorithm has `off_policy`."""
+        """See `TrainedModule.describe`: the policy's description, with an algorithm that has `off_policy`."""
         return self.policy.describe()
 
 
 def _local(module: nn.Module) -> list[Tensor]:
-    """The parameters as they lie in this process: targets are cut over ranks as the critics are."""
+    """The parameters in this process: targets are sharded like the critics."""
     from torch.distributed.tensor import DTensor
 
     return [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in module.parameters()]

@@ -1,4 +1,4 @@
-"""Decoding that keeps to a structure (a JSON schema, a tool call): which tokens may come next, by xgrammar."""
+"""Structured decoding (a JSON schema, a tool call) with xgrammar: which tokens may come next."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from embodied_rl.errors import UserError, from_extra
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 
 _CACHE_BYTES = 64 * 2**20
-"""Of structures that were compiled before."""
+"""Size of the cache of compiled structures."""
 
 
 def not_compiled(error: BaseException) -> UserError:
-    """What xgrammar says of a structure, in one line and without the place in its source."""
+    """xgrammar's error for a structure, in one line and without the location in its source."""
     # "[12:30:00] /project/cpp/x.cc:12: Check failed: (…) is false: what is wrong"
     said = re.sub(r"^\[[\d:]+\] \S+\.cc:\d+: (Check failed: .*? is false: )?", "", str(error).strip())
     return UserError(f"The structure of an answer cannot be compiled: {' '.join(said.split())[:300] or type(error).__name__}")
 
 
 class Matcher(Protocol):
-    """Where an answer stands in its structure: xgrammar's GrammarMatcher, as far as it is used."""
+    """State of an answer in its structure: the used part of xgrammar's GrammarMatcher."""
 
     def accept_token(self, token_id: int) -> bool:
-        """Go on by a token; False: it does not keep to the structure."""
+        """Advance by a token; False: the token violates the structure."""
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int) -> bool:
         """Set row `index` of an int32 [n, V / 32] to the tokens that may come next."""
 
 
 class Structures:
-    """Compiles structures for one tokenizer, and remembers them."""
+    """Compiles and caches structures for one tokenizer."""
 
     def __init__(self, tokenizer: ChatTokenizer, vocab_size: int) -> None:
         """`vocab_size`: columns of the model's logits. Raises MissingExtraError: xgrammar is not installed."""
@@ -46,7 +46,7 @@ class Structures:
         self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_limit_bytes=_CACHE_BYTES)
 
     def matcher(self, structure: str, stop_ids: Iterable[int]) -> Matcher:
-        """At the beginning of an answer that a stop token ends. Raises UserError for a structure that cannot be compiled."""
+        """Matcher at the beginning of an answer that a stop token ends. Raises UserError for a structure that cannot be compiled."""
         try:
             compiled = self._compiler.compile_structural_tag(structure)
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
@@ -55,7 +55,7 @@ class Structures:
         return matcher
 
     def allowed(self, matchers: Sequence[Matcher | None], device: torch.device) -> Tensor | None:
-        """[n, V] bool of the tokens that may come next; None where no row has a structure."""
+        """[n, V] bool mask of the tokens that may come next; None if no row has a structure."""
         if not any(matcher is not None for matcher in matchers):
             return None
         bits = self._all_allowed(len(matchers))
@@ -65,7 +65,7 @@ class Structures:
         return self._expanded(bits, device)
 
     def allowed_along(self, structure: str, stop_ids: Iterable[int], token_ids: Sequence[int], device: torch.device) -> Tensor:
-        """[n, V] bool of the tokens that could stand in each place of an answer's n. Raises ValueError for one that could not."""
+        """[n, V] bool mask of the possible tokens at each position of an n-token answer. Raises ValueError for an invalid answer."""
         matcher, bits = self.matcher(structure, stop_ids), self._all_allowed(len(token_ids))
         for place, token in enumerate(token_ids):
             matcher.fill_next_token_bitmask(bits, place)

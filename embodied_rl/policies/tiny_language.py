@@ -1,6 +1,6 @@
 """A small random Llama with its own tokenizer, as an ordinary Hugging Face folder: for tests, benchmarks and small experiments.
 
-Nothing is downloaded: the tokenizer is learned from the texts that are given.
+Nothing is downloaded: the tokenizer is trained on the given texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
-"""Special tokens, ids 0, 1 and 2. END closes every turn and is the end of a sequence."""
+"""Special tokens, ids 0, 1 and 2. END closes every turn and ends a sequence."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -34,19 +34,19 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TinyShape:
-    """Sizes of the model; by default about 0.2 million weights beside the embeddings."""
+    """Sizes of the model; by default about 0.2 million weights plus the embeddings."""
 
     hidden_size: int = 64
     num_layers: int = 2
     num_heads: int = 2
-    """Heads of 32 numbers: the least that vLLM knows on a CPU."""
+    """Number of heads, each of size 32: the smallest that vLLM supports on a CPU."""
     num_key_value_heads: int = 1
     intermediate_size: int = 256
     max_context: int = 512
     tied: bool = False
     """Whether the output layer is the embedding."""
     spread: float = 0.02
-    """Standard deviation of random weights; tests that need distributions far from uniform take more."""
+    """Standard deviation of random weights; tests that need distributions far from uniform use a larger one."""
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_heads) or self.num_heads % self.num_key_value_heads:
@@ -57,11 +57,11 @@ class TinyShape:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer in transformers' clothes: every text can be encoded, and decodes to itself.
+    """Train a byte-level BPE tokenizer with transformers' interface; every text can be encoded and decodes to itself.
 
     Args:
-        texts: what it is learned from; frequent words become tokens of their own.
-        vocab_size: at most; 256 bytes and three special tokens are always there.
+        texts: training texts; frequent words become single tokens.
+        vocab_size: upper limit; always includes 256 bytes and three special tokens.
 
     Raises MissingExtraError; UserError: `vocab_size` is too small for these.
     """
@@ -94,11 +94,11 @@ def make_tiny_model(
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path:
-    """Write config.json, model.safetensors, the tokenizer and its chat template; the same folder for the same seed and texts.
+    """Write config.json, model.safetensors, the tokenizer and its chat template; equal seed and texts give an equal folder.
 
     Args:
-        texts: what the tokenizer is learned from, with at most `vocab_size` tokens.
-        tokenizer: take this one instead (`word_tokenizer`, say).
+        texts: training texts of the tokenizer, with at most `vocab_size` tokens.
+        tokenizer: tokenizer to use instead (`word_tokenizer`, say).
 
     Raises UserError: see `train_tokenizer`.
     """
@@ -135,18 +135,18 @@ def make_tiny_model(
 
 UNKNOWN = "<|unk|>"
 _PIECE = re.compile(r" ?[a-z]+| ?[^ ]| ")
-"""A run of small letters is one piece, everything else is a separate piece: capitals, digits, signs, line ends. A space belongs to what
-stands behind it."""
+"""A run of small letters is one piece; every other character (capital, digit, sign, line end) is its own piece. A space belongs to the
+piece after it."""
 _SIGNS = ["\n", " ", *(space + chr(code) for code in range(33, 127) for space in ("", " "))]
-"""Always known: the printable signs of ASCII, without and after a space."""
+"""Pieces that are always known: printable ASCII signs, with and without a leading space."""
 
 
 def word_tokenizer(texts: Iterable[str], max_words: int = 4096) -> Any:
-    """A word-level tokenizer in transformers' clothes, of the pieces that occur in `texts` and the signs of ASCII.
+    """Make a word-level tokenizer with transformers' interface, from the pieces in `texts` and the ASCII signs.
 
-    Texts of these pieces decode to themselves; any other piece becomes one unknown token.
+    Texts of these pieces decode to themselves; any other piece becomes the unknown token.
 
-    `max_words`: the most frequent ones are kept. Raises MissingExtraError: transformers is not installed.
+    `max_words`: number of most frequent words to keep. Raises MissingExtraError: transformers is not installed.
     """
     transformers = import_transformers()
     with from_extra("A tokenizer", "language"):

@@ -1,7 +1,7 @@
-"""A small vision-language-action model on the interface of OpenVLA-OFT: an image and an instruction in, a chunk of action tokens out.
+"""A small vision-language-action model with the interface of OpenVLA-OFT: an image and an instruction in, a chunk of action tokens out.
 
-Convolutions make patches, words scale and shift them (FiLM, Perez et al. 2018, arXiv:1709.07871), and a transformer decoder reads both
-by cross-attention, one query for each action token. It trains from scratch on a CPU.
+Convolutions make patches, words scale and shift them (FiLM, Perez et al. 2018, arXiv:1709.07871), and a transformer decoder reads both by
+cross-attention, with one query per action token. It trains from scratch on a CPU.
 
 Shape legend: B rows, K steps of a chunk, A action dimensions, L = K·A action tokens, V choices of a token, W words, N patches, D width.
 """
@@ -29,14 +29,14 @@ from embodied_rl.policies.linear import Linear
 from embodied_rl.types import SimSpec
 
 _Memory = tuple[Tensor, Tensor, Tensor]
-"""What the decoders read (patches, words, keypoints, state) [B, M, D]; which of it is there [B, M]; the keypoints again [B, 1, D]."""
+"""Inputs of the decoders: tokens (patches, words, keypoints, state) [B, M, D]; mask [B, M]; the keypoints again [B, 1, D]."""
 
 PREPARED = ("image", "words")
-"""What `prepare` makes of an observation, and "state" where the policy reads it."""
+"""Parts that `prepare` makes of an observation, with "state" if the policy reads it."""
 
 
 def word_ids(text: str, vocabulary: int, max_words: int) -> list[int]:
-    """A row of the embedding for each word: 1 + a hash of the word in lower case; 0 is padding. Words beyond the last are left out.
+    """A row of the embedding for each word: 1 + a hash of the word in lower case; 0 is padding. Words beyond `max_words` are dropped.
 
     Raises UserError: there is no word.
     """
@@ -48,7 +48,7 @@ def word_ids(text: str, vocabulary: int, max_words: int) -> list[int]:
 
 @functools.lru_cache(maxsize=4096)
 def _padded_ids(text: str, vocabulary: int, max_words: int) -> np.ndarray:
-    """[max_words] int64: `word_ids` of an instruction, and zeros. Remembered: the same few come at every decision. Not to be written to."""
+    """[max_words] int64: `word_ids` of an instruction, zero-padded; cached, since few instructions recur at every decision. Read-only."""
     row = np.zeros(max_words, np.int64)
     ids = word_ids(text, vocabulary, max_words)
     row[: len(ids)] = ids
@@ -56,7 +56,7 @@ def _padded_ids(text: str, vocabulary: int, max_words: int) -> np.ndarray:
 
 
 def random_shift(image: Tensor, pixels: int) -> Tensor:
-    """Each image of uint8 [B, H, W, 3] moved by up to ± `pixels` along both axes, its border repeated (Kostrikov et al. 2020,
+    """Shift each image of uint8 [B, H, W, 3] by up to ± `pixels` along both axes, repeating its border (Kostrikov et al. 2020,
     arXiv:2004.13649). Draws from torch's global generator."""
     rows, height, width, _ = image.shape
     shift = torch.randint(-pixels, pixels + 1, (2, rows, 1), device=image.device)
@@ -66,16 +66,16 @@ def random_shift(image: Tensor, pixels: int) -> Tensor:
 
 
 class TinyVLAPolicy(base.Policy):
-    """Actions are token ids [B, L]; `simulator_action` turns them into chunks."""
+    """Policy whose actions are token ids [B, L]; `simulator_action` turns them into chunks."""
 
     translates = True
     critics_train = ("value_decoder.",)
     temperature: float
     noise_kind: Literal["uniform"] = "uniform"
-    """`act` wants noise uniform in [0, 1), one number for each action token."""
+    """Kind of `act`'s noise: uniform in [0, 1), one number per action token."""
 
     def __init__(self, config: TinyVLAConfig, spec: SimSpec) -> None:
-        """Weights are drawn from torch's global generator. Raises UserError where the simulator does not show what the policy reads."""
+        """Weights come from torch's global generator. Raises UserError if the simulator lacks an observation of the policy."""
         super().__init__()
         if spec.action.kind != "continuous":
             raise UserError(
@@ -118,7 +118,7 @@ class TinyVLAPolicy(base.Policy):
     # ---- observations -------------------------------------------------------------------------------------------------
 
     def prepare(self, observation: Mapping[str, Any]) -> base.TensorObservation:
-        """image uint8 [B, H, W, 3], words int64 [B, max_words], and state float32 [B, S] where it is read; on the CPU.
+        """image uint8 [B, H, W, 3], words int64 [B, max_words], and, if used, state float32 [B, S]; on the CPU.
 
         Raises UserError: an instruction is empty.
         """
@@ -144,7 +144,7 @@ class TinyVLAPolicy(base.Policy):
         """Token ids [B, L] and their log-probabilities [B, L].
 
         Args:
-            observation: of the simulator, or as `prepare` gives it.
+            observation: the simulator's, or from `prepare`.
             noise: [B, L] uniform in [0, 1); None: the likeliest tokens.
         """
         memory = self._memory(observation)
@@ -177,7 +177,7 @@ class TinyVLAPolicy(base.Policy):
 
         Args:
             action: [B, K, A] normalised.
-            mask: [B, K] bool, steps that exist (a chunk may reach beyond the episode's end); None: all.
+            mask: [B, K] bool, steps that exist (a chunk may extend beyond the episode's end); None: all.
         """
         ready = dict(cast(base.TensorObservation, observation)) if "words" in observation else self.prepare(observation)
         if self.training and self.config.cloning_shift > 0:
@@ -187,7 +187,7 @@ class TinyVLAPolicy(base.Policy):
         return mean_of_steps(-self._scores(memory, tokens).log_prob(tokens), mask)
 
     def units_of(self, action: Tensor) -> Tensor:
-        """Chunks [B, K, A], normalised by the simulator's bounds → token ids [B, L]."""
+        """Convert chunks [B, K, A], normalised by the simulator's bounds, to token ids [B, L]."""
         return torch.from_numpy(self.tokens.encode(action.cpu().numpy())).flatten(1)
 
     # ---- beside critics of actions: the value's decoder reads for them ------------------------------------------------
@@ -197,7 +197,7 @@ class TinyVLAPolicy(base.Policy):
         return self.config.width
 
     def features(self, observation: Mapping[str, Any]) -> Tensor:
-        """[B, D]. The encoder learns with the policy."""
+        """Features [B, D]. The encoder trains with the policy."""
         with torch.no_grad():
             memory = self._memory(observation)
         return self.value_decoder(memory)[:, 0]
@@ -218,11 +218,11 @@ class TinyVLAPolicy(base.Policy):
         return centers[tokens] + mean - mean.detach(), -distribution.entropy - math.log(2.0 / (self.config.num_bins - 1))
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
-        """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's units."""
+        """Convert token ids [B, L] to chunks [B, K, A] float32 in the simulator's units."""
         return self.spec.action.denormalise(self.normalised_action(base.numpy_of(action))).astype(np.float32)
 
     def normalised_action(self, action: np.ndarray) -> np.ndarray:
-        """Token ids [B, L] → chunks [B, K, A] float32."""
+        """Convert token ids [B, L] to chunks [B, K, A] float32."""
         return self.tokens.decode(action).reshape(len(action), self.config.chunk, self.spec.action.dim).astype(np.float32)
 
     # ---- inside -------------------------------------------------------------------------------------------------------
@@ -246,9 +246,9 @@ class TinyVLAPolicy(base.Policy):
 
 
 def _waves(height: int, width: int, num_frequencies: int = 4) -> Tensor:
-    """[N, 2 + 4 F] of each patch: its place in [-1, 1] along both axes, with sines and cosines. Smooth, so that what is learned at one
-    patch holds nearby."""
-    # The device is named: transformers replaces `torch.linspace` by one that leaves the meta device, on which `build_policy` counts.
+    """Position features of each patch [N, 2 + 4 F]: coordinates in [-1, 1] along both axes, with sines and cosines. Smooth, so that
+    training generalises to nearby patches."""
+    # An explicit device: transformers replaces `torch.linspace` by a version that leaves the meta device, on which `build_policy` counts.
     down, across = (torch.linspace(-1, 1, size, device="cpu") for size in (height, width))
     place = torch.stack(torch.meshgrid(down, across, indexing="ij"), dim=-1).flatten(0, 1)
     angles = 0.5 * torch.pi * (place[:, :, None] * 2.0 ** torch.arange(num_frequencies, device="cpu")).flatten(1)
@@ -256,10 +256,10 @@ def _waves(height: int, width: int, num_frequencies: int = 4) -> Tensor:
 
 
 class _Encoder(nn.Module):
-    """Image and words to what the decoders read."""
+    """Encodes image and words for the decoders."""
 
     waves: Tensor
-    """[N, 2 + 4 F]"""
+    """Position features [N, 2 + 4 F]."""
 
     def __init__(self, config: TinyVLAConfig, size: tuple[int, int], state_size: int) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class _Encoder(nn.Module):
             layers += [convolution, nn.GELU()]
         if min(height, width) < 1:
             raise UserError(f"policy.conv_channels={list(config.conv_channels)} halves an image of {size[0]}x{size[1]} pixels to nothing.")
-        # Keypoints are read where the picture is still fine: before the last convolution halves it.
+        # Keypoints read the picture at full resolution: before the last convolution halves it.
         self.fine, self.coarse = nn.Sequential(*layers[:-2]), nn.Sequential(*layers[-2:])
         self.keypoints = _Keypoints(config, channels[-2], before, state_size)
         self.register_buffer("waves", _waves(height, width), persistent=False)
@@ -306,18 +306,18 @@ class _Encoder(nn.Module):
 
 
 class _Keypoints(nn.Module):
-    """Where in the picture things are that the words speak of: M maps, and the mean place of each one's weight (spatial softmax, Levine et
-    al. 2016, arXiv:1504.00702)."""
+    """Positions in the picture of the things that the words name: M maps, and the mean position of each map's weight (spatial softmax,
+    Levine et al. 2016, arXiv:1504.00702)."""
 
     places: Tensor
-    """[N, 2] in [-1, 1]"""
+    """Patch positions [N, 2] in [-1, 1]."""
 
     def __init__(self, config: TinyVLAConfig, num_channels: int, size: tuple[int, int], state_size: int) -> None:
         super().__init__()
         self.film = Linear(config.width, 2 * num_channels)
         self.maps = nn.Conv2d(num_channels, config.num_keypoints, 1)
         self.sharpness = nn.Parameter(torch.full((config.num_keypoints, 1), 3.0))
-        """Of a map in standard deviations: from the first step on it looks at something, not at the middle of everything."""
+        """Sharpness of a map in standard deviations: a map selects something from the first step on, not the center of everything."""
         num_inputs = config.num_keypoints * (2 + size[0] * size[1]) + state_size
         self.output = nn.Sequential(Linear(num_inputs, config.width), nn.GELU(), Linear(config.width, config.width))
         self.register_buffer("places", _waves(*size, num_frequencies=0), persistent=False)
@@ -343,7 +343,7 @@ class _Decoder(nn.Module):
         self.causal, self.recompute = causal, config.gradient_checkpointing
 
     def remember(self, read: _Memory) -> list[tuple[Tensor, Tensor]]:
-        """What each layer computes from the memory: the same for every token of a decision, so acting computes it once."""
+        """Keys and values of each layer from the memory: equal for every token of a decision, so acting computes them once."""
         return [cast(_Layer, layer).remember(read[0]) for layer in self.layers]
 
     def forward(self, read: _Memory, earlier: Tensor | None = None, remembered: list[tuple[Tensor, Tensor]] | None = None) -> Tensor:
@@ -359,7 +359,7 @@ class _Decoder(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention among the queries, attention to the memory, and a perceptron; each normalised before and added."""
+    """Attention among the queries, attention to the memory, and a perceptron; each with pre-norm and residual."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -386,11 +386,11 @@ class _Layer(nn.Module):
         return x + self.perceptron(self.norms[2](x))
 
     def _read(self, query: Tensor, memory: Tensor, there: Tensor) -> Tensor:
-        """`_attend` to `remember(memory)`, whose keys and values are never computed.
+        """`_attend` to `remember(memory)` without computing its keys and values.
 
-        Each query goes through its head's key weights, and what it finds in the memory through its value weights: a few queries cost less
-        than the rows that they read. A key's bias adds the same to every row's score, and falls out (the absorbed form of DeepSeek-V2's
-        latent attention, arXiv:2405.04434, section 2.1.2).
+        Each query is multiplied by its head's key weights, and its result by the value weights: few queries cost less than the memory's
+        rows. A key's bias adds the same to every row's score and cancels (the absorbed form of DeepSeek-V2's latent attention,
+        arXiv:2405.04434, section 2.1.2).
         """
         rows, count, width = query.shape
         key, value = self.memory.weight.unflatten(0, (2, self.num_heads, -1))

@@ -1,6 +1,6 @@
-"""Images for vision-language models: pixels, how many tokens an image takes, and where its tokens stand.
+"""Images for vision-language models: pixels, number of tokens per image, and positions of its tokens.
 
-Two families: image grids with rotary positions in three dimensions (Qwen2-VL and its successors), and a fixed number of patches
+It supports two families: image grids with three-dimensional rotary positions (Qwen2-VL and its successors), and a fixed number of patches
 (LLaVA-1.5). Image processors run through PIL; torchvision is not needed.
 """
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
 
 _IMAGE = 1
-"""How transformers marks an image's tokens in ``mm_token_type_ids``; text is 0."""
+"""transformers' mark of image tokens in ``mm_token_type_ids``; text is 0."""
 
 
 class VisionInputs:
-    """What a vision-language model needs beside token ids."""
+    """Image inputs of a vision-language model, beside token ids."""
 
     def __init__(self, processor: BaseImageProcessor, config: PretrainedConfig) -> None:
         self._processor = processor
         self._config = config
         self.image_token_id = int(_image_token_id(config))
         self.has_grids = hasattr(config.vision_config, "spatial_merge_size")
-        """Whether the number of an image's tokens follows from its size."""
+        """Whether the number of an image's tokens depends on its size."""
 
     @staticmethod
     def read(folder: str | Path, config: PretrainedConfig) -> VisionInputs:
-        """From a model folder and its transformers configuration.
+        """Read from a model folder and its transformers configuration.
 
         Raises UserError: there is no image processor, or the model is of neither family.
         """
@@ -59,14 +59,14 @@ class VisionInputs:
         self._processor.save_pretrained(str(folder))
 
     def placeholder_ids(self) -> list[int]:
-        """Tokens that stand for one image in a text, before `expand`: those that begin and end an image, where the model has them."""
+        """Tokens of one image in a text before `expand`, including begin and end tokens if the model has them."""
         first, last = (value_of(self._config, name) for name in ("vision_start_token_id", "vision_end_token_id"))
         if isinstance(first, int) and isinstance(last, int):
             return [first, self.image_token_id, last]
         return [self.image_token_id]
 
     def tensors(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
-        """{"pixel_values": …, "image_grid_thw": [I, 3]} of I images uint8 [H, W, 3]; the grids only where the model has them.
+        """Tensors {"pixel_values": …, "image_grid_thw": [I, 3]} of I images uint8 [H, W, 3]; grids only if the model has them.
 
         Raises UserError: an image is not uint8 [H, W, 3], or too small or narrow for the model.
         """
@@ -80,7 +80,7 @@ class VisionInputs:
         return {name: prepared[name] for name in ("pixel_values", "image_grid_thw") if name in prepared}
 
     def num_tokens(self, images: Sequence[np.ndarray]) -> list[int]:
-        """Tokens that each image takes in the prompt."""
+        """Number of prompt tokens of each image."""
         if not images:
             return []
         if self.has_grids:
@@ -91,9 +91,9 @@ class VisionInputs:
         return [patches + (1 if self._config.vision_feature_select_strategy == "full" else 0)] * len(images)
 
     def expand(self, prompt_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
-        """[P'] int64: each image's one placeholder token becomes as many as the image takes.
+        """Replace each image's placeholder by as many tokens as the image takes: [P'] int64.
 
-        Raises UserError: there are not as many placeholders as images.
+        Raises UserError: the numbers of placeholders and images differ.
         """
         places = np.flatnonzero(prompt_ids == self.image_token_id)
         if len(places) != len(images):
@@ -103,7 +103,7 @@ class VisionInputs:
         return np.repeat(prompt_ids, repeats)
 
     def check(self, token_ids: np.ndarray, images: Sequence[np.ndarray]) -> None:
-        """Raises UserError when the image tokens of an expanded prompt are not those of its images."""
+        """Raise UserError if the image tokens of an expanded prompt do not match its images."""
         wanted, is_image = self.num_tokens(images), token_ids == self.image_token_id
         if sum(wanted) != int(is_image.sum()):
             raise UserError(
@@ -112,17 +112,17 @@ class VisionInputs:
             )
         borders = np.flatnonzero(np.diff(is_image.astype(np.int8), prepend=0, append=0))
         if self.has_grids and (borders[1::2] - borders[::2]).tolist() != wanted:
-            # Positions follow from runs of image tokens, so two images side by side would be taken for one.
+            # Positions follow from runs of image tokens, so two adjacent images would count as one.
             raise UserError(
                 "Two images stand side by side in the prompt: put a token between them (this family has one that ends an image)."
             )
 
     def exclude(self, logits: Tensor) -> Tensor:
-        """[..., V] logits with -inf for the image token: a sampled one would stand for a picture that the request does not have."""
+        """Set the image token's logits [..., V] to -inf: a sampled one would refer to a picture that the request does not have."""
         return logits.index_fill(-1, torch.tensor([self.image_token_id], device=logits.device), float("-inf"))
 
     def position_ids(self, model: PreTrainedModel, token_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
-        """Positions of one sequence [S]: [S] int64, or [3, S] (time, height, width) for models that have rotary positions in three."""
+        """Positions of one sequence [S]: [S] int64, or [3, S] (time, height, width) for three-dimensional rotary positions."""
         plain = np.arange(len(token_ids))
         if not hasattr(model.model, "get_rope_index"):
             return plain

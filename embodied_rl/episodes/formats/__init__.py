@@ -1,4 +1,4 @@
-"""Recorded episodes in other projects' formats: which one a path holds, reading it, and writing it."""
+"""Recorded episodes in other projects' formats: detection, reading and writing."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Format:
     name: str
     summary: str
     module: str
-    """Below this package; has `write`."""
+    """Module below this package, with `write`."""
     reader: str
-    """Its `ForeignRecording` in the module."""
+    """Name of the `ForeignRecording` class in the module."""
     writer_module: str = ""
-    """Where `write` is, should it be elsewhere."""
+    """Module with `write`, if it is another one."""
 
 
 FORMATS = {
@@ -42,11 +42,11 @@ FORMATS = {
         Format("minari", "Minari's HDF5", "minari", "MinariRecording"),
     )
 }
-"""{name: format}; the native one is read and written by `embodied_rl.episodes.reader` and ``writer``."""
+"""{name: format}; `embodied_rl.episodes.reader` and ``writer`` handle the native one."""
 
 
 def detect_format(path: Path) -> str | None:
-    """The format of what lies at `path`: "native", a name among `FORMATS`, or None. Looks only at names and first groups."""
+    """Detect the format at `path` from names and first groups: "native", a name in `FORMATS`, or None."""
     if path.is_dir():
         if (path / "recording.json").is_file():
             return NATIVE
@@ -64,7 +64,7 @@ def detect_format(path: Path) -> str | None:
 
 
 def _hdf5_format(path: Path) -> str:
-    """By the names of the groups; of a file that cannot be opened, by its own name, so that its reader says what is wrong."""
+    """Detect the format by the names of groups; if the file cannot be opened, by its own name, so that its reader reports the error."""
     from embodied_rl.episodes.formats.hdf5 import H5File
 
     guess = "maniskill" if path.with_suffix(".json").is_file() else "robomimic"
@@ -82,8 +82,8 @@ def _hdf5_format(path: Path) -> str:
 
 
 def open_foreign(path: Path) -> ForeignRecording:
-    """Open a file or folder in another project's format, whichever it is.
-    Raises RecordingError: it is in none of them, is damaged, or contradicts itself; MissingExtraError: h5py or pyarrow is not installed."""
+    """Open a file or folder in another project's format.
+    Raises RecordingError: no known format, damaged, or inconsistent; MissingExtraError: h5py or pyarrow is not installed."""
     name = detect_format(path)
     if name is None or name == NATIVE:
         raise RecordingError(f"'{path}' is no recording in a format that is known: native, {', '.join(FORMATS)}.")
@@ -96,16 +96,16 @@ def open_foreign(path: Path) -> ForeignRecording:
 
 
 def write_foreign(recording: Recording, output: Path, name: str, advance: Advance | None = None, **options: str) -> tuple[FieldNote, ...]:
-    """Write a recording in the format `name`; the folder appears when it is whole.
+    """Write a recording in the format `name`; the folder appears when it is complete.
 
     Args:
-        output: a folder that is not there yet, or empty.
-        **options: the format's own (``video`` of lerobot).
+        output: a new or empty folder.
+        **options: options of the format (``video`` of lerobot).
 
-    Returns what became of each field.
+    Returns a note on each field.
 
     Raises:
-        RecordingError: the recording holds what the format cannot, or is damaged; or the folder is not empty.
+        RecordingError: the recording contains data that the format cannot, or is damaged; or the folder is not empty.
         UserError: it cannot be written.
         MissingExtraError: h5py or pyarrow is not installed.
     """
@@ -119,7 +119,7 @@ def write_foreign(recording: Recording, output: Path, name: str, advance: Advanc
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Where to write a folder that becomes `output` when the block ends well. Raises as `require_free`; UserError: it cannot be written."""
+    """Yield a temporary folder that becomes `output` if the block succeeds. Raises as `require_free`; UserError: it cannot be written."""
     require_free(output)
     temporary = output.with_name(f".{output.name}.tmp-{os.getpid()}")
     try:
@@ -134,13 +134,13 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 
 def require_free(output: Path) -> None:
-    """Raise RecordingError where something is in the way of a new folder."""
+    """Raise RecordingError if `output` exists and is not an empty folder."""
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise RecordingError(f"'{output}' is there already, and is not an empty folder. Name another output, or move it away.")
 
 
 def format_named(name: str) -> Format:
-    """Raises RecordingError with the nearest name."""
+    """The format of this name. Raises RecordingError with the nearest name."""
     if name not in FORMATS:
         raise RecordingError(f"Format '{name}' is not known.{did_you_mean(name, FORMATS)}")
     return FORMATS[name]

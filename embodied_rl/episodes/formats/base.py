@@ -1,4 +1,4 @@
-"""What readers and writers of other projects' formats share: what becomes of each field, errors, checks, our own side entry."""
+"""Shared code of readers and writers of other projects' formats: field notes, errors, checks, and this package's side entry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ORDER = ("lost", "filled", "changed", "extra", "kept")
 
 
 class NoteBook:
-    """Collects notes while episodes go by; the same note counts once, a worse fate of the same field wins."""
+    """Collects notes over all episodes: equal notes count once, and a worse fate of the same field wins."""
 
     def __init__(self) -> None:
         self._notes: dict[str, FieldNote] = {}
@@ -33,21 +33,21 @@ class NoteBook:
             self._notes[field] = FieldNote(field, fate, note)
 
     def __iter__(self) -> Iterator[FieldNote]:
-        """Worst first, and by name."""
+        """Iterate over the notes, worst first, then by name."""
         return iter(sorted(self._notes.values(), key=lambda note: (_ORDER.index(note.fate), note.field)))
 
 
 SIDE_ENTRY = "embodied_rl"
-"""Name of our entry in files of other formats. It holds what the format has no place for; the format's other readers ignore it."""
+"""Name of this package's entry in files of other formats, for data without a place in the format; other readers ignore it."""
 IMPORTED = {"kind": "imported"}
-"""`RecordingInfo.policy` of a file that does not say who acted."""
+"""`RecordingInfo.policy` of a file that does not name the player."""
 
 Advance = Callable[[int], object]
-"""Called with the number of episodes done since the last call."""
+"""Callback with the number of episodes done since the last call."""
 
 
 def damaged(path: Path, what: str, episode: int | str | None = None, field: str | None = None) -> RecordingError:
-    """The one line for a file that is not what it should be."""
+    """One-line error for an invalid file."""
     where = f"'{path}'"
     where += "" if episode is None else f", episode {episode}"
     where += "" if field is None else f", field '{brief(field, 80)}'"
@@ -56,8 +56,8 @@ def damaged(path: Path, what: str, episode: int | str | None = None, field: str 
 
 @contextmanager
 def raised_as_damage(path: Path, episode: int | None = None) -> Iterator[None]:
-    """The boundary of what reads files of others: what they hold may be of any kind in any place, and each check that fails is damage.
-    Raises RecordingError: instead of what Python, numpy or a library raises where a value is of another kind than it should be."""
+    """Convert any error while reading another program's file to RecordingError: its data may be of any type at any place.
+    Raises RecordingError in place of the errors of Python, numpy or a library."""
     try:
         yield
     except UserError:
@@ -77,7 +77,7 @@ def raised_as_damage(path: Path, episode: int | None = None) -> Iterator[None]:
 
 
 def unknown_seed(number: int) -> int:
-    """Stands for the seed of episode `number` of a file that has none: -1, -2, …, so that no two episodes pass for the same."""
+    """Substitute seed of episode `number` in a file without seeds: -1, -2, …, so that no two episodes seem equal."""
     return -1 - number
 
 
@@ -85,12 +85,12 @@ class ForeignRecording(Recording):
     """A recording in another project's format."""
 
     format: ClassVar[str]
-    """Its name among `FORMATS`."""
+    """Name of the format among `FORMATS`."""
 
     def __init__(self, path: Path, info: RecordingInfo, table: EpisodeTable, notes: NoteBook) -> None:
         super().__init__(path, info, table)
         self.notes = tuple(notes)
-        """What the file does not say and what stands in its place."""
+        """Notes on missing fields and their replacements."""
 
     def episode(self, number: int) -> RecordedEpisode:
         position = self._position(number)
@@ -102,7 +102,7 @@ class ForeignRecording(Recording):
 
     @abstractmethod
     def _episode(self, number: int) -> RecordedEpisode:
-        """Episode `number`, which there is. What it raises of other kinds than RecordingError is taken for damage."""
+        """Read the existing episode `number`. Any error other than RecordingError counts as damage."""
 
 
 def table_row(fields: Mapping[str, Any], task: str | None) -> tuple[int, int, float, bool, bool, bool, str | None]:
@@ -116,7 +116,7 @@ def table_row(fields: Mapping[str, Any], task: str | None) -> tuple[int, int, fl
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises RecordingError naming the file."""
+    """Read a JSON object. Raises RecordingError naming the file."""
     try:
         return parse_json(path, read_regular(path))
     except FileNotFoundError as error:
@@ -126,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(path: Path, text: str | bytes, field: str | None = None, episode: int | None = None) -> dict[str, Any]:
-    """A JSON object in an attribute or a column. Raises RecordingError."""
+    """Parse a JSON object from an attribute or a column. Raises RecordingError."""
     try:
         data = parse_text(text)
     except (TypeError, ValueError) as error:
@@ -152,7 +152,7 @@ def finish_episode(path: Path, number: int, fields: Mapping[str, Any]) -> Record
 
 
 def require_finite(path: Path, array: np.ndarray | None, episode: int, field: str) -> None:
-    """Raise RecordingError where an array [T, ...] holds NaN or infinity."""
+    """Raise RecordingError if an array [T, ...] contains NaN or infinity."""
     if array is None or array.dtype.kind not in "fc":
         return
     finite = np.isfinite(array)
@@ -162,7 +162,7 @@ def require_finite(path: Path, array: np.ndarray | None, episode: int, field: st
 
 
 def as_float32(array: np.ndarray, field: str, notes: NoteBook | None = None) -> np.ndarray:
-    """`array` as float32; a note where that changes a number."""
+    """Convert to float32, with a note if that changes a number."""
     single = array.astype(np.float32, copy=False)
     if notes is not None and array.dtype != np.float32 and not np.array_equal(single.astype(array.dtype), array, equal_nan=True):
         notes.add(field, "changed", f"{array.dtype} in the file, rounded to float32")
@@ -170,19 +170,19 @@ def as_float32(array: np.ndarray, field: str, notes: NoteBook | None = None) -> 
 
 
 def split_ends(ended: np.ndarray, field: str, notes: NoteBook) -> bool:
-    """Whether the last of [T] flags is set. Earlier ones, which some recorders write when they go on after success, are noted."""
+    """Whether the last of [T] flags is set; notes earlier ones, which some recorders write when they continue after success."""
     if ended[:-1].any():
         notes.add(field, "changed", "set before the last step as well (the recorder went on after the task's end); only the last counts")
     return bool(ended[-1])
 
 
 def repeat_last(array: np.ndarray) -> np.ndarray:
-    """[T, ...] → [T + 1, ...]"""
+    """Repeat the last row: [T, ...] → [T + 1, ...]."""
     return np.concatenate([array, array[-1:]])
 
 
 def unknown_last(array: np.ndarray) -> np.ndarray:
-    """[T, ...] → [T + 1, ...] floating, the last row NaN: a state that the file does not hold."""
+    """Append a row of NaN for a state that is not in the file: [T, ...] → [T + 1, ...] floating."""
     floating = array if array.dtype.kind == "f" else array.astype(np.float64)
     return np.concatenate([floating, np.full_like(floating[-1:], np.nan)])
 
@@ -191,14 +191,14 @@ def unknown_last(array: np.ndarray) -> np.ndarray:
 
 
 class ActionBounds:
-    """Smallest and largest of each action dimension, over the episodes that went by."""
+    """Minimum and maximum of each action dimension over the added episodes."""
 
     def __init__(self) -> None:
         self.low: np.ndarray | None = None
         self.high: np.ndarray | None = None
 
     def add(self, action: np.ndarray) -> None:
-        """Of [T, A]; rows with NaN, which `finish_episode` refuses, do not count."""
+        """Add actions [T, A]; rows with NaN, which `finish_episode` refuses, are ignored."""
         action = action[np.isfinite(action).all(axis=1)]
         if not len(action):
             return
@@ -207,7 +207,7 @@ class ActionBounds:
         self.high = high if self.high is None else np.maximum(self.high, high)
 
     def spec(self, notes: NoteBook) -> ActionSpec:
-        """[-1, 1] where all actions lie within, else what the data hold; a note says which."""
+        """Action spec with bounds [-1, 1] if all actions are inside, otherwise those of the data; a note says which."""
         if self.low is None or self.high is None:
             raise RecordingError("There is no episode whose actions are all numbers.")
         if (self.low >= -1).all() and (self.high <= 1).all():
@@ -218,7 +218,7 @@ class ActionBounds:
 
 
 def tensor_specs(observation: Mapping[str, np.ndarray]) -> dict[str, TensorSpec | VariableSpec]:
-    """Specs of the parts of an episode [T + 1, ...] of numbers or texts."""
+    """Specs of an episode's observation parts [T + 1, ...] of numbers or texts."""
     specs: dict[str, TensorSpec | VariableSpec] = {}
     for key, part in observation.items():
         specs[key] = VariableSpec("text") if part.dtype == object else TensorSpec(tuple(part.shape[1:]), str(part.dtype))
@@ -229,12 +229,12 @@ def tensor_specs(observation: Mapping[str, np.ndarray]) -> dict[str, TensorSpec 
 
 
 def side_info(info: RecordingInfo, kept: Mapping[str, TensorSpec | VariableSpec]) -> dict[str, Any]:
-    """`RecordingInfo` for a file that holds only the observations `kept`."""
+    """`RecordingInfo` for a file with only the observations `kept`."""
     return replace(info, spec=replace(info.spec, observation=dict(kept))).to_dict()
 
 
 def parse_side_info(path: Path, data: Mapping[str, Any]) -> RecordingInfo:
-    """The inverse of `side_info`. Raises RecordingError."""
+    """Inverse of `side_info`. Raises RecordingError."""
     try:
         return RecordingInfo.from_dict(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -242,7 +242,7 @@ def parse_side_info(path: Path, data: Mapping[str, Any]) -> RecordingInfo:
 
 
 def side_episode(episode: RecordedEpisode) -> dict[str, Any]:
-    """What of an episode is neither an array nor a picture. JSON-able."""
+    """JSON-able parts of an episode other than arrays and pictures."""
     return {
         "seed": episode.seed,
         "task": episode.task,
@@ -252,7 +252,7 @@ def side_episode(episode: RecordedEpisode) -> dict[str, Any]:
 
 
 def parse_side_episode(path: Path, data: object, number: int) -> dict[str, Any]:
-    """The inverse of `side_episode`. Raises RecordingError."""
+    """Inverse of `side_episode`. Raises RecordingError."""
     kinds: dict[str, tuple[type, ...]] = {
         "seed": (int,),
         "task": (str, type(None)),
@@ -268,7 +268,7 @@ def parse_side_episode(path: Path, data: object, number: int) -> dict[str, Any]:
 
 
 def note_side_episode(episode: RecordedEpisode, notes: NoteBook, where: str, own: Sequence[str] = ()) -> None:
-    """Notes for what `side_episode` holds, and for snapshots, which stay behind; `own`: what the format itself has a place for."""
+    """Add notes on the fields of `side_episode`, and on snapshots, which are not written; `own`: fields that the format itself stores."""
     present = {"seed": True, "task": episode.task is not None, "instruction": episode.instruction is not None}
     present["metadata"] = bool(episode.metadata)
     for name in (name for name, there in present.items() if there):

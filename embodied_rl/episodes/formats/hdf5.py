@@ -1,6 +1,6 @@
-"""HDF5 files of others, read with distrust, and what the formats made of them share in writing.
+"""Untrusted HDF5 files of other programs, and shared writing code of the HDF5 formats.
 
-Refused, because they reach outside of the file or would need objects to be built: links, external and virtual datasets, object and
+The reader refuses anything that reaches outside the file or requires objects to be built: links, external and virtual datasets, object and
 region references, compound and opaque types.
 """
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     import h5py
 
 MAX_RATIO = 1100
-"""Of what a field holds to what it takes in the file: deflate reaches 1,032 with zeros, the other filters of HDF5 less with real data. A
-field that claims more, and more than `SMALL_BYTES`, is taken for a lie."""
+"""Largest accepted ratio of a field's size to its bytes in the file: deflate reaches 1,032 with zeros, HDF5's other filters less with real
+data. A field that claims more, and more than `SMALL_BYTES`, counts as false."""
 SMALL_BYTES = 2**24
 _BLOCK_BYTES = 2**26
-"""Read at once."""
+"""Number of bytes read at once."""
 _NUMBERS = "biuf"
 
 
 def import_h5py() -> Any:
-    """h5py. Raises MissingExtraError with the pip line."""
+    """Import h5py. Raises MissingExtraError with the pip line."""
     with from_extra("Reading and writing HDF5 files", "formats"):
         import h5py
     return h5py
@@ -65,23 +65,23 @@ class H5File:
         return bool(group.id.links.exists(name.encode()))
 
     def group(self, parent: h5py.Group, name: str, episode: int | None = None) -> h5py.Group:
-        """A group right below `parent`."""
+        """A group directly below `parent`."""
         found = self._child(parent, name, episode)
         if not isinstance(found, self._h5py.Group):
             raise base.damaged(self.path, "must be a group, is a dataset", episode, _field(parent, name))
         return found
 
     def is_group(self, parent: h5py.Group, name: str, episode: int | None = None) -> bool:
-        """Whether what lies right below `parent` is a group; it must be there."""
+        """Whether the existing child `name` of `parent` is a group."""
         return isinstance(self._child(parent, name, episode), self._h5py.Group)
 
     def names(self, group: h5py.Group) -> list[str]:
-        """Names right below a group, in the order of creation where the file keeps it."""
+        """Names directly below a group, in the order of creation if the file keeps it."""
         with self._errors(None, group.name):
             return list(group.keys())
 
     def dataset(self, parent: h5py.Group, name: str, episode: int | None = None, kinds: str = _NUMBERS) -> h5py.Dataset:
-        """A dataset right below `parent`, whose dtype is of one of numpy's `kinds` ("O": strings, or arrays of bytes)."""
+        """A dataset directly below `parent`, with a dtype of one of numpy's `kinds` ("O": strings, or arrays of bytes)."""
         found, field = self._child(parent, name, episode), _field(parent, name)
         if not isinstance(found, self._h5py.Dataset):
             raise base.damaged(self.path, "must be a dataset, is a group", episode, field)
@@ -92,7 +92,7 @@ class H5File:
             dtype = found.dtype
             if dtype.kind == "O":
                 inner = self._h5py.check_vlen_dtype(dtype)
-                # A reference is an object too, and to follow it would leave the field that was asked for.
+                # A reference is an object too, and following it would leave the requested field.
                 plain = self._h5py.check_string_dtype(dtype) is not None or (inner is not None and np.dtype(inner).kind in "iu")
                 if not plain:
                     raise base.damaged(self.path, "holds objects or references, which are not read", episode, field)
@@ -102,11 +102,11 @@ class H5File:
         return found
 
     def _require_honest(self, found: h5py.Dataset, episode: int | None, field: str) -> None:
-        """Before memory is taken for what a dataset claims: it may not be more than its bytes in the file can stand for."""
+        """Check, before allocating memory, that a dataset claims no more than its bytes in the file can contain."""
         if found.size is None:
             raise base.damaged(self.path, "claims None values: it is empty", episode, field)
         stored = min(found.id.get_storage_size(), self._size)
-        # HDF5 takes memory for a whole chunk, however little of it is asked for.
+        # HDF5 allocates a whole chunk, however little of it is read.
         claimed = found.dtype.itemsize * max(found.size, math.prod(found.chunks or ()))
         if claimed > max(SMALL_BYTES, MAX_RATIO * stored):
             what = f"claims {brief(list(found.shape), 60)} values of {found.dtype}, {claimed:,} bytes, and has {stored:,} in the file"
@@ -115,7 +115,7 @@ class H5File:
             raise base.damaged(self.path, f"takes {claimed / 2**30:.1f} GiB, more than this machine has free", episode, field)
 
     def array(self, parent: h5py.Group, name: str, episode: int | None = None, length: int | None = None) -> np.ndarray:
-        """Numbers [T, ...]; `length` is the T that must be."""
+        """Numbers [T, ...]; `length`: required T."""
         found = self.dataset(parent, name, episode)
         field = _field(parent, name)
         if found.ndim < 1:
@@ -142,7 +142,7 @@ class H5File:
             return np.fromiter(texts, object, found.size)
 
     def _values(self, found: h5py.Dataset, episode: int | None, field: str) -> Iterator[Any]:
-        """Texts, some at a time: rows may all point to the same long one, and a few bytes of the file be millions in memory."""
+        """Yield texts block by block: rows may all point to one long text, so a few bytes in the file may be millions in memory."""
         if not found.ndim:
             yield found[()]
             return
@@ -159,7 +159,7 @@ class H5File:
     def leaves(
         self, group: h5py.Group, episode: int | None = None, joint: str = "/", seen: frozenset[int] = frozenset()
     ) -> dict[str, tuple[h5py.Group, str]]:
-        """{name below the group, levels joined by `joint`: (its parent, its own name)} of all datasets below a group."""
+        """{name below the group, levels joined by `joint`: (parent, name there)} of all datasets below a group."""
         found: dict[str, tuple[h5py.Group, str]] = {}
         with self._errors(episode, group.name):
             seen |= {self._h5py.h5o.get_info(group.id).addr}
@@ -178,7 +178,7 @@ class H5File:
         return {name: self.array(*place, episode, length) for name, place in self.leaves(group, episode).items()}
 
     def attribute(self, owner: h5py.HLObject, name: str, episode: int | None = None) -> Any:
-        """A number or a text; None where there is none."""
+        """A number or a text; None if the attribute is missing."""
         with self._errors(episode, f"{owner.name}@{name}"):
             if name not in owner.attrs:
                 return None
@@ -202,7 +202,7 @@ class H5File:
 
     @contextmanager
     def _errors(self, episode: int | None, field: str) -> Iterator[None]:
-        """h5py raises many kinds of errors on damaged files; each becomes ours, which is a ValueError as well."""
+        """Convert h5py's many kinds of errors on damaged files to RecordingError, which is a ValueError too."""
         try:
             yield
         except RecordingError:
@@ -212,10 +212,10 @@ class H5File:
 
 
 class H5Recording(base.ForeignRecording):
-    """Episodes that lie as groups in one HDF5 file, whose small columns are read once, when it is opened."""
+    """Episodes as groups in one HDF5 file, whose small columns are read once on opening."""
 
     def __init__(self, file: Path, path: Path | None = None) -> None:
-        """Open `file`, of the recording at `path` (None: the file itself)."""
+        """Open `file` for the recording at `path` (None: the file itself)."""
         self._file, notes = H5File(file), base.NoteBook()
         try:
             number, info = self._open()
@@ -231,18 +231,18 @@ class H5Recording(base.ForeignRecording):
 
     @abstractmethod
     def _open(self) -> tuple[int, RecordingInfo | None]:
-        """Find the episodes: how many there are, and what our own entry says of them all; None: another program wrote the file."""
+        """Find the episodes; return their number and the side entry's info. None: another program wrote the file."""
 
     @abstractmethod
     def _foreign_info(self, bounds: base.ActionBounds, notes: base.NoteBook) -> RecordingInfo:
-        """What a file of another program says."""
+        """Recording info of another program's file."""
 
     @abstractmethod
     def _flags(self, number: int, notes: base.NoteBook) -> dict[str, Any]:
-        """Everything of an episode but observations and states, by `RecordedEpisode`'s names."""
+        """All fields of an episode except observations and states, named as in `RecordedEpisode`."""
 
     def _survey(self, num_episodes: int, notes: base.NoteBook) -> tuple[EpisodeTable, base.ActionBounds]:
-        """Read the small columns of all episodes once. Raises RecordingError where they have actions of different sizes."""
+        """Read the small columns of all episodes once. Raises RecordingError if their actions differ in size."""
         rows, bounds = [], base.ActionBounds()
         for number in range(num_episodes):
             fields = self._flags(number, notes)
@@ -259,7 +259,7 @@ class H5Recording(base.ForeignRecording):
         return EpisodeTable.of_rows(rows), bounds
 
     def _filled(self, name: str, length: int, notes: base.NoteBook, said: str) -> np.ndarray:
-        """[T] in place of a ``reward`` or ``success`` that the file does not have."""
+        """Substitute [T] for a ``reward`` or ``success`` that is not in the file."""
         notes.add(name, "filled", f"{said}; {'False' if name == 'success' else '0'} at every step")
         return np.zeros(length, bool if name == "success" else np.float32)
 
@@ -278,7 +278,7 @@ def _field(parent: h5py.Group, name: str) -> str:
 
 
 def require_numbers(spec: SimSpec, project: str, notes: base.NoteBook) -> Mapping[str, TensorSpec]:
-    """The observations that a format of numbers holds; the others are noted. Raises RecordingError where it cannot hold a recording."""
+    """Observations that a format of numbers can store; notes the others. Raises RecordingError if it cannot store the recording."""
     if spec.action.kind == "text":
         raise RecordingError(f"{project}'s format holds actions as numbers, and these are text. Choose native, lerobot or minari.")
     for key in spec.variables:
@@ -289,7 +289,7 @@ def require_numbers(spec: SimSpec, project: str, notes: base.NoteBook) -> Mappin
 
 
 def write_array(group: h5py.Group, name: str, array: np.ndarray) -> None:
-    """Numbers, or an object array of str; pictures are compressed, one per chunk, so that any is read by itself."""
+    """Write numbers, or an object array of str; pictures are compressed, one per chunk, so that each can be read alone."""
     if array.dtype == object:
         for row, text in enumerate(array):
             if "\0" in text or not _is_unicode(text):
@@ -314,12 +314,12 @@ def _is_unicode(text: str) -> bool:
 def write_extras(
     group: h5py.Group, episode: RecordedEpisode, notes: base.NoteBook, with_state: bool, flags: Sequence[str] = (), own: Sequence[str] = ()
 ) -> None:
-    """Put what the format has no place for into ``embodied_rl`` below an episode's group, and note it.
+    """Write data without a place in the format into ``embodied_rl`` below an episode's group, and note it.
 
     Args:
-        with_state: whether the simulator's states are among it.
-        flags: which of terminated, truncated and success are among it.
-        own: what of `base.side_episode` the format itself has a place for.
+        with_state: whether to include the simulator's states.
+        flags: which of terminated, truncated and success to include.
+        own: fields of `base.side_episode` that the format itself stores.
     """
     extras = {name: part for name, part in episode.per_step().items() if name in (*OPTIONAL_COLUMNS, *flags)}
     extras |= {f"images/{camera}": pictures for camera, pictures in episode.images.items()}
@@ -335,7 +335,7 @@ def write_extras(
 
 
 def read_extras(file: H5File, group: h5py.Group, number: int, length: int) -> dict[str, Any]:
-    """Fields of `RecordedEpisode` that `write_extras` put there; empty for a file that another program wrote. Raises RecordingError."""
+    """Fields of `RecordedEpisode` from `write_extras`; empty for a file of another program. Raises RecordingError."""
     if not file.has(group, base.SIDE_ENTRY):
         return {}
     ours = file.group(group, base.SIDE_ENTRY, number)
@@ -352,7 +352,7 @@ def read_extras(file: H5File, group: h5py.Group, number: int, length: int) -> di
 
 
 def read_column(file: H5File, group: h5py.Group, name: str, number: int, length: int) -> np.ndarray:
-    """Numbers [T, ...] or texts [T]."""
+    """Numbers [T, ...] or texts [T] of a column."""
     if file.dataset(group, name, number, kinds="biufOS").dtype.kind in "OS":
         return file.strings(group, name, number, length)
     return file.array(group, name, number, length)

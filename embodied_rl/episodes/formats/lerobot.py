@@ -1,4 +1,4 @@
-"""Reads LeRobotDataset v3, its columns and its videos by the second; `lerobot_layout` says what lies where."""
+"""Reads LeRobotDataset v3: its columns, and its videos by the second; see `lerobot_layout` for the files."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def open_parquet(parquet: ModuleType, path: Path) -> pq.ParquetFile:
-    """A parquet file, mapped. Raises ValueError where it claims more rows than its bytes can stand for, and what pyarrow raises."""
+    """Map a parquet file. Raises ValueError if it claims more rows than its bytes can contain, and pyarrow's errors."""
     size = path.stat().st_size
     file = parquet.ParquetFile(path, memory_map=True)
     groups = file.metadata
-    # Columns that say the same in every row take next to nothing.
+    # Columns with the same value in every row take almost no space.
     unpacked = [8 * groups.num_rows, *(groups.row_group(number).total_byte_size for number in range(groups.num_row_groups))]
     if max(unpacked) > max(SMALL_BYTES, MAX_RATIO * size):
         file.close()
@@ -42,7 +42,7 @@ def open_parquet(parquet: ModuleType, path: Path) -> pq.ParquetFile:
 
 
 class DataFile:
-    """One parquet file under ``data/``. Raises RecordingError where it cannot be read."""
+    """One parquet file under ``data/``. Raises RecordingError if it cannot be read."""
 
     def __init__(self, path: Path, parquet: ModuleType) -> None:
         self.path = path
@@ -53,7 +53,7 @@ class DataFile:
             groups = self._file.metadata
             sizes = [groups.row_group(number).num_rows for number in range(groups.num_row_groups)]
             numbers = np.asarray(self._file.read(columns=["episode_index"])["episode_index"].to_numpy(), np.int64)
-        except Exception as error:  # pyarrow's errors have half a dozen classes
+        except Exception as error:  # pyarrow raises half a dozen unrelated classes
             raise base.damaged(path, f"cannot be read as parquet: it is damaged or cut short ({_line(error)})") from error
         self._names = set(self._file.schema_arrow.names)
         self._ends = np.cumsum(sizes)
@@ -65,7 +65,7 @@ class DataFile:
         self._cached: tuple[Any, Any] = (None, None)
 
     def episode(self, number: int, length: int, names: list[str]) -> Rows:
-        """Columns of an episode of `length` steps."""
+        """Read columns of an episode of `length` steps."""
         if missing := [name for name in names if name not in self._names]:
             raise base.damaged(self.path, "is missing", number, missing[0])
         start, end = self._spans.get(number, (0, 0))
@@ -73,7 +73,7 @@ class DataFile:
             raise base.damaged(self.path, f"holds {end - start} rows of it one after another instead of {length}", number, "episode_index")
         first, last = (int(np.searchsorted(self._ends, row, side="right")) for row in (start, end - 1))
         before = int(self._ends[first - 1]) if first else 0
-        # Some writers put many episodes into a row group, which is decoded as a whole: the next episode's is likely the same.
+        # Some writers put many episodes into a row group, which is decoded as a whole and probably contains the next episode too.
         if self._cached[0] != (first, last, names):
             try:
                 self._cached = (first, last, names), self._file.read_row_groups(list(range(first, last + 1)), columns=names)
@@ -86,13 +86,13 @@ class DataFile:
 
 
 class Rows:
-    """Some columns of one episode."""
+    """Some columns of an episode."""
 
     def __init__(self, path: Path, number: int, table: pa.Table) -> None:
         self._path, self._number, self._table = path, number, table
 
     def column(self, name: str, storage: Storage, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-        """[T, *shape] of numbers; object arrays [T] of str, of JSON values, or of the bytes of picture files. Raises RecordingError."""
+        """[T, *shape] numbers; object arrays [T] of str, JSON values, or bytes of picture files. Raises RecordingError."""
         import pyarrow as pa
 
         column = self._table[name]
@@ -136,7 +136,7 @@ class Rows:
 
 
 def decode_picture(path: Path, number: int, feature: Feature, data: object) -> np.ndarray:
-    """A PNG or JPEG file as [H, W, 3] uint8. Raises RecordingError."""
+    """Decode a PNG or JPEG file to [H, W, 3] uint8. Raises RecordingError."""
     from PIL import Image
 
     try:
@@ -151,7 +151,7 @@ def decode_picture(path: Path, number: int, feature: Feature, data: object) -> n
 
 
 class Clip:
-    """A video of several episodes, by the second; consecutive pictures are decoded without seeking."""
+    """A video of several episodes, read by the second; consecutive pictures are decoded without seeking."""
 
     def __init__(self, path: Path, fps: float, number: int, feature: Feature) -> None:
         import av
@@ -174,7 +174,7 @@ class Clip:
         self._gap = 8 / fps
 
     def read(self, second: float, number: int, feature: Feature) -> np.ndarray:
-        """The picture [H, W, 3] uint8 at a second of the file. Raises RecordingError."""
+        """Decode the picture [H, W, 3] uint8 at a second of the file. Raises RecordingError."""
         import av
 
         try:
@@ -197,7 +197,7 @@ class Clip:
         picture = frame.to_ndarray(format="rgb24")
         height, width = feature.shape[:2]
         extra = picture.shape[0] - height, picture.shape[1] - width
-        # One line more where the writer made odd sides even.
+        # One extra line if the writer made odd sides even.
         if not all(0 <= more <= 1 for more in extra):
             raise ValueError(f"a picture of {picture.shape[0]} × {picture.shape[1]} instead of {height} × {width}")
         return picture if extra == (0, 0) else np.ascontiguousarray(picture[:height, :width])
@@ -218,7 +218,7 @@ _PLACES = ("episode_index", "length", "data/chunk_index", "data/file_index", "da
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an episode lies."""
+    """Location of an episode."""
 
     length: int
     data: Path
@@ -227,7 +227,7 @@ class _Place:
 
 
 class LeRobotRecording(base.ForeignRecording):
-    """Reads one data set. Raises RecordingError where it is damaged or contradicts itself."""
+    """Reads one data set. Raises RecordingError if it is damaged or inconsistent."""
 
     format = "lerobot"
 
@@ -308,7 +308,7 @@ class LeRobotRecording(base.ForeignRecording):
         return columns
 
     def _pictures(self, number: int, feature: Feature, rows: Mapping[str, np.ndarray]) -> Any:
-        """[T + 1, H, W, 3]; the last picture stands twice."""
+        """Pictures [T + 1, H, W, 3]; the last picture is repeated."""
         place = self._places[number]
         last = place.length - 1
         if feature.storage == "image":
@@ -321,7 +321,7 @@ class LeRobotRecording(base.ForeignRecording):
         path, start = place.videos[feature.name]
 
         def read_frame(time: int) -> np.ndarray:
-            # Opened now and not before: a data set may have more videos than a process may have files.
+            # Opened on first use: a data set may have more videos than a process may have open files.
             return self._clip(path, number, feature).read(start + min(time, last) / self._fps, number, feature)
 
         self._clip(path, number, feature)
@@ -370,7 +370,7 @@ class LeRobotRecording(base.ForeignRecording):
         try:
             with open_parquet(self._parquet, path) as file:
                 return file.read(columns=columns)
-        except Exception as error:  # pyarrow's errors have half a dozen classes
+        except Exception as error:  # pyarrow raises half a dozen unrelated classes
             raise base.damaged(path, f"cannot be read as parquet: it is damaged or cut short ({_line(error)})") from error
 
     def _read_tasks(self) -> dict[int, str]:
@@ -385,7 +385,7 @@ class LeRobotRecording(base.ForeignRecording):
         return dict(zip(map(int, table["task_index"].to_pylist()), map(str, table[texts].to_pylist()), strict=True))
 
     def _read_places(self) -> list[_Place]:
-        """From ``meta/episodes``, whose rows must be the episodes 0, 1, … one after another."""
+        """Locations from ``meta/episodes``, whose rows must be the episodes 0, 1, … in order."""
         folder = self._root / layout.EPISODES_DIR
         paths = sorted(folder.glob("*/*.parquet"))
         if not paths:
@@ -439,7 +439,7 @@ class LeRobotRecording(base.ForeignRecording):
         return base.parse_side_info(path, data), features
 
     def _read_side_episodes(self) -> list[dict[str, Any]] | None:
-        """Of each episode; those that another program has appended since get the values of an imported one."""
+        """Side entry of each episode; episodes that another program has appended get the values of an imported one."""
         path = self._root / layout.SIDE_EPISODES
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
@@ -456,7 +456,7 @@ class LeRobotRecording(base.ForeignRecording):
 
     @cached_property
     def _episode_tasks(self) -> list[str | None]:
-        """The text of each episode's first step."""
+        """Text of each episode's first step."""
         tasks: list[str | None] = []
         for number, place in enumerate(self._places):
             index = int(
@@ -560,13 +560,13 @@ def _is_rgb(feature: Mapping[str, Any]) -> bool:
 
 
 def _sides(feature: Mapping[str, Any]) -> tuple[int, int]:
-    """Height and width; some data sets put the channels first, and say so in the names or not at all."""
+    """Height and width. Some data sets put the channels first, and say so in the names or not at all."""
     first, second, third = feature["shape"]
     return (first, second) if third == 3 else (second, third)
 
 
 def _column(field: str, name: str, feature: Mapping[str, Any]) -> Feature | None:
-    """A column of numbers or texts; None for what is neither."""
+    """A column of numbers or texts; None for any other."""
     shape = tuple(feature["shape"])
     if feature["dtype"] == "string":
         return Feature(field, name, "text") if field.startswith("observation.") or field == "action" else None
@@ -586,7 +586,7 @@ _Open = TypeVar("_Open", DataFile, Clip)
 
 
 def _cached(cache: OrderedDict[Path, _Open], path: Path, limit: int, make: Callable[[], _Open]) -> _Open:
-    """The least recently used beyond `limit` are closed."""
+    """Open a file or return it from the cache; closes the least recently used ones beyond `limit`."""
     if path not in cache:
         cache[path] = make()
     cache.move_to_end(path)

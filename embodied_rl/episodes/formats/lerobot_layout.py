@@ -1,8 +1,8 @@
-"""The files and columns of a LeRobotDataset v3 (https://huggingface.co/docs/lerobot/lerobot-dataset-v3), and where our fields go.
+"""Files and columns of a LeRobotDataset v3 (https://huggingface.co/docs/lerobot/lerobot-dataset-v3), and the fields of recordings in them.
 
-``meta/info.json`` lists the *features*: columns of ``data/chunk-000/file-000.parquet`` (a row per step, several episodes a file), and
-videos ``videos/{feature}/chunk-000/file-000.mp4`` (several episodes a file, one after another). ``meta/episodes`` says for each episode
-which rows and which seconds are its own, ``meta/tasks.parquet`` what was to be done, ``meta/stats.json`` the features' statistics.
+``meta/info.json`` lists the *features*: columns of ``data/chunk-000/file-000.parquet`` (a row per step, several episodes per file), and
+videos ``videos/{feature}/chunk-000/file-000.mp4`` (several episodes per file, in order). ``meta/episodes`` gives each episode's rows and
+seconds, ``meta/tasks.parquet`` the tasks, ``meta/stats.json`` the features' statistics.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = EPISODES_DIR + "/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 SIDE_INFO, SIDE_EPISODES = f"meta/{SIDE_ENTRY}/recording.json", f"meta/{SIDE_ENTRY}/episodes.jsonl"
-"""Our side entry: in separate files, so that LeRobot can append episodes to ours."""
+"""This package's side entry, in separate files, so that LeRobot can append episodes to the data set."""
 FILES_PER_CHUNK, DATA_FILE_MB, VIDEO_FILE_MB = 1000, 100, 200
 
 COUNTERS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ COUNTERS: dict[str, dict[str, Any]] = {
     "index": {"dtype": "int64", "shape": [1], "names": None},
     "task_index": {"dtype": "int64", "shape": [1], "names": None},
 }
-"""Columns that every data set has."""
+"""Columns of every data set."""
 
 Storage = Literal["column", "text", "json", "image", "video"]
 """column: numbers. text, json: strings. image: a PNG file in each row. video: an mp4 file."""
@@ -42,23 +42,23 @@ Storage = Literal["column", "text", "json", "image", "video"]
 
 @dataclass(frozen=True)
 class Feature:
-    """One of our fields as a feature of LeRobot's."""
+    """A field of a recording as a LeRobot feature."""
 
     field: str
-    """As in `RecordedEpisode`: ``observation.state``, ``reward``, ``state.actors/cube``."""
+    """Name as in `RecordedEpisode`: ``observation.state``, ``reward``, ``state.actors/cube``."""
     name: str
     storage: Storage
     dtype: str = ""
-    """numpy's; empty for strings."""
+    """numpy dtype; empty for strings."""
     shape: tuple[int, ...] = ()
-    """Of a row in our field. LeRobot has no rows without axes: () is (1,) there."""
+    """Shape of a row of the field. LeRobot has no rows without axes: () is (1,) there."""
 
     @property
     def is_picture(self) -> bool:
         return self.storage in ("image", "video")
 
     def to_info(self, fps: int) -> dict[str, Any]:
-        """The feature's entry in ``info.json``."""
+        """Entry of the feature in ``info.json``."""
         if self.storage in ("text", "json"):
             return {"dtype": "string", "shape": [1], "names": None}
         if self.storage == "column":
@@ -83,7 +83,7 @@ class Feature:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Feature:
-        """The inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Inverse of `to_dict`. Raises KeyError, TypeError or ValueError for anything else."""
         if data["storage"] not in ("column", "text", "json", "image", "video"):
             raise ValueError(f"storage {data['storage']!r}")
         return Feature(
@@ -92,7 +92,7 @@ class Feature:
 
 
 def even_sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Height and width as H.264 in yuv420p needs them."""
+    """Height and width, even as H.264 in yuv420p requires."""
     return shape[0] + shape[0] % 2, shape[1] + shape[1] % 2
 
 
@@ -103,11 +103,11 @@ FIXED_NAMES = {
     "terminated": "next.terminated",
     "truncated": "next.truncated",
 }
-"""Our fields → features, as LeRobot's own simulated data sets name them; ``next.done`` goes beside."""
+"""{field: feature}, with the names of LeRobot's own simulated data sets; ``next.done`` is written too."""
 
 
 def feature_name(field: str, picture: bool, taken: set[str]) -> str:
-    """The feature of one of our fields: no slashes, which LeRobot forbids, and different from those `taken`."""
+    """Feature name of a field: without slashes, which LeRobot forbids, and different from those `taken`."""
     if field in FIXED_NAMES:
         return FIXED_NAMES[field]
     room, _, key = field.partition(".")
@@ -121,7 +121,7 @@ def feature_name(field: str, picture: bool, taken: set[str]) -> str:
 
 
 def import_pyarrow() -> tuple[Any, Any]:
-    """pyarrow and pyarrow.parquet. Raises MissingExtraError with the pip line."""
+    """Import pyarrow and pyarrow.parquet. Raises MissingExtraError with the pip line."""
     with from_extra("Reading and writing LeRobot data sets", "formats"):
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -129,10 +129,10 @@ def import_pyarrow() -> tuple[Any, Any]:
 
 
 def inside(root: Path, template: str, **indices: int | str) -> Path:
-    """A file that ``info.json`` names by a template. Raises RecordingError where it does not lie in the data set's folder."""
+    """Path of a file that ``info.json`` names by a template. Raises RecordingError if it is outside the data set's folder."""
     try:
         for _, name, form, conversion in Formatter().parse(template):
-            # More would reach into attributes, or fill the memory with zeros.
+            # Other formats could reach into attributes, or fill the memory with zeros.
             if name is not None and (name not in indices or conversion or not re.fullmatch(r"(0\dd)?", form or "")):
                 raise ValueError(f"{{{name}:{form}}} is none of {', '.join(indices)}")
         path = root / template.format(**indices)

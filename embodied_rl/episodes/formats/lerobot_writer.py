@@ -1,4 +1,4 @@
-"""Writes a LeRobotDataset v3 with the statistics that LeRobot keeps of it; `lerobot_layout` says what goes where."""
+"""Writes a LeRobotDataset v3 with LeRobot's statistics; see `lerobot_layout` for the files."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 _PICTURES, _SIDE = 100, 150
-"""At most so many pictures of an episode, and about so many lines and columns of each, are looked at."""
+"""Sample for the statistics: number of pictures per episode, and approximate number of lines and columns of each."""
 
 Stats = dict[str, np.ndarray]
 """{min, max, mean, std, count, q01 … q99: array}; ``count`` is [1], the others have a number per column of the feature."""
 
 
 def vector_stats(rows: np.ndarray) -> Stats:
-    """Of numbers [T, …, D]: over everything but the last axis, [D] ([1] for [T]); float64, min and max in the rows' own type."""
+    """Statistics of numbers [T, …, D] over all but the last axis, [D] ([1] for [T]); float64, min and max in the rows' own type."""
     flat = rows.reshape(-1, 1) if rows.ndim == 1 else rows.reshape(-1, rows.shape[-1])
     values = flat.astype(np.float64)
     stats = {"min": flat.min(axis=0), "max": flat.max(axis=0), "mean": values.mean(axis=0), "std": values.std(axis=0)}
@@ -47,7 +47,7 @@ def vector_stats(rows: np.ndarray) -> Stats:
 
 
 def picture_stats(pictures: np.ndarray) -> Stats:
-    """Of pictures [T, H, W, C] uint8: per channel, scaled to 0 … 1, [C, 1, 1]; of a sample of the pictures and of their pixels."""
+    """Statistics of pictures [T, H, W, C] uint8 per channel, scaled to 0 … 1, [C, 1, 1]; from a sample of pictures and pixels."""
     count = min(len(pictures), _PICTURES)
     chosen = np.round(np.linspace(0, len(pictures) - 1, count)).astype(int)
     stride = max(1, max(pictures.shape[1:3]) // _SIDE)
@@ -58,7 +58,7 @@ def picture_stats(pictures: np.ndarray) -> Stats:
 
 
 def pooled(episodes: Sequence[Stats]) -> Stats:
-    """Of several episodes together, from each one's own: exact but for the quantiles, which are the mean of the episodes', by count."""
+    """Statistics of several episodes from each one's: exact except for the quantiles, which are averaged by count."""
     weights = np.array([stats["count"][0] for stats in episodes], np.float64)
     weights /= weights.sum()
 
@@ -78,7 +78,7 @@ def pooled(episodes: Sequence[Stats]) -> Stats:
 
 
 def to_lists(stats: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """JSON-able."""
+    """JSON-able form of the statistics."""
     return {name: value.tolist() for name, value in stats.items()}
 
 
@@ -89,7 +89,7 @@ _LAST_LOST = "the one after the last step is lost: LeRobot has a row for each st
 
 
 class _UnevenError(Exception):
-    """An optional field that some episodes have and others have not, or in another shape: LeRobot has the same columns everywhere."""
+    """An optional field that is missing or differs in shape in some episodes; LeRobot needs the same columns everywhere."""
 
     def __init__(self, field: str) -> None:
         super().__init__(field)
@@ -97,14 +97,14 @@ class _UnevenError(Exception):
 
 
 def write(recording: Recording, folder: Path, target: Path, advance: Advance, video: Video = "mp4") -> tuple[FieldNote, ...]:
-    """Write the data set into an empty folder; `target` is not needed.
+    """Write the data set into an empty folder; `target` is unused.
 
     Args:
-        recording: of at least one episode.
-        target: where the folder will lie.
-        video: mp4: pictures as H.264, small and not exact; png: each as a PNG file in its row, exact.
+        recording: recording with at least one episode.
+        target: final location of the folder.
+        video: mp4: pictures as H.264, small and not exact; png: a PNG file per row, exact.
 
-    Raises RecordingError: the recording holds nothing that the format can, or is damaged; OSError: the files cannot be written.
+    Raises RecordingError: the recording contains nothing that fits the format, or is damaged; OSError: the files cannot be written.
     """
     if video not in ("mp4", "png"):
         raise RecordingError(f"LeRobot's data sets hold pictures as mp4 or png, not as '{video}'.")
@@ -117,7 +117,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: Advance, vi
         try:
             notes = writer.write(advance)
         except _UnevenError as uneven:
-            # Known only when the episode comes; to look at all of them first would mean to decode all their pictures twice.
+            # Known only when the episode is read; checking all episodes first would decode all their pictures twice.
             dropped.add(uneven.field)
             continue
         for part in target.iterdir():
@@ -128,7 +128,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: Advance, vi
 
 
 class _Writer:
-    """One attempt; `dropped` are fields that are known not to be in all episodes."""
+    """One attempt; `dropped` are fields known to be missing in some episodes."""
 
     def __init__(self, recording: Recording, folder: Path, video: Video, dropped: set[str]) -> None:
         self._arrow, self._parquet = layout.import_pyarrow()
@@ -174,7 +174,7 @@ class _Writer:
         return tuple(self._notes)
 
     def _add(self, number: int, episode: RecordedEpisode) -> dict[str, Any]:
-        """Write one episode's rows and pictures; returns its row of ``meta/episodes``."""
+        """Write one episode's rows and pictures; return its row of ``meta/episodes``."""
         length = episode.num_steps
         task = episode.instruction or episode.task or self._recording.spec.instruction or self._recording.spec.task
         task_index = self._tasks.setdefault(task, len(self._tasks))
@@ -289,7 +289,7 @@ class _Writer:
 
 
 def _nested(pa: ModuleType, part: np.ndarray, kind: pa.DataType) -> pa.Array:
-    """Numbers [T, …] as an arrow array of lists of fixed length."""
+    """Convert numbers [T, …] to an arrow array of fixed-length lists."""
     sizes = []
     inner = kind
     while pa.types.is_fixed_size_list(inner):
@@ -302,7 +302,7 @@ def _nested(pa: ModuleType, part: np.ndarray, kind: pa.DataType) -> pa.Array:
 
 
 def _pandas_index(name: str) -> dict[str, str]:
-    """Schema metadata that makes a column of strings the index of the table that pandas reads."""
+    """Schema metadata that makes a string column the table's index in pandas."""
 
     def column(label: str | None, field: str, pandas_type: str, numpy_type: str) -> dict[str, Any]:
         return {"name": label, "field_name": field, "pandas_type": pandas_type, "numpy_type": numpy_type, "metadata": None}
@@ -321,7 +321,7 @@ def _pandas_index(name: str) -> dict[str, str]:
 
 
 def _fields(episode: RecordedEpisode) -> Iterator[tuple[str, np.ndarray]]:
-    """All arrays of an episode by the names of their fields; those around steps with T + 1 rows."""
+    """All arrays of an episode by field name; observations and states with T + 1 rows."""
     yield from episode.per_step().items()
     for room, parts in (("observation", episode.observation), ("state", episode.state or {}), ("images", episode.images)):
         for key, part in parts.items():
@@ -378,7 +378,7 @@ Writer = TypeVar("Writer", "pq.ParquetWriter", VideoWriter)
 
 
 class _Files(Generic[Writer]):
-    """Files of growing numbers, with episodes one after another, and a new file where one has grown too large."""
+    """Numbered files with episodes in order; a new file begins when one is too large."""
 
     def __init__(self, folder: Path, megabytes: int) -> None:
         self._folder, self._megabytes = folder, megabytes
@@ -387,7 +387,7 @@ class _Files(Generic[Writer]):
         self._paths: list[Path] = []
 
     def _open(self, pattern: str, make: Callable[[Path], Writer], **named: str) -> Writer:
-        """The writer for the next episode; `pattern`: of paths, by the numbers and what is named."""
+        """Writer for the next episode; `pattern`: path pattern with the numbers and `named`."""
         if self._writer is not None and self._paths[-1].stat().st_size >= self._megabytes * 2**20:
             self.close()
             self._place = _next(*self._place)
@@ -405,14 +405,14 @@ class _Files(Generic[Writer]):
 
 
 class _DataFiles(_Files["pq.ParquetWriter"]):
-    """``data/``: a row group for each episode, and a new file where one has grown too large."""
+    """Files below ``data/``: a row group per episode; a new file begins when one is too large."""
 
     def __init__(self, folder: Path, arrow: ModuleType, parquet: ModuleType, schema: pa.Schema) -> None:
         super().__init__(folder, layout.DATA_FILE_MB)
         self.schema, self._arrow, self._parquet = schema, arrow, parquet
 
     def add(self, table: pa.Table, length: int) -> dict[str, int]:
-        """Returns the episode's columns of ``meta/episodes``."""
+        """Add an episode's rows; return its columns of ``meta/episodes``."""
         writer = self._open(layout.DATA_PATH, lambda path: self._parquet.ParquetWriter(path, schema=self.schema, compression="snappy"))
         writer.write_table(table, row_group_size=length)
         return {"data/chunk_index": self._place[0], "data/file_index": self._place[1]}
@@ -437,14 +437,14 @@ class _DataFiles(_Files["pq.ParquetWriter"]):
 
 
 class _VideoFiles(_Files[VideoWriter]):
-    """``videos/{feature}/``: episodes one after another, and a new file where one has grown too large."""
+    """Files below ``videos/{feature}/``: episodes in order; a new file begins when one is too large."""
 
     def __init__(self, folder: Path, feature: Feature, fps: int) -> None:
         super().__init__(folder, layout.VIDEO_FILE_MB)
         self._feature, self._fps = feature, fps
 
     def add(self, pictures: np.ndarray) -> dict[str, Any]:
-        """Encode [T, H, W, 3]; returns the episode's columns of ``meta/episodes``."""
+        """Encode [T, H, W, 3]; return the episode's columns of ``meta/episodes``."""
         (height, width), name = self._feature.shape[:2], self._feature.name
         writer = self._open(layout.VIDEO_PATH, lambda path: VideoWriter(path, height, width, self._fps, lossless=False), video_key=name)
         start = writer.count

@@ -1,8 +1,8 @@
 """ManiSkill's ``trajectory.h5`` + ``trajectory.json`` (Tao et al. 2024, arXiv:2410.00425), as its `RecordEpisode` writes them.
 
-``traj_i`` holds ``obs`` [T + 1, …] (an array, or nested groups), ``actions`` [T, A], ``terminated``, ``truncated``, ``success`` and
-``rewards`` [T] and ``env_states`` {actors, articulations} {name} [T + 1, …]. The JSON file holds what the environment was made with and,
-for each episode, seed, control mode and the arguments of its reset.
+``traj_i`` contains ``obs`` [T + 1, …] (an array, or nested groups), ``actions`` [T, A], ``terminated``, ``truncated``, ``success`` and
+``rewards`` [T] and ``env_states`` {actors, articulations} {name} [T + 1, …]. The JSON file contains the environment's arguments and, for
+each episode, seed, control mode and reset arguments.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     import h5py
 
 _BY_SUCCESS = "embodied_rl_terminated_by_success"
-"""Attribute of an episode of ours whose termination is only its success."""
+"""Attribute of a converted episode that terminated only by success."""
 NAME = "trajectory"
 TARGET = "embodied_rl.sim.robots.maniskill:make"
-"""Of the simulator that plays these tasks here."""
+"""Simulator of this package that plays ManiSkill's tasks."""
 _OURS = ("render", "render_size", "camera_size")
-"""Arguments of our adapter that ManiSkill's own environments do not take."""
+"""Arguments of this package's adapter that ManiSkill's own environments do not take."""
 _NOT_OURS = ("num_envs", "sim_backend", "render_mode", "render_backend", "human_render_camera_configs", "shader_dir")
-"""Arguments of theirs that our adapter sets itself."""
+"""Arguments of ManiSkill's environments that the adapter sets itself."""
 _TEXTURES = ("rgb", "depth", "segmentation", "position", "normal", "albedo")
 _CAMERA = "base_camera"
-"""ManiSkill's usual name of a task's first camera, which we leave out of the names of its parts."""
+"""ManiSkill's usual name of a task's first camera, omitted from the names of its parts here."""
 
 
 def paths(path: Path) -> tuple[Path, Path]:
-    """The .h5 and the .json file: of a folder its only pair (`NAME` first), of one of the two the other."""
+    """Paths of the .h5 and the .json file: the only pair in a folder (`NAME` first), or a file and its partner."""
     if path.is_dir():
         found = sorted(path.glob("*.h5"), key=lambda file: (file.stem != NAME, file.name))
         if not found:
@@ -50,7 +50,7 @@ def paths(path: Path) -> tuple[Path, Path]:
 
 
 class ManiSkillRecording(H5Recording):
-    """Reads one pair of files. Raises RecordingError where they are damaged or contradict each other."""
+    """Reads one pair of files. Raises RecordingError if they are damaged or inconsistent."""
 
     format = "maniskill"
 
@@ -69,7 +69,7 @@ class ManiSkillRecording(H5Recording):
         return self._read(number, base.NoteBook())
 
     def _check_entries(self, json_path: Path) -> list[dict[str, Any]]:
-        """The JSON file's episodes."""
+        """Check and return the JSON file's episodes."""
         entries = self._meta.get("episodes")
         env_info = self._meta.get("env_info")
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
@@ -85,7 +85,7 @@ class ManiSkillRecording(H5Recording):
         return self._file.group(self._file.root, f"traj_{self._entries[number]['episode_id']}", number)
 
     def _action(self, group: h5py.Group, number: int, notes: base.NoteBook) -> np.ndarray:
-        """[T, A], of several robots side by side."""
+        """Actions [T, A]; those of several robots are concatenated."""
         file, entry = self._file, self._entries[number]
         if file.is_group(group, "actions", number):
             parts = list(file.arrays(file.group(group, "actions", number), number).values())
@@ -186,7 +186,7 @@ class ManiSkillRecording(H5Recording):
 
 
 def _named_parts(parts: Mapping[str, np.ndarray], notes: base.NoteBook) -> dict[str, np.ndarray]:
-    """ManiSkill's nested observation {path: [T + 1, …]} by the names that our simulator gives (`sim.robots.maniskill_observation`)."""
+    """Rename ManiSkill's nested observation {path: [T + 1, …]} to the simulator's names (`sim.robots.maniskill_observation`)."""
     named: dict[str, np.ndarray] = {}
     shown = [part for path, part in parts.items() if path.split("/")[0] in ("agent", "extra")]
     if "state" in parts:
@@ -209,8 +209,8 @@ def _named_parts(parts: Mapping[str, np.ndarray], notes: base.NoteBook) -> dict[
 
 
 def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[FieldNote, ...]:
-    """Write ``trajectory.h5`` and ``.json``, which ManiSkill's own `replay_trajectory` plays, into an empty folder; `target` is not needed.
-    Raises RecordingError: the recording holds what the format cannot (text actions), or is damaged; OSError: the files cannot be written.
+    """Write ``trajectory.h5`` and ``.json``, which ManiSkill's own `replay_trajectory` plays, into an empty folder; `target` is unused.
+    Raises RecordingError: the recording contains data that the format cannot (text actions), or is damaged; OSError: a write fails.
     """
     spec, notes = recording.spec, base.NoteBook()
     kept = require_numbers(spec, "ManiSkill", notes)
@@ -251,7 +251,7 @@ def _write_h5(
 
 
 def _reset_kwargs(episode: RecordedEpisode, info: RecordingInfo) -> dict[str, Any]:
-    """What their environment is reset with so that the episode goes again as it went."""
+    """Reset arguments with which ManiSkill's environment reproduces the episode."""
     options = dict(episode.metadata.get("reset_options") or {})
     if info.metadata.get("reconfigure"):
         options["reconfigure"] = True
@@ -270,7 +270,7 @@ def _write_episode(
     group.create_dataset("actions", data=episode.action)
     terminated = episode.terminated.copy()
     if ends_at_success and episode.success[-1] and not terminated[-1]:
-        # ManiSkill's tasks terminate at success, and its own recordings say so; ours go on, or are cut there.
+        # ManiSkill's tasks terminate at success, and so do its own recordings; these episodes continue, or are truncated there.
         terminated[-1] = group.attrs[_BY_SUCCESS] = True
         notes.add("terminated", "changed", "success at the last step is termination, as ManiSkill's tasks have it; read back as it was")
     for name, flags in (("terminated", terminated), ("truncated", episode.truncated), ("success", episode.success)):
@@ -285,7 +285,7 @@ def _write_episode(
 
 
 def _place(key: str) -> str:
-    """Where in ``obs`` a part of our observation goes."""
+    """Path in ``obs`` of an observation part."""
     texture, _, camera = key.partition(".")
     if texture in _TEXTURES:
         return f"sensor_data/{camera or _CAMERA}/{texture}"
@@ -295,7 +295,7 @@ def _place(key: str) -> str:
 
 
 def _document(recording: Recording, notes: base.NoteBook) -> dict[str, Any]:
-    """Everything of the JSON file but the episodes."""
+    """Content of the JSON file without the episodes."""
     info = recording.info
     theirs = info.metadata.get("env_info")
     if info.metadata.get("format") == "maniskill" and isinstance(theirs, dict):

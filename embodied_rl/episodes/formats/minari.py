@@ -1,7 +1,7 @@
 """Minari 0.5's data sets in HDF5 (Younis et al. 2024, https://minari.farama.org).
 
 ``data/main_data.hdf5``: ``episode_i`` with ``observations`` [T + 1, …] (an array, or nested groups), ``actions``, ``rewards``,
-``terminations``, ``truncations`` [T] and ``infos``; ``data/metadata.json``: spaces, totals, who made it.
+``terminations``, ``truncations`` [T] and ``infos``; ``data/metadata.json``: spaces, totals and authors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 MIN_PICTURE = 32
-"""Minari takes a uint8 Box of 0 … 255 for a picture from this many pixels a side on."""
+"""Smallest side in pixels of a uint8 Box of 0 … 255 that Minari treats as a picture."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,16 @@ class Leaf:
     """One part of an observation space."""
 
     key: str
-    """Its name here: ``state`` or ``rgb`` where it is the whole observation, else the keys joined by dots."""
+    """Key of the part here: ``state`` or ``rgb`` if it is the whole observation, else the keys joined by dots."""
     path: tuple[str, ...]
     """Names of its groups below ``observations``."""
     spec: TensorSpec | VariableSpec
     is_picture: bool = False
-    """Minari may have stored it as JPEG files."""
+    """Whether Minari may have stored it as JPEG files."""
 
 
 def leaves_of(space: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[Leaf]:
-    """The parts of a serialised observation space. Raises KeyError, TypeError or ValueError where it is none."""
+    """Yield the parts of a serialised observation space. Raises KeyError, TypeError or ValueError if it is invalid."""
     kind = space["type"]
     if kind == "Dict":
         for key, inner in space["subspaces"].items():
@@ -80,9 +80,9 @@ def _integer_shape(space: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def action_spec_of(space: Mapping[str, Any]) -> ActionSpec | None:
-    """Our spec of a serialised action space; None for a Box without finite bounds.
+    """Action spec of a serialised action space; None for a Box without finite bounds.
 
-    Raises KeyError, TypeError or ValueError for a space that has none.
+    Raises KeyError, TypeError or ValueError for an unsupported space.
     """
     kind = space["type"]
     if kind == "Discrete":
@@ -100,10 +100,10 @@ def action_spec_of(space: Mapping[str, Any]) -> ActionSpec | None:
 
 
 def observation_space_of(parts: Mapping[str, TensorSpec | VariableSpec], texts: Mapping[str, tuple[int, str]]) -> dict[str, Any]:
-    """The serialised space of observations: the Box itself for a lone ``state``, else a Dict.
+    """Serialised space of observations: the Box itself for a single ``state``, else a Dict.
 
     Args:
-        parts: {key: spec}; of varying size are only texts.
+        parts: {key: spec}; only texts may vary in size.
         texts: {key: (longest text, letters)}.
     """
     spaces = {key: _text(texts[key]) if isinstance(part, VariableSpec) else _box(part) for key, part in parts.items()}
@@ -111,7 +111,7 @@ def observation_space_of(parts: Mapping[str, TensorSpec | VariableSpec], texts: 
 
 
 def action_space_of(spec: ActionSpec, text: tuple[int, str] | None) -> dict[str, Any]:
-    """The serialised space of actions; `text` is (longest text, letters) where they are texts."""
+    """Serialised space of actions; `text`: (longest text, letters) of text actions."""
     if spec.kind == "discrete":
         return {"type": "Discrete", "dtype": "int64", "start": 0, "n": spec.num_actions}
     if text is not None:
@@ -137,14 +137,14 @@ def _box(part: TensorSpec) -> dict[str, Any]:
 
 DATA_FILE, METADATA_FILE = "main_data.hdf5", "metadata.json"
 WRITTEN_VERSION = "0.5.4"
-"""The version of Minari whose files ours are."""
+"""Version of Minari's format that is written."""
 _EPISODE = re.compile(r"episode_(\d+)")
 _SUCCESS = ("success", "is_success")
 _ABOUT = ("algorithm_name", "author", "author_email", "code_permalink", "dataset_id", "description", "env_spec", "minari_version")
 
 
 def folder_of(path: Path) -> Path:
-    """The folder with `METADATA_FILE`: `path` or ``data`` in it."""
+    """Folder with `METADATA_FILE`: `path` or ``data`` in it."""
     return path / "data" if (path / "data" / METADATA_FILE).is_file() else path
 
 
@@ -152,7 +152,7 @@ def folder_of(path: Path) -> Path:
 
 
 class MinariRecording(H5Recording):
-    """Reads one data set. Raises RecordingError where it is damaged or contradicts itself."""
+    """Reads one data set. Raises RecordingError if it is damaged or inconsistent."""
 
     format = "minari"
 
@@ -241,7 +241,7 @@ class MinariRecording(H5Recording):
         return base.as_float32(action.reshape(length, -1), "action", notes)
 
     def _success(self, group: h5py.Group, number: int, length: int, notes: base.NoteBook) -> np.ndarray:
-        """Of the infos, which begin with the reset's in Minari's own recorder."""
+        """Success from the infos, which begin with the reset's in Minari's own recorder."""
         file = self._file
         infos = file.group(group, "infos", number) if file.has(group, "infos") else None
         name = next((name for name in _SUCCESS if infos is not None and file.has(infos, name)), None)
@@ -289,7 +289,7 @@ class MinariRecording(H5Recording):
 
 
 def _decode_jpegs(file: H5File, dataset: h5py.Dataset, spec: TensorSpec, number: int, rows: int, field: str) -> np.ndarray:
-    """Minari stores pictures as JPEG files, each an array of bytes."""
+    """Decode Minari's pictures: JPEG files, each an array of bytes."""
     from PIL import Image
 
     if len(dataset) != rows:
@@ -298,7 +298,7 @@ def _decode_jpegs(file: H5File, dataset: h5py.Dataset, spec: TensorSpec, number:
     for row in range(rows):
         try:
             with Image.open(io.BytesIO(np.asarray(dataset[row], np.uint8).tobytes()), formats=["JPEG"]) as image:
-                # Before anything is made of what the space claims.
+                # Checked before memory is allocated for the space's claims.
                 if (image.height, image.width) != spec.shape[:2]:
                     raise ValueError(f"a picture of {image.height} × {image.width}")
                 pictures.append(np.asarray(image))
@@ -311,10 +311,10 @@ def _decode_jpegs(file: H5File, dataset: h5py.Dataset, spec: TensorSpec, number:
 
 
 def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[FieldNote, ...]:
-    """Write ``data`` into an empty folder; the data set's id is that of `dataset_id`.
+    """Write ``data`` into an empty folder; the data set's id is `dataset_id`.
 
     Raises:
-        RecordingError: the recording holds what the format cannot, or is damaged; or `target` is no place of a data set of Minari's.
+        RecordingError: the recording contains data that the format cannot, or is damaged; or `target` is no location for a Minari data set.
         OSError: the files cannot be written.
     """
     spec, notes, name = recording.spec, base.NoteBook(), dataset_id(target)
@@ -340,9 +340,9 @@ def write(recording: Recording, folder: Path, target: Path, advance: base.Advanc
 
 
 def dataset_id(target: Path) -> str:
-    """Minari's id of the data set in the folder `target`: below its own ($MINARI_DATASETS_PATH, else ``~/.minari/datasets``) the path from
-    there, ``namespace/name-v0``, by which it finds it; elsewhere the folder's name, with ``-v0`` where that has no version.
-    Raises RecordingError: a place below Minari's folder that is no id: one such folder makes Minari fail to list any data set.
+    """Minari's id of the data set in the folder `target`. Below Minari's folder ($MINARI_DATASETS_PATH, else ``~/.minari/datasets``) the id
+    is the path from there, ``namespace/name-v0``; elsewhere it is the folder's name, with ``-v0`` if that has no version.
+    Raises RecordingError: an invalid id below Minari's folder, which would make Minari fail to list any data set.
     """
     root = Path(os.environ.get("MINARI_DATASETS_PATH") or Path.home() / ".minari" / "datasets").resolve()
     if not target.is_relative_to(root):
@@ -358,7 +358,7 @@ def dataset_id(target: Path) -> str:
 
 
 class _Texts:
-    """What text spaces must allow: longest text and letters, by observation key (`_ACTION` for actions)."""
+    """Requirements on text spaces, longest text and letters, by observation key (`_ACTION` for actions)."""
 
     def __init__(self) -> None:
         self.longest: dict[str, int] = {}
@@ -397,7 +397,7 @@ def _write_h5(
             write_array(group, "rewards", episode.reward)
             write_array(group, "terminations", episode.terminated)
             write_array(group, "truncations", episode.truncated)
-            # Minari's recorder keeps the reset's info too: T + 1 rows.
+            # Minari's recorder also keeps the reset's info: T + 1 rows.
             write_array(group, "infos/success", np.concatenate([[False], episode.success]))
             write_extras(group, episode, notes, with_state=True, own=("seed",))
             advance(1)
@@ -414,7 +414,7 @@ def _metadata(recording: Recording, kept: Mapping[str, TensorSpec | VariableSpec
         "total_episodes": len(recording),
         "total_steps": recording.num_steps,
         "data_format": "hdf5",
-        # Minari would take pictures for JPEG files, which are not exact.
+        # Otherwise Minari would expect JPEG files, which are not exact.
         "jpeg_encoding": False,
         "observation_space": json.dumps(observation_space_of(kept, texts)),
         "action_space": json.dumps(action_space_of(info.spec.action, texts.get(_ACTION))),

@@ -1,7 +1,7 @@
-"""robomimic's HDF5 (Mandlekar et al. 2021, arXiv:2108.03298), which LIBERO's demonstrations (Liu et al. 2023, arXiv:2306.03310) use too.
+"""robomimic's HDF5 (Mandlekar et al. 2021, arXiv:2108.03298), which LIBERO's demonstrations (Liu et al. 2023, arXiv:2306.03310) also use.
 
-``data/demo_i`` holds ``obs/{key}``, ``next_obs/{key}`` (optional), ``actions``, ``states``, ``rewards`` and ``dones``, a row for each step;
-attributes: ``num_samples`` and, of robosuite's tasks, the MuJoCo model of the episode (``model_file``). ``data`` has the attributes
+``data/demo_i`` contains ``obs/{key}``, ``next_obs/{key}`` (optional), ``actions``, ``states``, ``rewards`` and ``dones``, a row per step.
+Its attributes are ``num_samples`` and, for robosuite's tasks, the episode's MuJoCo model (``model_file``). ``data`` has the attributes
 ``env_args`` (JSON) and ``total``; LIBERO adds ``problem_info`` with the instruction. ``mask/{name}`` lists the episodes of a subset.
 """
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 NAME = "demos.hdf5"
 STATES = "states"
-"""Name of the simulator's state where it was read from ``states``."""
+"""Name of a simulator state read from ``states``."""
 _DEMO = re.compile(r"demo_(\d+)")
 _ROBOSUITE, _GYM = 1, 2
-"""robomimic's numbers of kinds of environments (``EnvType``)."""
+"""robomimic's environment type numbers (``EnvType``)."""
 _MUJOCO = ("time", "qpos", "qvel")
 _FLAGS = ("terminated", "truncated", "success")
 _KEPT_ATTRIBUTES = ("env_name", "env", "problem_info", "bddl_file_name", "repository_version", "date", "tag")
 
 
 def file_of(path: Path) -> Path:
-    """The HDF5 file: `path`, or the only one in a folder (`NAME` first)."""
+    """Path of the HDF5 file: `path`, or the only one in a folder (`NAME` first)."""
     if not path.is_dir():
         return path
     found = sorted([*path.glob("*.hdf5"), *path.glob("*.h5")], key=lambda file: (file.name != NAME, file.name))
@@ -48,7 +48,7 @@ def file_of(path: Path) -> Path:
 
 
 class RobomimicRecording(H5Recording):
-    """Reads one file. Raises RecordingError where it is damaged or contradicts itself."""
+    """Reads one file. Raises RecordingError if it is damaged or inconsistent."""
 
     format = "robomimic"
 
@@ -90,7 +90,7 @@ class RobomimicRecording(H5Recording):
         return masks
 
     def _rewards_tell_success(self) -> bool:
-        """robosuite's reward is 1 where the task is solved, and 0 elsewhere, unless it was asked to shape it."""
+        """Whether the reward shows success: robosuite's is 1 if the task is solved and 0 otherwise, unless reward shaping is on."""
         kwargs = self._env_args.get("env_kwargs")
         shaped = isinstance(kwargs, dict) and bool(kwargs.get("reward_shaping"))
         return self._env_args.get("type") == _ROBOSUITE and not shaped
@@ -114,7 +114,7 @@ class RobomimicRecording(H5Recording):
         return fields
 
     def _guess_ends(self, group: h5py.Group, number: int, reward: np.ndarray, notes: base.NoteBook) -> dict[str, np.ndarray]:
-        """terminated, truncated and success of a file that another program wrote."""
+        """Guess terminated, truncated and success for a file of another program."""
         file, length = self._file, len(reward)
         done = False
         if file.has(group, "dones"):
@@ -145,7 +145,7 @@ class RobomimicRecording(H5Recording):
     def _observation(
         self, group: h5py.Group, number: int, length: int, keys: tuple[str, ...] | None, notes: base.NoteBook
     ) -> tuple[dict[str, np.ndarray], bool]:
-        """{key: [T + 1, …]}, and whether the last row is not the file's own."""
+        """Observation {key: [T + 1, …]}, and whether its last row is not in the file."""
         file = self._file
         if not file.has(group, "obs"):
             raise base.damaged(file.path, "is missing: robomimic's dataset_states_to_obs.py extracts observations", number, "obs")
@@ -206,7 +206,7 @@ class RobomimicRecording(H5Recording):
 
 
 def _instruction(problem_info: str | None) -> str | None:
-    """LIBERO's language instruction; it was a list of words in one release, and quoted in others."""
+    """LIBERO's language instruction, which was a list of words in one release, and quoted in others."""
     try:
         found = json.loads(problem_info or "{}").get("language_instruction")
     except (ValueError, AttributeError):
@@ -219,8 +219,8 @@ def _instruction(problem_info: str | None) -> str | None:
 
 
 def write(recording: Recording, folder: Path, target: Path, advance: base.Advance) -> tuple[FieldNote, ...]:
-    """Write ``demos.hdf5`` into an empty folder; `target` is not needed.
-    Raises RecordingError: the recording holds what the format cannot (text actions), or is damaged; OSError: the file cannot be written."""
+    """Write ``demos.hdf5`` into an empty folder; `target` is unused.
+    Raises RecordingError: the recording contains data that the format cannot (text actions), or is damaged; OSError: a write fails."""
     spec, notes = recording.spec, base.NoteBook()
     for key in require_numbers(spec, "robomimic", notes):
         notes.add(f"observation.{key}", "kept", "obs and, for the one after the last step, next_obs")
@@ -259,8 +259,8 @@ def _write_h5(path: Path, recording: Recording, notes: base.NoteBook, advance: b
 
 
 def _split(number: int, num_episodes: int) -> str:
-    """Which of the masks of robomimic's training an episode is in, where the recording has none: every tenth is for validation, of fewer
-    the last."""
+    """robomimic's training mask of an episode, for a recording without masks: every tenth is for validation, or the last of fewer than
+    ten."""
     return "valid" if number % 10 == 9 or (num_episodes < 10 and 0 < number == num_episodes - 1) else "train"
 
 
@@ -282,7 +282,7 @@ def _write_episode(group: h5py.Group, episode: RecordedEpisode, kept: Mapping[st
 
 
 def _plain_states(episode: RecordedEpisode) -> np.ndarray | None:
-    """[T + 1, S] float64: of MuJoCo's state time, positions and velocities, as robosuite flattens it; of others all, in order."""
+    """[T + 1, S] float64: for MuJoCo's state time, positions and velocities, as robosuite flattens it; for others all parts in order."""
     if not episode.state:
         return None
     names = _MUJOCO if all(name in episode.state for name in _MUJOCO) else tuple(episode.state)

@@ -1,7 +1,7 @@
 """pi0 (Black et al. 2024, arXiv:2410.24164) as a policy, from a folder that transformers' `PI0ForConditionalGeneration` reads.
 
-Pictures are resized by PIL, because transformers' own processor of pi0 needs torchvision; the prompt is put together as that processor
-does it. Shape legend: see `pi0_model`.
+PIL resizes pictures, because transformers' own pi0 processor needs torchvision; the prompt equals that processor's. Shape legend: see
+below.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PI0Context:
-    """What the denoising steps of one decision share."""
+    """Shared data of the denoising steps of one decision."""
 
     cache: Cache
-    """Keys and values of the prefix; every step appends to it and is cut off again."""
+    """Keys and values of the prefix; every step appends to it and is removed again."""
     mask: Tensor
     """[B, P] int64, 0 at padding."""
     state: Tensor
@@ -57,7 +57,7 @@ class PI0Context:
 
 
 class PI0Model(VelocityModel[PI0Context]):
-    """Around a `PI0ForConditionalGeneration`."""
+    """Velocity model around a `PI0ForConditionalGeneration`."""
 
     pi0: PI0ForConditionalGeneration
 
@@ -66,9 +66,9 @@ class PI0Model(VelocityModel[PI0Context]):
     ) -> None:
         """
         Args:
-            prepare: a simulator's observation → images uint8 [B, I, S, S, 3], input_ids [B, P], attention_mask [B, P],
-                state [B, max_state_dim].
-            observation_keys: what `prepare` reads.
+            prepare: a simulator's observation → images uint8 [B, I, S, S, 3], input_ids [B, P], attention_mask [B, P], state [B,
+                max_state_dim].
+            observation_keys: keys that `prepare` reads.
         """
         super().__init__()
         self.pi0 = pi0
@@ -92,7 +92,7 @@ class PI0Model(VelocityModel[PI0Context]):
             inputs_embeds=embedded,
             attention_mask=mask,
             position_ids=mask.cumsum(-1) - 1,
-            # One block: every token of the prefix sees every other, as pi0 was trained.
+            # One block: all tokens of the prefix attend to each other, as in pi0's training.
             token_type_ids=torch.zeros_like(embedded)[:, :, 0],
             use_cache=True,
             return_dict=True,
@@ -123,7 +123,7 @@ _EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and deviation that values were scaled by in training; empty: they pass unscaled."""
+    """Mean and deviation for scaling values, from training; empty: values pass unscaled."""
 
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -139,14 +139,14 @@ class Moments:
         return ((values - np.asarray(self.mean)) / (np.asarray(self.std) + _EPSILON)).astype(np.float32)
 
     def unnormalise(self, values: np.ndarray) -> np.ndarray:
-        """The inverse."""
+        """Inverse of `normalise`."""
         if not self.mean:
             return values.astype(np.float32)
         return (values * (np.asarray(self.std) + _EPSILON) + np.asarray(self.mean)).astype(np.float32)
 
 
 class PI0Inputs:
-    """Pictures, prompts and states as pi0 reads them."""
+    """Converts pictures, prompts and states to pi0's inputs."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, spec: SimSpec, options: PI0Options, state: Moments
@@ -175,7 +175,7 @@ class PI0Inputs:
         return tuple(keys)
 
     def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
-        """Resize, tokenize and scale: once, so that training need not do it in every epoch.
+        """Resize, tokenize and scale once, so that training need not do it in every epoch.
 
         Raises UserError: an image has a wrong dtype or shape, or there is no instruction.
         """
@@ -217,10 +217,10 @@ class PI0Inputs:
 
 
 class PI0Policy(FlowPolicy[PI0Context]):
-    """pi0 on the interface of every policy. Actions reach the simulator in the units that the checkpoint was trained with."""
+    """pi0 with the interface of every policy. The simulator receives actions in the units of the checkpoint's training data."""
 
     action_units = "simulator"
-    critics_train: tuple[str, ...] = ()  # what computes the features learns with the policy
+    critics_train: tuple[str, ...] = ()  # the layers under the features train with the policy
     model: PI0Model
 
     def __init__(
@@ -257,7 +257,7 @@ class PI0Policy(FlowPolicy[PI0Context]):
         return self.action_moments.unnormalise(super().simulator_action(action))
 
     def bounded(self, chunk: Tensor) -> Tensor:
-        """See `FlowPolicy.bounded`: out of the data set's units."""
+        """See `FlowPolicy.bounded`; converts from the data set's units."""
         low, high = (chunk.new_tensor(bound) for bound in (self.spec.action.low, self.spec.action.high))
         if self.action_moments.mean:
             chunk = chunk * (chunk.new_tensor(self.action_moments.std) + _EPSILON) + chunk.new_tensor(self.action_moments.mean)
@@ -272,8 +272,8 @@ class PI0Policy(FlowPolicy[PI0Context]):
         noise: Tensor | None = None,
         t: Tensor | None = None,
     ) -> Tensor:
-        """See `FlowPolicy.cloning_loss`; `action` [B, K, A] is normalised by the simulator's bounds, as everywhere. Where K < H the last
-        step stands for those that nothing asks for, and they do not count."""
+        """See `FlowPolicy.cloning_loss`; `action` [B, K, A] is normalised by the simulator's bounds, as everywhere. If K < H, the last step
+        pads the rest, which the mask excludes."""
         units = torch.from_numpy(self.action_moments.normalise(self.spec.action.denormalise(numpy_of(action)))).to(action.device)
         if (more := self.layout.latent[0] - units.shape[1]) > 0:
             mask = torch.ones(units.shape[:2], dtype=torch.bool, device=action.device) if mask is None else mask
@@ -282,7 +282,7 @@ class PI0Policy(FlowPolicy[PI0Context]):
         return super().cloning_loss(observation, units, mask, noise=noise, t=t)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the folder: what transformers reads, the tokenizer, and our own heads and statistics beside it."""
+        """Write the folder: transformers' files, the tokenizer, and this package's heads and statistics."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as temporary:
@@ -310,13 +310,13 @@ def load_pi0_policy(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> PI0Policy:
-    """pi0 out of a folder. Value head and learned deviation are read where they were saved, else drawn from torch's global generator.
+    """Load pi0 from a folder. Value head and learned deviation are loaded if saved, otherwise drawn from torch's global generator.
 
     Args:
         flow: None: `FlowOptions` with the checkpoint's own number of steps.
-        state, action: None: as `flow_statistics.json` in the folder has them, else unscaled.
+        state, action: None: from `flow_statistics.json` in the folder, else unscaled.
 
-    Raises UserError: the folder is incomplete, holds another kind of model, or does not fit the simulator.
+    Raises UserError: the folder is incomplete, contains another kind of model, or does not fit the simulator.
     """
     folder = Path(directory)
     data = check_model_folder(folder)
@@ -352,7 +352,7 @@ def load_pi0_policy(
 
 
 def build_pi0(config: PI0PolicyConfig, spec: SimSpec) -> PI0Policy:
-    """The folder of `config.path` as a policy that trains.
+    """Load the folder of `config.path` as a trainable policy.
 
     Raises UserError: the folder is missing or incomplete, does not fit the simulator, or the task gives no instruction.
     """
@@ -371,7 +371,7 @@ def build_pi0(config: PI0PolicyConfig, spec: SimSpec) -> PI0Policy:
 
 
 def letterbox(image: np.ndarray, size: int) -> np.ndarray:
-    """uint8 [H, W, 3] → uint8 [size, size, 3]: the longer side to `size`, bilinear, and black bars on both sides, as openpi trains."""
+    """Resize uint8 [H, W, 3] to [size, size, 3]: longer side to `size`, bilinear, black bars on both sides, as in openpi's training."""
     height, width = image.shape[:2]
     if (height, width) == (size, size):
         return image

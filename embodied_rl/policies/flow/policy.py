@@ -1,10 +1,10 @@
-"""Flow policies on the interface of `embodied_rl.policies.base`: actions by denoising, log-probabilities of the denoising that was done.
+"""Flow policies with the interface of `embodied_rl.policies.base`: actions by denoising, with log-probabilities of the denoising steps.
 
-The density of a flow's action has no cheap form, but that of a *stochastic* denoising step is a normal's. What was sampled on the way is
-therefore kept with the action (`RecordLayout`), and `evaluate` scores it again under the present weights.
+The density of a flow's action has no cheap form, but a *stochastic* denoising step has a normal distribution. The policy therefore keeps
+the samples along the way with the action (`RecordLayout`), and `evaluate` scores them under the current weights.
 
-Shape legend: B rows, K steps and A dimensions that the simulator gets, H >= K and D >= A those of the model, S denoising steps,
-W numbers of a recorded action, L action units.
+Shape legend: B rows, K steps and A dimensions that the simulator gets, H >= K and D >= A those of the model, S denoising steps, W numbers
+of a recorded action, L action units.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from embodied_rl.types import SimSpec, TensorSpec
 
 @dataclass(frozen=True)
 class Record:
-    """What `evaluate` needs of a decision beside its observation. One of the two parts is set."""
+    """Data that `evaluate` needs of a decision beside its observation. One of the two parts is set."""
 
     chunk: Tensor
     """[B, K, A] the action: the first K steps and A dimensions of x at t = 0."""
@@ -45,47 +45,47 @@ class Record:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """A `Record` as one float32 row, so that it travels wherever an action does. The action itself comes first.
+    """A `Record` as one float32 row, so that it travels like any action. The action itself comes first.
 
     ``flow_sde``: [chunk K·A | before H·D | after K·A | index].  Others: [chunk K·A | before S·H·D].
     """
 
     chunk: tuple[int, int]
-    """(K, A)"""
+    """(K, A), the simulator's part of a chunk."""
     latent: tuple[int, int]
-    """(H, D): K <= H, A <= D."""
+    """(H, D), the model's chunk: K <= H, A <= D."""
     num_steps: int
     one_step: bool
-    """flow_sde"""
+    """Whether one step is stochastic (flow_sde)."""
 
     @property
     def num_used(self) -> int:
-        """K·A"""
+        """Numbers of the simulator's part, K·A."""
         return self.chunk[0] * self.chunk[1]
 
     @property
     def num_latent(self) -> int:
-        """H·D"""
+        """Numbers of the model's chunk, H·D."""
         return self.latent[0] * self.latent[1]
 
     @property
     def width(self) -> int:
-        """W: numbers of a row."""
+        """Numbers of a row, W."""
         if self.one_step:
             return 2 * self.num_used + self.num_latent + 1
         return self.num_used + self.num_steps * self.num_latent
 
     @property
     def noise_width(self) -> int:
-        """Standard normal numbers that one decision takes: the start, then one for each stochastic step, and one for its index."""
+        """Standard normal numbers per decision: the start, one for each stochastic step, and one for its index."""
         return 2 * self.num_latent + 1 if self.one_step else (1 + self.num_steps) * self.num_latent
 
     def used(self, x: Tensor) -> Tensor:
-        """[B, ..., H, D] → [B, ..., K, A]: what the simulator gets of a model's chunk."""
+        """[B, ..., H, D] → [B, ..., K, A]: the simulator's part of a model's chunk."""
         return x[..., : self.chunk[0], : self.chunk[1]]
 
     def pack(self, record: Record) -> Tensor:
-        """[B, W] float32"""
+        """Pack a record into rows [B, W] float32."""
         parts = [record.chunk.flatten(1), record.before.flatten(1)]
         if self.one_step:
             assert record.after is not None
@@ -94,7 +94,7 @@ class RecordLayout:
         return torch.cat(parts, dim=1)
 
     def unpack(self, row: Tensor) -> Record:
-        """The inverse of `pack`. Raises UserError where the rows have another width."""
+        """Inverse of `pack`. Raises UserError if the rows have another width."""
         if row.dim() != 2 or row.shape[1] != self.width:
             raise UserError(
                 f"A flow policy's recorded action has {self.width} numbers (the chunk and its denoising), got {list(row.shape)}. "
@@ -111,32 +111,32 @@ class RecordLayout:
 
 # ---- from noise to actions in steps -----------------------------------------------------------------------------------
 
-# Times run backward, as pi0 has them (Black et al. 2024, arXiv:2410.24164): x_t = t·ε + (1 - t)·a, pure noise ε at t = 1, the action a at
-# t = 0, and the velocity v(x, t) = E[ε - a | x_t = x]. Hence a's estimate x - t·v and the noise's x + (1 - t)·v.
+# Times run backward, as in pi0 (Black et al. 2024, arXiv:2410.24164): x_t = t·ε + (1 - t)·a, pure noise ε at t = 1, the action a at t = 0,
+# and the velocity v(x, t) = E[ε - a | x_t = x]. Hence a's estimate x - t·v and the noise's x + (1 - t)·v.
 #
 # Shape legend: B rows, H steps of a chunk, D action dimensions. All functions are pure.
 
 
 @dataclass(frozen=True)
 class Transition:
-    """The normal distribution of one stochastic denoising step."""
+    """Normal distribution of one stochastic denoising step."""
 
     mean: Tensor
-    """[B, H, D]"""
+    """Mean [B, H, D]."""
     std: Tensor
-    """Broadcasts with `mean`."""
+    """Standard deviation; broadcasts with `mean`."""
 
     def sample(self, noise: Tensor) -> Tensor:
-        """[B, H, D] from standard normal noise."""
+        """Sample [B, H, D] from standard normal noise."""
         return self.mean + self.std * noise
 
     def log_prob(self, x: Tensor) -> Tensor:
-        """[B, H, D] of each dimension."""
+        """Log-probability [B, H, D] of each dimension."""
         z = (x - self.mean) / self.std
         return -0.5 * z * z - torch.log(self.std) - LOG_SQRT_2PI
 
     def entropy(self) -> Tensor:
-        """[B, H, D]"""
+        """Entropy [B, H, D] of each dimension."""
         return (torch.log(self.std) + 0.5 + LOG_SQRT_2PI).expand_as(self.mean)
 
 
@@ -154,13 +154,13 @@ def ode_step(x: Tensor, velocity: Tensor, delta: float) -> Tensor:
 def sde_sigma(t: Tensor, delta: float, noise_level: float) -> Tensor:
     """σ(t) = λ·sqrt(t / (1 - t)) [B] (Flow-GRPO, Liu et al. 2025, arXiv:2505.05470).
 
-    It is infinite at t = 1; there 1 - t is taken from the next time of the grid, t = 1 - delta.
+    It is infinite at t = 1; there 1 - t is that of the grid's next time, t = 1 - delta.
     """
     return noise_level * torch.sqrt(t / (1.0 - t).clamp_min(delta))
 
 
 def sde_step(x: Tensor, velocity: Tensor, t: Tensor, delta: float, noise_level: float) -> Transition:
-    """Euler-Maruyama step from t to t - delta of the equation with noise σ(t) that keeps the flow's marginals.
+    """Euler-Maruyama step from t to t - delta of the equation with noise σ(t) that preserves the flow's marginals.
 
     With the score ∇log p_t(x) = -(noise's estimate)/t:  mean = â(1 - (t - δ)) + ε̂(t - δ - σ²δ/(2t)),  std = σ·sqrt(δ).
 
@@ -178,7 +178,7 @@ def sde_step(x: Tensor, velocity: Tensor, t: Tensor, delta: float, noise_level: 
 
 
 def initial_log_prob(x: Tensor) -> Tensor:
-    """[B, H, D] log-density of the noise that a chain starts from."""
+    """[B, H, D] log-density of a chain's initial noise."""
     return -0.5 * x * x - LOG_SQRT_2PI
 
 
@@ -198,7 +198,7 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 def log_density(velocity: Velocity, action: Tensor, *, num_steps: int = 32) -> Tensor:
     """log p(a) [B] of actions [B, H, D] = log N(x_1; 0, 1) + ∫₀¹ div v(x_t, t) dt, along dx/dt = v from x_0 = a.
 
-    Runge-Kutta of fourth order with `num_steps` steps, in the action's own dtype. Nothing is differentiated by the caller's graph.
+    Runge-Kutta of fourth order with `num_steps` steps, in the action's own dtype, outside the caller's autograd graph.
     """
     x = action.detach().clone()
     total = x.new_zeros(len(x))
@@ -215,7 +215,7 @@ def log_density(velocity: Velocity, action: Tensor, *, num_steps: int = 32) -> T
 
 
 def _with_divergence(velocity: Velocity, x: Tensor, t: float) -> tuple[Tensor, Tensor]:
-    """v [B, H, D] and Σ ∂v_i/∂x_i [B]. Rows do not touch each other, so one backward pass serves all rows of a dimension."""
+    """v [B, H, D] and Σ ∂v_i/∂x_i [B]. Rows are independent, so one backward pass per dimension serves all rows."""
     with torch.enable_grad():
         place = x.detach().requires_grad_()
         v = velocity(place, place.new_full((len(place),), t))
@@ -229,7 +229,7 @@ def _with_divergence(velocity: Velocity, x: Tensor, t: float) -> tuple[Tensor, T
 
 
 TimeDistribution = Literal["uniform", "beta"]
-"""beta: pi0's, 0.001 + 0.999·Beta(1.5, 1), which prefers noisy times."""
+"""beta: pi0's 0.001 + 0.999·Beta(1.5, 1), which prefers noisy times."""
 
 
 def flow_matching_loss(
@@ -241,12 +241,12 @@ def flow_matching_loss(
         velocity: (x [B, H, D], t [B]) → [B, H, D]
         action, noise: [B, H, D]
         t: [B]
-        mask: [B, H] bool, steps that exist (a chunk may reach beyond the episode's end). A row without any has loss 0.
+        mask: [B, H] bool, steps that exist (a chunk may extend beyond the episode's end). A row without any has loss 0.
     """
     error = (velocity(mix(action, noise, t), t) - (noise - action)).square().mean(-1)
     if mask is None:
         return error.mean(-1)
-    # where, not a product: what is masked may be NaN.
+    # where, not a product: masked values may be NaN.
     kept = torch.where(mask, error, torch.zeros_like(error))
     return kept.sum(-1) / mask.sum(-1).clamp_min(1)
 
@@ -261,37 +261,37 @@ _FIXED_NOISE_SEED = 0
 
 
 Context = TypeVar("Context")
-"""What all denoising steps of a decision share: an encoding, a key-value cache."""
+"""Shared data of a decision's denoising steps: an encoding, a key-value cache."""
 
 
 class VelocityModel(nn.Module, ABC, Generic[Context]):
-    """A network that says where noise moves."""
+    """Base of networks that predict the velocity of noise."""
 
     latent: tuple[int, int]
-    """(H, D)"""
+    """(H, D) of the chunk."""
     num_features: int
-    """F"""
+    """Number of features, F."""
     observation_keys: tuple[str, ...]
 
     @property
     def convolutions(self) -> nn.Module | None:
-        """Where it has some: learners choose their threads by them."""
+        """Module with convolutions, if any; learners choose their thread count by them."""
         return None
 
     @abstractmethod
     def context(self, observation: Mapping[str, Any]) -> Context:
-        """Of observations."""
+        """Encode observations."""
 
     @abstractmethod
     def features(self, context: Context) -> Tensor:
-        """[B, F] for the value and the learned deviation."""
+        """Features [B, F] for the value and the learned deviation."""
 
     @abstractmethod
     def velocity(self, context: Context, x: Tensor, t: Tensor) -> Tensor:
         """(x [B, H, D], t [B]) → [B, H, D]"""
 
     def update_statistics(self, observation: TensorObservation) -> None:
-        """Fold a rollout's observations into the normalisation."""
+        """Add a rollout's observations to the normalisation statistics."""
 
 
 class NoiseNet(nn.Module):
@@ -319,15 +319,15 @@ _Step = tuple[Transition, Tensor]
 
 
 class FlowPolicy(Policy, Generic[Context]):
-    """An action is a row [B, W] of `RecordLayout`; the simulator gets its head."""
+    """Policy whose action is a row [B, W] of `RecordLayout`; the simulator gets the row's first part."""
 
     translates = True
     critics_train: tuple[str, ...] = ("model.trunk.",)
     noise_kind: Literal["normal"] = "normal"
     action_units: Literal["normalised", "simulator"] = "normalised"
-    """Of what `simulator_action` gives."""
+    """Units of the result of `simulator_action`."""
     initial_noise: Tensor
-    """[1, H, D] what deterministic actions start from."""
+    """[1, H, D] start of deterministic actions."""
 
     def __init__(
         self, model: VelocityModel[Context], critic: nn.Module, spec: SimSpec, options: FlowOptions, chunk: tuple[int, int]
@@ -335,9 +335,9 @@ class FlowPolicy(Policy, Generic[Context]):
         """
         Args:
             critic: features [B, F] → values [B].
-            chunk: (K, A) of what the simulator gets.
+            chunk: (K, A), the simulator's part.
 
-        Raises UserError: the model's chunk is smaller than what the simulator needs.
+        Raises UserError: the model's chunk is smaller than the simulator's.
         """
         super().__init__()
         self.spec, self.options = spec, options
@@ -352,7 +352,7 @@ class FlowPolicy(Policy, Generic[Context]):
         self.noise_net: NoiseNet | None = None
         if options.method == "flow_noise":
             self.noise_net = NoiseNet(self.model.num_features, self.model.latent, options.min_std, options.max_std)
-        # One fixed draw, not zeros: from zeros, a flow of two modes ends between them, where no demonstration was.
+        # One fixed draw, not zeros: from zeros, a flow with two modes ends between them, where no demonstration was.
         generator = torch.Generator().manual_seed(_FIXED_NOISE_SEED)
         self.register_buffer("initial_noise", torch.randn(1, *self.model.latent, generator=generator))
 
@@ -366,7 +366,7 @@ class FlowPolicy(Policy, Generic[Context]):
 
     @property
     def num_units(self) -> int:
-        """L: K·A; for dppo S·K·A, step by step."""
+        """Number of action units, L: K·A; for dppo S·K·A, step by step."""
         return self.layout.num_used * (self.options.num_steps if self.options.method == "dppo" else 1)
 
     @property
@@ -387,7 +387,7 @@ class FlowPolicy(Policy, Generic[Context]):
     def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
         """Denoise actions.
 
-        `noise`: [B, noise_width] standard normal. None: the ordinary equation from one fixed draw, for every row the same.
+        `noise`: [B, noise_width] standard normal. None: the ordinary equation from one fixed draw, the same for every row.
         Returns recorded actions [B, W], their log-probabilities [B, L] and values [B].
         """
         context = self.model.context(observation)
@@ -432,13 +432,13 @@ class FlowPolicy(Policy, Generic[Context]):
         return self.critic(features)
 
     def drawn(self, observation: Mapping[str, Any], features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Denoised chunks within the bounds, and the log-density of the denoising: gradients run back through every step of it."""
+        """Denoised chunks within the bounds, and the log-density of the denoising; gradients flow through every step."""
         context = self.model.context(observation)
         record, steps = (self._denoise_one if self.layout.one_step else self._denoise_all)(context, self.model.features(context), noise)
         return self.bounded(record.chunk).flatten(1), self._score(record, steps)[0]
 
     def bounded(self, chunk: Tensor) -> Tensor:
-        """What the simulator's bounds leave of a chunk [B, K, A], normalised by them; with gradients."""
+        """Clip a chunk [B, K, A] to the simulator's bounds, normalised by them; with gradients."""
         return chunk.clamp(-1.0, 1.0)
 
     # ---- other uses -----------------------------------------------------------------------------------------------------
@@ -455,9 +455,9 @@ class FlowPolicy(Policy, Generic[Context]):
         """Flow-matching loss [B] of recorded chunks; see `flow_matching_loss`.
 
         Args:
-            action: [B, H, D'] normalised; dimensions that are missing are filled up with zeros, as pi0 has it.
+            action: [B, H, D'] normalised; missing dimensions are zero-padded, as in pi0.
             noise: [B, H, D] standard normal; None: from torch's global generator.
-            t: [B] times, of `sample_times`; None: uniform ones, from the same.
+            t: [B] times from `sample_times`; None: uniform ones, from the same generator.
             mask: [B, H] steps that exist.
         """
         context = self.model.context(observation)
@@ -489,12 +489,12 @@ class FlowPolicy(Policy, Generic[Context]):
         return noise[:, :latent].reshape(rows, *self.layout.latent), noise[:, latent:]
 
     def _denoise_one(self, context: Context, features: Tensor, noise: Tensor | None) -> tuple[Record, list[_Step]]:
-        """One random stochastic step for each row, the others ordinary."""
+        """Denoise with one random stochastic step per row, and ordinary steps otherwise."""
         rows, num_steps = len(features), self.options.num_steps
         x, rest = self._start(rows, noise)
         index = torch.zeros(rows, dtype=torch.int64, device=x.device)
         if rest is not None:
-            # A normal number through its distribution function is uniform: the caller draws one kind of noise only.
+            # The distribution function turns a normal number into a uniform one, so the caller draws only one kind of noise.
             uniform = torch.special.ndtr(rest[:, -1].double())
             index = (uniform * num_steps).long().clamp(max=num_steps - 1)
         before, after = torch.zeros_like(x), torch.zeros_like(x)
@@ -514,7 +514,7 @@ class FlowPolicy(Policy, Generic[Context]):
         return Record(used(x), before[:, None], used(after), index), [(Transition(mean, std), after)]
 
     def _denoise_all(self, context: Context, features: Tensor, noise: Tensor | None) -> tuple[Record, list[_Step]]:
-        """Every step stochastic."""
+        """Denoise with stochastic steps only."""
         rows, num_steps = len(features), self.options.num_steps
         x, rest = self._start(rows, noise)
         chain, steps = [], []
@@ -533,7 +533,7 @@ class FlowPolicy(Policy, Generic[Context]):
         return Record(self.layout.used(x), torch.stack(chain, dim=1)), steps
 
     def _replay(self, context: Context, features: Tensor, record: Record) -> list[_Step]:
-        """The stochastic steps of a record under the present weights."""
+        """The stochastic steps of a record under the current weights."""
         before = record.before.unbind(1)
         afters = [*before[1:], record.chunk if record.after is None else record.after]
         steps = []
@@ -546,8 +546,8 @@ class FlowPolicy(Policy, Generic[Context]):
     def _score(self, record: Record, steps: list[_Step]) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies [B, L].
 
-        Of the dimensions that the simulator gets: the others are denoised and noisy too, but what they cause is left out, as in
-        RLinf's pi0. Where the model has no others, nothing is left out.
+        They cover the simulator's dimensions. The other dimensions are denoised and noisy too, but their effect is ignored, as in RLinf's
+        pi0; a model without other dimensions ignores nothing.
         """
         used = self.layout.used
         log_probs, entropies = [], []
@@ -559,7 +559,7 @@ class FlowPolicy(Policy, Generic[Context]):
             return torch.cat(log_probs, dim=1), torch.cat(entropies, dim=1)
         log_prob, entropy = torch.stack(log_probs).sum(0), torch.stack(entropies).sum(0)
         if self.options.method == "flow_noise":
-            # The start is part of the chain's density; it does not depend on the weights.
+            # The start is part of the chain's density, but does not depend on the weights.
             log_prob = log_prob + initial_log_prob(used(record.before[:, 0])).flatten(1)
         return log_prob, entropy
 
@@ -598,7 +598,7 @@ class FlowNetwork(VelocityModel[Tensor]):
             self.trunk = ImageTrunk(_part(spec, config.image_key, 3).shape, stack)
             size += self.trunk.num_features
         self.num_features = size
-        # Periods from 4, which distinguishes the ends, down to 1/2: higher frequencies are harder to interpolate between than useful.
+        # Periods from 4, which distinguishes the ends, down to 1/2: higher frequencies are too hard to interpolate between.
         half = config.time_features // 2
         self.register_buffer("frequencies", 0.5 * math.pi * 2.0 ** torch.linspace(0.0, 3.0, half), persistent=False)
         width = self.latent[0] * self.latent[1]
@@ -626,7 +626,7 @@ class FlowNetwork(VelocityModel[Tensor]):
         return self.layers(torch.cat([x.flatten(1), angles.sin(), angles.cos(), context], dim=1)).view_as(x)
 
     def update_statistics(self, observation: TensorObservation) -> None:
-        """Fold states [..., state dim] into the running moments."""
+        """Add states [..., state dim] to the running moments."""
         if self.normalizer is not None and self.config.state_key is not None:
             self.normalizer.update(observation[self.config.state_key].flatten(0, -2))
 
@@ -643,9 +643,9 @@ class Critic(nn.Module):
 
 
 def build_flow(config: FlowPolicyConfig, spec: SimSpec) -> FlowPolicy[Tensor]:
-    """The small flow policy for a simulator; weights are drawn from torch's global generator, so seed it first.
+    """Build the small flow policy for a simulator; weights come from torch's global generator, so seed it first.
 
-    Raises UserError: actions are not continuous, or the simulator has no such observation.
+    Raises UserError: actions are not continuous, or the simulator lacks an observation.
     """
     if spec.action.kind != "continuous":
         raise UserError(f"A flow policy makes continuous actions, but task '{spec.task}' takes {spec.action.kind} ones. Use policy=mlp.")

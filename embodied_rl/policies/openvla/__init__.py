@@ -1,1 +1,1 @@
-"""OpenVLA (Kim et al. 2024) and OpenVLA-OFT (Kim et al. 2025) as modules of our own, with the published checkpoints' key names."""
+"""OpenVLA (Kim et al. 2024) and OpenVLA-OFT (Kim et al. 2025) as native modules, with the published checkpoints' key names."""

@@ -1,7 +1,7 @@
 """Reading and writing OpenVLA's weights: `config.json` and safetensors in one file or several with an index.
 
-Published checkpoints load as they are, and what is written loads in the original's code. Nothing is unpickled: heads that others
-publish as ``.pt`` files must be converted first (docs/openvla.md shows how).
+Published checkpoints load unchanged, and the original's code loads the written ones. Nothing is unpickled: heads published as ``.pt`` files
+must be converted first (docs/openvla.md shows how).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def load_weights(
     device: str | torch.device = "cpu",
     optional: Collection[str] = (),
 ) -> None:
-    """Fill a model that was made on the meta device, shard by shard: never more than the model and one tensor are in memory.
+    """Fill a model on the meta device, shard by shard: memory contains at most the model and one tensor.
 
-    `optional`: names that the main files need not hold (they come from files of their own).
+    `optional`: names that the main files need not contain (they have separate files).
     Raises UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape.
     """
     wanted = model.state_dict()
@@ -49,7 +49,7 @@ def load_weights(
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """`load_state_dict`, strict, with one line for what does not fit. Raises UserError."""
+    """`load_state_dict`, strict, with a one-line error for mismatches. Raises UserError."""
     wanted = module.state_dict()
     _check(source, wanted, state)
     missing = [name for name in wanted if name not in state]
@@ -59,7 +59,7 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str) -> N
 
 
 def read_safetensors(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """All tensors of a file. Raises UserError when it is missing, damaged, or a pickle."""
+    """Read all tensors of a file. Raises UserError if it is missing, damaged, or a pickle."""
     if path.suffix in (".pt", ".pth", ".bin"):
         raise UserError(f"'{path}' is a pickle, which can run any program when it is read. Convert it to safetensors (docs/openvla.md).")
     return dict(_tensors(path, None, device, dtype))
@@ -68,10 +68,9 @@ def read_safetensors(path: Path, *, dtype: torch.dtype | None = None, device: st
 def save_weights(state: Mapping[str, Tensor], config: Mapping[str, object], directory: Path, max_shard_bytes: int) -> None:
     """Write `config.json` and the weights, in one file or in shards of at most `max_shard_bytes`.
 
-    Files are written beside their place and renamed, the index last. Weights of an earlier save that are no part of this one are
-    removed.
+    Files are written under temporary names and renamed, the index last. Weights left from an earlier save are removed.
     """
-    from huggingface_hub import split_torch_state_dict_into_shards  # transformers brings it
+    from huggingface_hub import split_torch_state_dict_into_shards  # a dependency of transformers
 
     split = split_torch_state_dict_into_shards(dict(state), max_shard_size=max_shard_bytes)
     for name, keys in split.filename_to_tensors.items():
@@ -89,13 +88,13 @@ def save_weights(state: Mapping[str, Tensor], config: Mapping[str, object], dire
 
 
 def save_state(state: Mapping[str, Tensor], path: Path) -> None:
-    """One safetensors file, marked as PyTorch's so that transformers takes it."""
+    """Write one safetensors file, marked as PyTorch's so that transformers accepts it."""
     whole = {name: tensor.detach().contiguous() for name, tensor in state.items()}
     write_atomic_with(path, lambda temporary: save_file(whole, temporary, metadata={"format": "pt"}))
 
 
 def _files(directory: Path) -> dict[Path, list[str] | None]:
-    """{file: names to take from it, None for all}. Raises UserError when a shard of the index is missing."""
+    """{file: names to load from it, None for all}. Raises UserError if a shard of the index is missing."""
     if (directory / INDEX).exists():
         places = read_json(directory / INDEX).get("weight_map")
         if not isinstance(places, dict) or not places:

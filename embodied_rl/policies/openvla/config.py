@@ -1,4 +1,4 @@
-"""What `config.json` of an OpenVLA checkpoint says, checked once."""
+"""`config.json` of an OpenVLA checkpoint, checked once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ResizeStrategy = Literal["resize-naive", "resize-crop", "letterbox"]
 
 VIT_KEY = "embodied_rl_vision"
-"""Our own entry of `config.json`: the shapes of vision transformers that `VIT_SHAPES` does not name."""
+"""This package's entry in `config.json`: shapes of vision transformers that `VIT_SHAPES` does not name."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class ViTShape:
     num_heads: int
     mlp_width: int
     num_registers: int = 0
-    """Register tokens; with any there is a class token too (DINOv2). Without, there is neither (SigLIP)."""
+    """Number of register tokens; with any there is a class token too (DINOv2), otherwise neither (SigLIP)."""
     layer_scale: bool = False
     attention_pool: bool = False
-    """Carries a pooling head that this model never runs; its weights are part of the checkpoint."""
+    """Whether there is a pooling head; this model never runs it, but its weights are part of the checkpoint."""
     image_size: int = 224
     patch_size: int = 14
 
@@ -46,7 +46,7 @@ VIT_SHAPES: dict[str, ViTShape] = {
     "vit_large_patch14_reg4_dinov2.lvd142m": DINOV2_L,
     "vit_so400m_patch14_siglip_224": SIGLIP_SO400M,
 }
-"""By the names that checkpoints use."""
+"""{name in checkpoints: shape}"""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class OpenVLAConfig:
     resize: ResizeStrategy = "resize-naive"
     num_action_bins: int = 256
     pad_to_multiple_of: int = 64
-    """Rows by which the embedding is larger than the tokenizer's vocabulary."""
+    """Number of rows by which the embedding exceeds the tokenizer's vocabulary."""
     pad_token_id: int = 32000
     norm_stats: Mapping[str, Any] = field(default_factory=dict)
     """{data set: {"action": {"q01": [A], "q99": [A], "mask": [A], …}, "proprio": {…}}}"""
     raw: Mapping[str, Any] = field(default_factory=dict)
-    """The whole of `config.json`, so that saving keeps what we do not read."""
+    """The whole `config.json`, so that saving keeps unknown entries."""
 
     def __post_init__(self) -> None:
         require_known(self.resize, get_args(ResizeStrategy), f"image_resize_strategy='{self.resize}' is not known.")
@@ -74,12 +74,12 @@ class OpenVLAConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the text tokenizer: the embedding's rows less those that pad it."""
+        """Number of tokens of the text tokenizer: the embedding's rows without padding."""
         return int(self.text["vocab_size"]) - self.pad_to_multiple_of
 
     @property
     def hidden_size(self) -> int:
-        """d of the language model."""
+        """Width of the language model, D."""
         return int(self.text["hidden_size"])
 
     @property
@@ -89,7 +89,7 @@ class OpenVLAConfig:
 
     @property
     def num_patches(self) -> int:
-        """Patch tokens of one image."""
+        """Number of patch tokens of one image."""
         return self.vision[0].num_patches
 
     @property
@@ -106,7 +106,7 @@ class OpenVLAConfig:
         return config
 
     def to_json(self) -> dict[str, Any]:
-        """The content of `config.json`: what was read, with what we may have changed."""
+        """Content of `config.json`: the original entries with this model's changes."""
         raw = dict(self.raw) or _fresh_json(self)
         raw |= {"text_config": dict(self.text), "norm_stats": dict(self.norm_stats), "image_resize_strategy": self.resize}
         if any(name not in VIT_SHAPES for name in raw.get("timm_model_ids", ())):
@@ -115,7 +115,7 @@ class OpenVLAConfig:
 
     @staticmethod
     def openvla_7b() -> OpenVLAConfig:
-        """The shape of the published 7B model, without any data set's statistics."""
+        """Configuration of the published 7B model, without any data set's statistics."""
         text = {
             "model_type": "llama",
             "vocab_size": 32064,
@@ -134,9 +134,9 @@ class OpenVLAConfig:
     def read(directory: Path, vision: tuple[ViTShape, ViTShape] | None = None) -> OpenVLAConfig:
         """Read `config.json` of a checkpoint.
 
-        `vision` gives the shapes of transformers whose names are not in `VIT_SHAPES`. A `dataset_statistics.json` beside it, as
-        fine-tuned checkpoints carry it, replaces the statistics of the same data sets.
-        Raises UserError: the file is missing, is not JSON or not an OpenVLA's, or names a vision transformer that is not known.
+        `vision` gives the shapes of transformers whose names are not in `VIT_SHAPES`. A `dataset_statistics.json` in the same folder, as in
+        fine-tuned checkpoints, replaces the statistics of the same data sets.
+        Raises UserError: the file is missing, is not JSON or not an OpenVLA's, or names an unknown vision transformer.
         """
         raw = read_json(directory / "config.json")
         if raw.get("model_type") != "openvla":
@@ -161,7 +161,7 @@ class OpenVLAConfig:
 
 
 def shapes_of(given: Sequence[Mapping[str, Any]]) -> tuple[ViTShape, ViTShape] | None:
-    """`policy.vision` as shapes; None for none. Raises UserError where a shape lacks an entry or has one that is not known."""
+    """`policy.vision` as shapes; None if empty. Raises UserError if a shape lacks an entry or has an unknown one."""
     if not given:
         return None
     known = {one.name: one for one in fields(ViTShape)}
@@ -179,7 +179,7 @@ def shapes_of(given: Sequence[Mapping[str, Any]]) -> tuple[ViTShape, ViTShape] |
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises UserError when the file is missing or holds something else."""
+    """Read a JSON object. Raises UserError if the file is missing or contains anything else."""
     try:
         data = parse_json(read_regular(path))
     except OSError as error:
@@ -206,7 +206,7 @@ def _vision(raw: Mapping[str, Any], directory: Path) -> tuple[ViTShape, ViTShape
 
 
 def _fresh_json(config: OpenVLAConfig) -> dict[str, Any]:
-    """`config.json` of a model that was not read from one, as the original's loader wants it."""
+    """`config.json` of a model that was not read from one, in the original loader's form."""
     names = {shape: name for name, shape in VIT_SHAPES.items()}
     return {
         "model_type": "openvla",

@@ -1,7 +1,7 @@
 """OpenVLA: two vision transformers and a projector before a Llama, with the key names of the published checkpoints.
 
-Shape legend: B rows, I images of a row, S pixels of a side, N patch tokens of all images, P prompt tokens, T = N + P (+ what comes
-after), L action tokens, V action tokens of the vocabulary (256), D width of the language model.
+Shape legend: B rows, I images of a row, S pixels of a side, N patch tokens of all images, P prompt tokens, T = N + P (plus later tokens), L
+action tokens, V action tokens of the vocabulary (256), D width of the language model.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 
 BOS_TOKEN = 1
 EMPTY_TOKEN = 29871
-"""The lone space that stands between "Out:" and the first action token, as Llama's tokenizer wrote it in training."""
+"""Token of the lone space between "Out:" and the first action token, as Llama's tokenizer wrote it in training."""
 STOP_TOKEN = 2
 MAX_SHARD_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """A batch of sequences as the language model takes them."""
+    """A batch of sequences in the language model's input form."""
 
     embeds: Tensor
-    """[B, T, D]"""
+    """Embeddings [B, T, D]."""
     mask: Tensor
     """[B, T] bool: False at padding."""
     padded: bool
-    """Whether any place is padding. It decides about the attention kernel, so it is a Python value: asking a GPU would wait for it."""
+    """Whether any position is padding. It selects the attention kernel; a Python value, since reading a tensor would wait for the GPU."""
 
     @property
     def positions(self) -> Tensor:
-        """[B, T] int64: places counted without padding, so that a row's numbers do not depend on its neighbours' lengths."""
+        """[B, T] int64 positions counted without padding, so that a row's numbers do not depend on its neighbours' lengths."""
         return (self.mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
     def places(self, num_more: int) -> Tensor:
-        """[B, T + num_more] int64 positions of these tokens and of more behind; [1, T + num_more] where all rows count alike."""
+        """[B, T + num_more] int64 positions of these tokens and of later ones; [1, T + num_more] if they are equal in all rows."""
         positions = self.positions if self.padded else torch.arange(self.mask.shape[1], device=self.mask.device).unsqueeze(0)
         if not num_more:
             return positions
@@ -56,13 +56,13 @@ class Embedded:
         return torch.cat([positions, positions[:, -1:] + more], dim=1)
 
     def followed_by(self, embeds: Tensor) -> Embedded:
-        """With [B, n, D] more tokens behind, none of them padding."""
+        """Append tokens [B, n, D] without padding."""
         more = torch.ones(embeds.shape[:2], dtype=torch.bool, device=self.mask.device)
         return Embedded(torch.cat([self.embeds, embeds], dim=1), torch.cat([self.mask, more], dim=1), self.padded)
 
 
 class VisionLanguageModel(nn.Module):
-    """What OpenVLA and OpenVLA-OFT share: images and text to the language model's hidden states."""
+    """Base of OpenVLA and OpenVLA-OFT: images and text to the language model's hidden states."""
 
     def __init__(self, config: OpenVLAConfig, *, film: bool = False) -> None:
         with from_extra("OpenVLA", "language"):
@@ -92,7 +92,7 @@ class VisionLanguageModel(nn.Module):
         return self.projector(self.vision_backbone(pixels.to(self.dtype), language))
 
     def hidden(self, sequence: Embedded, *, causal: bool = True) -> Tensor:
-        """[B, T, D] hidden states after the final norm. Without `causal`, every token attends to all that are not padding."""
+        """[B, T, D] hidden states after the final norm. Without `causal`, every token attends to all tokens that are not padding."""
         mask, positions = None, None
         if sequence.padded:
             mask, positions = attention_mask(sequence.mask, causal=causal), sequence.positions
@@ -106,16 +106,16 @@ class VisionLanguageModel(nn.Module):
         return self.action_scorer()(hidden)
 
     def action_scorer(self) -> Callable[[Tensor], Tensor]:
-        """`action_logits` with its weights looked up: for a loop over tokens."""
+        """`action_logits` with its weights looked up once, for a loop over tokens."""
         head, tokens = self.language_model.lm_head, slice(self.tokens.first_token, self.tokens.vocab_size)
         if type(head) is nn.Linear:
             weight = head.weight[tokens]
             return lambda hidden: F.linear(hidden, weight).float()
-        # An adapter or a sharded layer has its own way to its weights.
+        # An adapter or a sharded layer looks its weights up itself.
         return lambda hidden: head(hidden)[..., tokens].float()
 
     def action_embedder(self) -> Callable[[Tensor], Tensor]:
-        """Choices [...] among the action tokens → their embeddings [..., D], with the weights looked up."""
+        """Choices [...] among the action tokens → their embeddings [..., D], with the weights looked up once."""
         embedding, first = self.language_model.model.embed_tokens, self.tokens.first_token
         if type(embedding) is nn.Embedding:
             weight = embedding.weight[first:]
@@ -123,20 +123,20 @@ class VisionLanguageModel(nn.Module):
         return lambda choices: embedding(choices + first)
 
     def load(self, directory: Path, *, dtype: torch.dtype | None, device: str | torch.device, optional: Collection[str] = ()) -> None:
-        """Fill this model, which was made on the meta device, from a checkpoint's main files (see `load_weights`)."""
+        """Fill this model, which is on the meta device, from a checkpoint's main files (see `load_weights`)."""
         load_weights(self, directory, dtype=dtype, device=device, optional=optional)
-        # Rotary frequencies are no part of a checkpoint; those of the meta device are empty.
+        # Rotary frequencies are not in a checkpoint, and those of the meta device are empty.
         llama = self.language_model.model
         llama.rotary_emb = type(llama.rotary_emb)(llama.config).to(device)
 
     def save_pretrained(self, directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        """Write what the original's code loads: the same keys and `config.json`. The processor saves the tokenizer's files."""
+        """Write files that the original's code loads: the same keys and `config.json`. The processor saves the tokenizer's files."""
         self.save_main(Path(directory), max_shard_bytes=max_shard_bytes)
 
     def save_main(
         self, directory: Path, *, max_shard_bytes: int, skip: Collection[str] = (), extra: Mapping[str, object] | None = None
     ) -> None:
-        """Write `config.json`, with `extra` entries of ours, and all weights but those in `skip` under the original's names."""
+        """Write `config.json`, with `extra` entries, and all weights except `skip` under the original's names."""
         state = {name: tensor for name, tensor in self.state_dict().items() if name not in skip}
         config = self.config.to_json() | {"torch_dtype": str(self.dtype).removeprefix("torch.")} | dict(extra or {})
         save_weights(state, config, directory, max_shard_bytes)
@@ -157,7 +157,7 @@ class OpenVLA(VisionLanguageModel):
         """Read a checkpoint folder: `config.json` and safetensors, in one file or in shards with an index. Nothing is downloaded.
 
         Args:
-            dtype: of the weights; None: as stored (bfloat16 in the published ones).
+            dtype: dtype of the weights; None: as stored (bfloat16 in the published ones).
             vision: shapes of vision transformers that `config.VIT_SHAPES` does not name.
 
         Raises UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape.
@@ -168,7 +168,7 @@ class OpenVLA(VisionLanguageModel):
         return model.eval()
 
     def prefix(self, pixels: Tensor, input_ids: Tensor, mask: Tensor, *, padded: bool) -> Embedded:
-        """Images between the prompt's first token and the rest.
+        """Insert the images between the prompt's first token and the rest.
 
         Args:
             pixels: [B, 1, 6, S, S] normalised.
@@ -183,14 +183,14 @@ class OpenVLA(VisionLanguageModel):
 
         Returns logits [B, L, V] of each action token given those before it, and the hidden state [B, D] at the prompt's last token.
         """
-        # No prediction of the last token is used, so it need not be read.
+        # The last token's prediction is unused, so the token need not be read.
         sequence = prefix.followed_by(self.embed_tokens(tokens[:, :-1])) if tokens.shape[1] > 1 else prefix
         hidden = self.hidden(sequence)[:, -tokens.shape[1] :]
         return self.action_logits(hidden), hidden[:, 0]
 
 
 def _fuse_norms(llama: LlamaModel) -> None:
-    """Give Llama torch's own RMSNorm, one kernel where transformers' has six; same formula, same parameter."""
+    """Give Llama torch's own RMSNorm, one kernel instead of transformers' six; same formula, same parameter."""
     config = llama.config
     for layer in llama.layers:
         layer.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -209,7 +209,7 @@ def join(text: Tensor, patches: Tensor, mask: Tensor, *, padded: bool) -> Embedd
 def attention_mask(mask: Tensor, *, causal: bool) -> Tensor:
     """[B, T] bool → [B, 1, T, T] bool: which key (last axis) each query sees. No query sees padding.
 
-    The rows of padded queries are not empty (they see BOS, which is never padding), so that no softmax is undefined.
+    Padded queries see BOS, which is never padding, so that every softmax is defined.
     """
     length = mask.shape[1]
     seen = mask[:, None, None, :].expand(-1, 1, length, length)

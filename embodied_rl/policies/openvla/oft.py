@@ -1,10 +1,10 @@
-"""OpenVLA-OFT (Kim et al. 2025): a whole chunk of actions from one pass with attention in both directions.
+"""OpenVLA-OFT (Kim et al. 2025): a whole chunk of actions from one pass with bidirectional attention.
 
-The sequence is ``[BOS, patches of all images, (robot state), rest of the prompt, K·A zero embeddings, </s>]``. Placeholders carry
-nothing but their rotary position; the hidden state *before* a placeholder is the one that is read for it, as in a causal model.
+The sequence is ``[BOS, patches of all images, (robot state), rest of the prompt, K·A zero embeddings, </s>]``. Placeholders carry only
+their rotary position; the model reads the hidden state *before* a placeholder, as in a causal model.
 
-Shape legend: B rows, I images of a row, N patch tokens of all images, P prompt tokens, K steps of a chunk, A action dimensions,
-L = K·A, V action tokens of the vocabulary, D width of the language model.
+Shape legend: B rows, I images of a row, N patch tokens of all images, P prompt tokens, K steps of a chunk, A action dimensions, L = K·A, V
+action tokens of the vocabulary, D width of the language model.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from embodied_rl.policies.openvla.model import MAX_SHARD_BYTES, STOP_TOKEN, Embe
 from embodied_rl.policies.openvla.vision import MLP, L1ActionHead, Layers
 
 Head = Literal["discrete", "l1"]
-"""discrete: K·A independent categorical distributions over the action tokens, what RL uses. l1: regression, without probabilities."""
+"""discrete: K·A independent categorical distributions over the action tokens, for RL. l1: regression, without probabilities."""
 Variant = Literal["openvla-oft", "rlinf"]
-"""openvla-oft: the placeholders are followed by </s>, as in the original's training. rlinf: they are not, as in RLinf's checkpoints.
-A checkpoint trained with the one is not usable with the other: </s> is seen by every token."""
+"""openvla-oft: </s> follows the placeholders, as in the original's training. rlinf: no </s>, as in RLinf's checkpoints. A checkpoint of one
+variant does not work with the other: every token sees </s>."""
 
 OFT_KEY = "embodied_rl_oft"
-"""Our own entry of `config.json`."""
+"""This package's entry in `config.json`."""
 PARTS = "oft_modules.safetensors"
-"""Action head, robot state's projector and FiLM, which the original keeps in files of their own."""
+"""File with action head, robot state projector and FiLM, which the original keeps in separate files."""
 _FILM_PREFIX = "film_vision_backbone.vision_backbone."
 
 
 @dataclass(frozen=True)
 class OFTConfig:
-    """What a fine-tuned checkpoint was trained with; its files do not say, so it must be given once."""
+    """Training settings of a fine-tuned checkpoint, which its files do not contain."""
 
     chunk: int = 8
-    """K: 8 on LIBERO, 25 on ALOHA, 5 on Bridge."""
+    """Steps of a chunk, K: 8 on LIBERO, 25 on ALOHA, 5 on Bridge."""
     action_dim: int = 7
     num_images: int = 1
     head: Head = "discrete"
     film: bool = False
-    """Language scales and shifts the vision transformers' features."""
+    """Whether language scales and shifts the vision transformers' features."""
     proprio_dim: int | None = None
-    """Size of the robot's state, where the model reads it: 8 on LIBERO, 14 on ALOHA."""
+    """Size of the robot's state, if the model reads it: 8 on LIBERO, 14 on ALOHA."""
     variant: Variant = "openvla-oft"
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class OFTConfig:
 
     @property
     def num_units(self) -> int:
-        """L"""
+        """Number of action units, L."""
         return self.chunk * self.action_dim
 
 
@@ -86,10 +86,10 @@ class OpenVLAOFT(VisionLanguageModel):
         device: str | torch.device = "cpu",
         vision: tuple[ViTShape, ViTShape] | None = None,
     ) -> OpenVLAOFT:
-        """Read a checkpoint folder with merged weights and, where the model has additional modules, `oft_modules.safetensors`.
+        """Read a checkpoint folder with merged weights and, if the model has additional modules, `oft_modules.safetensors`.
 
         Args:
-            oft: what the checkpoint was trained with; None: as `save_pretrained` wrote it into `config.json`.
+            oft: training settings of the checkpoint; None: those that `save_pretrained` wrote into `config.json`.
             dtype, vision: see `OpenVLA.from_pretrained`.
 
         Raises UserError: a file is missing, or keys or shapes do not fit.
@@ -113,7 +113,7 @@ class OpenVLAOFT(VisionLanguageModel):
         return model.eval()
 
     def save_pretrained(self, directory: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        """Write OpenVLA's part as the original has it, the other parts into `oft_modules.safetensors`, the OFTConfig into config.json."""
+        """Write OpenVLA's part in the original's form, the other parts into `oft_modules.safetensors`, the OFTConfig into config.json."""
         parts = parts_state(self)
         if parts:
             save_state(parts, Path(directory) / PARTS)
@@ -124,17 +124,17 @@ class OpenVLAOFT(VisionLanguageModel):
         return {name for name in self.state_dict() if part_of(name) is not None}
 
     def sequence(self, pixels: Tensor, input_ids: Tensor, mask: Tensor, *, padded: bool, proprio: Tensor | None = None) -> Embedded:
-        """Everything that one decision reads.
+        """Embed the whole input of one decision.
 
-        Padding may stand anywhere: positions are counted without it and no token attends to it, so its place (behind everything in
-        the original, before the text in RLinf) changes no number.
+        Padding may be anywhere: positions are counted without it and no token attends to it, so its location (at the end in the original,
+        before the text in RLinf) changes no number.
 
         Args:
             pixels: [B, I, 6, S, S] normalised.
             input_ids: [B, P] ``[BOS, padding…, text, 29871]``.
             mask: [B, P] bool, False at padding.
             padded: whether `mask` has a False.
-            proprio: [B, proprio_dim] scaled to [-1, 1], where the model reads it.
+            proprio: [B, proprio_dim] scaled to [-1, 1], if the model reads it.
         """
         text = self.embed_tokens(input_ids)
         stop = self.embed_tokens(torch.full_like(input_ids[:, :1], STOP_TOKEN))
@@ -147,11 +147,11 @@ class OpenVLAOFT(VisionLanguageModel):
         return prompt.followed_by(torch.cat([placeholders, stop], dim=1) if self.oft.variant == "openvla-oft" else placeholders)
 
     def action_hidden(self, sequence: Embedded) -> Tensor:
-        """[B, L, D]: hidden states one place before each placeholder; the first is the prompt's last token, for the value head."""
+        """[B, L, D] hidden states one position before each placeholder; the first is the prompt's last token, for the value head."""
         return self.hidden(sequence, causal=False)[:, -self._num_last :][:, : self.oft.num_units]
 
     def decide_hidden(self, sequence: Embedded) -> Tensor:
-        """`action_hidden` for acting: by `Layers`, without gradients, and of the last layer only what the caller needs."""
+        """`action_hidden` for acting: through `Layers`, without gradients, with only the needed tokens in the last layer."""
         layers = Layers.of(self.language_model.model)
         cache = layers.allocate(sequence.embeds, sequence.places(0), keep=False)
         mask = attention_mask(sequence.mask, causal=False) if sequence.padded else None
@@ -160,7 +160,7 @@ class OpenVLAOFT(VisionLanguageModel):
 
     @property
     def _num_last(self) -> int:
-        """Tokens from the one before the first placeholder to the end."""
+        """Number of tokens from the one before the first placeholder to the end."""
         return self.oft.num_units + (2 if self.oft.variant == "openvla-oft" else 1)
 
     def regressed(self, hidden: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def _mean(text: Tensor, mask: Tensor, stop: Tensor) -> Tensor:
 
 
 def part_of(name: str) -> str | None:
-    """Which part a parameter belongs to (``action_head.``, ``proprio_projector.`` or FiLM's prefix); None for OpenVLA's own."""
+    """Part that a parameter belongs to (``action_head.``, ``proprio_projector.`` or FiLM's prefix); None for OpenVLA's own."""
     if name.startswith(("action_head.", "proprio_projector.")):
         return name.split(".")[0] + "."
     if name.startswith("vision_backbone.") and name.split(".")[-2] in ("scale", "shift"):
@@ -188,7 +188,7 @@ def part_of(name: str) -> str | None:
 
 
 def parts_state(model: OpenVLAOFT) -> dict[str, Tensor]:
-    """{name in `oft_modules.safetensors`: tensor} of everything that OpenVLA itself does not have."""
+    """{name in `oft_modules.safetensors`: tensor} of all modules that OpenVLA itself lacks."""
     found = {}
     for name, tensor in model.state_dict().items():
         part = part_of(name)
@@ -198,7 +198,7 @@ def parts_state(model: OpenVLAOFT) -> dict[str, Tensor]:
 
 
 def load_parts(model: OpenVLAOFT, state: Mapping[str, Tensor], source: str) -> None:
-    """Take the parts that this model has out of `state`; those of other variants may stand beside them. Raises UserError."""
+    """Load this model's parts from `state`, ignoring those of other variants. Raises UserError."""
     wanted = parts_state(model)
     missing = [name for name in wanted if name not in state]
     if missing:

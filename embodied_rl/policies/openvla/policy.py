@@ -1,7 +1,7 @@
 """OpenVLA and OpenVLA-OFT as policies: pictures and an instruction to action tokens, their log-probabilities, and values.
 
-Shape legend: B rows, I images of a row, S pixels of a side, P prompt tokens, K steps of a chunk (1 for OpenVLA), A action dimensions,
-L = K·A action tokens, D width of the language model.
+Shape legend: B rows, I images of a row, S pixels of a side, P prompt tokens, K steps of a chunk (1 for OpenVLA), A action dimensions, L =
+K·A action tokens, D width of the language model.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ from embodied_rl.types import SimSpec
 
 # ---- Action tokens one by one: a prefill, then short steps over a key-value cache of fixed size, all rows together ----
 
-# transformers' `generate` serves any model and any stopping rule; its bookkeeping costs more than a step of a small model, and its
-# shapes change from step to step. Here the number of steps is known, nothing stops early, every shape is fixed and nothing waits for
-# the GPU, so that a whole decision (images, prefill, steps, sampling) is one CUDA graph or one `torch.compile` region. `layers.py` has
-# what a step runs.
+# transformers' `generate` supports any model and any stopping rule; its bookkeeping costs more than a step of a small model, and its shapes
+# change from step to step. Here the number of steps is fixed, nothing stops early, every shape is fixed and nothing waits for the GPU. So a
+# whole decision (images, prefill, steps, sampling) is one CUDA graph or one `torch.compile` region. `vision.Layers` runs a step.
 #
 # Shape legend: B rows, T tokens of the prefix, L action tokens, D width of the language model.
 
 
 GenerationMode = Literal["eager", "compile", "cuda_graph"]
-"""eager: anywhere. compile: `torch.compile` of the whole decision, once for each shape. cuda_graph: a CUDA graph for each shape."""
+"""eager: anywhere. compile: `torch.compile` of the whole decision, once per shape. cuda_graph: a CUDA graph per shape."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +50,18 @@ class Generated:
     """Sampled action tokens."""
 
     choices: Tensor
-    """[B, L] int64, index among the action tokens."""
+    """[B, L] int64 indices among the action tokens."""
     log_prob: Tensor
-    """[B, L] float32 at the temperature that was sampled with."""
+    """[B, L] float32 log-probabilities at the sampling temperature."""
     hidden: Tensor
-    """[B, D] at the prompt's last token: what the value head reads."""
+    """[B, D] hidden state at the prompt's last token, for the value head."""
 
 
 def generate(model: OpenVLA, prefix: Embedded, noise: Tensor | None, num_tokens: int, temperature: float = 1.0) -> Generated:
     """Sample `num_tokens` action tokens for every row.
 
     Args:
-        prefix: what `OpenVLA.prefix` gives, padded on the left so that all rows end together.
+        prefix: from `OpenVLA.prefix`, padded on the left so that all rows end together.
         noise: [B, num_tokens] uniform in [0, 1), or None for the most likely tokens.
         temperature: > 0; log-probabilities are of the distribution at this temperature.
     """
@@ -88,10 +87,10 @@ Output = TypeVar("Output")
 
 
 class Accelerated(Generic[Output]):
-    """A function of tensors, run as it stands, compiled, or captured once for each shape of its inputs and replayed.
+    """A function of tensors, run directly, compiled, or captured once for each shape of its inputs and replayed.
 
-    The function takes tensors and None by name and a key of Python values that it may branch on, and returns a frozen dataclass of
-    tensors. It must not wait for the device. Weights are read where they lay at capture: change them in place.
+    The function takes tensors and None by name and a key of Python values on which it may branch, and returns a frozen dataclass of
+    tensors. It must not wait for the device. Weights are read at their addresses of the capture: change them in place.
     """
 
     def __init__(self, function: Callable[..., Output], mode: GenerationMode, *, compile_backend: str = "inductor") -> None:
@@ -102,20 +101,20 @@ class Accelerated(Generic[Output]):
         self._graphs: dict[tuple[object, ...], _Graph[Output]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerated[Output]:
-        """For a policy's copy, whose weights lie elsewhere: the copy compiles and captures again."""
+        """Copy for a policy's copy with weights elsewhere: the copy compiles and captures again."""
         return Accelerated(copy.deepcopy(self._function, memo), self.mode, compile_backend=self._compile_backend)
 
     @property
     def num_graphs(self) -> int:
-        """Shapes captured so far."""
+        """Number of shapes captured so far."""
         return len(self._graphs)
 
     def __call__(self, tensors: dict[str, Tensor | None], **key: bool | float) -> Output:
-        """Run on `tensors`; `key` goes to the function unchanged and distinguishes captures."""
+        """Run on `tensors`; `key` is passed on unchanged and distinguishes captures."""
         if self.mode == "compile":
             if self._compiled is None:
                 self._compiled = torch.compile(self._function, fullgraph=True, dynamic=False, backend=self._compile_backend)
-            # Arrays that the function reads become tensors of another kind inside inference mode than where they are guarded.
+            # Inside inference mode, arrays that the function reads would become tensors of another kind than where they are guarded.
             with torch.inference_mode(False), torch.no_grad():
                 return self._compiled(**tensors, **key)
         on_gpu = all(tensor.is_cuda for tensor in tensors.values() if tensor is not None)
@@ -129,7 +128,7 @@ class Accelerated(Generic[Output]):
 
 
 class _Graph(Generic[Output]):
-    """One captured shape: inputs are copied into its own memory, outputs are cloned out of it."""
+    """One captured shape: inputs are copied into its own memory, outputs are cloned from it."""
 
     def __init__(self, function: Callable[..., Output], tensors: dict[str, Tensor | None], key: dict[str, bool | float]) -> None:
         self._inputs = {name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()}
@@ -156,31 +155,31 @@ class _Graph(Generic[Output]):
 
 VALUE_HEAD = "value_head.safetensors"
 PREPARED = ("images", "input_ids", "prompt_mask")
-"""What `prepare` makes of an observation, and "proprio" where the model reads it."""
+"""Parts that `prepare` makes of an observation, with "proprio" if the model reads it."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What one pass without gradients gives."""
+    """Result of one pass without gradients."""
 
     choices: Tensor
-    """[B, L] int64 index among the action tokens."""
+    """[B, L] int64 indices among the action tokens."""
     log_prob: Tensor
-    """[B, L] float32"""
+    """[B, L] float32 log-probabilities."""
     value: Tensor
-    """[B] float32, or [B, K] of the steps; 0 without a value head."""
+    """Values [B] float32, or [B, K] of the steps; 0 without a value head."""
 
 
 class VLAPolicy(Policy):
-    """Actions are token ids [B, L]; `simulator_action` turns them into chunks."""
+    """Policy whose actions are token ids [B, L]; `simulator_action` turns them into chunks."""
 
     translates = True
     noise_kind: Literal["uniform", "normal"] = "uniform"
-    """uniform: `act` wants noise uniform in [0, 1), one number for each action token. normal: actions are no tokens, and take none."""
+    """Kind of `act`'s noise. uniform: in [0, 1), one number per action token. normal: actions are no tokens, and take no noise."""
     base_folder: Path | None = None
     chunk_size: int = 1
     temperature: float
-    """For both: see `embodied_rl.policies.base.Policy`."""
+    """Sampling and evaluation temperature: see `embodied_rl.policies.base.Policy`."""
 
     def __init__(
         self,
@@ -219,7 +218,7 @@ class VLAPolicy(Policy):
 
     @property
     def observation_keys(self) -> tuple[str, ...]:
-        """The parts of an observation that `act` and `evaluate` read when it has not been prepared."""
+        """Parts of an unprepared observation that `act` and `evaluate` read."""
         keys = [*self.options.cameras]
         if self.proprio_range is not None:
             keys.append(self.options.proprio_key)
@@ -230,7 +229,7 @@ class VLAPolicy(Policy):
     # ---- observations -------------------------------------------------------------------------------------------------
 
     def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
-        """Resize images, tokenize instructions, scale the robot's state: once, so that training need not do it in every epoch.
+        """Resize images, tokenize instructions and scale the robot's state once, so that training need not do it in every epoch.
 
         `observation`: {key: array or tensor [B, ...]}; instructions are an object array of str.
         Returns images uint8 [B, I, S, S, 3], input_ids int64 [B, P], prompt_mask bool [B, P], proprio float32 [B, dim]; on the CPU.
@@ -261,7 +260,7 @@ class VLAPolicy(Policy):
 
     @staticmethod
     def is_padded(prompt_mask: Tensor) -> bool:
-        """Whether a prompt of [B, P] is shorter than the others; one on a device counts as such: to read it is to wait."""
+        """Whether a prompt of [B, P] is padded; a mask on a device counts as padded, because reading it would wait."""
         return prompt_mask.device.type != "cpu" or not bool(prompt_mask.all())
 
     # ---- Policy ---------------------------------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class VLAPolicy(Policy):
         """Token ids [B, L] with log-probabilities [B, L] and, with a value head, values [B] or [B, K].
 
         Args:
-            observation: of the simulator, or as `prepare` gives it.
+            observation: the simulator's, or from `prepare`.
             noise: [B, L] uniform in [0, 1); None: the most likely tokens.
         """
         tensors, padded = self._inputs(observation)
@@ -291,7 +290,7 @@ class VLAPolicy(Policy):
         return Evaluation(distribution.log_prob(choices), distribution.entropy, self._value(hidden))
 
     def value(self, observation: Mapping[str, Any]) -> Tensor:
-        """[B], or [B, K] of the steps. Raises UserError without a value head."""
+        """Values [B], or [B, K] of the steps. Raises UserError without a value head."""
         self._check_value_head()
         tensors, padded = self._inputs(observation)
         return self._value(self._state(tensors, padded=padded))
@@ -311,18 +310,18 @@ class VLAPolicy(Policy):
         return mean_of_steps(-self.evaluate(observation, self.units_of(action)).log_prob, mask)
 
     def units_of(self, action: Tensor) -> Tensor:
-        """Chunks [B, K, A], normalised by the simulator's bounds → token ids [B, L]."""
+        """Convert chunks [B, K, A], normalised by the simulator's bounds, to token ids [B, L]."""
         return torch.from_numpy(self.model.tokens.encode(self._in_range(action))).flatten(1)
 
     def _in_range(self, action: Tensor) -> np.ndarray:
-        """Chunks normalised by the simulator's bounds → by the data set's range, float64."""
+        """Convert chunks normalised by the simulator's bounds to the data set's range, float64."""
         units = self.spec.action.denormalise(numpy_of(action)).astype(np.float64)
         if self.options.gripper == "libero":
             units[..., -1] = 0.5 * (1.0 - units[..., -1])  # 1 and -1 back to the data set's 0 and 1
         return self.action_range.normalise(units)
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
-        """Token ids [B, L] → chunks [B, K, A] float32 in the simulator's own units, as the data set recorded them."""
+        """Convert token ids [B, L] to chunks [B, K, A] float32 in the simulator's own units, as in the data set."""
         normalised = self.model.tokens.decode(numpy_of(action))
         return self._in_units(normalised)
 
@@ -338,7 +337,7 @@ class VLAPolicy(Policy):
 
     @torch.no_grad()
     def features(self, observation: Mapping[str, Any]) -> Tensor:
-        """[B, D] float32 at the prompt's last token. What computes them learns with the policy."""
+        """Features [B, D] float32 at the prompt's last token. The layers below train with the policy."""
         tensors, padded = self._inputs(observation)
         return self._state(tensors, padded=padded).float()
 
@@ -366,14 +365,14 @@ class VLAPolicy(Policy):
     # ---- files ----------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write the checkpoint as the original has it, with the tokenizer's files, and `value_head.safetensors` beside it."""
+        """Write the checkpoint in the original's form, with the tokenizer's files, and `value_head.safetensors` beside it."""
         self.model.save_pretrained(directory)
         self.processor.save(directory)
         if self.value_head is not None:
             save_state(self.value_head.state_dict(), Path(directory) / VALUE_HEAD)
 
     def load_value_head(self, path: str | Path) -> None:
-        """Take a value head's weights from a safetensors file with RL4VLA's names or RLinf's; other weights in it are ignored.
+        """Load a value head from a safetensors file with RL4VLA's names or RLinf's; other weights in it are ignored.
 
         Raises UserError: this policy has no value head, or the file's does not fit.
         """
@@ -396,12 +395,12 @@ class VLAPolicy(Policy):
             raise UserError("This policy samples tokens: noise must be uniform in [0, 1), not normal.")
 
     def _value(self, hidden: Tensor) -> Tensor:
-        """[B, D] → [B]"""
+        """Values [B] of hidden states [B, D]."""
         return hidden.new_zeros(len(hidden), dtype=torch.float32) if self.value_head is None else self.value_head(hidden)
 
     @abstractmethod
     def _decision(self, *, padded: bool, temperature: float, noise: Tensor | None, **tensors: Tensor | None) -> Decision:
-        """Images to sampled tokens; one fixed program, so that it can be captured."""
+        """Images to sampled tokens, as one fixed program that can be captured."""
 
     @abstractmethod
     def _scores(self, tensors: dict[str, Any], tokens: Tensor, *, padded: bool) -> tuple[Tensor, Tensor]:
@@ -409,7 +408,7 @@ class VLAPolicy(Policy):
 
     @abstractmethod
     def _state(self, tensors: dict[str, Any], *, padded: bool) -> Tensor:
-        """[B, D] the hidden state at the prompt's last token."""
+        """[B, D] hidden state at the prompt's last token."""
 
 
 class OpenVLAPolicy(VLAPolicy):
@@ -453,7 +452,7 @@ class OFTPolicy(VLAPolicy):
         value_head: bool = True,
         values: Literal["chunk", "action"] = "chunk",
     ) -> None:
-        """`values`: one for a chunk, or one for each of its steps.
+        """`values`: one per chunk, or one per step.
 
         Raises UserError: the checkpoint's actions, images or robot state do not fit the simulator.
         """
@@ -475,7 +474,7 @@ class OFTPolicy(VLAPolicy):
             self.noise_kind = "normal"
 
     def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
-        """As `VLAPolicy.act`; the regression head gives normalised actions [B, L] float32 instead of tokens, and no randomness.
+        """See `VLAPolicy.act`; the regression head gives normalised actions [B, L] float32 instead of tokens, without randomness.
 
         Raises UserError: noise for the regression head.
         """
@@ -494,7 +493,7 @@ class OFTPolicy(VLAPolicy):
         return super().evaluate(observation, action)
 
     def cloning_loss(self, observation: Mapping[str, Any], action: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See `VLAPolicy.cloning_loss`; with the regression head the mean distance from the recorded actions, in the data set's range."""
+        """See `VLAPolicy.cloning_loss`; with the regression head, the mean distance from the recorded actions in the data set's range."""
         if self.model.oft.head == "discrete":
             return super().cloning_loss(observation, action, mask)
         found = self.model.regressed(self.model.action_hidden(self._sequence(*self._inputs(observation))))
@@ -502,7 +501,7 @@ class OFTPolicy(VLAPolicy):
         return mean_of_steps((found - wanted).abs(), mask)
 
     def simulator_action(self, action: Tensor | np.ndarray) -> np.ndarray:
-        """Token ids, or the regression head's values, [B, L] → chunks [B, K, A] float32 in the simulator's units."""
+        """Convert token ids, or the regression head's values, [B, L] to chunks [B, K, A] float32 in the simulator's units."""
         return (
             super().simulator_action(action) if self.model.oft.head == "discrete" else self._in_units(numpy_of(action).astype(np.float64))
         )
@@ -528,7 +527,7 @@ class OFTPolicy(VLAPolicy):
 def _check_spec(
     spec: SimSpec, options: VLAOptions, num_images: int, trained_dim: int, action_dim: int | None, proprio_dim: int | None
 ) -> None:
-    """One line for each way in which a checkpoint does not fit a simulator."""
+    """Check that a checkpoint fits a simulator, with a one-line error for each mismatch."""
     if spec.action.kind != "continuous":
         raise UserError(f"Task '{spec.task}' takes {spec.action.kind} actions; OpenVLA gives continuous ones.")
     if action_dim is not None and action_dim != trained_dim:
@@ -570,13 +569,13 @@ def load_vla_policy(
     device: str | torch.device = "cpu",
     vision: tuple[ViTShape, ViTShape] | None = None,
 ) -> VLAPolicy:
-    """OpenVLA or, where `oft` is given or `config.json` says so, OpenVLA-OFT as a policy for a simulator.
+    """Load OpenVLA or, if `oft` is given or `config.json` says so, OpenVLA-OFT as a policy for a simulator.
 
     A `value_head.safetensors` in the folder fills the value head; otherwise it is drawn from torch's global generator.
 
     Args:
-        values: of OpenVLA-OFT: one for a chunk, or one for each of its steps.
-        dtype: of the model's weights; None: as stored. The value head is float32.
+        values: for OpenVLA-OFT: one per chunk, or one per step.
+        dtype: dtype of the model's weights; None: as stored. The value head is float32.
         vision: see `OpenVLA.from_pretrained`.
 
     Raises UserError: the checkpoint is incomplete, or does not fit the simulator.
@@ -603,7 +602,7 @@ _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_openvla(config: OpenVLAPolicyConfig, spec: SimSpec) -> VLAPolicy:
-    """The checkpoint of `config.path` as a policy that trains.
+    """Load the checkpoint of `config.path` as a trainable policy.
 
     Raises:
         UserError: the folder is missing or incomplete, does not fit the simulator, or the task gives no instruction.
@@ -634,13 +633,13 @@ def build_openvla(config: OpenVLAPolicyConfig, spec: SimSpec) -> VLAPolicy:
     if policy.chunk_size != config.chunk_size:
         raise UserError(f"'{config.path}' holds OpenVLA-OFT (chunks of {policy.chunk_size} steps): set policy.name=openvla_oft.")
     choose_trained(policy, config)
-    # With LoRA on everything that is trained, the model's own weights stay as the folder has them.
+    # With LoRA on all trained layers, the model's own weights stay those of the folder.
     policy.base_folder = Path(config.path) if config.lora_rank > 0 else None
     return policy
 
 
 def choose_trained(policy: VLAPolicy, config: OpenVLAPolicyConfig) -> None:
-    """Freeze what is not to be trained, put LoRA in, and have layers computed again in the backward pass, as the configuration says."""
+    """Freeze untrained parts, add LoRA, and recompute layers in the backward pass, as configured."""
     vision = policy.model.vision_backbone
     if config.lora_rank > 0:
         _add_lora(policy.model, config, skip="vision_backbone." if config.freeze_vision else None)
@@ -651,7 +650,7 @@ def choose_trained(policy: VLAPolicy, config: OpenVLAPolicyConfig) -> None:
 
 
 def _add_lora(model: nn.Module, config: OpenVLAPolicyConfig, skip: str | None) -> None:
-    """Adapters in float32 beside frozen layers. Raises UserError where no layer has such a name."""
+    """Add float32 adapters beside frozen layers. Raises UserError if no layer has such a name."""
     with from_extra("policy.lora_rank", "language"):
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
@@ -669,7 +668,7 @@ def _add_lora(model: nn.Module, config: OpenVLAPolicyConfig, skip: str | None) -
         )
     settings = LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, target_modules=wanted)  # type: ignore[arg-type]
     inject_adapter_in_model(settings, model)
-    # peft makes them in the precision of the layer: in bfloat16, steps that are small beside a weight would be lost.
+    # peft creates them in the layer's precision: in bfloat16, steps that are small relative to a weight would be lost.
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             layer.cast_input_dtype_enabled = False
@@ -678,7 +677,7 @@ def _add_lora(model: nn.Module, config: OpenVLAPolicyConfig, skip: str | None) -
 
 
 class _Adapter(nn.Linear):
-    """Half of a LoRA product: kept in its own precision, computed in that of its input."""
+    """Half of a LoRA product: stored in its own precision, computed in that of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.functional.linear(input, self.weight.to(input.dtype))

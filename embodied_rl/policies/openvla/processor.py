@@ -1,4 +1,4 @@
-"""Instructions and camera images to what the model reads.
+"""Conversion of instructions and camera images to the model's inputs.
 
 Shape legend: B rows, I images of a row, P prompt tokens, S pixels of a side.
 """
@@ -33,16 +33,16 @@ Bounds = Literal["quantiles", "extremes"]
 
 @dataclass(frozen=True, eq=False)
 class Range:
-    """A linear scale between values in a robot's units and [-1, 1]."""
+    """Linear scale between a robot's units and [-1, 1]."""
 
     low: np.ndarray
-    """[A] float64, what -1 stands for."""
+    """[A] float64 value that maps to -1."""
     high: np.ndarray
-    """[A] float64, what 1 stands for."""
+    """[A] float64 value that maps to 1."""
     mask: np.ndarray
-    """[A] bool: False where values pass unscaled (the gripper, as a rule)."""
+    """[A] bool: False where values pass unscaled (usually the gripper)."""
     epsilon: float = 0.0
-    """Added to the width: 1e-8 in OpenVLA-OFT, nothing in OpenVLA."""
+    """Addition to the width: 1e-8 in OpenVLA-OFT, none in OpenVLA."""
 
     @property
     def dim(self) -> int:
@@ -67,10 +67,10 @@ def range_of(
     bounds: Bounds = "quantiles",
     epsilon: float = 0.0,
 ) -> Range:
-    """Read one data set's range out of a checkpoint's statistics.
+    """Read one data set's range from a checkpoint's statistics.
 
-    `key`: the data set; None where the checkpoint has only one.
-    Raises UserError: no such data set (the choices are listed), or its entry lacks something.
+    `key`: the data set; None if the checkpoint has only one.
+    Raises UserError: no such data set (the choices are listed), or its entry is incomplete.
     """
     name = resolve_key(norm_stats, key)
     entry = norm_stats[name]
@@ -90,7 +90,7 @@ def range_of(
 
 
 def resolve_key(norm_stats: Mapping[str, Any], key: str | None) -> str:
-    """The data set's name; None is allowed where there is only one. Raises UserError with the choices."""
+    """The data set's name; None is allowed if there is only one. Raises UserError with the choices."""
     if key is None:
         if len(norm_stats) == 1:
             return next(iter(norm_stats))
@@ -103,14 +103,14 @@ def resolve_key(norm_stats: Mapping[str, Any], key: str | None) -> str:
 
 # ---- pictures ---------------------------------------------------------------------------------------------------------
 
-# The original does this with torchvision on PIL images; what torchvision does there is PIL's own resampling. Resizing happens once,
-# on uint8: both vision transformers see the same picture and differ only in their normalisation, which is done on the device.
+# The original uses torchvision on PIL images, which is PIL's own resampling. Resizing happens once, on uint8: both vision transformers see
+# the same picture and differ only in their normalisation, which runs on the device.
 #
 # Shape legend: B rows, I images of a row, H × W pixels of a camera, S pixels of a side.
 
 
 CROP_AREA = 0.9
-"""Share of the picture's area that OpenVLA's LIBERO checkpoints look at: they were trained with random crops of that area."""
+"""Share of the picture's area that OpenVLA's LIBERO checkpoints read: their training used random crops of that area."""
 _JPEG_QUALITY = 95
 
 
@@ -124,7 +124,7 @@ class Normalisation:
 
 
 class PixelNormaliser(nn.Module):
-    """uint8 pictures to normalised pixels on the pictures' own device. Its constants are no part of any checkpoint."""
+    """Normalises uint8 pictures on their own device. Its constants are not part of any checkpoint."""
 
     mean: Tensor
     """[6, 1, 1] float32"""
@@ -140,9 +140,9 @@ class PixelNormaliser(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """uint8 [B, I, S, S, 3] → float32 [B, I, 6, S, S]"""
         size = images.shape[2:4]
-        # .float(): `module.to(bfloat16)` reaches these buffers too; the constants survive it, the arithmetic would not.
+        # .float(): `module.to(bfloat16)` converts these buffers too; the constants survive it, the arithmetic would not.
         mean, std = self.mean.float().view(6, 1), self.std.float().view(6, 1)
-        # (pixels / 255 - mean) / std of both halves, and channels before places, by one product whose other terms are zeros.
+        # (pixels / 255 - mean) / std of both halves, with channels before positions, as one product whose other terms are zeros.
         scale = torch.eye(3, device=images.device).repeat(2, 1).div_(255.0 * std)
         flat = images.flatten(0, 1).flatten(1, 2).float()
         with torch.autocast(images.device.type, enabled=False):
@@ -151,7 +151,7 @@ class PixelNormaliser(nn.Module):
 
 
 def check_images(images: np.ndarray, key: str) -> None:
-    """Raises UserError unless these are uint8 images [B, H, W, 3]."""
+    """Raise UserError unless these are uint8 images [B, H, W, 3]."""
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or 0 in images.shape[1:3]:
         raise UserError(
             f"Observation '{key}' must hold uint8 images [B, H, W, 3] with values 0 to 255, got {images.dtype} {list(images.shape)}."
@@ -186,7 +186,7 @@ def _resize(image: Image.Image, size: int, strategy: ResizeStrategy) -> Image.Im
 
 
 def _letterbox(image: Image.Image) -> Image.Image:
-    """Equal bars on both sides, so one pixel short of a square where the difference is odd, as the original leaves it."""
+    """Equal bars on both sides, so one pixel short of a square if the difference is odd, as in the original."""
     longest = max(image.size)
     horizontal, vertical = (longest - image.width) // 2, (longest - image.height) // 2
     # The mean of the second normalisation, 0.5, in 255ths.
@@ -199,10 +199,10 @@ def _letterbox(image: Image.Image) -> Image.Image:
 
 
 def libero_images(images: np.ndarray, size: int = 224, *, crop_area: float | None = CROP_AREA, rotate: bool = True) -> np.ndarray:
-    """Prepare LIBERO's camera images as its data set's images were prepared: uint8 [B, H, W, 3] → uint8 [B, size, size, 3].
+    """Prepare LIBERO's camera images like its data set's images: uint8 [B, H, W, 3] → uint8 [B, size, size, 3].
 
-    Rotation by 180° (the data set's cameras hang upside down), a JPEG round trip, Lanczos3 to `size`, and the middle `crop_area` of
-    the area stretched back. The original runs TensorFlow's kernels; PIL's agree to about one grey level.
+    Steps: rotation by 180° (the data set's cameras are upside down), a JPEG round trip, Lanczos3 to `size`, and the central `crop_area`
+    stretched back. The original runs TensorFlow's kernels; PIL's agree to about one grey level.
     """
     check_images(images, "rgb")
     turned = images[:, ::-1, ::-1] if rotate else images
@@ -211,9 +211,9 @@ def libero_images(images: np.ndarray, size: int = 224, *, crop_area: float | Non
 
 
 def center_crop(images: np.ndarray, area: float = CROP_AREA) -> np.ndarray:
-    """The middle `area` (0 to 1] of the *area*, bilinearly stretched back to the same size: uint8 [B, S, S, 3] → the same.
+    """Crop the central `area` (0 to 1] of the *area* and stretch it bilinearly to the same size: uint8 [B, S, S, 3] → the same.
 
-    Samples lie on a grid from corner to corner of the crop, both corners included (TensorFlow's `crop_and_resize`).
+    Samples are on a grid from corner to corner of the crop, both corners included (TensorFlow's `crop_and_resize`).
     """
     check_images(images, "rgb")
     side = math.sqrt(min(max(area, 0.0), 1.0))
@@ -225,7 +225,7 @@ def center_crop(images: np.ndarray, area: float = CROP_AREA) -> np.ndarray:
 
 
 def _between(values: np.ndarray, places: np.ndarray, axis: int) -> np.ndarray:
-    """Linear interpolation along an axis at fractional places."""
+    """Linear interpolation along an axis at fractional positions."""
     below = np.floor(places).astype(np.int64)
     above = np.minimum(below + 1, values.shape[axis] - 1)
     share = (places - below).astype(np.float32).reshape([-1 if index == axis else 1 for index in range(values.ndim)])
@@ -239,7 +239,7 @@ def _jpeg_round_trip(image: np.ndarray) -> np.ndarray:
 
 
 def _lanczos(image: np.ndarray, size: int) -> np.ndarray:
-    """In float, rounded once at the end."""
+    """Lanczos resize in float, rounded once at the end."""
     channels: Sequence[np.ndarray] = [
         np.asarray(Image.fromarray(image[..., channel].astype(np.float32)).resize((size, size), Image.Resampling.LANCZOS))
         for channel in range(3)
@@ -248,14 +248,14 @@ def _lanczos(image: np.ndarray, size: int) -> np.ndarray:
 
 
 def libero_gripper(actions: np.ndarray) -> np.ndarray:
-    """The last dimension from the data set's 0 (closed) … 1 (open) to LIBERO's 1 (close) or -1 (open): 2g - 1, sign, negated."""
+    """Convert the last dimension from the data set's 0 (closed) … 1 (open) to LIBERO's 1 (close) or -1 (open): 2g - 1, sign, negated."""
     turned = np.array(actions, dtype=np.float64)
     turned[..., -1] = -np.sign(2.0 * turned[..., -1] - 1.0)
     return turned
 
 
 Encode = Callable[[str], list[int]]
-"""A prompt to its tokens, BOS first."""
+"""Function from a prompt to its tokens, BOS first."""
 
 _COPIED = (
     "tokenizer.json",
@@ -288,17 +288,17 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class OpenVLAProcessor:
-    """What stands before the model: prompt, tokenizer, resizing and the normalisation's constants."""
+    """Preprocessing: prompt, tokenizer, resizing and the normalisation's constants."""
 
     config: OpenVLAConfig
     encode: Encode
     normalisation: Normalisation = field(default_factory=Normalisation)
     source: Path | None = None
-    """Folder of the checkpoint that the tokenizer came from; `save` copies its files."""
+    """Checkpoint folder of the tokenizer; `save` copies its files."""
 
     @staticmethod
     def from_pretrained(directory: str | Path, config: OpenVLAConfig | None = None) -> OpenVLAProcessor:
-        """Read the tokenizer and, where there is one, `preprocessor_config.json`.
+        """Read the tokenizer and, if present, `preprocessor_config.json`.
 
         Raises MissingExtraError; UserError: no tokenizer in the folder, or a preprocessor of another kind.
         """
@@ -307,7 +307,7 @@ class OpenVLAProcessor:
         return OpenVLAProcessor(config, _tokenizer(directory), _normalisation(directory), directory)
 
     def token_ids(self, instruction: str) -> list[int]:
-        """The prompt's tokens: BOS, text, and the lone space 29871 that stands before the actions.
+        """The prompt's tokens: BOS, text, and the lone space 29871 before the actions.
 
         Raises UserError: the instruction is empty, or the tokenizer is not Llama's.
         """
@@ -321,11 +321,11 @@ class OpenVLAProcessor:
         return ids if ids[-1] == EMPTY_TOKEN else [*ids, EMPTY_TOKEN]
 
     def prompts(self, instructions: Sequence[str], length: int | None = None) -> PromptBatch:
-        """Prompts side by side, padded between BOS and text.
+        """Batch prompts, padded between BOS and text.
 
         Args:
-            length: P; None: the longest prompt's. A fixed length lets batches of different instructions share one CUDA graph and be
-                stored side by side.
+            length: P; None: the longest prompt's. With a fixed length, batches of different instructions share one CUDA graph and can be
+                stored together.
 
         Raises UserError: a prompt is longer than `length`.
         """
@@ -342,14 +342,14 @@ class OpenVLAProcessor:
         return PromptBatch(ids, ids != self.config.pad_token_id)
 
     def images(self, images: np.ndarray, *, key: str = "rgb") -> np.ndarray:
-        """Camera images uint8 [B, H, W, 3] → pictures uint8 [B, S, S, 3], by the checkpoint's resize strategy.
+        """Resize camera images uint8 [B, H, W, 3] to pictures uint8 [B, S, S, 3], by the checkpoint's resize strategy.
 
         Raises UserError: wrong dtype or shape.
         """
         return resize_images(images, self.config.image_size, self.config.resize, key=key)
 
     def save(self, directory: str | Path) -> None:
-        """Copy the tokenizer's and the preprocessor's files beside the weights; nothing where they did not come from a folder."""
+        """Copy the tokenizer's and the preprocessor's files beside the weights; does nothing if they did not come from a folder."""
         if self.source is None or self.source.resolve() == Path(directory).resolve():
             return
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -359,7 +359,7 @@ class OpenVLAProcessor:
 
 
 def _tokenizer(directory: Path) -> Encode:
-    """`tokenizer.json` says exactly what happens, so it is run as it is; transformers converts a lone `tokenizer.model`."""
+    """`tokenizer.json` runs unchanged; transformers converts a lone `tokenizer.model`."""
     try:
         if (directory / "tokenizer.json").exists():
             from tokenizers import Tokenizer

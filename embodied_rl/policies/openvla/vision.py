@@ -1,8 +1,8 @@
 """The two vision transformers of OpenVLA, with the parameter names of its checkpoints.
 
-Both are plain pre-norm transformers over 14 × 14 patches. What OpenVLA takes from each is the output of the last block but one,
-without a final norm and without class and register tokens. The last block, the final norm and the pooling head are in the
-checkpoint and are kept, but never run.
+Both are plain pre-norm transformers over 14 × 14 patches. OpenVLA reads the output of the last block but one of each, without a final norm
+and without class and register tokens. The last block, the final norm and the pooling head are in the checkpoint and are kept, but never
+run.
 
 Shape legend: B images, S pixels of a side, P patches, d width of one transformer, D width of the language model.
 """
@@ -84,7 +84,7 @@ class Block(nn.Module):
         self.shift: nn.Linear | None = None if film_width is None else nn.Linear(film_width, shape.width)
 
     def forward(self, x: Tensor, language: Tensor | None = None) -> Tensor:
-        """[B, P, d] → [B, P, d]; `language` [B, D] is the mean token embedding, given exactly when the block has FiLM."""
+        """[B, P, d] → [B, P, d]; `language` [B, D] is the mean token embedding, required exactly if the block has FiLM."""
         x = x + self.ls1(self.attn(self.norm1(x)))
         if self.scale is not None and self.shift is not None:
             assert language is not None, "FiLM needs the language embedding"
@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """SigLIP's pooling head: never run here; it holds its place in the checkpoint."""
+    """SigLIP's pooling head, for its weights in the checkpoint; never run."""
 
     def __init__(self, shape: ViTShape) -> None:
         super().__init__()
@@ -135,8 +135,8 @@ class VisionTransformer(nn.Module):
 
     def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
         """Normalised pixels [B, 3, S, S] → patch features [B, P, d] after the last block but one."""
-        # Only patches have positions; class and register tokens have none. They come first in the sum because it takes the first
-        # one's order in memory, and the convolution's would slow every block down.
+        # Only patches have positions; class and register tokens have none. They come first in the sum because the result takes the first
+        # operand's memory order, and the convolution's would slow every block down.
         x = self.pos_embed + self.patch_embed(pixels)
         num_prefix = 0
         if self.shape.num_registers:
@@ -157,9 +157,9 @@ class VisionBackbone(nn.Module):
         self.fused_featurizer = VisionTransformer(shapes[1], film_width)
 
     def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
-        """[B, I, 6, S, S] → [B, I·P, d0 + d1]: I images one after another, channels ``[DINOv2's three, SigLIP's three]``.
+        """[B, I, 6, S, S] → [B, I·P, d0 + d1]: I images in order, channels ``[DINOv2's three, SigLIP's three]``.
 
-        `language` [B, D] reaches every image of its row.
+        `language` [B, D] applies to every image of its row.
         """
         rows, images = pixels.shape[:2]
         flat = pixels.flatten(0, 1)
@@ -174,7 +174,7 @@ class VisionBackbone(nn.Module):
 
 
 class Projector(nn.Module):
-    """Patch features into the language model's space: three layers with GELU between, the first four times as wide as its input."""
+    """Patch features to the language model's space: three layers with GELU between, the first four times as wide as its input."""
 
     def __init__(self, vision_width: int, hidden_size: int) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class ResidualMLP(nn.Module):
 
 
 class L1ActionHead(nn.Module):
-    """Continuous actions by regression: the hidden states of one step's A placeholders, side by side, to its A values."""
+    """Continuous actions by regression, from the concatenated hidden states of one step's A placeholders to its A values."""
 
     def __init__(self, hidden_size: int, action_dim: int) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class L1ActionHead(nn.Module):
 
 class ValueHead(nn.Module):
     """State values from the hidden state at the prompt's last token: D → 512 → 128 → 1 with GELU, no bias in the last layer; or → K, one
-    for each step of a chunk (RLinf-VLA's action level).
+    per step of a chunk (RLinf-VLA's action level).
 
     The shape and initialisation of RL4VLA (Liu et al. 2025) and RLinf-VLA (2025), with RL4VLA's key names.
     """
@@ -261,9 +261,9 @@ _RLINF_VALUE_KEYS = {"mlp.0.": "head_l1.", "mlp.2.": "head_l2.", "mlp.4.": "head
 
 
 def value_head_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Take a value head's weights out of a state dict by RL4VLA's names (``head_l1.weight``, …) or RLinf's (``mlp.0.weight``, …).
+    """Extract a value head's weights from a state dict with RL4VLA's names (``head_l1.weight``, …) or RLinf's (``mlp.0.weight``, …).
 
-    Any prefix that ends in ``value_head.`` is dropped, and other keys that stand beside such a prefix are left out.
+    Any prefix that ends in ``value_head.`` is dropped; if there is one, keys without it are ignored.
     """
     marked = {name.rpartition("value_head.")[2]: tensor for name, tensor in state.items() if "value_head." in name}
     found = marked or dict(state)
@@ -274,13 +274,13 @@ def value_head_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 # ---- Llama's layers for acting ----------------------------------------------------------------------------------------
 
-# A module's call and every look-up of one of its parts cost more than a small layer, or a single token, costs in arithmetic. So a
-# decision looks everything up once (`Layers.of`) and then runs plain functions on tensors of two axes. They use the modules' own
-# weights: what a weight update writes is seen by the next decision, and numbers agree with the training pass to rounding. Adapters
-# work: a projection that is no plain layer is called. Weights must be whole: give generation its own copy where training shards them.
+# A module's call and every look-up of its parts cost more than a small layer's, or a single token's, arithmetic. So a decision looks
+# everything up once (`Layers.of`) and then runs plain functions on tensors of two axes. They use the modules' own weights: the next
+# decision sees a weight update, and numbers agree with the training pass to rounding. Adapters work: a projection that is no plain layer is
+# called. Weights must be whole: give generation its own copy if training shards them.
 #
-# Shape legend: B rows, n tokens read at once, T places of a cache, H heads of queries, G heads of keys and values, h width of a head,
-# D width of the language model.
+# Shape legend: B rows, n tokens read at once, T places of a cache, H heads of queries, G heads of keys and values, h width of a head, D
+# width of the language model.
 
 
 _Function = Callable[[Tensor], Tensor]
@@ -289,7 +289,7 @@ _Added = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Layer(NamedTuple):
-    """The parts of one layer, in the order in which they run."""
+    """Parts of one layer, in the order in which they run."""
 
     input_norm: _Function
     query: _Function
@@ -308,9 +308,9 @@ class Cache:
     """Memory of one decision, written in place, and the rotations of all its places."""
 
     places: tuple[Tensor, ...]
-    """Of each layer: [B, T, 2·G, h], keys before values. One tensor serves all layers where no later token reads it."""
+    """[B, T, 2·G, h] for each layer, keys before values. All layers share one tensor if no later token reads it."""
     cosine: Tensor
-    """[B, T, 1, h], or [1, T, 1, h] where all rows count their places alike."""
+    """[B, T, 1, h], or [1, T, 1, h] if all rows have the same positions."""
     sine: Tensor
     """As `cosine`, negative in the first half: the half-turned vector is then a plain roll."""
 
@@ -322,14 +322,14 @@ class Layers:
     layers: tuple[_Layer, ...]
     final_norm: _Function
     num_keys: int
-    """G"""
+    """Heads of keys and values, G."""
     head_width: int
-    """h"""
+    """Width of a head, h."""
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
     @staticmethod
     def of(llama: LlamaModel) -> Layers:
-        """Of transformers' `LlamaModel`."""
+        """Functions of transformers' `LlamaModel`."""
         config = llama.config
         num_heads = config.num_attention_heads
         return Layers(
@@ -341,12 +341,12 @@ class Layers:
         )
 
     def allocate(self, embeds: Tensor, positions: Tensor, *, keep: bool) -> Cache:
-        """A cache without content.
+        """Allocate an empty cache.
 
         Args:
-            embeds: [B, n, D]: its rows, dtype and device are the cache's.
+            embeds: [B, n, D]: gives the cache's rows, dtype and device.
             positions: [B, T] or [1, T] int64.
-            keep: whether later tokens read what earlier ones left in every layer.
+            keep: whether later tokens read the entries of earlier ones in every layer.
         """
         cosine, sine = self.rotary(embeds, positions)
         first, second = sine.chunk(2, dim=-1)
@@ -360,9 +360,9 @@ class Layers:
         """Hidden states [B, last, D], after the final norm, of the last tokens of x [B, n, D], whose places begin at `start`.
 
         Args:
-            mask: [B, 1, n, start + n] bool, which places each token sees; None: all of them, or with `causal` those up to its own.
-            causal: no token sees a place behind its own; `mask`, where there is one, says so too. Then `start` is 0 and `last` is 1.
-            last: number of tokens that the last layer computes; callers need no more of it.
+            mask: [B, 1, n, start + n] bool, places that each token sees; None: all, or with `causal` those up to its own.
+            causal: no token sees a later place; a given `mask` says so too. Then `start` is 0 and `last` is 1.
+            last: number of tokens that the last layer computes; callers need no more.
         """
         assert not causal or (start, last) == (0, 1)
         rows, count, width = x.shape
@@ -410,18 +410,18 @@ def _norm(module: nn.Module) -> _Function:
 
 
 def _added(module: nn.Module) -> _Added:
-    """The sum is part of the product where the layer is a plain one."""
+    """Residual addition, fused into the product if the layer is a plain one."""
     if type(module) is nn.Linear and module.bias is None:
         return partial(torch.addmm, mat2=module.weight.t())
     return lambda x, inner: x + module(inner)
 
 
 def _project(layer: _Layer, x: Tensor, cosine: Tensor, sine: Tensor, place: Tensor) -> Tensor:
-    """Queries [B, n, H, h] of a layer's input [B·n, D]; its keys and values go to their place [B, n, 2·G, h]."""
+    """Compute queries [B, n, H, h] of a layer's input [B·n, D]; write its keys and values to `place` [B, n, 2·G, h]."""
     rows, count, num_places, width = place.shape
     normed = layer.input_norm(x)
     heads = torch.cat([layer.query(normed), layer.key(normed), layer.value(normed)], dim=1).view(rows, count, -1, width)
-    # Rotary positions, with pairs (i, i + h/2) as in Llama's published weights, for queries and keys in one go.
+    # Rotary positions, with pairs (i, i + h/2) as in Llama's published weights, for queries and keys together.
     pairs = heads[:, :, : -(num_places // 2)]
     turned = pairs.roll(width // 2, dims=-1)
     pairs.mul_(cosine).addcmul_(turned, sine)
@@ -430,21 +430,21 @@ def _project(layer: _Layer, x: Tensor, cosine: Tensor, sine: Tensor, place: Tens
 
 
 def _attend(query: Tensor, place: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """Queries [B, n, H, h] on the places [B, t, 2·G, h] → [B, n, H, h]"""
+    """Attention of queries [B, n, H, h] to the places [B, t, 2·G, h] → [B, n, H, h]."""
     keys, values = place.transpose(1, 2).chunk(2, dim=1)
     query = query.transpose(1, 2)
     grouped = query.shape[1] != keys.shape[1]
-    # A causal mask that is given says all; the kernels take no other beside `is_causal`.
+    # A given causal mask is complete; the kernels accept no mask beside `is_causal`.
     mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=grouped)
     return mixed.transpose(1, 2)
 
 
 _BLOCK = 64
-"""Queries that the CPU's attention kernel takes at once."""
+"""Number of queries that the CPU's attention kernel processes at once."""
 
 
 def _blocks(x: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Of each block of queries, what is added to their scores [.., m, end]: 0 where they see a place and -inf elsewhere."""
+    """Addends [.., m, end] to the scores of each block of queries: 0 at visible places and -inf elsewhere."""
     count = x.shape[1]
     spans = [(begin, min(begin + _BLOCK, count)) for begin in range(0, count, _BLOCK)]
     if mask is None:
@@ -456,7 +456,7 @@ def _blocks(x: Tensor, mask: Tensor | None) -> list[Tensor]:
 
 
 def _attend_blocks(query: Tensor, place: Tensor, blocks: list[Tensor]) -> Tensor:
-    """Causal `_attend` on a CPU, whose kernel would also compute the masked half: block by block, each up to the block's end."""
+    """Causal `_attend` on a CPU, block by block, each up to its own end: the kernel would also compute the masked half."""
     mixed, begin = [], 0
     for block in blocks:
         end = block.shape[-1]
