@@ -1,1 +1,1 @@
-"""The bodies of the command lines; ``python -m embodied_rl.X`` reaches them through a short module at the top."""
+"""Bodies of the command lines; ``python -m embodied_rl.X`` reaches them through a short module at the top."""

@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.catalog simulators``: what there is, whether it is installed, and the command that uses it."""
+"""``python -m embodied_rl.catalog simulators``: what exists, whether it is installed, and the command that uses it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 KINDS = {"simulators": "sim", "policies": "policy", "algorithms": "algorithm", "experiments": "experiment", "loggers": "logger"}
-"""What a user asks for → folder below configs/."""
+"""{kind as users write it: folder below configs/}."""
 
 _ALSO = {"sims": "simulators", "simulator": "simulators", **{folder: kind for kind, folder in KINDS.items()}}
-"""Other names of kinds: those of the folders, as the training command has them."""
+"""Other names of kinds: those of the folders, as in the training command."""
 
 METHODS = ("advantages", "losses", "loss_terms")
-"""What `algorithms` lists besides its configuration files: the mathematics that these can name."""
+"""Mathematics that configurations of algorithms can name, which `algorithms` lists too."""
 
 _WITH = "With: "
 _WIDE = 140
-"""Columns of a terminal that has room for a command in each row."""
+"""Columns of a terminal with room for a command in each row."""
 
 _WORDS = """List what there is: names, tasks, a line about each, which packages it needs and whether they are installed. Without a kind:
 everything. `algorithms` also lists the advantages, losses and loss terms that a configuration can name, with their formulas, what each
@@ -66,19 +66,19 @@ class Entry:
 
     name: str
     task: str | None
-    """The simulator's task; None for other kinds."""
+    """Simulator's task; None for other kinds."""
     description: str
     """The file's first comment line."""
     extra: str | None
-    """Extra of this package that it needs, None where it needs nothing more."""
+    """Extra of this package that it needs; None: no extra."""
     installed: bool
-    """Whether everything that the extra names is installed."""
+    """Whether all packages of the extra are installed."""
     command: str
-    """How to use it, or how to install what it lacks."""
+    """Command that uses it, or that installs what it lacks."""
 
 
 def entries(kind: str) -> list[Entry]:
-    """What there is of one kind (a key of `KINDS`), by name. Raises UserError with the nearest kind."""
+    """Entries of one kind (a key of `KINDS`), by name. Raises UserError with the nearest kind."""
     kind = _ALSO.get(kind, kind)
     require_known(kind, KINDS, f"'{kind}' is not a kind of the catalogue.")
     group = KINDS[kind]
@@ -86,17 +86,17 @@ def entries(kind: str) -> list[Entry]:
 
 
 def methods(kind: str) -> list[AdvantageInfo | LossInfo]:
-    """The advantages, losses or loss terms (`METHODS`) that a configuration can name, in the tables' order. Loads no tensor library."""
+    """Advantages, losses or loss terms (`METHODS`) that a configuration can name, in the tables' order. Loads no tensor library."""
     return list(ADVANTAGES.values()) if kind == "advantages" else list((LOSSES if kind == "losses" else LOSS_TERMS).values())
 
 
 def extra_installed(extra: str) -> bool:
-    """Whether every distribution that an extra (or several, separated by commas) of this package names is installed, and fits."""
+    """Whether every distribution of an extra (or several, separated by commas) of this package is installed in a fitting version."""
     return not any(missing_distributions(name) for name in extra.split(","))
 
 
 def missing_distributions(extra: str) -> list[str]:
-    """The requirements of an extra of this package that are not met, as pip writes them; of an unknown extra, the extra itself."""
+    """Unmet requirements of an extra of this package, as pip writes them; for an unknown extra, the extra itself."""
     from importlib.metadata import PackageNotFoundError, version
 
     from packaging.requirements import Requirement
@@ -117,7 +117,7 @@ def missing_distributions(extra: str) -> list[str]:
 
 
 def _extras() -> dict[str, list[str]]:
-    """{extra: requirements}: from setup.cfg of a checkout, whose installation may be older; elsewhere from the package's metadata."""
+    """{extra: requirements}: from setup.cfg of a checkout, whose installation may be older; otherwise from the package's metadata."""
     from importlib.metadata import PackageNotFoundError, metadata
 
     declared = Path(__file__).resolve().parents[2] / "setup.cfg"
@@ -156,7 +156,7 @@ def _extras_of_checkout(declared: Path) -> dict[str, list[str]]:
 
 
 def _entry(group: str, name: str, path: Path | None) -> Entry:
-    """`path` is None for a simulator that an installed package registered with a target but no file."""
+    """`path` is None for a simulator that an installed package registered with a target but without a file."""
     import yaml
 
     if path is None:
@@ -167,7 +167,7 @@ def _entry(group: str, name: str, path: Path | None) -> Entry:
     extra = _extra(group, name, data)
     installed = extra is None or extra_installed(extra)
     comments = _comments(text)
-    # "# With: policy=cnn" says what a choice cannot do without: pixels, for one, are nothing for the default policy.
+    # "# With: policy=cnn" names other required choices: the default policy cannot read pixels, for one.
     further = [line.removeprefix(_WITH).strip() for line in comments if line.startswith(_WITH)]
     command = " ".join([f"python -m embodied_rl.train {group}={name}", *further])
     if not installed:
@@ -176,7 +176,7 @@ def _entry(group: str, name: str, path: Path | None) -> Entry:
 
 
 def _extra(group: str, name: str, data: dict[str, Any]) -> str | None:
-    """A simulator says itself what it needs; an experiment needs what its simulator needs."""
+    """A simulator declares its extra; an experiment needs its simulator's."""
     if group == "sim":
         return data.get("extra")
     if group == "logger":
@@ -187,7 +187,7 @@ def _extra(group: str, name: str, data: dict[str, Any]) -> str | None:
 
 
 def _extra_of_experiment(data: dict[str, Any]) -> str | None:
-    """What its simulators and its policy need; several extras are separated by commas."""
+    """Extras of its simulators and its policy, separated by commas."""
     found: list[str | None] = []
     for choice in data.get("defaults") or []:
         for key, value in choice.items() if isinstance(choice, dict) else ():
@@ -200,7 +200,7 @@ def _extra_of_experiment(data: dict[str, Any]) -> str | None:
 
 
 def _comments(text: str) -> list[str]:
-    """The words of the comment lines; Hydra's own directives are comments as well, and left out."""
+    """Text of the comment lines, without Hydra's own directives."""
     lines = (line.lstrip("#").strip() for line in text.splitlines() if line.startswith("#"))
     return [words for words in lines if words and not words.startswith("@package")]
 
@@ -212,7 +212,7 @@ def print_entries(kind: str) -> None:
     found = entries(kind)
     with_tasks = any(entry.task for entry in found)
     table = Table(title=f"{kind} ({len(found)})", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
-    # Eighty letters hold no command beside the rest; it is the same for all, and stands below.
+    # Eighty columns have no room for a command in each row; it is the same for all, and printed below.
     narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE
     for column in ("name", *(("task",) if with_tasks and not narrow else ()), "what it is", "needs", *(() if narrow else ("command",))):
         table.add_column(column, overflow="fold", no_wrap=column == "name")
@@ -275,7 +275,7 @@ def _document(kinds: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _plain(method: AdvantageInfo | LossInfo) -> dict[str, Any]:
-    """What a user asks of it."""
+    """Fields for a user."""
     rest = {name: vars(method)[name] for name in ("options", "required_options", "source", "target")}
     return {"name": method.name, "formula": method.summary, "unit": method.unit, "needs": sorted(method.needs), **rest}
 
@@ -310,7 +310,7 @@ def _check(arguments: Sequence[str], as_json: bool) -> None:
 
 
 def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
-    """The simulator's configuration and `check_sim`'s numbers, from the words after ``check``. Raises UserError."""
+    """Simulator's configuration and arguments of `check_sim`, from the words after ``check``. Raises UserError."""
     import yaml
 
     if not arguments or "=" in arguments[0]:

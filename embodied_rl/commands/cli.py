@@ -1,7 +1,7 @@
-"""What the command lines share: `key=value` arguments, printed tables, errors as one line, exit statuses.
+"""Shared parts of the command lines: `key=value` arguments, printed tables, errors as one line, exit statuses.
 
-Exit status 0 is success, 2 a mistake of the user (one line on stderr, no traceback), 1 a failure of a simulator or of
-the numbers, 130 Ctrl-C.
+Exit status 0 is success, 2 a mistake of the user (one line on stderr, no traceback), 1 a failure of a simulator or of the numbers, 130
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 def terminal_width() -> int:
-    """Characters of a line: those of the terminal (or of COLUMNS), at most 100; 100 where there is neither."""
+    """Width of a line: that of the terminal (or of COLUMNS), at most 100; 100 without either."""
     return min(shutil.get_terminal_size((100, 24)).columns, 100)
 
 
 def columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
-    """Names and what they mean side by side in lines of at most `width` characters; a long name has a line for itself."""
+    """Names beside their meanings in lines of at most `width` characters; a long name gets its own line."""
     left = min(max(len(name) for name, _ in rows), width // 3)
     lines = []
     for name, text in rows:
@@ -51,8 +51,8 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 
 
 def print_tables(*tables: Table) -> None:
-    """Print tables. On a terminal those that would be wider than it are written a row at a time, as ``name: heading value, …``; into a pipe
-    or file go the title and a line a row, with tabs between its cells."""
+    """Print tables. A table wider than the terminal is printed row by row, as ``name: heading value, …``. Into a pipe or file go the title
+    and one line per row, with tabs between its cells."""
     from rich.console import Console
 
     if not sys.stdout.isatty():
@@ -89,25 +89,25 @@ def _as_rows(table: Table, width: int) -> list[str]:
 
 
 def _text(heading: object) -> list[str]:
-    """A table's title or caption, where it has one."""
+    """A table's title or caption, if it has one."""
     return [str(heading)] if heading else []
 
 
 _USERS_FILES = {errno.ENAMETOOLONG, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP}
-"""What is wrong with a file or folder that the user named, where nothing closer to it has said so."""
+"""Problems with a user's file or folder, unless a closer handler has reported them."""
 
 
 _TORCH_HAS_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
-# The interpreter looks through all of torch for garbage before it ends: half a second, for memory that the system takes back anyway.
+# At its end the interpreter searches all of torch for garbage: half a second, for memory that the system reclaims anyway.
 atexit.register(gc.freeze)
 
 
 @contextmanager
 def loading(title: str, *, shown: bool = True) -> Iterator[None]:
-    """A phase of imports: nothing is collected meanwhile, which takes an eighth of their time and frees next to nothing; nor are they
-    looked through later where this process is the command's own."""
+    """Around a phase of imports: without garbage collection, which takes an eighth of their time and frees almost nothing. If this process
+    is the command's own, imported objects are never scanned later."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -121,13 +121,13 @@ def loading(title: str, *, shown: bool = True) -> Iterator[None]:
 
 
 _running: list[Callable[[], object]] = []
-"""Bodies of commands that run in this process; none: it is a Python caller's."""
+"""Bodies of commands that run in this process; empty: the process is a Python caller's."""
 
 
 def run_command(body: Callable[[], object]) -> None:
-    """Call `body` and turn its errors into one message on stderr and an exit status (SystemExit); returns when all went well.
+    """Call `body` and turn its errors into one message on stderr and an exit status (SystemExit); returns on success.
 
-    Our own warnings are a line without Python's file and source text.
+    Our own warnings become one line without Python's file and source text.
     """
     before, warnings.formatwarning = warnings.formatwarning, _format_warning
     _running.append(body)
@@ -149,8 +149,8 @@ def run_command(body: Callable[[], object]) -> None:
     except Exception as error:
         if isinstance(error, MemoryError) or _TORCH_HAS_NO_MEMORY in str(error):
             fail(f"This machine has too little memory: {brief(error) or 'it gives no more'}. Make sizes, slots or batches smaller.", 1)
-        # A fault of a simulator carries the worker's own traceback; ours would only hide it. Looked up, not imported:
-        # if a SimFault was raised, its module is loaded.
+        # A simulator's fault has the worker's own traceback, which ours would hide. Looked up, not imported: if a SimFault was raised, its
+        # module is loaded.
         faults = sys.modules.get("embodied_rl.sim.faults")
         if faults is None or not isinstance(error, faults.SimFault):
             raise
@@ -161,7 +161,7 @@ def run_command(body: Callable[[], object]) -> None:
 
 
 def as_command(body: Callable[[Sequence[str]], object]) -> Callable[..., None]:
-    """A command's ``main``: called with words, or without for this process's; see `run_command`."""
+    """A command's ``main``: called with words, or without them for this process's; see `run_command`."""
 
     @functools.wraps(body)
     def main(argv: Sequence[str] | None = None) -> None:
@@ -182,8 +182,8 @@ def _format_warning(message: Warning | str, category: type[Warning], filename: s
 
 
 def serve_until_stopped(close: Callable[[], object], message: str, new_token: str | None, for_what: str) -> None:
-    """Print that a server is up, and its token where it was made just now (`for_what` says who needs it); let its threads serve until
-    Ctrl-C or SIGTERM, then `close` it."""
+    """Print that a server is running, and its token if it is new (`for_what`: who needs it); serve until Ctrl-C or SIGTERM, then `close`
+    it."""
     if new_token is not None:
         from embodied_rl.serving.http_server import TOKEN_VARIABLE
 
@@ -198,9 +198,9 @@ def serve_until_stopped(close: Callable[[], object], message: str, new_token: st
 
 
 def expand_paths(text: str, what: str, example: str, keep: Callable[[str], bool] = lambda path: True) -> list[str]:
-    """Paths of ``A``, ``A,B`` or patterns of the shell, each once; of a pattern those to `keep`.
-    Raises UserError where a pattern matches nothing: `what` is looked for, and an `example`."""
-    if Path(text).exists():  # a name may hold a comma or a bracket
+    """Paths of ``A``, ``A,B`` or shell patterns, each once; of a pattern only those for which `keep` is true. Raises UserError if a pattern
+    matches nothing, naming `what` was expected and an `example`."""
+    if Path(text).exists():  # a name may contain a comma or a bracket
         return [text]
     paths: list[str] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
@@ -213,7 +213,7 @@ def expand_paths(text: str, what: str, example: str, keep: Callable[[str], bool]
 
 
 def explain() -> None:
-    """``--explain``: what each figure of a run and of an evaluation means."""
+    """``--explain``: print the meaning of each figure of a run and of an evaluation."""
     from embodied_rl.loggers.meanings import explain_text
 
     print(explain_text(terminal_width()))
@@ -226,18 +226,18 @@ def fail(message: str, status: int) -> None:
 
 
 def command_line(name: str, arguments: Sequence[str] | None = None) -> str:
-    """The command as one would type it again: ``python -m embodied_rl.<name> …`` with this process's arguments."""
+    """The command as a user would type it: ``python -m embodied_rl.<name> …`` with this process's arguments."""
     return shlex.join(["python", "-m", f"embodied_rl.{name}", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 @dataclass(frozen=True)
 class Written:
-    """In the type of an argument: what the command writes there, so that a mistake is reported before the work starts."""
+    """Type of an argument that is written to, so that a mistake is reported before the work starts."""
 
     kind: Literal["file", "folder"]
 
     def check(self, name: str, text: str) -> None:
-        """Raises UserError where the other kind is there already."""
+        """Raise UserError if a file is where a folder is to be written, or the reverse."""
         path = Path(text)
         if self.kind == "file" and path.is_dir():
             raise UserError(f"{name} must be a file, but {brief(text)} is a folder. Name a file in it: {name}={brief(path / 'NAME')}")
@@ -259,7 +259,7 @@ REQUIRED = _Required()
 
 @dataclass(frozen=True)
 class Argument:
-    """One ``name=value`` that a command takes."""
+    """One ``name=value`` of a command."""
 
     name: str
     kind: Any
@@ -273,12 +273,12 @@ class Argument:
 
     @property
     def plain(self) -> Any:
-        """int, float, str or bool."""
+        """Value of type int, float, str or bool."""
         return bounds_of(self.kind)[0]
 
 
 def server_arguments(port: int) -> tuple[Argument, ...]:
-    """What every server is given; `port` by default."""
+    """Arguments of every server; default port `port`."""
     meaning = "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed"
     return (
         Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
@@ -296,11 +296,11 @@ class Command:
     arguments: tuple[Argument, ...]
     examples: tuple[str, ...] = ()
     prefixes: Mapping[str, str] | None = None
-    """Families of further keys: {"sim.": what they do}; they come out of `parse` as YAML values under their full name."""
+    """Families of further keys: {"sim.": their meaning}; `parse` returns them as YAML values under their full name."""
     paths: tuple[Argument, ...] = ()
-    """Files and folders that are given without a key, in this order."""
+    """Files and folders given without a key, in this order."""
     many_paths: bool = False
-    """The last of `paths` takes all further ones too, and is a list."""
+    """Whether the last of `paths` takes all further ones too, as a list."""
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the arguments; ``--help`` prints the usage and exits.
@@ -325,7 +325,7 @@ class Command:
                 name = key.lstrip("-").replace("-", "_")
                 typed = " Type: " + shlex.quote(f"{name}={text or 'VALUE'}") if name in known else did_you_mean(name, known)
                 raise UserError(f"Argument {shown(key)} is not of the form key=value, without dashes.{typed}")
-            # Folders of runs have names like lr=3e-4: what is there is a path, unless it begins as a key does.
+            # Folders of runs have names like lr=3e-4: an existing path is a path, unless it begins with a known key.
             if places and (not equals or (key not in known and Path(word).exists())):
                 word = at_home(word)
                 if self.many_paths and len(places) == 1:
@@ -399,7 +399,7 @@ def _convert(argument: Argument, text: str) -> Any:
 
 
 def at_home(text: str) -> str:
-    """``~/…`` as a path: shells leave it as it is behind a ``=``."""
+    """Expand ``~/…``, which shells leave unchanged after a ``=``."""
     return str(Path(text).expanduser()) if text == "~" or text.startswith("~/") else text
 
 
@@ -408,5 +408,5 @@ def _yaml_value(key: str, text: str) -> Any:
 
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: dates that there are not, numbers of 5,000 digits
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: impossible dates, numbers of 5,000 digits
         raise UserError(f"{key} has a value that cannot be read as YAML: {shown(text)} ({brief(error)}).") from error

@@ -1,4 +1,4 @@
-"""What a shell offers after ``embodied-rl tr<TAB>``: commands, keys and the names that a key takes."""
+"""Shell completion after ``embodied-rl tr<TAB>``: commands, keys and the names that a key accepts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ compdef _embodied_rl embodied-rl
 """
 _FISH = 'complete -c embodied-rl -a "(embodied-rl __complete (commandline -cp))"\n'
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-"""{shell: what it runs once, with eval or source}"""
+"""{shell: script that it runs once, with eval or source}"""
 
 
 def script(shell: str) -> str:
-    """Raises UserError for a shell that has none."""
+    """Completion script of a shell. Raises UserError for an unsupported shell."""
     if shell not in SCRIPTS:
         typed = 'Type: eval "$(embodied-rl completion bash)"'
         raise UserError(f"embodied-rl completion {shell}: there is none for that shell.{did_you_mean(shell, SCRIPTS)} {typed}")
@@ -42,7 +42,7 @@ def script(shell: str) -> str:
 
 
 def completions(line: str, commands: Sequence[str]) -> list[str]:
-    """The words that can stand where `line`, a command line up to the cursor, ends; none where the shell should offer files."""
+    """Words that can stand at the end of `line`, a command line up to the cursor; empty: the shell should offer files."""
     words = line.split(" ")
     word, before = words[-1], [found for found in words[:-1] if found]
     if len(before) < 2:

@@ -1,9 +1,8 @@
-"""``python -m embodied_rl.doctor``: what this machine has, what it lacks, and the command that brings it.
+"""``python -m embodied_rl.doctor``: what this machine has, what it lacks, and how to install it.
 
 Everything is tried: every drawing back end draws a frame, every simulator's package is imported (text environments play a turn), vLLM
-computes and the encoder encodes. Each probe runs in its own process with a time limit, so that a driver that crashes or hangs is a line in
-the table. The probes are in `embodied_rl.commands.probes`.
-Exit status 0 when training can run here, 1 when it cannot.
+computes and the encoder encodes. Each probe runs in its own process with a timeout, so that a crashing or hanging driver is a line in the
+table. The probes are in `embodied_rl.commands.probes`. Exit status 0 if training can run here, else 1.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from embodied_rl.commands.probes import (
 from embodied_rl.progress import progress_bar
 
 PROBE_TIMEOUT_S = 120.0
-"""Generous: first imports on a cold disk are slow. The probes run side by side, and all take about 10 s on two cores."""
+"""Generous, because first imports from a cold disk are slow. The probes run in parallel, and all take about 10 s on two cores."""
 
 COMMAND = Command(
     name="doctor",
@@ -59,9 +58,9 @@ PROBES = (*TRAINING, *SIMULATORS, *DRAWING)
 def examine(
     probes: Sequence[Probe] = PROBES, timeout_s: float = PROBE_TIMEOUT_S, *, on_probe: Callable[[str], object] | None = None
 ) -> list[Check]:
-    """Run every check; the probes side by side, two at a time or as many as there are cores.
+    """Run every check; the probes in parallel, two at a time or one per core.
 
-    `on_probe` is called with the name of each that has ended.
+    `on_probe` is called with the name of each finished probe.
     """
     from embodied_rl.sim.affinity import available_cores
 
@@ -77,19 +76,19 @@ def examine(
 
 
 def _one_is_enough(checks: list[Check], *names: str) -> list[Check]:
-    """Of alternatives, those that do not work need no mending once one of them does."""
+    """Drop the fixes of failed alternatives if one of them works."""
     if not any(check.status == "ok" for check in checks if check.name in names):
         return checks
     return [replace(check, fix="") if check.name in names else check for check in checks]
 
 
 def can_train(checks: Sequence[Check]) -> bool:
-    """Whether everything that training cannot do without is there."""
+    """Whether everything that training requires is available."""
     return all(check.status == "ok" for check in checks if check.required)
 
 
 def run_probe(probe: Probe, timeout_s: float = PROBE_TIMEOUT_S) -> Check:
-    """Try one thing in a fresh process; a crash, a hang and an exception are all answers."""
+    """Run one probe in a fresh process; a crash, a hang and an exception all become results."""
     needed = (probe.package,) if isinstance(probe.package, str) else probe.package or ()
     if needed and not any(map(installed_version, needed)):
         detail = f"{' or '.join(needed)} is not installed"
@@ -114,10 +113,10 @@ def run_probe(probe: Probe, timeout_s: float = PROBE_TIMEOUT_S) -> Check:
 
 
 def _probe_here(name: str) -> int:
-    """The child's side of `run_probe`: the detail on stdout, or the exception's line on stderr."""
+    """Child's side of `run_probe`: the detail on stdout, or the exception's line on stderr."""
     from embodied_rl.sim.rendering import configure_rendering
 
-    gc.disable()  # it would take a fifth of what is mostly imports
+    gc.disable()  # it would take a fifth of the time, which is mostly imports
     configure_rendering()
     probe = next(probe for probe in PROBES if probe.name == name)
     try:
@@ -132,7 +131,7 @@ def _probe_here(name: str) -> int:
     else:
         print(detail, flush=True)
         status = 0
-    # Graphics libraries may crash while the interpreter shuts down, after the answer is known.
+    # Graphics libraries may crash during the interpreter's shutdown, after the result is known.
     os._exit(status)
 
 
@@ -158,7 +157,7 @@ def print_report(checks: Sequence[Check]) -> None:
     if wanting:
         print("What is missing, and what brings it:")
         for check in wanting:
-            # A command stays in one line, to be copied.
+            # A command stays on one line for copying.
             print(f"  {check.name}: {check.fix}")
     if can_train(checks):
         lacking = any(check.name == "ManiSkill" and check.status != "ok" for check in checks)
@@ -172,7 +171,7 @@ def print_report(checks: Sequence[Check]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["--probe"]:  # ourselves, in a process for one probe
+    if words[:1] == ["--probe"]:  # the child process of one probe
         return _probe_here(words[1])
     values, _ = COMMAND.parse(["json=true" if word == "--json" else word for word in words])
     if values["export"]:

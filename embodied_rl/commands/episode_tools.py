@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.episodes info|validate|convert|merge|split``: what one does with recorded episodes as files."""
+"""``python -m embodied_rl.episodes info|validate|convert|merge|split``: work on recorded episodes as files."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def describe(recording: Recording) -> dict[str, Any]:
-    """What `info` prints, JSON-able."""
+    """Contents of `info`'s output, JSON-able."""
     spec, info = recording.spec, recording.info
     first = recording.episode(0) if len(recording) else None
     optional = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
@@ -201,7 +201,7 @@ def _action(action: Mapping[str, Any]) -> str:
 def _validate(values: dict[str, Any]) -> None:
     path = Path(values["path"])
     try:
-        # Readable but wrong contents are reported too; every checksum is compared once.
+        # Readable but wrong contents are reported too; every checksum is verified once.
         with open_recording(path, verify=False) as recording:
             count = len(recording)
             problems = validate(recording, pictures=values["pictures"])
@@ -222,7 +222,7 @@ def convert(source: Recording, output: Path, format_name: str, video: str = "mp4
     """Write a recording in a format; returns what became of each field.
 
     Raises:
-        RecordingError: the format cannot hold it, the source is damaged, or the output is there already.
+        RecordingError: the format cannot represent it, the source is damaged, or the output exists.
         UserError: the output cannot be written.
         MissingExtraError: h5py or pyarrow is not installed.
     """
@@ -248,7 +248,7 @@ def _write_native(
     duplicates: Any,
     advance: Callable[[int], object],
 ) -> tuple[int, int]:
-    """Write episodes of several recordings into one; returns how many are in it, and how many were there already."""
+    """Write episodes of several recordings into one; returns (its number of episodes, number of duplicates)."""
     written = skipped = 0
     with RecordingWriter(folder, info, video=video, duplicates=duplicates) as writer:
         for source, numbers in sources:
@@ -256,7 +256,7 @@ def _write_native(
             for number in numbers:
                 episode = adopted(source.episode(number), source.info, info)
                 if episode.seed < 0:
-                    # Not known: the numbers of two recordings' unknown seeds mean nothing to each other.
+                    # The numbers of two recordings' unknown seeds are unrelated.
                     episode = dataclasses.replace(episode, seed=unknown_seed(written))
                 if writer.add(episode) == SKIPPED:
                     skipped += 1
@@ -267,10 +267,10 @@ def _write_native(
 
 
 def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, video: str = "mp4") -> tuple[int, int]:
-    """Put the episodes of several recordings into one of our own; returns how many it has, and how many were there twice.
+    """Merge the episodes of several recordings into one in our format; returns (its number of episodes, number of duplicates).
 
     Raises:
-        RecordingError: observations, actions or simulators differ, a source is damaged, or the output is there already.
+        RecordingError: observations, actions or simulators differ, a source is damaged, or the output exists.
         UserError: the output cannot be written.
     """
     first = sources[0]
@@ -295,7 +295,7 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
 def split_numbers(recording: Recording, fractions: Sequence[float], seed: int) -> list[list[int]]:
     """Numbers of the episodes of each part, ascending.
 
-    Episodes of one seed and task, which began alike, stay together; otherwise the sizes are those of the fractions, to one episode.
+    Episodes with the same seed and task, which began alike, stay together; otherwise the sizes match the fractions to one episode.
     """
     groups: dict[tuple[int, str], list[int]] = {}
     for number, (seed_of, task) in enumerate(zip(recording.seeds.tolist(), recording.tasks, strict=True)):
@@ -313,8 +313,8 @@ def split_numbers(recording: Recording, fractions: Sequence[float], seed: int) -
 
 
 def split(recording: Recording, output: Path, parts: Mapping[str, Sequence[int]], video: str = "mp4") -> None:
-    """Write episodes by number into ``output/<name>``, each part a separate recording.
-    Raises RecordingError: the recording is damaged, or the output is there already; UserError: the output cannot be written."""
+    """Write episodes by number into ``output/<name>``, each part a separate recording. Raises RecordingError: the recording is damaged, or
+    the output exists; UserError: the output cannot be written."""
     with progress_bar("splitting", sum(map(len, parts.values()))) as advance, new_folder(output) as folder:
         for name, numbers in parts.items():
             metadata = {**recording.info.metadata, "split_from": str(recording.path), "split": name}
@@ -367,7 +367,7 @@ def _split(values: dict[str, Any]) -> None:
 
 
 def parts_of(recording: Recording, fractions: str | None, names: str | None, by: str | None, seed: int) -> dict[str, list[int]]:
-    """{folder: numbers of its episodes} from the command's arguments. Raises UserError where they contradict each other."""
+    """{folder: numbers of its episodes} from the command's arguments. Raises UserError if they contradict each other."""
     if (fractions is None) == (by is None):
         raise UserError("split takes either fractions=0.9,0.1 or by=success|task.")
     if by is not None:

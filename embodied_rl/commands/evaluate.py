@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.evaluate``: success and return on held-out seeds, of checkpoints or of what needs none, compared seed by seed."""
+"""``python -m embodied_rl.evaluate``: success and return on held-out seeds, of checkpoints or untrained policies, compared seed by seed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def evaluate_checkpoint(
         policy: "checkpoint" or "random".
 
     Raises:
-        IncompatibleCheckpointError: the simulator's spaces are not those that the policy was trained with.
+        IncompatibleCheckpointError: the simulator's spaces differ from those of the policy's training.
         UserError, SimFault: from the simulator.
     """
     (result,) = evaluate_players([(checkpoint, policy)], num_episodes, seed=seed, sim=sim)
@@ -126,14 +126,14 @@ def evaluate_players(
     """Play the same held-out seeds with each of `players`, (checkpoint, "checkpoint" or "random"), in the same simulators.
 
     Args:
-        players: at least one; the first one's simulator is taken where `sim` is None.
+        players: at least one; if `sim` is None, the first one's simulator is used.
         seed: the seeds are 2**30 + seed + 0 … num_episodes - 1.
-        temperature: of action tokens that are drawn, 0 for the likeliest; None: what each checkpoint's run evaluated with.
+        temperature: for drawn action tokens, 0 for the likeliest; None: that of each checkpoint's evaluation.
 
     Returns one result each, in their order.
 
     Raises:
-        IncompatibleCheckpointError: the simulator's spaces are not those that a policy was trained with.
+        IncompatibleCheckpointError: the simulator's spaces differ from those of a policy's training.
         UserError, SimFault: from the simulator.
     """
     wanted = players[0][0].config.sim if sim is None else sim
@@ -152,8 +152,8 @@ def evaluate_players(
 
 
 def one_thread_acts(policies: Iterable[str]) -> AbstractContextManager[None]:
-    """While policies of these kinds act: in one thread, as in training, since the other cores are the simulators'. Language models take
-    all cores: texts are stepped in no time."""
+    """Around acting with policies of these kinds: use one thread, as in training, since the simulators use the other cores. Language models
+    use all cores, because text simulators step in no time."""
     if not set(policies) - {"language"}:
         return nullcontext()
     from embodied_rl.learning.devices import compute_threads
@@ -162,7 +162,7 @@ def one_thread_acts(policies: Iterable[str]) -> AbstractContextManager[None]:
 
 
 def is_own_task(checkpoint: Checkpoint, sim: SimConfig) -> bool:
-    """Whether `sim` names what the policy was trained in; otherwise the user asked for a transfer, and equal spaces are enough."""
+    """Whether `sim` is the task of the policy's training; otherwise the user requested a transfer, and equal spaces suffice."""
     trained = checkpoint.config.sim
     return (sim.name, sim.task) == (trained.name, trained.task)
 
@@ -170,8 +170,8 @@ def is_own_task(checkpoint: Checkpoint, sim: SimConfig) -> bool:
 def make_generator(
     checkpoint: Checkpoint, spec: SimSpec, *, policy: str = "checkpoint", same_task: bool = True, seed: int = 0
 ) -> Generator:
-    """What acts: the checkpoint's policy with its weights loaded, or random actions drawn from `seed`.
-    Raises IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy."""
+    """Generator of the checkpoint's policy with its weights loaded, or of random actions drawn from `seed`. Raises
+    IncompatibleCheckpointError: the policy does not fit the simulator `spec`, or the tensors do not fit the policy."""
     if checkpoint.config.policy.name == "language":
         return _language_generator(checkpoint, spec, policy, same_task, seed)
     if policy == "random":
@@ -180,12 +180,12 @@ def make_generator(
 
 
 def random_generator(spec: SimSpec, seed: int) -> Generator:
-    """Random actions, also for callers that give no noise."""
+    """Generator of random actions, also for callers that give no noise."""
     return NoisyGenerator(RandomGenerator(spec), spec, seed)
 
 
 def acting(policy: Policy, version: int = 0) -> Generator:
-    """What acts with a policy's present weights, as a `version`."""
+    """Generator that acts with a policy's present weights, as a `version`."""
     from embodied_rl.generation.torch_backend import TorchGenerator
 
     generator = TorchGenerator(policy)
@@ -194,7 +194,7 @@ def acting(policy: Policy, version: int = 0) -> Generator:
 
 
 def _language_generator(checkpoint: Checkpoint, spec: SimSpec, policy: str, same_task: bool, seed: int) -> Generator:
-    """An agent with the checkpoint's model, or one that answers with any of its actions."""
+    """An agent with the checkpoint's model, or one that answers with random allowed actions."""
     from embodied_rl.methods.language_player import make_agent_generator, make_random_agent, read_language_policy
     from embodied_rl.resuming import load_policy
 
@@ -223,7 +223,7 @@ def make_policy(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True
 
 
 def value_estimate(policy: Policy) -> Callable[[Observation], np.ndarray]:
-    """What the policy expects: {key: [n, ...]} → [n] values, of the first step where it has one for each of a chunk."""
+    """Value function of the policy: {key: [n, ...]} → [n] values; for a chunk of values, that of the first step."""
     import torch
 
     from embodied_rl.policies.base import prepare_observation
@@ -245,12 +245,12 @@ def load_to_play(
     trust: Sequence[str] = (),
     logs: bool = False,
 ) -> Checkpoint:
-    """A checkpoint, or one domain's part of it, to be played in the simulator that `choose_sim` makes of the same arguments.
+    """Load a checkpoint, or one domain's part of it, to play in the simulator that `choose_sim` makes of the same arguments.
 
     Args:
-        overrides: keys such as ``sim.target``; what they replace need not be trusted, nor the simulator where `sim` is another.
+        overrides: keys such as ``sim.target``; values that they replace need no trust, and neither does the simulator if `sim` is given.
         trust: see `load_checkpoint`.
-        logs: the checkpoint's own loggers will be used.
+        logs: whether the checkpoint's own loggers will be used.
     """
     keys = [*overrides, *([] if logs else ["logger"])]
 
@@ -263,16 +263,15 @@ def load_to_play(
 
 
 def choose_sim(checkpoint: Checkpoint, name: str | None, overrides: Mapping[str, Any]) -> SimConfig:
-    """The checkpoint's simulator configuration, or the named one, with values changed: see `override_sim`."""
+    """Checkpoint's simulator configuration, or the named one, with overrides: see `override_sim`."""
     base = checkpoint.config.sim if name is None or name == checkpoint.config.sim.name else load_sim_config(name)
     return override_sim(base, overrides)
 
 
 def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
-    """A simulator configuration with values such as ``{"sim.num_slots": 4}`` changed.
+    """A simulator configuration with overrides such as ``{"sim.num_slots": 4}``.
 
-    Workers and groups shrink with the number of slots unless they are given themselves.
-    Raises UserError: an unknown simulator, key or value.
+    Workers and groups shrink with the number of slots unless they are overridden too. Raises UserError: an unknown simulator, key or value.
     """
     data = dataclasses.asdict(base)
     for key, value in overrides.items():
@@ -292,8 +291,8 @@ def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
 
 
 def expand_checkpoints(text: str) -> list[str]:
-    """Paths of ``A``, ``A,B`` or a pattern such as ``runs/*/checkpoints/step_*``, each once.
-    Raises UserError: nothing is named, a pattern matches nothing, or there are more than `MAX_CHECKPOINTS`."""
+    """Paths of ``A``, ``A,B`` or a pattern such as ``runs/*/checkpoints/step_*``, each once. Raises UserError: no path, a pattern without
+    matches, or more than `MAX_CHECKPOINTS`."""
     paths = expand_paths(text, "checkpoint", "runs/fetch_reach/*, …/checkpoints/step_*")
     if not 1 <= len(paths) <= MAX_CHECKPOINTS:
         raise UserError(f"checkpoint={text} names {len(paths)} checkpoints; between 1 and {MAX_CHECKPOINTS} can be played at once.")
@@ -325,7 +324,7 @@ def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list
 
 
 def _check_of_checkpoint(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raises UserError for what a checkpoint brings itself."""
+    """Raise UserError for arguments that the checkpoint determines."""
     if values["policy"] not in (None, "checkpoint", "random"):
         choices = ("checkpoint", "random")
         raise UserError(f"policy={values['policy']} is not a choice.{did_you_mean(values['policy'], choices)} (With checkpoint=….)")
@@ -337,7 +336,7 @@ def _check_of_checkpoint(values: Mapping[str, Any], overrides: Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a protocol says of an evaluation; None where it says nothing."""
+    """Evaluation settings of a protocol; None: not set."""
 
     sim: Mapping[str, Any]
     """{"sim.max_episode_steps": 80, …}"""
@@ -346,7 +345,7 @@ class Measured:
 
 
 def read_protocol(name: str | None) -> Measured:
-    """A file of ``configs/protocol``. Raises UserError with the nearest name."""
+    """Read a file of ``configs/protocol``. Raises UserError with the nearest name."""
     import yaml
 
     if name is None:
@@ -363,13 +362,13 @@ def read_protocol(name: str | None) -> Measured:
 
 
 def _players(checkpoint: str, policy: str, against: str | None, load: Callable[[str], Checkpoint]) -> list[tuple[Checkpoint, str]]:
-    """Who plays, the one that is compared against last."""
+    """Players, with the one to compare against last."""
     loaded = {found.path: found for found in map(load, expand_checkpoints(checkpoint))}
     players = [(found, policy) for found in loaded.values()]
     if against is None:
         return players
     other = (players[0][0], "random") if against == "random" else (load(against), "checkpoint")
-    # Of a pattern that names it too, it is compared with the others.
+    # If a pattern includes it too, it is only compared against.
     players = [player for player in players if (player[0].path, player[1]) != (other[0].path, other[1])]
     if not players:
         raise UserError(f"checkpoint={checkpoint} and against={against} are the same; give two that differ.")
@@ -406,7 +405,7 @@ def _tell(
     path: Path,
     document: Callable[[], Mapping[str, Any]],
 ) -> None:
-    # Shown first: a file that cannot be written must not cost the figures.
+    # Print first: a file that cannot be written must not cost the figures.
     by_task = output.task_table(names, results)
     print_tables(*tables, *([] if by_task is None else [by_task]))
     if len(results) == 1 and (shares := results[0].answers):
@@ -419,25 +418,25 @@ def _tell(
 
 
 _OWN = ("num_episodes", "seed", "output", "temperature")
-"""Arguments of the command that are no overrides of a configuration."""
+"""Arguments of the command that are not overrides of a configuration."""
 _SERVER_CONTEXT = 2**17
-"""Tokens of a prompt for a server that keeps its own limit."""
+"""Tokens of a prompt for a server with its own limit."""
 
 
 @dataclass(frozen=True)
 class Untrained:
-    """Who plays what."""
+    """An untrained player and its task."""
 
     config: TrainConfig
-    """With `evaluation` as the arguments say."""
+    """Configuration, with `evaluation` from the arguments."""
     kind: str
     """random, openai, or a policy's name."""
     server: PlayerConfig | None = None
-    """Of kind openai."""
+    """Server of kind openai."""
 
     @property
     def folder(self) -> str | None:
-        """Where the policy's weights are read from; None: nowhere."""
+        """Folder of the policy's weights; None: there are none."""
         if self.kind in ("random", "openai"):
             return None
         named = vars(self.config.policy)
@@ -454,13 +453,13 @@ class Untrained:
 
 
 def evaluate_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Play, print and write what the arguments of the command ask for. Raises UserError."""
+    """Play, print and write as the command's arguments say. Raises UserError."""
     player = choose_untrained(argv, values, overrides)
     _tell_untrained(player, play_untrained(player), values, command_line("evaluate", argv))
 
 
 def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Untrained:
-    """From the command's words, and from what they were parsed to. Raises UserError."""
+    """Player from the command's words and their parsed values. Raises UserError."""
     from embodied_rl.config.facts import Run
     from embodied_rl.config.rules import EVALUATION, refuse
 
@@ -476,7 +475,7 @@ def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: 
         raise UserError(f"policy=… {given}.{did_you_mean(kind or '', known)}")
     words = [word for word in argv if word.partition("=")[0] not in (*_OWN, "policy") and not word.startswith("openai.")]
     if kind == "openai" or (kind == "random" and experiment is None):
-        words.append("policy=language")  # speaks where the simulator does; prompts are made by it
+        words.append("policy=language")  # a language policy for text simulators makes the prompts
     elif kind not in (None, "random"):
         words.append(f"policy={kind}")
     if kind == "openai" and not any(word.startswith(("policy.model=", "policy.tiny.max_context=")) for word in words):
@@ -503,8 +502,8 @@ def _server(overrides: Mapping[str, Any]) -> PlayerConfig:
 
 
 def play_untrained(player: Untrained) -> output.EvaluationResult:
-    """The episodes and their figures.
-    Raises UserError: the policy does not fit the simulator, its folder is incomplete, or a server does not answer."""
+    """Play the episodes and compute their figures. Raises UserError: the policy does not fit the simulator, its folder is incomplete, or a
+    server does not answer."""
     import torch
 
     config, wanted = player.config, player.config.evaluation
@@ -532,7 +531,7 @@ def _generator(player: Untrained, folder: Path, manager: Simulators) -> Generato
 
 
 def _speaking(player: Untrained, manager: Simulators, folder: Path) -> Any:
-    """A language agent: with its own model, with a server's, or with chance."""
+    """A language agent with its own model, a server's, or random answers."""
     from embodied_rl.learning.devices import resolve_device
     from embodied_rl.methods.language_player import make_agent, make_agent_generator, make_language_policy, make_random_agent
 

@@ -1,4 +1,4 @@
-"""`embodied_rl.learn`, a run from Python with what it leaves behind, and `embodied_rl.load_policy`, a trained policy for a control loop."""
+"""`embodied_rl.learn`, which trains from Python and returns the run, and `embodied_rl.load_policy`, a trained policy for a control loop."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _FIX = "Write it into a file beside the notebook and import it from there."
 
 
 def importable(thing: Callable[..., Any], folder: Path) -> str:
-    """``module:Name`` of a class or function; what was defined in ``__main__`` is written into a module of `folder` first.
+    """``module:Name`` of a class or function; a definition in ``__main__`` is first written into a module in `folder`.
 
-    Sent along are the imports, plain values, classes and functions of ``__main__`` that its source names. The folder goes to the front of
-    ``sys.path``, which simulator processes take over.
-    Raises UserError: it was defined inside a function, its source is not known, or it names something that cannot be sent.
+    The module also contains the imports, plain values, classes and functions of ``__main__`` that the source names. The folder is put first
+    in ``sys.path``, which simulator processes inherit. Raises UserError: it was defined inside a function, its source is unknown, or it
+    names something that cannot be written.
     """
     name, module = thing.__qualname__, thing.__module__
     if "<" in name:
@@ -55,7 +55,7 @@ def importable(thing: Callable[..., Any], folder: Path) -> str:
 
 
 def _source_with_names(thing: Callable[..., Any]) -> str:
-    """A module's text: the thing, and before it what it names."""
+    """Text of a module: the definition, preceded by what it names."""
     namespace = vars(sys.modules["__main__"])
     imports: dict[str, str] = {}
     values: dict[str, str] = {}
@@ -65,7 +65,7 @@ def _source_with_names(thing: Callable[..., Any]) -> str:
         if definition.__qualname__ in definitions:
             return
         source = _definition(definition)
-        definitions[definition.__qualname__] = ""  # noted before what it names, which may name it
+        definitions[definition.__qualname__] = ""  # entered before its names are resolved, since they may refer back to it
         for name in sorted({node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}):
             if name in namespace and not hasattr(builtins, name):
                 take(name, namespace[name])
@@ -91,7 +91,7 @@ def _source_with_names(thing: Callable[..., Any]) -> str:
 
 
 def _definition(thing: Callable[..., Any]) -> str:
-    """The source of a class or function; of a cell from the lines that Python keeps for tracebacks."""
+    """Source of a class or function; for a notebook cell, from the lines that Python keeps for tracebacks."""
     code = thing.__code__ if inspect.isfunction(thing) else next(filter(None, map(_code_of, vars(thing).values())), None)
     lines = linecache.getlines(code.co_filename) if code is not None else []
     try:
@@ -118,41 +118,40 @@ def _is_plain(value: object) -> bool:
 
 
 class LoadedPolicy:
-    """Asks a trained policy for actions: its likeliest, in the units of the simulator that it was trained in."""
+    """A trained policy that returns its likeliest actions, in the units of the simulator of its training."""
 
     def __init__(self, generator: Generator, spec: SimSpec, keys: Sequence[str]) -> None:
-        """
-        Args:
-            generator: with its weights published.
-            spec: of the simulator that the policy was trained in.
-            keys: the parts of an observation that it reads.
+        """Args:
+        generator: generator with published weights.
+        spec: spec of the simulator of its training.
+        keys: parts of the observation that it reads.
         """
         self.spec, self.keys = spec, tuple(keys)
         self._generator, self._num_rows = generator, 0
 
     @property
     def expects(self) -> str:
-        """What `predict` takes, in one line."""
+        """Input of `predict`, in one line."""
         parts = [(key, self.spec.observation[key]) for key in self.keys]
         described = [f"{key!r}: {f'{list(p.shape)} {p.dtype}' if isinstance(p, TensorSpec) else p.kind}" for key, p in parts]
         return "{" + ", ".join(described) + "}, or a batch of them, [n, …] each"
 
     def reset(self) -> None:
-        """A new episode begins: a policy that remembers forgets the last one. The first call of `predict` needs none."""
+        """Begin a new episode: a policy with memory forgets the last one. Not needed before the first `predict`."""
         self._num_rows = 0
 
     def predict(self, observation: object) -> Any:
-        """The action for an observation, or the actions of a batch.
+        """Action for an observation, or the actions for a batch.
 
         Args:
-            observation: {key: value} with what the policy reads, further keys are left; a single value where it reads one key. Arrays have
-                the shape of the simulator's observation, or with a leading n those of n environments at a time.
+            observation: {key: value} with the policy's keys, others are ignored; a single value for a policy with one key. Arrays have
+                the shape of the simulator's observation, or a leading n for a batch of n environments.
 
         Returns:
-            [A] float32, or [n, A] for a batch; [K, A] and [n, K, A] of a policy that acts in chunks of K > 1 steps; an int, or [n] int64,
-            for discrete actions; a str, or a list, of a language agent.
+            [A] float32, or [n, A] for a batch; [K, A] and [n, K, A] from a policy with chunks of K > 1 steps; an int, or [n] int64,
+            for discrete actions; a str, or a list, from a language agent.
 
-        Raises UserError: a key is missing, or a shape or a kind of number differs; with what the policy expects.
+        Raises UserError: a key is missing, or a shape or dtype kind differs; with the policy's expectation.
         """
         parts, num_rows = self._batch(observation)
         slots = np.arange(1 if num_rows is None else num_rows)
@@ -170,11 +169,11 @@ class LoadedPolicy:
         return actions[0] if num_rows is None else actions
 
     def close(self) -> None:
-        """End what was started to act."""
+        """End everything that was started to act."""
         self._generator.close()
 
     def _batch(self, observation: object) -> tuple[dict[str, np.ndarray], int | None]:
-        """({key: [n, …]}, n), or None for n where it is a single observation."""
+        """({key: [n, …]}, n); n is None for a single observation."""
         if not isinstance(observation, Mapping):
             if len(self.keys) != 1:
                 raise UserError(f"An observation must name its parts. The policy expects {self.expects}.")
@@ -208,11 +207,11 @@ class LoadedPolicy:
 
 
 def load_policy(path: Path | str, *, domain: str | None = None, trust: Sequence[str] = ()) -> LoadedPolicy:
-    """The policy of a run's folder (its last checkpoint) or of a checkpoint's folder, of any kind: small networks, VLAs, language agents.
+    """Policy of a run's folder (its last checkpoint) or of a checkpoint's folder, of any kind: small networks, VLAs, language agents.
 
     Args:
-        domain: of a run with several domains, whose policy.
-        trust: code that the checkpoint may name beside what is registered (docs/trust.md).
+        domain: domain of the policy, for a run with several.
+        trust: code that the checkpoint may name in addition to registered code (docs/trust.md).
 
     Raises UserError: there is no checkpoint, or it cannot be read; IncompatibleCheckpointError: its tensors do not fit its configuration.
     """
@@ -227,13 +226,13 @@ def load_policy(path: Path | str, *, domain: str | None = None, trust: Sequence[
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder. What it reads is read anew each time, so that it may be of a run that goes on elsewhere."""
+    """A run's folder. Files are read anew on each access, so the run may still be going on elsewhere."""
 
     path: Path
 
     @property
     def results(self) -> dict[str, Any]:
-        """The content of results.json. Raises UserError where the run has not ended with an evaluation."""
+        """Content of results.json. Raises UserError if the run has not ended with an evaluation."""
         file = self.path / "results.json"
         if not file.is_file():
             raise UserError(f"{brief(self.path)} holds no results.json yet: the run was not evaluated to its end. Go on with run.resume().")
@@ -242,7 +241,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, np.ndarray]:
-        """{name: [n] float64} over the n rows of metrics.jsonl, ``step`` among them; NaN where a row has none of that name."""
+        """{name: [n] float64} over the n rows of metrics.jsonl, ``step`` among them; NaN in rows without the name."""
         from embodied_rl.loggers.jsonl import read_metrics
 
         rows = read_metrics(self.path)
@@ -252,7 +251,7 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """The page about the run, written where it is not there yet. Raises UserError."""
+        """Page about the run, written on first use. Raises UserError."""
         from embodied_rl.reports import write_report
 
         page = self.path / "report.html"
@@ -263,7 +262,7 @@ class Run:
         return self.path / "checkpoints" / "last"
 
     def resume(self, *, total_steps: int | None = None, overrides: Sequence[str] = ()) -> Run:
-        """Go on with the run, to `total_steps` where they are given, and return it. Raises as `learn`."""
+        """Continue the run, up to `total_steps` if given, and return it. Raises as `learn`."""
         more = [] if total_steps is None else [f"total_steps={total_steps}", "stop_at_success=null"]
         source = self.path / SOURCE_FOLDER
         if source.is_dir() and str(source.resolve()) not in sys.path:
@@ -271,7 +270,7 @@ class Run:
         return trained([*more, *overrides, f"resume={self.path}"], source)
 
     def load_policy(self, *, domain: str | None = None, trust: Sequence[str] = ()) -> LoadedPolicy:
-        """The trained policy, to be asked for actions; see `embodied_rl.load_policy`."""
+        """Trained policy; see `embodied_rl.load_policy`."""
         return load_policy(self.path, domain=domain, trust=trust)
 
 
@@ -289,13 +288,13 @@ def learn(
 
     Args:
         sim: a ``gymnasium.Env`` class (or VectorEnv, or SimEnv), a function that makes one, the id of a registered gymnasium task
-            (``"Pendulum-v1"``), a name of the catalogue (``"fetch_reach"``), or ``"package.module:Name"``. The source of a class of a
-            notebook's cell, or of the script that runs, is what simulator processes get.
+            (``"Pendulum-v1"``), a name of the catalogue (``"fetch_reach"``), or ``"package.module:Name"``. For a class defined in
+            a notebook or in the running script, simulator processes get its source.
         policy: a file of ``configs/policy``.
         algorithm: a file of ``configs/algorithm``.
-        total_steps: environment steps, at most.
-        seed: the same seed gives the same run.
-        run_dir: where the run goes; None: a new folder below ``runs/``.
+        total_steps: most environment steps.
+        seed: equal seeds give equal runs.
+        run_dir: folder of the run; None: a new folder below ``runs/``.
         overrides: any other ``key=value`` of the command line.
 
     Raises UserError: and its kinds, for everything a user can mend; SimFault, NonFiniteError: see `embodied_rl.trainer.Trainer.run`.
@@ -310,7 +309,7 @@ def learn(
 
 
 def _sim_words(sim: str | Callable[..., Any], run_dir: Path) -> list[str]:
-    """The overrides that name a simulator."""
+    """Overrides that select a simulator."""
     if not isinstance(sim, str):
         return ["sim=custom", f"sim.target={importable(sim, run_dir / SOURCE_FOLDER)}"]
     if sim in group_names("sim"):
@@ -323,7 +322,7 @@ def _sim_words(sim: str | Callable[..., Any], run_dir: Path) -> list[str]:
 
 
 def trained(words: list[str], source: Path | None = None, loggers: Sequence[Logger] = ()) -> Run:
-    """Train as the command line would with these words; `source` is a folder whose modules the simulators need.
+    """Train as the command line would with these words; `source`: folder of modules that the simulators need.
 
     `loggers`: see `Trainer`. Raises as `learn`.
     """

@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.offline_eval recording=DIR checkpoint=A,B``: checkpoints held against recorded episodes, without a simulator."""
+"""``python -m embodied_rl.offline_eval recording=DIR checkpoint=A,B``: evaluate checkpoints on recorded episodes, without a simulator."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ COMMAND = Command(
 
 
 def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, Checkpoint]]:
-    """[(label, checkpoint)] of paths separated by commas; `trust` is `load_checkpoint`'s.
-    Raises UserError: none is named, or one is named twice; IncompatibleCheckpointError: one cannot be read."""
+    """[(label, checkpoint)] of comma-separated paths; `trust` is `load_checkpoint`'s. Raises UserError: no path, or one named twice;
+    IncompatibleCheckpointError: one cannot be read."""
     words = [word.strip() for word in paths.split(",") if word.strip()]
     if not words:
         raise UserError("checkpoint= names none. Give a run's folder, or several separated by commas.")
@@ -82,7 +82,7 @@ def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, C
 
 
 def settings_of(values: Mapping[str, Any], further: Mapping[str, Any]) -> OfflineSettings:
-    """From the command's arguments. Raises UserError naming the one that is out of range."""
+    """Settings from the command's arguments. Raises UserError naming an argument that is out of range."""
     from embodied_rl.evaluation.offline_study import ALL_ESTIMATORS, OfflineSettings
 
     words = [word.strip() for word in values["estimators"].split(",") if word.strip()]
@@ -133,7 +133,7 @@ def _table(shown: Shown, caption: str = "") -> Table:
 
 
 def document_of(study: OfflineStudy, recording: Recording, command: str, wall_clock_s: float) -> dict[str, Any]:
-    """What offline_eval.json holds: every figure and its provenance."""
+    """Content of offline_eval.json: every figure and its provenance."""
     return {
         "recording": str(recording.path),
         "task": recording.spec.task,

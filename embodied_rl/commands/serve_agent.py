@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.serve_agent model=FOLDER``: a language model behind OpenAI's interface that keeps what agents were answered."""
+"""``python -m embodied_rl.serve_agent model=FOLDER``: a language model behind OpenAI's interface that records the answers to agents."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
-    """(the proxy that the arguments describe, listening; its token where that is new). Raises UserError."""
+    """Start the proxy of the arguments; returns (the listening proxy, its token if it is new). Raises UserError."""
     from embodied_rl.config.policy import LanguageConfig
     from embodied_rl.generation.torch_tokens import TorchTokens
     from embodied_rl.policies.language import build_language_policy
@@ -53,7 +53,7 @@ def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:
     from embodied_rl.serving.agents.sessions import SessionLimits
     from embodied_rl.serving.http_server import token_to_ask_for
 
-    token, is_new = token_to_ask_for(values["token"], values["host"])  # before a model is loaded for nothing
+    token, is_new = token_to_ask_for(values["token"], values["host"])  # before a model is loaded in vain
     policy = build_language_policy(LanguageConfig(model=values["model"], adapter=values["adapter"]), values["device"])
     model = policy.generation_model()
     backend = TorchTokens(model, max_batch=values["max_batch"], seed=values["seed"], tokenizer=policy.tokenizer)

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def start(values: dict[str, Any]) -> tuple[EnvironmentService, str | None]:
-    """(the service that the arguments describe, listening; its token where that is new). Raises UserError."""
+    """Start the service of the arguments; returns (the listening service, its token if it is new). Raises UserError."""
     listed = values["sims"].removeprefix("[").removesuffix("]")
     names = None if listed == "all" else tuple(name.strip() for name in listed.split(","))
     limits = {name: values[name] for name in ("max_environments", "memory_mb", "cpu_s", "idle_s", "step_timeout_s", "start_timeout_s")}

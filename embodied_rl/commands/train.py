@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.train``: Hydra in, Trainer.run() out; and its help."""
+"""``python -m embodied_rl.train``: from Hydra's configuration to Trainer.run(); and its help."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CHOSEN = ("experiment", "sim", "policy", "algorithm", "generation", "hybrid", "
 
 
 def _value(composed: Mapping[str, Any], name: str) -> str:
-    """What a configuration has for a dotted key, as one types it; empty where it has none."""
+    """Value of a configuration's dotted key, as a user would type it; empty if it has none."""
     here: object = composed
     for part in name.split("."):
         if not isinstance(here, Mapping) or part not in here:
@@ -50,8 +50,8 @@ def _value(composed: Mapping[str, Any], name: str) -> str:
 
 
 def help_text(width: int | None = None) -> str:
-    """Lines of at most `width` characters, where no word is longer; None: those of the terminal, at most 100. Values are those that
-    ``python -m embodied_rl.train`` runs with."""
+    """Help text in lines of at most `width` characters, unless a word is longer; None: the terminal's width, at most 100. Shows the default
+    values of ``python -m embodied_rl.train``."""
     from embodied_rl.config.compose import compose_config
     from embodied_rl.config.describing import described_keys
 
@@ -114,20 +114,20 @@ def _hydra_main() -> None:
 
 
 def _check_rules(config: TrainConfig) -> None:
-    """Raises UserError for a combination that makes no sense; each run of a sweep gives its warnings itself."""
+    """Raise UserError for an invalid combination; each run of a sweep prints its own warnings."""
     from embodied_rl.config.rules import resolve
 
-    if config.resume is None:  # else the checkpoint's own configuration counts
+    if config.resume is None:  # otherwise the checkpoint's own configuration counts
         with warnings.catch_warnings(action="ignore"):
             resolve(config)
 
 
 _swept: list[Path] = []
-"""The folders of a sweep's runs (``-m``)."""
+"""Folders of a sweep's runs (``-m``)."""
 
 
 def _tell_sweep(folders: Sequence[Path]) -> None:
-    """A table of the runs of a sweep, and one report over all of them."""
+    """Print a table of a sweep's runs, and write one report about all of them."""
     from embodied_rl.reporting import sweep_table
     from embodied_rl.reports.page import MAX_RUNS, write_report
 
@@ -139,7 +139,7 @@ def _tell_sweep(folders: Sequence[Path]) -> None:
 def _train(composed: DictConfig) -> None:
     from hydra.core.hydra_config import HydraConfig
 
-    # Hydra would print a traceback for our errors; here they are still ours.
+    # Hydra would print a traceback for our errors, so they are handled here.
     run_command(lambda: _train_composed(composed, list(HydraConfig.get().overrides.task)))
 
 
@@ -151,7 +151,7 @@ def _train_composed(composed: DictConfig, overrides: list[str]) -> None:
     plain = OmegaConf.to_container(composed, resolve=True)
     assert isinstance(plain, dict)
     config = TrainConfig.from_dict({str(key): value for key, value in plain.items()})
-    # A shell would read ${seed} as its own.
+    # A shell would interpret ${seed}.
     overrides = [f"run_dir={config.run_dir}" if word.startswith("run_dir=") and "${" in word else word for word in overrides]
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     if sweep:
@@ -172,11 +172,11 @@ def train(
     """Run a configuration from start to report. Returns the run's folder.
 
     Args:
-        config: what to run. Where ``config.resume`` finds a checkpoint, the checkpoint's own configuration is continued, with
-            the values of `overrides` in place of the stored ones.
+        config: configuration to run. If ``config.resume`` finds a checkpoint, the checkpoint's own configuration is continued, with
+            the values of `overrides` replacing the stored ones.
         overrides: the ``key=value`` of the command line.
         command: how the run was started, for the model card.
-        tells: whether the result is printed at the end.
+        tells: whether to print the result at the end.
 
     Raises UserError: and its kinds, for everything a user can mend; SimFault, NonFiniteError: see `Trainer.run`.
     """
@@ -191,14 +191,14 @@ def train(
             if checkpoint.step >= config.total_steps:
                 announce("Nothing is left to train; it is evaluated again. To train on, set a larger total_steps.")
         if Path(config.run_dir).resolve() != run_dir.resolve():
-            # A checkpoint says where its run was written, and the default folder may be taken: other processes write here too.
+            # A checkpoint names its run's folder, and the default folder may be taken: other processes write here too.
             config = dataclasses.replace(config, run_dir=str(run_dir))
-        # A libgomp that spins between parallel regions takes the cores from the simulators; it reads this variable when torch loads it.
+        # A libgomp that spins between parallel regions takes cores from the simulators; it reads this variable when torch is loaded.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from embodied_rl.reporting import plan_text, require_time, shows_progress, too_short
 
         if shows_progress(config):
-            # What follows imports torch, which takes seconds.
+            # The following imports torch, which takes seconds.
             what, where = plan_text(config, run_dir)
             texts = [what, *too_short(config)] if checkpoint is None else [what]
             print("\n".join([*(line for text in texts for line in screen_lines(text)), where]), flush=True)
@@ -211,7 +211,7 @@ def train(
             try:
                 _run(config, run_dir, command, checkpoint, started, loggers, tells)
             except RoleLost as lost:
-                # Who trained has ended, and its weights are gone with it.
+                # The training process has ended, and its weights are lost.
                 checkpoint, started = _last_before(lost, config, run_dir, num_restarts), None
             else:
                 break
@@ -243,7 +243,7 @@ def _run(
         except RoleLost as lost:
             if not trainer.interrupted:
                 raise
-            # The user who ends a run may end its machines too: nothing is restarted.
+            # A user who stops a run may stop its machines too: nothing is restarted.
             go_on = resume_command(command, run_dir)
             raise UserError(f"{lost} The run was to end; what came after its last checkpoint is lost. Go on with: {go_on}") from lost
         if trainer.interrupted:
@@ -256,7 +256,7 @@ def _run(
             announce(f"max_minutes={config.max_minutes:g} left no time for the final evaluation. Evaluate with: {go_on}")
             return
         if checkpoint is None and started == psutil.Process().create_time() and trainer.episode_s is not None:
-            remember_start(config, trainer.start_s, trainer.episode_s)  # of a whole command: it imported all that it needs
+            remember_start(config, trainer.start_s, trainer.episode_s)  # of a whole command, which imported everything itself
         trainer.require_folder()
         from embodied_rl.commands.render import render_videos
         from embodied_rl.reports.page import finish_run
@@ -265,7 +265,7 @@ def _run(
 
 
 def _last_before(lost: Exception, config: TrainConfig, run_dir: Path, num_restarts: int) -> Checkpoint:
-    """The checkpoint that a run goes back to. Raises UserError where there is none, or this has happened too often."""
+    """Checkpoint to which a run goes back. Raises UserError if there is none, or after too many restarts."""
     from embodied_rl.checkpoint import find_last, load_checkpoint
 
     last = find_last(run_dir)
@@ -278,7 +278,7 @@ def _last_before(lost: Exception, config: TrainConfig, run_dir: Path, num_restar
 
 
 def _continued(config: TrainConfig, checkpoint: Checkpoint, overrides: Sequence[str]) -> TrainConfig:
-    """The checkpoint's configuration with what the command line sets: single values, and whole groups except experiments."""
+    """Checkpoint's configuration with the command line's changes: single values, and whole groups except experiments."""
     merged, given = checkpoint.config.to_dict(), config.to_dict()
     for path in replaced_keys(overrides):
         target, source = merged, given
@@ -292,7 +292,7 @@ _started_before = False
 
 
 def _process_start() -> float:
-    """When the user's command began: what a wall-clock figure must count from.
+    """Start time of the user's command, from which wall-clock figures count.
 
     A Python caller's clock starts now, and so does that of every further job of a sweep.
     """

@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.tune``: search values of the configuration with Optuna; trials that evaluate poorly end early."""
+"""``python -m embodied_rl.tune``: search values of the configuration with Optuna; poor trials end early."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ COMMAND = Command(
 
 
 class Pruned(Exception):
-    """An interim evaluation was so poor that the trial ends here. Its text says how poor."""
+    """A trial ends early because of a poor interim evaluation; the text tells how poor."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """What is searched of one key: choices, or numbers from `low` to `high`."""
+    """Search space of one key: choices, or numbers from `low` to `high`."""
 
     key: str
     choices: tuple[Value, ...] = ()
     low: float = 0.0
     high: float = 0.0
     step: int | None = None
-    """Whole numbers, so far apart."""
+    """Distance between whole numbers."""
     log: bool = False
 
     def draw(self, trial: Trial) -> Value:
-        """The trial's value."""
+        """Value for a trial."""
         if self.choices:
             return trial.suggest_categorical(self.key, self.choices)
         if self.step is not None:
@@ -69,14 +69,14 @@ class Range:
         return trial.suggest_float(self.key, self.low, self.high, log=self.log)
 
     def word(self, value: Value) -> str:
-        """The override, as one types it."""
+        """Override with a value, as a user would type it."""
         return (
             f"{self.key}={str(value).lower() if isinstance(value, bool) else format(value, '.6g') if isinstance(value, float) else value}"
         )
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[Range]]:
-    """(overrides that are the same in all trials, what is searched). Raises UserError: nothing is searched, or a search is malformed."""
+    """(overrides common to all trials, search spaces). Raises UserError: nothing is searched, or a search is malformed."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -142,12 +142,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _say(text: str) -> None:
-    """A line; between words where a terminal is narrower."""
+    """Print text, wrapped between words on a narrow terminal."""
     print("\n".join(screen_lines(text, 2)), flush=True)
 
 
 def _open(folder: Path, prune: bool, seed: int) -> Study:
-    """The study of a folder, begun or gone on with."""
+    """Study of a folder, new or continued."""
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -157,14 +157,14 @@ def _open(folder: Path, prune: bool, seed: int) -> Study:
     storage = JournalStorage(JournalFileBackend(str(folder / "study.journal")))
     pruner = optuna.pruners.MedianPruner(n_startup_trials=3) if prune else optuna.pruners.NopPruner()
     study = optuna.create_study(storage=storage, study_name="study", direction="maximize", pruner=pruner, load_if_exists=True)
-    # What a study that goes on draws must not repeat what it drew before.
+    # A continued study must not repeat its earlier draws.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
     return study
 
 
 def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[Range], trials: int) -> list[Path]:
-    """Run what is left of the trials; the folders of those that this call finished.
-    Raises UserError: the first trial of a study already makes no sense."""
+    """Run the remaining trials; returns the folders of those that this call finished. Raises UserError: the very first trial of a study is
+    invalid."""
     from optuna.trial import TrialState
 
     finished = []
@@ -196,7 +196,7 @@ def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[R
 
 
 def _run_dir(folder: Path, number: int) -> Path:
-    """Of a trial, whose number is counted from 1 wherever it is shown."""
+    """Folder of a trial; displayed numbers count from 1."""
     return folder / f"trial{number + 1:04d}"
 
 
@@ -205,14 +205,14 @@ def _score(success: float | None, mean_return: float) -> str:
 
 
 def _run(trial: Trial, name: str, words: Sequence[str], run_dir: Path) -> dict[str, Any] | None:
-    """The results of a trial's run; None where it was interrupted. Raises Pruned."""
+    """Results of a trial's run; None if it was interrupted. Raises Pruned."""
     from embodied_rl.commands.learn import Run
     from embodied_rl.commands.train import train
     from embodied_rl.config.compose import load_train_config
 
     words = [*words, f"run_dir={run_dir}", "video.enabled=no"]
     config = load_train_config(words)
-    # The study tells one line of each trial.
+    # The study prints one line per trial instead.
     logger = dataclasses.replace(config.logger, names=tuple(each for each in config.logger.names if each != "console"))
     config = dataclasses.replace(config, logger=logger)
     with progress_bar(name, config.total_steps) as advance:
@@ -223,7 +223,7 @@ def _run(trial: Trial, name: str, words: Sequence[str], run_dir: Path) -> dict[s
 
 
 def _watcher(trial: Trial, config: TrainConfig, advance: Advance) -> Logger:
-    """Tells Optuna of interim evaluations, and ends the run where Optuna gives it up."""
+    """Logger that reports interim evaluations to Optuna, and ends the run if Optuna prunes it."""
     from embodied_rl.loggers import Logger
 
     class Watcher(Logger):

@@ -1,6 +1,6 @@
-"""Charts as inline SVG, complete without any script, tables and tiles; every text from a file is escaped here.
+"""Charts as inline SVG without any script, tables and tiles; every text from a file is escaped here.
 
-Colours are named by number and come from the page's style, so that one drawing serves light and dark.
+Colours have numbers and come from the page's style, so that one drawing serves light and dark.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from embodied_rl.loggers.meanings import FIGURES
 
 
 def text(value: object) -> str:
-    """Escaped."""
+    """Escaped text."""
     return html.escape(str(value))
 
 
 def hint(sentence: str) -> str:
-    """A question mark that shows a sentence under the pointer, or when it has the focus; empty for none."""
+    """A question mark that shows a sentence under the pointer or on focus; empty for no sentence."""
     return f'<span class="hint" tabindex="0" role="note" aria-label="{text(sentence)}"></span>' if sentence else ""
 
 
 def facts(rows: Mapping[str, Any]) -> str:
-    """A table of names and values; those without a value are left out."""
+    """A table of names and values, without empty values."""
     cells = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in rows.items() if value is not None)
     return f'<table class="facts">{cells}</table>' if cells else ""
 
@@ -36,9 +36,9 @@ def facts(rows: Mapping[str, Any]) -> str:
 def grid(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[int] = (), meanings: Mapping[str, str] = FIGURES
 ) -> str:
-    """A table whose cells are HTML already; the columns in `numbers` are right-aligned, those in `meanings` explain themselves."""
+    """A table of HTML cells; the columns in `numbers` are right-aligned, those in `meanings` have explanations."""
     kind = ['class="n"' if index in numbers else "" for index in range(len(columns))]
-    # Hints of a table would be cut off by its scrolling card; those of headings are the browser's own.
+    # A table's scrolling card would cut off hints; those of headings are the browser's own.
     hints = [f'title="{text(meanings[name])}"' if name in meanings else "" for name in columns]
     head = "".join(f"<th {kind[index]} {hints[index]}>{text(name)}</th>" for index, name in enumerate(columns))
     body = "".join("<tr>" + "".join(f"<td {kind[index]}>{cell}</td>" for index, cell in enumerate(row)) + "</tr>" for row in rows)
@@ -46,7 +46,7 @@ def grid(
 
 
 def tile(label: str, number: str, more: str = "", interval: tuple[float, float, float] | None = None) -> str:
-    """A figure that is seen at once.
+    """A prominent figure.
 
     `interval`: (low, value, high), shares of one: drawn as a bar.
     """
@@ -60,7 +60,7 @@ def tile(label: str, number: str, more: str = "", interval: tuple[float, float, 
 
 
 def details(summary: str, content: str) -> str:
-    """What is shown when one asks for it."""
+    """Contents that unfold on request."""
     return f"<details><summary>{text(summary)}</summary>{content}</details>"
 
 
@@ -106,20 +106,20 @@ NUM_COLOURS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 12, 36
 """Pixels around the plot for the axes' numbers."""
 _SIZE = 420, 220
-"""Width and height of a drawing in its own units; it fills the room that it is given."""
+"""Width and height of a drawing in its own units; it fills the available room."""
 _STEPS = "environment steps"
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart. Raises ValueError where the lengths differ."""
+    """One line of a chart. Raises ValueError if the lengths differ."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     colour: int = 0
     kind: Literal["line", "thin", "dots"] = "line"
-    """thin: one of several whose mean is drawn too; dots: measured now and then, so that each point counts."""
+    """thin: one of several lines with a drawn mean; dots: occasional measurements, so that each point counts."""
     band: tuple[Sequence[float], Sequence[float]] | None = None
     """(lowest, highest) at each x."""
 
@@ -131,7 +131,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where data lie in the drawing, in its own units."""
+    """Position of the data in the drawing, in its own units."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -140,7 +140,7 @@ class Frame:
 
     @staticmethod
     def around(series: Sequence[Series], width: float, height: float, y_range: tuple[float, float] | None = None) -> Frame:
-        """Just large enough for all of them."""
+        """Smallest frame around all series."""
         xs = [value for one in series for value in one.x]
         ys = [value for one in series for value in (*one.y, *(one.band[0] if one.band else ()), *(one.band[1] if one.band else ()))]
         return Frame(_spread(min(xs), max(xs)), y_range or _padded(min(ys), max(ys)), width, height)
@@ -152,7 +152,7 @@ class Frame:
         return _LEFT + across * (self.width - _LEFT - _RIGHT), self.height - _BOTTOM - up * (self.height - _TOP - _BOTTOM)
 
     def to_dict(self) -> dict[str, Any]:
-        """What the page's script needs to find the point under the pointer."""
+        """Values with which the page's script finds the point under the pointer."""
         return {"x": self.x, "y": self.y, "w": self.width, "h": self.height, "m": [_LEFT, _RIGHT, _TOP, _BOTTOM]}
 
 
@@ -165,11 +165,11 @@ def line_chart(
     note: str = "",
     meaning: str = "",
 ) -> str:
-    """A figure with a title, a legend where there are several series, and the curves. Empty series are left out.
+    """A figure with a title, a legend if there are several series, and the curves. Empty series are left out.
 
     Args:
         series: at least one with a point, or the figure is empty.
-        y_range: None: just large enough.
+        y_range: None: the smallest that fits.
         percent: the values are shares of one.
         meaning: a sentence under the pointer.
     """
@@ -193,7 +193,7 @@ def line_chart(
 
 
 def reduced(series: Series, limit: int = MAX_POINTS) -> Series:
-    """At most about `limit` points: of each stretch the lowest and the highest, so that no peak is lost."""
+    """At most about `limit` points: the lowest and the highest of each stretch, so that no peak is lost."""
     count = len(series.x)
     if count <= limit:
         return series
@@ -236,7 +236,7 @@ def stacked_chart(
 
     Args:
         shares: (colour, label, [n] share of each stretch).
-        marks: (x, kind, text): vertical lines, of style ``mark-<kind>``.
+        marks: (x, kind, text): vertical lines in the style ``mark-<kind>``.
     """
     frame = Frame((edges[0], edges[-1]), (0.0, 1.0), 1080, 230)
     below = np.zeros(len(edges) - 1)
@@ -285,7 +285,7 @@ def svg(title: str, frame: Frame, content: str) -> str:
 
 
 def json_text(value: object) -> str:
-    """JSON that cannot end the script element that it stands in."""
+    """JSON that cannot end the script element around it."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -325,7 +325,7 @@ def _axes(frame: Frame, x_label: str, as_text: Callable[[float], str]) -> str:
         parts.append(f'<text class="tick" x="{left - 6:.1f}" y="{y + 4:.1f}" text-anchor="end">{html.escape(as_text(tick))}</text>')
     for tick in nice_ticks(*frame.x, count=max(4, int(frame.width // 100))):
         x, _ = frame.at(tick, frame.y[0])
-        # The last number would run out of the drawing, the name of the axis into it.
+        # The last number would leave the drawing, the axis's name would overlap it.
         anchor = "end" if x > right - 12 else "middle"
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="{anchor}">{short_number(tick)}</text>')
     parts.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{bottom:.1f}" y2="{bottom:.1f}"/>')
@@ -356,12 +356,12 @@ def _legend(entries: Sequence[tuple[str, int]]) -> str:
 
 
 def _spread(low: float, high: float) -> tuple[float, float]:
-    """Of no width, half a unit to each side."""
+    """A range with half a unit added to each side if its width is 0."""
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
-    """With room above and below, so that no line lies on the edge."""
+    """A range with a margin above and below, so that no line touches the edge."""
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         half = abs(low) * 0.5 or 0.5
         return low - half, high + half
@@ -369,5 +369,5 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 
 
 def _compact(values: Sequence[float]) -> list[float]:
-    """Six significant figures, as they are shown."""
+    """Values with six significant figures, as displayed."""
     return [float(f"{value:.6g}") for value in values]

@@ -1,6 +1,6 @@
-"""What an offline study found: its tables, as the console and the page show them, and the page.
+"""Results of an offline study: its tables, for the console and the page, and the page.
 
-offline_eval.html is one file with every figure, plot and video in it; nothing is fetched from anywhere.
+offline_eval.html is one file with every figure, plot and video; it fetches nothing.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 MAX_VIDEOS = 4
 MAX_PICTURES = 250
-"""Of one episode; longer ones are shown faster."""
+"""Most pictures of one episode; longer ones are shown faster."""
 MAX_DIMENSIONS = 8
-"""Action dimensions that are drawn."""
+"""Most action dimensions that are drawn."""
 _VIDEO_SIZE, _FPS = 224, 20
 _COLOURS = ("#0969da", "#bf3989", "#1a7f37", "#9a6700", "#8250df", "#cf222e", "#57606a")
 
@@ -46,13 +46,13 @@ class Shown(NamedTuple):
 
     title: str
     columns: Sequence[str]
-    """The first ``leading`` are names, the others figures."""
+    """Headings; the first ``leading`` are names, the others figures."""
     rows: Sequence[Sequence[str]]
     leading: int = 1
 
 
 def ranking(study: OfflineStudy) -> Shown:
-    """The policies, the best first, where something ranks them."""
+    """The policies, best first, if an estimator ranks them."""
     by = study.ranked_by
     assert by is not None
     rows = []
@@ -66,7 +66,7 @@ def ranking(study: OfflineStudy) -> Shown:
 
 
 def estimates(study: OfflineStudy, policy: PolicyResult) -> Shown:
-    """All estimates of one policy, below that of the recorded one."""
+    """All estimates of one policy, below those of the recorded one."""
     rows = []
     for estimate in all_estimates(study, policy):
         weights = estimate.weights
@@ -78,7 +78,7 @@ def estimates(study: OfflineStudy, policy: PolicyResult) -> Shown:
 
 
 def all_estimates(study: OfflineStudy, policy: PolicyResult) -> list[Estimate]:
-    """Those of `estimates`, in its order."""
+    """Estimates in the order of `estimates`."""
     return [*([study.behaviour] if study.behaviour else []), *policy.estimates]
 
 
@@ -102,7 +102,7 @@ def open_loop(study: OfflineStudy) -> Shown:
 
 
 def by_dimension(policies: Sequence[PolicyResult]) -> Shown:
-    """The same for each dimension of the action; no rows where actions are choices."""
+    """The same per dimension of the action; no rows for discrete actions."""
     rows = []
     for policy in policies:
         loop = policy.open_loop
@@ -198,7 +198,7 @@ _EXPLANATION = (
 def _remarks(estimate: Estimate) -> str:
     if estimate.refused:
         return f'<span class="bad">refused: {text(estimate.refused)}</span>'
-    # Of the others the explanation below the tables says why they have none.
+    # For the other estimators the explanation below the tables gives the reason.
     could = estimate.no_concentration and estimate.estimator in ("behaviour", "is", "pdis")
     texts = [*estimate.notes, *([f"no concentration interval: {estimate.no_concentration}"] if could else [])]
     return f'<span class="note">{text("; ".join(texts))}</span>'
@@ -215,7 +215,7 @@ def _open_loop(study: OfflineStudy) -> str:
 
 
 def _videos(recording: Recording, limit: int | None) -> str:
-    """Up to `MAX_VIDEOS` recorded episodes with their pictures; "" where the recording has none."""
+    """Up to `MAX_VIDEOS` recorded episodes with their pictures; "" if the recording has none."""
     if not any(_is_picture(part) for part in recording.spec.observation.values()) and not recording.episode(0).images:
         return ""
     figures = []
@@ -274,7 +274,7 @@ def draw_values(study: OfflineStudy) -> Figure:
 
 
 def _value_limits(study: OfflineStudy) -> tuple[float, float]:
-    """Room for all values and bootstrap intervals; concentration intervals may be many times as wide, and run out of the picture."""
+    """Limits for all values and bootstrap intervals; concentration intervals may be many times wider and leave the picture."""
     estimates = [*([study.behaviour] if study.behaviour else []), *(e for policy in study.policies for e in policy.estimates)]
     ends = [
         end for e in estimates if e.value is not None for end in (e.value, *((e.bootstrap.low, e.bootstrap.high) if e.bootstrap else ()))
@@ -285,7 +285,7 @@ def _value_limits(study: OfflineStudy) -> tuple[float, float]:
 
 
 def draw_ess(study: OfflineStudy) -> Figure:
-    """Effective sample size against steps."""
+    """Effective sample size over steps."""
     figure = _figure(8.5, 2.8)
     axes = figure.add_subplot()
     for index, policy in enumerate(study.policies):
@@ -327,7 +327,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _picture(plot: Figure, title: str, meaning: str) -> str:
-    """A plot as a separate SVG inside the page, so that its identifiers meet no other plot's."""
+    """A plot as a separate SVG inside the page, so that its identifiers collide with no other plot's."""
     buffer = io.BytesIO()
     plot.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     data = base64.b64encode(buffer.getvalue()).decode("ascii")
@@ -343,7 +343,7 @@ def _is_picture(part: object) -> bool:
 
 
 def _pictures(episode: RecordedEpisode, recording: Recording) -> list[np.ndarray]:
-    """Square pictures of an episode: all cameras of `images`, else what the policy saw; every second one, every fourth, … of long ones."""
+    """Square pictures of an episode: all cameras of `images`, else the policy's; every second one, every fourth, … of long ones."""
     seen = {key: episode.observation[key] for key, part in recording.spec.observation.items() if _is_picture(part)}
     cameras = dict(episode.images) or seen
     stride = 1
@@ -362,7 +362,7 @@ def _video(frames: Sequence[np.ndarray]) -> bytes:
 
 
 def _grid(shown: Shown, remarks: Sequence[str] | None = None) -> str:
-    """A table whose headings and estimators explain themselves; `remarks` are its last column, in HTML."""
+    """A table whose headings and estimators have explanations; `remarks` are its last column, in HTML."""
     columns, rows = shown.columns, [[_explained(row[0]), *map(text, row[1:])] for row in shown.rows]
     meanings = {name: OFFLINE[known] for name in columns if (known := name.rpartition("% ")[2]) in OFFLINE}
     numbers = range(shown.leading, len(columns))

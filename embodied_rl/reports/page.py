@@ -1,4 +1,4 @@
-"""One self-contained page of one run or several, and a run's end: results.json, the video, the page, the model card, their places."""
+"""One self-contained page about one run or several, and the end of a run: results.json, video, page and model card."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from embodied_rl.trust import code_names
 
 @cache
 def style() -> str:
-    """CSS. Raises UserError where the installation lacks the file."""
+    """CSS. Raises UserError if the installation lacks the file."""
     return _read("page.css")
 
 
 @cache
 def script() -> str:
-    """JavaScript: the switch between light and dark, and what is shown under the pointer."""
+    """JavaScript: the switch between light and dark, and the display under the pointer."""
     return _read("page.js")
 
 
@@ -59,9 +59,9 @@ MAX_RUNS = 64
 def write_report(run_dirs: Sequence[Path | str], output: Path | None = None) -> Path:
     """Write one page about one run, or about several together.
 
-    `output`: where to; None: report.html in the run's folder, or of several in the folder that holds them all.
+    `output`: path of the page; None: report.html in the run's folder, or for several in the folder that contains them all.
 
-    Returns the page.
+    Returns the page's path.
 
     Raises UserError: a folder is not a run's, or the page cannot be written.
     """
@@ -73,13 +73,12 @@ def write_report(run_dirs: Sequence[Path | str], output: Path | None = None) -> 
 
 
 def page_of(runs: Sequence[RunData], folder: Path) -> str:
-    """The page as HTML; links to what is too large for it are relative to `folder`."""
+    """Page as HTML; links to large files are relative to `folder`."""
     return html_page(_title(runs), _subtitle(runs), _sections(runs, folder), badge=_badge(runs), tiles=tiles(runs))
 
 
 def html_page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *, badge: str = "", tiles: str = "") -> str:
-    """A page of titled sections, whose contents are HTML already; those without any are left out. `badge` stands behind the title, `tiles`
-    before the sections."""
+    """A page of titled sections with HTML contents; empty ones are left out. `badge` follows the title, `tiles` precede the sections."""
     sections = [(name, content) for name, content in sections if content]
     links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name, _ in sections)
     body = "".join(f'<section id="{_anchor(name)}"><h2>{name}</h2>{content}</section>' for name, content in sections)
@@ -115,7 +114,7 @@ def _sections(runs: Sequence[RunData], folder: Path) -> list[tuple[str, str]]:
 
 
 def _policy() -> str:
-    """Only our own script, no network, no frames: whatever a file of the run may hold, it stays text."""
+    """Content policy: only our own script, no network, no frames, so that text from a run's files stays text."""
     digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     parts = ("default-src 'none'", f"script-src 'sha256-{digest}'", "style-src 'unsafe-inline'", "img-src data:", "media-src data:")
     return "; ".join((*parts, "base-uri 'none'", "form-action 'none'"))
@@ -150,7 +149,7 @@ def _badge(runs: Sequence[RunData]) -> str:
 
 
 def _folder_of(runs: Sequence[RunData]) -> Path:
-    """The run's own folder, or the one that holds all of them."""
+    """The run's own folder, or the one that contains all of them."""
     if len(runs) == 1:
         return runs[0].path
     return Path(os.path.commonpath([run.path.resolve() for run in runs]))
@@ -161,11 +160,11 @@ def _anchor(title: str) -> str:
 
 
 def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, tells: bool = True) -> dict[str, Any]:
-    """Everything at a run's end: results, video, model card, report, and the closing text on standard output.
+    """Do everything at a run's end: results, video, model card, report, and the closing text on standard output.
 
     Args:
-        film: `embodied_rl.commands.render.render_videos`. Handed over, for commands stand above this module.
-        tells: whether there is a closing text.
+        film: `embodied_rl.commands.render.render_videos`; an argument, because commands are above this module.
+        tells: whether to print a closing text.
 
     Returns the content of results.json.
 
@@ -179,9 +178,9 @@ def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, tells: b
         for video in videos[:1]:
             summary.loggers.log_video(summary.steps, video)
         summary.loggers.log_checkpoint(summary.steps, summary.checkpoint)
-        # The curves are drawn, and the live display ends, before the report and the closing text.
+        # This draws the curves and ends the live display, before the report and the closing text.
         summary.loggers.close()
-    # Written before as well: filming may take long, and fail.
+    # Written before the film too, since filming may take long and fail.
     results = write_results(summary, whole_wall_clock_s=summary.wall_clock_s + time.monotonic() - began_s)
     write_report([summary.run_dir])
     if tells:
@@ -192,7 +191,7 @@ def finish_run(summary: RunSummary, film: Callable[..., list[Path]], *, tells: b
 
 
 def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[Path], no_video_reason: str = "") -> str:
-    """The result in a sentence, where everything lies, and the command for each next step."""
+    """Result in a sentence, the paths of all files, and the command for each next step."""
     run_dir = summary.run_dir
     films = [("dialogues" if path.suffix == ".html" else "video", path) for path in videos]
     places = [("checkpoint", run_dir / "checkpoints" / "last"), ("curves", run_dir / "curves.png"), *films]
@@ -204,8 +203,8 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
     stopped_early = summary.steps < summary.config.total_steps
     changes = {"total_steps": summary.steps + summary.config.total_steps, **({"stop_at_success": "null"} if stopped_early else {})}
     if summary.config.max_minutes is not None:
-        changes["max_minutes"] = "null"  # they are those of the whole run
-    # Where filming was tried, its outcome decides; otherwise what the simulator declares.
+        changes["max_minutes"] = "null"  # the present limits are those of the whole run
+    # If filming was tried, its outcome decides; otherwise the simulator's declaration.
     filmable = bool(videos) or (not no_video_reason and _can_be_filmed(summary))
     domain = f" domain={next(iter(summary.config.domains))}" if summary.config.domains else ""
     given, python = shlex.quote(f"checkpoint={run_dir}"), python_of(summary.command)
@@ -222,14 +221,14 @@ def closing_text(summary: RunSummary, results: dict[str, Any], videos: Sequence[
 
 
 def _time_text(results: dict[str, Any], *, filmed: bool) -> str:
-    """How long everything took, on the clock that begins with the user's command."""
+    """Duration of everything, on the clock that starts with the user's command."""
     last = "films and report done" if filmed else "report done"
     parts = [("trained", "train_wall_clock_s"), ("evaluated", "wall_clock_s"), (last, "whole_wall_clock_s")]
     return f"Wall-clock since the command: {', '.join(f'{what} after {clock_text(results[key])}' for what, key in parts if results[key])}."
 
 
 def _cloning_text(results: dict[str, Any]) -> list[str]:
-    """A warm start's success in a line, of each domain where there are several; empty without one, or where a task has no success."""
+    """A warm start's success in a line per domain; empty without a warm start, or if a task does not define success."""
     warm_start, lines = results.get("warm_start") or {}, []
     for name in ("", *(results.get("tasks") or ())):
         own = warm_start if not name else warm_start.get(name) or {key.removeprefix(f"{name}/"): value for key, value in warm_start.items()}
@@ -240,14 +239,14 @@ def _cloning_text(results: dict[str, Any]) -> list[str]:
 
 
 def result_text(results: dict[str, Any]) -> str:
-    """``Final evaluation, success on 100 held-out seeds: 97.0% (95% interval 91.5–99.0%)``, or the return where there is no success."""
+    """``Final evaluation, success on 100 held-out seeds: 97.0% (95% interval 91.5–99.0%)``, or the return without success."""
     figures = _figures(results)
     name = "success" if "success" in figures else "return"
     return f"Final evaluation, {name} on {results['num_episodes']} held-out seeds: {figures[name]}"
 
 
 def _videos(summary: RunSummary, film: Callable[..., list[Path]]) -> tuple[list[Path], str, UserError | None]:
-    """(videos, why there is none, the error to raise at the end where a video was insisted on)."""
+    """(videos, reason if there are none, error to raise at the end if a video was required)."""
     config = summary.config.video
     if config.enabled == "no":
         return [], "", None
@@ -271,7 +270,7 @@ def _videos(summary: RunSummary, film: Callable[..., list[Path]]) -> tuple[list[
 
 
 def _can_be_filmed(summary: RunSummary) -> bool:
-    """Whether the task can be drawn, as it ran or made anew for drawing (ManiSkill then takes ``render``)."""
+    """Whether the task can be drawn, as it ran or rebuilt for drawing (ManiSkill then uses ``render``)."""
     sim = summary.config.sim
     return summary.spec.can_render or "render" in inspect.signature(load_target(sim.target, sim.extra)).parameters
 
@@ -281,7 +280,7 @@ def _card_rows(results: dict[str, Any]) -> dict[str, str]:
 
 
 def _figures(results: dict[str, Any]) -> dict[str, str]:
-    """Success, where the task has any, and return, each with its interval."""
+    """Success, if defined, and return, each with its interval."""
     figures = {}
     if results["success"] is not None:
         low, high = results["success_interval_95"]

@@ -1,4 +1,4 @@
-"""What a run's folder holds, read once; a part that is missing or damaged is left out, and said so."""
+"""Contents of a run's folder, read once; a missing or damaged part is left out and reported."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from embodied_rl.reading import parse_json, parse_yaml, read_regular
 
 RESULTS_FILE, FAULTS_FILE = "results.json", "faults.jsonl"
 NOT_MATHEMATICS = ("run_dir", "resume", "logger", "video")
-"""Parts of a configuration that change nothing of what is learned."""
+"""Parts of a configuration without effect on what is learned."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One run as its files describe it."""
+    """One run according to its files."""
 
     path: Path
     results: Mapping[str, Any]
-    """results.json; empty while the run goes on, or where it was ended."""
+    """results.json; empty while the run continues, or if it was stopped."""
     config: Mapping[str, Any]
-    """The whole configuration; empty where neither results nor checkpoint hold it."""
+    """The whole configuration; empty if neither results nor checkpoint contain it."""
     metrics: list[dict[str, Any]]
     """Rows of metrics.jsonl, ascending by step."""
     evaluations: Mapping[str, Mapping[str, Any]]
@@ -39,13 +39,13 @@ class RunData:
     failures: list[dict[str, Any]]
     """One for each dump of NaN or infinity: {"file", "context", "arrays": [{"name", "shape", "not_finite"}]} or {"file", "problem"}."""
     videos: list[Path]
-    """mp4, or GIF where there is no mp4 of its name; the newest first."""
+    """mp4, or GIF if there is no mp4 of the same name; newest first."""
     dialogues: list[Path]
-    """Pages of a language agent's episodes: those of training, then those beside films."""
+    """Pages of a language agent's episodes: those of training, then those of films."""
     curves_image: Path | None
     """curves.png."""
     problems: list[str] = field(default_factory=list)
-    """Files that could not be read, one line each."""
+    """Unreadable files, one line each."""
 
     @property
     def name(self) -> str:
@@ -67,30 +67,30 @@ class RunData:
 
     @property
     def warm_start(self) -> dict[str, Mapping[str, Any]]:
-        """{"before", "after": figures of an evaluation before and after cloning}; empty of a run without a warm start."""
+        """{"before", "after": figures of an evaluation before and after cloning}; empty for a run without a warm start."""
         warm_start = self.results.get("warm_start") or {}
         if isinstance(warm_start.get("before"), Mapping):
             return {"before": warm_start["before"], "after": warm_start["after"]}
-        if "success_before" in warm_start:  # a language agent's: rates
+        if "success_before" in warm_start:  # those of a language agent: rates
             return {when: {"success": warm_start[f"success_{when}"]} for when in ("before", "after")}
         rates = {when: self.curve(f"warm_start/success_{when}")[1] for when in ("before", "after")}
         return {when: {"success": values[-1]} for when, values in rates.items()} if all(rates.values()) else {}
 
     @property
     def group(self) -> str:
-        """Equal for runs that differ in nothing but their seed (and where they were logged)."""
+        """Key that is equal for runs that differ only in their seed (and their logging)."""
         kept = {key: value for key, value in self.config.items() if key not in (*NOT_MATHEMATICS, "seed")}
         if not kept:
             return str(self.path)
         return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
     def curve(self, name: str) -> tuple[list[float], list[float]]:
-        """(environment steps, values) of one metric; what was not finite is left out."""
+        """(environment steps, values) of one metric, without non-finite values."""
         rows = [(float(row["step"]), float(row[name])) for row in self.metrics if isinstance(row.get(name), int | float)]
         return [step for step, _ in rows], [value for _, value in rows]
 
     def metric_names(self) -> list[str]:
-        """Of all rows, each once, in the order of their first appearance."""
+        """Names in all rows, each once, in the order of their first appearance."""
         return list(dict.fromkeys(name for row in self.metrics for name, value in row.items() if "/" in name and value is not None))
 
 
@@ -143,7 +143,7 @@ def _evaluations(folder: Path, problems: list[str]) -> dict[str, Mapping[str, An
 
 
 def _read(path: Path, parse: Callable[[bytes], object], problems: list[str]) -> dict[str, Any]:
-    """The mapping that a file holds; empty where there is none, or it cannot be read."""
+    """Mapping in a file; empty if the file is missing or unreadable."""
     if not path.is_file():
         return {}
     try:
@@ -172,12 +172,12 @@ def _lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _dump(path: Path) -> dict[str, Any]:
-    """What the trainer left of NaN or infinity; nothing is unpickled."""
+    """The trainer's dump of NaN or infinity, read without unpickling."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             context = json.loads(bytes(arrays["context_json"])) if "context_json" in arrays else {}
             found = [_array(name, arrays[name]) for name in arrays.files if name != "context_json"]
-    except Exception as error:  # a file that a crash cut off fails in zipfile, numpy's header or JSON
+    except Exception as error:  # a file cut off by a crash fails in zipfile, numpy's header or JSON
         return {"file": path.name, "problem": f"{type(error).__name__}: {error}"}
     return {"file": path.name, "context": context, "arrays": found}
 

@@ -1,4 +1,4 @@
-"""The parts of the page, learning curves and timeline among them, each from runs to HTML; one with nothing to show is empty."""
+"""Parts of the page, among them learning curves and timeline, each from runs to HTML; a part without contents is empty."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _MAX_DIFFERENCES = 3
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in their seed."""
+    """Runs that differ in their seed only."""
 
     label: str
     runs: Sequence[RunData]
 
 
 def grouped(runs: Sequence[RunData]) -> list[Group]:
-    """In the order of their first run; labelled by what the groups differ in."""
+    """Groups in the order of their first run, labelled by their differences."""
     found: dict[str, list[RunData]] = {}
     for run in runs:
         found.setdefault(run.group, []).append(run)
@@ -71,14 +71,14 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(runs: Sequence[RunData]) -> list[str]:
-    """Keys of the configuration that are not the same in all runs, ascending."""
+    """Keys of the configuration that differ between runs, ascending."""
     rows = [flat({key: value for key, value in run.config.items() if key not in NOT_MATHEMATICS}) for run in runs]
     keys = sorted(set().union(*rows)) if rows else []
     return [key for key in keys if len({str(row.get(key)) for row in rows}) > 1]
 
 
 def curve_charts(runs: Sequence[RunData]) -> str:
-    """Figures of the metrics that matter most, then all others, folded; of what never changes the value is enough."""
+    """Figures of the most important metrics, then all others, folded; a constant metric shows only its value."""
     groups = grouped(runs)
     names = dict.fromkeys(name for run in runs for name in run.metric_names() if not name.startswith(_ON_CHARTS_OF_THEIR_OWN))
     values = {name: found for name in names if (found := [value for run in runs for value in run.curve(name)[1]])}
@@ -97,7 +97,7 @@ def curve_charts(runs: Sequence[RunData]) -> str:
 
 
 def _constants(values: Mapping[str, float]) -> str:
-    """Metrics that never change, folded."""
+    """Constant metrics, folded."""
     said = {name: meaning_of(name).text for name in values}
     shown = {name: f'<span title="{text(said[name])}">{text(name)}</span>' if said[name] else text(name) for name in values}
     rows = [[shown[name], number(value)] for name, value in values.items()]
@@ -106,7 +106,7 @@ def _constants(values: Mapping[str, float]) -> str:
 
 
 def _is_flat(values: Sequence[float]) -> bool:
-    """Whether a metric has the same value throughout, in several rows; a single one is worth a look."""
+    """Whether a metric has the same value in several rows; a single row is drawn."""
     return len(values) > 1 and max(values) - min(values) <= 1e-9 * max(abs(values[0]), 1e-9)
 
 
@@ -118,7 +118,7 @@ def _panel(title: str, metrics: Sequence[str], groups: Sequence[Group], success_
             kind = "interim evaluation" if metric.startswith("eval/") else "training"
             several = len(groups) > 1
             label = " ".join(word for word in (group.label if several else "", kind if len(metrics) > 1 or several else "") if word)
-            # One group has a colour for each metric; several have one each, and measured points distinguish evaluation from training.
+            # One group has a colour per metric; several have one each, and measured points distinguish evaluation from training.
             series += group_series(group, metric, label or title, (position if several else offset) % NUM_COLOURS)
     return line_chart(
         title,
@@ -131,7 +131,7 @@ def _panel(title: str, metrics: Sequence[str], groups: Sequence[Group], success_
 
 
 def group_series(group: Group, metric: str, label: str, colour: int) -> list[Series]:
-    """The curve of a run; or of several their mean with the range, and each of them thin."""
+    """Curve of a run; for several runs their mean with the range, and each of them thin."""
     curves = [curve for run in group.runs if (curve := run.curve(metric))[0]]
     if not curves:
         return []
@@ -146,7 +146,7 @@ def group_series(group: Group, metric: str, label: str, colour: int) -> list[Ser
 
 
 def on_one_grid(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[np.ndarray, np.ndarray]:
-    """(steps [n], values [curves, n]) by straight lines between points, where all curves have any; n = 0 where they never meet."""
+    """(steps [n], values [curves, n]) by linear interpolation, in the common range of all curves; n = 0 if there is none."""
     low, high = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     if high < low:
         return np.empty(0), np.empty((len(curves), 0))
@@ -158,7 +158,7 @@ def on_one_grid(curves: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tu
 
 
 def _labels(firsts: Sequence[RunData]) -> list[str]:
-    """What runs of different groups differ in."""
+    """Labels of the differences between runs of different groups."""
     if len(firsts) == 1:
         return [""]
     keys = [key for key in differences(firsts) if key != "seed"]
@@ -183,16 +183,16 @@ _MEANING = (
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run's wall-clock, cut into stretches."""
+    """A run's wall-clock time, cut into stretches."""
 
     edges_s: np.ndarray
     """[n + 1] seconds since the start."""
     phases: dict[str, np.ndarray]
-    """{phase: [n] seconds}; together no more than a stretch, and `OTHER` is what is left of it."""
+    """{phase: [n] seconds}; together at most a stretch, and `OTHER` is the rest."""
 
 
 def timeline_of(rows: Sequence[dict[str, Any]]) -> Timeline | None:
-    """From the rows of metrics.jsonl; None where they hold no times."""
+    """Timeline from the rows of metrics.jsonl; None if they have no times."""
     timed = [row for row in rows if isinstance(row.get(_WALL), int | float)]
     names = list(dict.fromkeys(name for row in timed for name in row if name.startswith(_TIME) and name.endswith("_s")))
     if not timed or not names:
@@ -201,7 +201,7 @@ def timeline_of(rows: Sequence[dict[str, Any]]) -> Timeline | None:
     spans = np.diff(walls, prepend=0.0)
     spent = {name: np.array([max(0.0, float(row.get(name) or 0.0)) for row in timed]) for name in names}
     total = np.sum(list(spent.values()), axis=0)
-    # Clocks of two processes never agree to the last digit; nothing may take longer than there was time.
+    # Clocks of two processes differ slightly; no phase may take longer than the stretch.
     scale = np.where(total > spans, np.divide(spans, total, out=np.zeros_like(total), where=total > 0), 1.0)
     phases = {name.removeprefix(_TIME).removesuffix("_s").replace("_", " "): values * scale for name, values in spent.items()}
     phases[OTHER] = np.maximum(0.0, spans - np.sum(list(phases.values()), axis=0))
@@ -210,7 +210,7 @@ def timeline_of(rows: Sequence[dict[str, Any]]) -> Timeline | None:
 
 
 def _summed(edges: np.ndarray, phases: dict[str, np.ndarray]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Neighbouring stretches together, so that there are at most `MAX_STRETCHES`."""
+    """Merge neighbouring stretches, so that there are at most `MAX_STRETCHES`."""
     count = len(edges) - 1
     starts = np.unique(np.linspace(0, count, min(count, MAX_STRETCHES) + 1).astype(int))[:-1]
     merged = {name: np.add.reduceat(values, starts) for name, values in phases.items()}
@@ -218,7 +218,7 @@ def _summed(edges: np.ndarray, phases: dict[str, np.ndarray]) -> tuple[np.ndarra
 
 
 def timeline_section(run: RunData) -> str:
-    """A figure of the phases over the run, and a table of their sums; empty where the run logged no times."""
+    """A figure of the phases over the run, and a table of their sums; empty if the run logged no times."""
     timeline = timeline_of(run.metrics)
     if timeline is None or timeline.edges_s[-1] <= 0:
         return ""
@@ -236,7 +236,7 @@ def timeline_section(run: RunData) -> str:
 
 
 def marks_of(run: RunData) -> list[tuple[float, str, str]]:
-    """(minutes, kind, text) of evaluations and faults, by the step that they were noted at."""
+    """(minutes, kind, text) of evaluations and faults, by the step at which they were recorded."""
     timed = [(row["step"], float(row[_WALL])) for row in run.metrics if isinstance(row.get(_WALL), int | float)]
     steps, walls = [step for step, _ in timed], [wall for _, wall in timed]
 
@@ -258,9 +258,9 @@ def marks_of(run: RunData) -> list[tuple[float, str, str]]:
 
 
 MAX_EMBEDDED_BYTES = 5_000_000
-"""Of one video; a larger one is a link."""
+"""Most bytes of an embedded video; a larger one becomes a link."""
 MAX_PAGE_BYTES = 25_000_000
-"""Of all videos together."""
+"""Most bytes of all embedded videos together."""
 _MAX_ROWS = 50
 _TWO_EVALUATIONS = (
     "Interim evaluations, in the curves, and the final evaluation, here and at the top, play different held-out seeds; "
@@ -272,7 +272,7 @@ _TWO_EVALUATIONS = (
 
 
 def tiles(runs: Sequence[RunData]) -> str:
-    """The figures that one looks for first."""
+    """Most important figures."""
     shown = _tiles_of_one(runs[0]) if len(runs) == 1 else _tiles_of_many(runs)
     return f'<div class="tiles">{"".join(shown)}</div>' if shown else ""
 
@@ -332,7 +332,7 @@ def _tiles_of_many(runs: Sequence[RunData]) -> list[str]:
 
 
 def runs_table(runs: Sequence[RunData]) -> str:
-    """A row for each run, where there are several."""
+    """A row for each run, if there are several."""
     if len(runs) == 1:
         return ""
     keys = [key for key in differences(runs) if key != "seed"][:4]
@@ -348,7 +348,7 @@ def runs_table(runs: Sequence[RunData]) -> str:
 
 
 def evaluation_section(run: RunData) -> str:
-    """The final evaluation's episodes, figures by task, and what `evaluate` wrote later."""
+    """Final evaluation's episodes, figures by task, and later results of `evaluate`."""
     results = run.results
     charts = _episodes_chart(results) if results else ""
     both = results and any(run.curve(f"eval/{name}")[0] for name in ("success", "return"))
@@ -369,7 +369,7 @@ def evaluation_section(run: RunData) -> str:
 
 
 def _cloning(run: RunData) -> str:
-    """A warm start's figures, and those of the run's end below them."""
+    """A warm start's figures, with those of the run's end below."""
     cloned = run.warm_start
     if not cloned:
         return ""
@@ -430,7 +430,7 @@ def _by_task(results: Mapping[str, Any]) -> str:
 
 
 def _episodes_chart(results: Mapping[str, Any]) -> str:
-    """Return against length, a point for each episode."""
+    """Return over length, a point per episode."""
     episodes = [row for row in results.get("episodes") or [] if isinstance(row.get("return"), int | float)]
     has_success = results.get("success") is not None
     points = []
@@ -447,12 +447,12 @@ def _episodes_chart(results: Mapping[str, Any]) -> str:
 
 
 def video_section(runs: Sequence[RunData], folder: Path) -> str:
-    """Videos inside the page as far as they fit, the others as links that are relative to `folder`, where the page lies."""
+    """Embedded videos as far as they fit, the others as links relative to `folder`, the page's folder."""
     left, parts = MAX_PAGE_BYTES, []
     for run in runs:
         for index, path in enumerate(run.videos if len(runs) == 1 else run.videos[:1]):
             size = path.stat().st_size
-            name = "/".join(path.relative_to(run.path / "videos").parts)  # of several domains each has its folder
+            name = "/".join(path.relative_to(run.path / "videos").parts)  # each of several domains has its folder
             caption = name if len(runs) == 1 else f"{run.name}: {name}"
             if size > min(MAX_EMBEDDED_BYTES, left):
                 content = f'<p><a href="{text(_address(path, folder))}">{text(path.name)}</a> ({size / 1e6:.1f} MB)</p>'
@@ -483,7 +483,7 @@ def _player(path: Path, *, plays: bool) -> str:
 
 
 def _address(path: Path, folder: Path) -> str:
-    """Relative where it can be, so that the folder can be moved."""
+    """Relative address if possible, so that the folder can be moved."""
     return quote(os.path.relpath(path.resolve(), folder.resolve()))
 
 
@@ -499,7 +499,7 @@ def _base64(path: Path) -> str:
 
 
 def failure_section(runs: Sequence[RunData]) -> str:
-    """Simulators that failed, dumps of NaN, and files that could not be read."""
+    """Failed simulators, dumps of NaN, and unreadable files."""
     return "".join(_failures(run, run.name if len(runs) > 1 else "") for run in runs)
 
 
@@ -547,7 +547,7 @@ def _dump(dump: Mapping[str, Any]) -> str:
 
 
 def config_section(runs: Sequence[RunData]) -> str:
-    """What differs between runs, then the configuration of the first, a group at a time."""
+    """Differences between runs, then the configuration of the first, group by group."""
     parts = []
     if len(runs) > 1 and (keys := differences(runs)):
         rows = [[text(key), *(text(flat(run.config).get(key, "–")) for run in runs)] for key in keys[:_MAX_ROWS]]
@@ -579,7 +579,7 @@ def _yaml(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """Mappings and lists of plain values, as YAML writes them without tags."""
+    """Mappings and lists of plain values, which YAML writes without tags."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

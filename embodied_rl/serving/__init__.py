@@ -1,1 +1,1 @@
-"""What is offered over HTTP: simulators (`environments`) and language models to agent programs (`agents`)."""
+"""HTTP servers: simulators (`environments`), and language models for agent programs (`agents`)."""

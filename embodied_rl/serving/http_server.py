@@ -1,7 +1,7 @@
-"""A small JSON server on the standard library's threads: routes are the caller's, limits, refusals and OpenAPI 3.1 are here.
+"""A small JSON server on the standard library's threads: the caller brings the routes; limits, refusals and OpenAPI 3.1 are here.
 
-One thread a connection, connections kept open. No framework is needed for a handful of routes whose time goes into simulators and
-language models, and nothing has to be installed beside them. OpenAPI is https://spec.openapis.org/oas/v3.1.0, for generated clients.
+One thread per connection, and connections stay open. A handful of routes that spend their time in simulators and language models needs no
+framework, so nothing has to be installed. OpenAPI (https://spec.openapis.org/oas/v3.1.0) serves generated clients.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ if TYPE_CHECKING:
 
 
 TOKEN_VARIABLE = "EMBODIED_RL_TOKEN"
-"""Environment variable with a server's token, for the server and its clients."""
+"""Environment variable with a server's token, read by the server and its clients."""
 DEEPEST = 64
-"""Lists and objects inside each other in a body."""
+"""Deepest nesting of lists and objects in a body."""
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")
 _ONCE = frozenset({"host", "origin", "content-length", "content-type", "authorization"})
 _HEADER_DEFECTS = (FirstHeaderLineIsContinuationDefect, MisplacedEnvelopeHeaderDefect, MissingHeaderBodySeparatorDefect)
 
 
 class HttpProblem(Exception):
-    """A request that is refused, or could not be done: status, a word for programs, a sentence for people."""
+    """A refused or failed request: status, a word for programs, a sentence for people."""
 
     def __init__(
         self, status: int, kind: str, message: str, *, choices: Iterable[str] = (), headers: Mapping[str, str] | None = None
     ) -> None:
-        message = in_short(message) if status < 500 else message  # of a fault of ours every detail counts
+        message = in_short(message) if status < 500 else message  # keep every detail of our own faults
         super().__init__(message)
         self.status, self.kind, self.message = status, kind, message
         self.choices = sorted(choices)
         self.headers = dict(headers or {})
 
     def to_dict(self) -> dict[str, Any]:
-        """{error, kind, choices}: the body of the answer."""
+        """Body of the answer: {error, kind, choices}."""
         return {"error": self.message, "kind": self.kind, "choices": self.choices}
 
 
 def checked_headers(found: Message) -> dict[str, str]:
-    """Headers by their name in lower case. Raises HttpProblem 400 for what two readers could understand differently."""
+    """Headers by lower-case name. Raises HttpProblem 400 for headers that two readers could interpret differently."""
     headers: dict[str, str] = {}
     if any(isinstance(defect, _HEADER_DEFECTS) for defect in found.defects):
         raise HttpProblem(400, "bad_request", "The headers cannot be read: each is a line 'Name: value'.")
@@ -77,7 +77,7 @@ def checked_headers(found: Message) -> dict[str, str]:
 
 
 def path_of(target: str) -> str:
-    """Of ``/path?query`` or ``http://host/path?query``. Raises HttpProblem 400."""
+    """Path of ``/path?query`` or ``http://host/path?query``. Raises HttpProblem 400."""
     if target.startswith("/"):
         return target.partition("?")[0].partition("#")[0]
     try:
@@ -90,7 +90,7 @@ def path_of(target: str) -> str:
 
 
 def require_our_name(headers: Mapping[str, str]) -> None:
-    """Raises HttpProblem 403 for a request that a page of another site may have made a browser on this machine send."""
+    """Raise HttpProblem 403 for a request that another site's page may have caused in a browser on this machine."""
     host, origin = headers.get("host", ""), headers.get("origin")
     if not _is_address(host):
         raise HttpProblem(403, "wrong_host", "This server is called by its address or localhost; set a token to allow other names.")
@@ -103,13 +103,13 @@ def _is_address(host_header: str) -> bool:
         host = urlsplit(f"//{host_header}").hostname or ""
         if host != "localhost":
             ipaddress.ip_address(host)
-    except ValueError:  # no address, or brackets that do not close
+    except ValueError:  # not an address, or unclosed brackets
         return False
     return True
 
 
 def parse_body(data: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
-    """Empty for no body. Raises HttpProblem 415 for one that is not sent as JSON, 400 for one that is none."""
+    """Parsed body; {} if empty. Raises HttpProblem 415 for another content type, 400 for invalid JSON."""
     if not data:
         return {}
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -118,7 +118,7 @@ def parse_body(data: bytes, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """A JSON object. Raises HttpProblem 400 for anything else: NaN, infinities and numbers that become one, nesting beyond `DEEPEST`."""
+    """A JSON object. Raises HttpProblem 400 for anything else: NaN, infinite numbers, nesting beyond `DEEPEST`."""
     try:
         found = json.loads(data.decode(), parse_constant=_no_constant, parse_float=_finite_float)
     except (ValueError, RecursionError) as error:
@@ -144,42 +144,42 @@ def _no_constant(name: str) -> float:
 
 
 _IDLE_CONNECTION_S = 75.0
-"""A connection on which nothing comes for so long is closed: clients reconnect, and threads are not for ever."""
+"""Seconds without traffic after which a connection is closed; clients reconnect."""
 _POLL_S = 0.05
 _LINGER_S = 2.0
-"""How long a connection that ends still takes what its client sends."""
+"""Seconds for which a closing connection still reads its client's data."""
 _SLOWEST_BYTES_S = 100_000
-"""A body may take a second more for so many bytes."""
+"""Bytes per additional second that a body may take."""
 _LONGEST_LINE = 2**16
 
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """One request whose body was read and is JSON."""
+    """One request with its parsed JSON body."""
 
     method: str
     path: str
-    """Without the query."""
+    """Path without the query."""
     headers: Mapping[str, str]
-    """Names in lower case."""
+    """Headers by lower-case name."""
     body: dict[str, Any]
-    """Empty for GET and DELETE."""
+    """Parsed body; {} for GET and DELETE."""
     client_gone: Callable[[], bool] = field(repr=False)
     """Whether the client has closed its end and no longer waits for the answer."""
 
     @property
     def bearer(self) -> str | None:
-        """What follows ``Authorization: Bearer``."""
+        """Token in ``Authorization: Bearer``."""
         scheme, _, value = self.headers.get("authorization", "").partition(" ")
         return value.strip() if scheme.lower() == "bearer" and value.strip() else None
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer that is sent whole."""
+    """An answer that is sent as a whole."""
 
     body: object
-    """What JSON can hold, or bytes that are of the type already."""
+    """A JSON value, or bytes of the content type."""
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
     content_type: str = "application/json"
@@ -187,7 +187,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class EventStream:
-    """Server-sent events, as their bytes; what is raised between them ends the connection."""
+    """Server-sent events as bytes; an exception between them ends the connection."""
 
     events: Generator[bytes]
 
@@ -200,24 +200,24 @@ _Address = tuple[str, int] | str
 
 @dataclass(frozen=True)
 class ServerLimits(Limits):
-    """What one client may ask of the server. Raises UserError for a limit that is not above 0 and finite."""
+    """Limits of one client. Raises UserError for a limit that is not above 0 and finite."""
 
     max_body_mb: float = 32.0
-    """Of one request (2**20 bytes)."""
+    """Size of one request (2**20 bytes)."""
     max_connections: int = 256
-    """Open at a time; a further one is answered 503."""
+    """Most open connections; a further one gets 503."""
     request_s: float = 30.0
-    """From a request's first byte to its last; large bodies get more."""
+    """Seconds from a request's first byte to its last; large bodies get more."""
 
 
 class _Listening(ThreadingHTTPServer):
-    """A thread for each of so many connections at most; a further one is turned away."""
+    """A thread for each connection, up to a limit; further ones are refused."""
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], requests: type[BaseHTTPRequestHandler], max_connections: int, full: bytes) -> None:
-        """`full`: the whole answer to a connection that is one too many."""
+        """`full`: complete answer to a connection beyond the limit."""
         self.full = full
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._places = threading.Semaphore(max_connections)
@@ -230,7 +230,7 @@ class _Listening(ThreadingHTTPServer):
             self.connections.add(request)
             try:
                 super().process_request(request, client_address)
-            except BaseException:  # no thread could be started: its place is free again
+            except BaseException:  # no thread could be started: free its slot
                 self.connections.discard(request)
                 self._places.release()
                 raise
@@ -239,7 +239,7 @@ class _Listening(ThreadingHTTPServer):
                 request.setblocking(False)
                 request.sendall(self.full)
                 request.shutdown(socket.SHUT_WR)
-                request.recv(2**16)  # a connection that is closed over unread bytes is reset, and the answer lost
+                request.recv(2**16)  # closing a connection with unread bytes resets it and loses the answer
             self.shutdown_request(request)
 
     def process_request_thread(self, request: _Connection, client_address: _Address) -> None:
@@ -250,11 +250,11 @@ class _Listening(ThreadingHTTPServer):
             self._places.release()
 
     def handle_error(self, request: _Connection, client_address: _Address) -> None:
-        pass  # a connection that broke is the client's affair
+        pass  # a broken connection is the client's problem
 
 
 class HttpServer:
-    """Listens from construction on; `close` ends it. The handler is called from many threads at once."""
+    """Listens from construction until `close`. Many threads call the handler in parallel."""
 
     def __init__(
         self,
@@ -271,12 +271,12 @@ class HttpServer:
 
         Args:
             handle: answers a request; HttpProblem becomes its status and body, UserError 422, anything else 500.
-            host: an address of this machine. Whether others may reach it is `require_token_off_loopback`'s affair.
-            port: 0 takes a free one.
-            admit: raises HttpProblem for a request that is refused before its body is read (the body that it sees is empty).
-            any_host_header: answer whatever name the client called us by. Without it only addresses and ``localhost`` are: a page in a
-                browser on this machine could otherwise reach a server without a token through a name that its site controls.
-            format_problem: the body of a refusal, from it and the request's path; "" where that is not known.
+            host: an address of this machine; `require_token_off_loopback` checks whether others may reach it.
+            port: 0 selects a free one.
+            admit: raises HttpProblem to refuse a request before its body is read (it sees an empty body).
+            any_host_header: answer for any name in the Host header. Otherwise only addresses and ``localhost`` are valid, because a page
+                in a browser on this machine could reach a server without a token through a name that its site controls.
+            format_problem: body of a refusal, from it and the request's path; "" if that is unknown.
 
         Raises UserError: the address is not ours, or the port is taken.
         """
@@ -287,7 +287,7 @@ class HttpServer:
 
         try:
             self._server = _Listening((host, port), Requests, allowed.max_connections, _full(allowed, format_problem))
-        except (OSError, OverflowError, ValueError) as error:  # the last two: a port, or a name, that cannot be one
+        except (OSError, OverflowError, ValueError) as error:  # the last two: an impossible port or name
             why = (error.strerror if isinstance(error, OSError) else None) or error
             raise UserError(f"Cannot listen on {host}:{port}: {why}. Choose another host= or port= (0 to 65535).") from error
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="http", daemon=True)
@@ -299,22 +299,22 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Without a slash at its end."""
+        """URL without a final slash."""
         host = str(self._server.server_address[0])
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def close(self) -> None:
-        """Take no more requests; those being answered may end. May be called twice."""
+        """Accept no more requests; present ones may finish. May be called twice."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5.0)
         for connection in list(self._server.connections):
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RD)  # answers still leave; kept connections end
+                connection.shutdown(socket.SHUT_RD)  # answers can still be sent; kept connections end
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name can be reached only from this machine."""
+    """Whether an address or name is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -322,7 +322,7 @@ def is_loopback(host: str) -> bool:
 
 
 def require_token_off_loopback(host: str, token: str | None) -> None:
-    """Raises UserError when others than this machine could use a server that asks for no token."""
+    """Raise UserError if others than this machine could use a server without a token."""
     if not is_loopback(host) and not token:
         raise UserError(
             f"host={host} can be reached from other machines, and there is no token. Set the environment variable {TOKEN_VARIABLE} "
@@ -331,13 +331,13 @@ def require_token_off_loopback(host: str, token: str | None) -> None:
 
 
 def token_to_ask_for(asked: str | None, host: str) -> tuple[str | None, bool]:
-    """The token of a server: the one that is given, that in `TOKEN_VARIABLE`, or on the loopback a new one.
+    """Token of a server: the given one, that of `TOKEN_VARIABLE`, or on the loopback a new one.
 
-    `asked`: "none": no token, allowed only on the loopback. None: as above. Else the token itself.
+    `asked`: "none": no token, allowed on the loopback only. None: as above. Otherwise the token itself.
 
     Returns (the token, whether it is new and must be shown to the user).
 
-    Raises UserError: others could reach the server without a token, or the one that is set is too short.
+    Raises UserError: others could reach the server without a token, or the given one is too short.
     """
     if asked == "none" and not is_loopback(host):
         raise UserError(f"token=none is only for a server on this machine, and host={host} can be reached from other machines.")
@@ -355,26 +355,26 @@ def token_to_ask_for(asked: str | None, host: str) -> tuple[str | None, bool]:
 
 
 def only_known(body: Mapping[str, Any], names: Sequence[str], kind: str) -> None:
-    """Raises HttpProblem 400 of that kind for a key that is none of `names`."""
+    """Raise HttpProblem 400 with `kind` for a key that is not in `names`."""
     for key in body:
         if key not in names:
             raise HttpProblem(400, kind, f"'{key}' is not known.{did_you_mean(key, names)}", choices=names)
 
 
 def wrong_method(request: HttpRequest, allowed: Iterable[str]) -> HttpProblem:
-    """405 with the methods that the path takes, in the message and in the header Allow."""
+    """405 with the methods of the path, in the message and in the header Allow."""
     methods = sorted(set(allowed))
     message = f"{request.path[:200]} takes {' and '.join(methods)}, not {request.method}."
     return HttpProblem(405, "wrong_method", message, choices=methods, headers={"Allow": ", ".join(methods)})
 
 
 def same_token(given: str | None, token: str) -> bool:
-    """In a time that says nothing about where they differ."""
+    """Compare in a time that does not reveal where they differ."""
     return given is not None and hmac.compare_digest(given.encode(), token.encode())
 
 
 def require_token(request: HttpRequest, token: str | None) -> None:
-    """Raises HttpProblem 401 unless the request brings the token, where there is one."""
+    """Raise HttpProblem 401 if there is a token and the request lacks it."""
     if token is not None and not same_token(request.bearer, token):
         message = "This server asks for a token: send 'Authorization: Bearer …'."
         raise HttpProblem(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
@@ -393,7 +393,7 @@ class _Settings:
 
 
 class _PatientReader(io.RawIOBase):
-    """Reads a connection until `until`; TimeoutError afterwards, however many bytes trickled in before."""
+    """Reads a connection until the time `until`; then raises TimeoutError, however many bytes trickled in."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self.until = connection, 0.0
@@ -415,10 +415,10 @@ def _full(limits: ServerLimits, format_problem: ProblemFormat) -> bytes:
 
 class _Requests(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    default_request_version = "HTTP/1.1"  # a line that cannot be read is answered with a head too
+    default_request_version = "HTTP/1.1"  # an unreadable request line is answered with headers too
     server_version, sys_version = "embodied_rl", ""
     disable_nagle_algorithm = True
-    wbufsize = 2**16  # head and body leave in one packet
+    wbufsize = 2**16  # headers and body leave in one packet
     timeout = _IDLE_CONNECTION_S
     settings: _Settings
 
@@ -429,7 +429,7 @@ class _Requests(BaseHTTPRequestHandler):
         self.rfile: io.BufferedReader = io.BufferedReader(self._patient)
 
     def handle(self) -> None:
-        # A client that goes away in the middle, at any place, is no error of ours.
+        # A client that disconnects in the middle is not our error.
         with contextlib.suppress(ConnectionError, TimeoutError):
             super().handle()
 
@@ -440,7 +440,7 @@ class _Requests(BaseHTTPRequestHandler):
             self._linger()
 
     def _linger(self) -> None:
-        """Take what a refused client is still sending: a connection that is closed over unread bytes is reset, and the refusal lost."""
+        """Read what a refused client is still sending: closing a connection with unread bytes resets it and loses the refusal."""
         self.connection.shutdown(socket.SHUT_WR)
         until = time.monotonic() + _LINGER_S
         while (left := until - time.monotonic()) > 0:
@@ -449,15 +449,15 @@ class _Requests(BaseHTTPRequestHandler):
                 return
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class refuses by itself: a malformed request line, headers that are too long."""
-        status = 400 if code >= 500 else int(code)  # the version that a client speaks is its affair
+        """Refusal by the base class: a malformed request line, or headers that are too long."""
+        status = 400 if code >= 500 else int(code)  # an unsupported HTTP version is the client's problem
         raise HttpProblem(status, "bad_request", f"{message or 'The request cannot be read'}.")
 
     def log_message(self, format: str, *args: object) -> None:
         pass
 
     def handle_one_request(self) -> None:
-        """Wait for a request, read it within its time, answer it."""
+        """Wait for a request, read it in time, answer it."""
         self._patient.until = time.monotonic() + _IDLE_CONNECTION_S
         self.command, self.requestline, self.request_version = "", "", self.default_request_version
         self._path, self._read_whole, self.close_connection = "", False, True
@@ -469,7 +469,7 @@ class _Requests(BaseHTTPRequestHandler):
         except HttpProblem as problem:
             answer = self._refusal(problem)
         if not self._read_whole:
-            self.close_connection = True  # the request was not read to its end: where the next one begins is unknown
+            self.close_connection = True  # the request was not read to its end, so the next one's start is unknown
         self.connection.settimeout(_IDLE_CONNECTION_S)
         if isinstance(answer, Reply):
             self._send(answer)
@@ -490,7 +490,7 @@ class _Requests(BaseHTTPRequestHandler):
         except UserError as error:
             raise HttpProblem(422, "user_error", str(error)) from error
         except Exception as error:
-            # The program's own mistake: the client gets only its type, for its text may hold what the client must not see.
+            # Our own bug: the client gets only the exception's type, because its text may contain what the client must not see.
             import traceback
 
             traceback.print_exc()
@@ -501,7 +501,7 @@ class _Requests(BaseHTTPRequestHandler):
 
     def _read(self) -> HttpRequest:
         self.raw_requestline = self.rfile.readline(_LONGEST_LINE + 1)
-        if self.raw_requestline in (b"\r\n", b"\n"):  # clients may leave one behind their last body
+        if self.raw_requestline in (b"\r\n", b"\n"):  # clients may send one after their last body
             self.raw_requestline = self.rfile.readline(_LONGEST_LINE + 1)
         if len(self.raw_requestline) > _LONGEST_LINE:
             raise HttpProblem(414, "bad_request", f"The request's first line has more than {_LONGEST_LINE:,} bytes.")
@@ -564,7 +564,7 @@ class _Requests(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Cache-Control", "no-store")
-        chunked = self.request_version != "HTTP/1.0"  # whose streams end with the connection
+        chunked = self.request_version != "HTTP/1.0"  # HTTP/1.0 streams end with the connection
         self.close_connection |= not chunked
         self.send_header(*(("Transfer-Encoding", "chunked") if chunked else ("Connection", "close")))
         self.end_headers()
@@ -574,7 +574,7 @@ class _Requests(BaseHTTPRequestHandler):
                 self.wfile.flush()
             self.wfile.write(b"0\r\n\r\n" if chunked else b"")
         except Exception:
-            self.close_connection = True  # without the last chunk the client knows that this is not the end
+            self.close_connection = True  # the missing last chunk tells the client that the answer is incomplete
             raise
         finally:
             stream.events.close()
@@ -601,8 +601,8 @@ def route(
     """One method of a path.
 
     Args:
-        body: (its fields, those that must be there).
-        streams: whether the answer may come as server-sent events.
+        body: (its fields, the required ones).
+        streams: whether the answer may be server-sent events.
     """
     answered = {"type": "object", "properties": dict(fields)} if fields else OBJECT
     content = {**json_content(answered), **({"text/event-stream": {"schema": TEXT}} if streams else {})}
@@ -616,15 +616,15 @@ def route(
 
 
 Route: TypeAlias = tuple[Callable[..., Reply | EventStream], dict[str, Any]]
-"""(what answers, from the request and what stands in the path's braces; its description by `route`)"""
+"""(handler of the request and the values of the path's braces; its description by `route`)"""
 
 
 class Routes:
-    """What a server answers, and what it says of itself at /openapi.json and /docs: one table for both.
+    """A server's routes, and its description at /openapi.json and /docs: one table for both.
 
     Args:
-        table: {"METHOD /path/{part}": route}; a part `{name:path}` may hold slashes.
-        problem: the schema of a refusal's body.
+        table: {"METHOD /path/{part}": route}; a part `{name:path}` may contain slashes.
+        problem: schema of a refusal's body.
     """
 
     def __init__(self, title: str, table: Mapping[str, Route], problem: Mapping[str, Any]) -> None:
@@ -653,7 +653,7 @@ class Routes:
         self._patterns = {path: re.compile(_pattern(path)) for path in self._handlers}
 
     def answer(self, request: HttpRequest) -> Reply | EventStream:
-        """Raises HttpProblem: there is no such path, or it has no such method."""
+        """Answer a request. Raises HttpProblem: unknown path, or a method that it lacks."""
         for path, handlers in self._handlers.items():
             if (match := self._patterns[path].fullmatch(request.path)) is not None:
                 if request.method not in handlers:
@@ -664,8 +664,8 @@ class Routes:
         raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.{near}", choices=paths)
 
     def _as_text(self, request: HttpRequest) -> Reply:
-        """The description as YAML, which a browser shows as it is: nothing in it loads or runs."""
-        written_out = json.loads(json.dumps(self.document))  # parts that several routes share would be aliases
+        """Description as YAML, which a browser shows as text: nothing in it loads or runs."""
+        written_out = json.loads(json.dumps(self.document))  # routes share parts, which would become aliases
         return Reply(yaml_text(written_out).encode(), content_type="text/plain; charset=utf-8")
 
 

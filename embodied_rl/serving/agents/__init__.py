@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server that keeps what it samples: `python -m embodied_rl.serve_agent`."""
+"""An OpenAI-compatible server that records what it samples: `python -m embodied_rl.serve_agent`."""

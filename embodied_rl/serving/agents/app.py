@@ -1,4 +1,4 @@
-"""The agent proxy, described in OpenAPI: OpenAI's and Anthropic's interfaces in front of a token backend, each answer kept as sampled."""
+"""The agent proxy, described in OpenAPI: OpenAI's and Anthropic's interfaces to a token backend, with each answer recorded as sampled."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ _FAILED = {"prompt_too_long": (400, "context_length_exceeded"), "rejected": (400
 
 @dataclass(frozen=True)
 class ProxyOptions:
-    """How the proxy samples. Raises UserError for a limit below 1."""
+    """Sampling options of the proxy. Raises UserError for a limit below 1."""
 
     model: str
-    """The name that clients use."""
+    """Model name for clients."""
     stop_ids: tuple[int, ...]
     """Tokens that end an answer, such as the template's end of a turn."""
     max_new_tokens: int = 1024
-    """Of one answer, whatever a client asks for."""
+    """Most tokens of one answer, whatever a client requests."""
     policy_sampling: bool = False
-    """Sample from the model's own distribution (temperature 1, nothing cut off) whatever a client asks for: what was drawn is then what
-    training recomputes."""
+    """Sample from the model's own distribution (temperature 1, no truncation), whatever a client requests, so that training recomputes the
+    distribution of the draws."""
     tells_messages: bool = False
-    """The backend's requests hold the chat's messages beside its tokens: a scripted player reads them."""
+    """Whether the backend's requests contain the chat's messages besides its tokens: a scripted player reads them."""
     output: Path | None = None
-    """Folder that ended sessions are written to, as JSON. None: they are kept for `AgentProxy.take_finished`."""
+    """Folder for ended sessions, as JSON. None: they wait for `AgentProxy.take_finished`."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -72,8 +72,8 @@ class ProxyOptions:
 class AgentProxy:
     """Serves from construction on; see `embodied_rl.serve_agent`.
 
-    Without a token, on the loopback, any API key opens a session of the same name. With one, ``POST /v1/sessions`` opens sessions and gives
-    each its key.
+    Without a token (on the loopback only), any API key opens a session of the same name. With one, ``POST /v1/sessions`` opens sessions and
+    gives each its key.
     """
 
     def __init__(
@@ -88,9 +88,8 @@ class AgentProxy:
         limits: SessionLimits | None = None,
         http: web.ServerLimits | None = None,
     ) -> None:
-        """`backend` belongs to the proxy's thread until `close`, and to the caller after it.
-        Raises UserError: the tokenizer has no chat template, others could reach the proxy and there is no token, or the address is taken.
-        """
+        """`backend` belongs to the proxy's thread until `close`, and to the caller afterwards. Raises UserError: the tokenizer has no chat
+        template, others could reach the proxy and there is no token, or the address is taken."""
         web.require_token_off_loopback(host, token)
         tokenizer.chat_text([{"role": "user", "content": "Hello."}])  # a missing template raises now
         self._tokenizer, self._options, self._token = tokenizer, options, token
@@ -99,7 +98,7 @@ class AgentProxy:
         self._finished: deque[CapturedSession] = deque()
         self._pump, self._can_constrain = BackendPump(backend), backend.can_constrain
         self.shared_backend = SharedBackend(self._pump, backend)
-        """The backend for others than the proxy, as long as it is open."""
+        """The backend for users other than the proxy, as long as it is open."""
         self._routes = web.Routes("embodied_rl agent proxy", self._table(), _PROBLEM)
         try:
             self._server = web.HttpServer(
@@ -117,15 +116,15 @@ class AgentProxy:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client is given: ``http://127.0.0.1:PORT/v1``."""
+        """Base URL for an OpenAI client: ``http://127.0.0.1:PORT/v1``."""
         return f"{self._server.url}/v1"
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """New weights between two decoding steps; answers in flight go on with them. Raises UserError as the backend's own does."""
+        """Load weights between two decoding steps; answers in flight continue with them. Raises UserError as the backend does."""
         self._pump.call(lambda backend: backend.load_weights(version, tensors))
 
     def open_session(self, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> tuple[str, str]:
-        """A new session for the caller's own program: (its name, its key). Raises UserError where there is no room."""
+        """Open a session for the caller's own program; returns (its name, its key). Raises UserError if there is no room."""
         name, key = f"session-{secrets.token_hex(8)}", f"sk-{secrets.token_urlsafe(24)}"
         try:
             self._book.open(name, key, metadata, sampling)
@@ -134,12 +133,12 @@ class AgentProxy:
         return name, key
 
     def num_turns(self, name: str) -> int:
-        """Answers of an open session so far; 0 where it has ended."""
+        """Answers of an open session so far; 0 if it has ended."""
         session = self._book.sessions.get(name)
         return 0 if session is None else session.num_turns
 
     def end_session(self, name: str) -> CapturedSession | None:
-        """End an open session and hand it to the caller, not to `take_finished`. None: it has ended already."""
+        """End an open session and return it, instead of leaving it to `take_finished`. None: it has ended already."""
         session = self._book.sessions.get(name)
         if session is None:
             return None
@@ -148,14 +147,14 @@ class AgentProxy:
         return captured if first else None
 
     def take_finished(self) -> list[CapturedSession]:
-        """Sessions that ended since the last call, oldest first; none where they are written to a folder."""
+        """Sessions that ended since the last call, oldest first; empty if they are written to a folder."""
         taken = []
         while self._finished:
             taken.append(self._finished.popleft())
         return taken
 
     def close(self) -> None:
-        """Answer no more; open sessions that have turns are finished, as ended by ``close``."""
+        """Stop answering; open sessions with turns are finished, as ended by ``close``."""
         self._server.close()
         self._pump.close()
         for session in list(self._book.sessions.values()):
@@ -206,7 +205,7 @@ class AgentProxy:
         return web.Reply(self._model_entry())
 
     def _admit(self, request: web.HttpRequest) -> None:
-        """Raises HttpProblem 401 where there is a token and the request brings neither it nor a session's key."""
+        """Raise HttpProblem 401 if there is a token and the request has neither it nor a session's key."""
         key = request.bearer or request.headers.get("x-api-key")
         if self._token is None or request.path in ("/openapi.json", "/docs") or web.same_token(key, self._token):
             return
@@ -233,26 +232,26 @@ class AgentProxy:
             finally:
                 session.release()
         events = self._streamed(interface, session, chat, request.client_gone)
-        # Until the first token nothing is sent: a refusal has its own status.
+        # Nothing is sent before the first token, so that a refusal gets its own status.
         return web.EventStream(_begun(next(events), events))
 
     def _count_tokens(self, request: web.HttpRequest) -> web.Reply:
-        """Of a prompt, as Anthropic's clients ask for it; nothing is sampled, and nothing is kept."""
+        """Token count of a prompt, for Anthropic's clients; nothing is sampled or kept."""
         session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
         prompt, _ = self._asked(session, interfaces.Messages().read_prompt(request.body))
         return web.Reply({"input_tokens": len(prompt.token_ids)})
 
     def _possible(self, chat: ChatRequest) -> ChatRequest:
-        """What the backend can do of a request. Raises HttpProblem 400 where that would not be what was asked."""
+        """The request without what the backend cannot do. Raises HttpProblem 400 if that would change its meaning."""
         if self._can_constrain:
             return chat
         if chat.needs_structure or chat.top_logprobs:
             what = "answers that keep to a format ('response_format')" if chat.needs_structure else "the likeliest tokens ('top_logprobs')"
             raise web.HttpProblem(400, "unsupported_parameter", f"The backend behind this server does not give {what}; torch and vllm do.")
-        return replace(chat, structure=None)  # a call that must be made is only begun for the model
+        return replace(chat, structure=None)  # a required call is only begun for the model
 
     def _streamed(self, interface: interfaces.Interface, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:
-        """Events of an answer while it is sampled. Several choices come whole, and so does the content of one with logprobs."""
+        """Events of an answer while it is sampled. Several choices are sent whole, as is the content of one with logprobs."""
         stop, name, model = self._stop_texts(chat), interface.new_id(), self._options.model
         begun = False
         try:
@@ -286,7 +285,7 @@ class AgentProxy:
             session.release()
 
     def _stream_of(self, request: GenerationRequest, stop: StopTexts, gone: Callable[[], bool]) -> Iterator[list[int] | Completion]:
-        """Its tokens while they grow, then the completion, cut behind the first stop text; the backend ends soon after that text."""
+        """Tokens as they grow, then the completion, cut after the first stop text; the backend stops soon after that text."""
         num_seen = 0
 
         def enough(tokens: list[int]) -> bool:
@@ -322,7 +321,7 @@ class AgentProxy:
         return web.Reply({"sessions": sessions})
 
     def _session(self, request: web.HttpRequest, name: str) -> Session:
-        if request.bearer is None or self._book.keys.get(request.bearer) != name:  # a session's own key does as well
+        if request.bearer is None or self._book.keys.get(request.bearer) != name:  # a session's own key is accepted too
             web.require_token(request, self._token)
         return self._book.by_name(name)
 
@@ -334,7 +333,7 @@ class AgentProxy:
         body = request.body
         web.only_known(body, ("reward", "turn", "reward_id"), "unknown_parameter")
         reward = number_in(body, "reward", -1e12, 1e12, whole=False)
-        if reward is None and action == "reward":  # a session may end without a word of how it went
+        if reward is None and action == "reward":  # a session may end without a reward
             raise bad("'reward' is missing.")
         for key in ("turn", "reward_id"):
             if not isinstance(body.get(key), str | None):
@@ -347,7 +346,7 @@ class AgentProxy:
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
     def _sample(self, session: Session, chat: ChatRequest, name: str, gone: Callable[[], bool]) -> list[interfaces.ChatAnswer]:
-        """All choices, sampled side by side and captured in their order, as `name`, `name`:1, …"""
+        """Sample all choices in parallel and capture them in their order, as `name`, `name`:1, …"""
         prompt, requests = self._asked(session, chat)
         stop = self._stop_texts(chat)
 
@@ -378,16 +377,16 @@ class AgentProxy:
         return StopTexts(chat.stop, self._decoded)
 
     def _decoded(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        with self._tokenizer_lock:  # fast tokenizers are not for several threads at once
+        with self._tokenizer_lock:  # fast tokenizers are not thread-safe
             return self._tokenizer.decode(token_ids)
 
     def _stop_ids(self, text: str) -> list[int]:
-        """Of a stop text that is a token, which then ends an answer at once, and may be a special one."""
+        """Ids of a stop text that is a single token; it ends an answer at once, and may be a special token."""
         found = self._tokenizer.encode(text).tolist()
         return found if len(found) == 1 and self._tokenizer.decode(found, skip_special_tokens=False) == text else []
 
     def _asked(self, session: Session, chat: ChatRequest) -> tuple[Prompt, list[GenerationRequest]]:
-        """What a chat asks of the backend: a request for each choice."""
+        """Prompt of a chat, and a request to the backend for each choice."""
         with self._tokenizer_lock:
             prompt = self._prompt(session, chat)
             if chat.forced:
@@ -397,7 +396,7 @@ class AgentProxy:
         return prompt, requests
 
     def _request(self, session: Session, chat: ChatRequest, prompt: Prompt, stop_ids: tuple[int, ...], number: int) -> GenerationRequest:
-        """Of choice `number`. A client's seed is that of the first; those behind it have seeds that follow from it."""
+        """Request for choice `number`. A client's seed is that of the first choice; later choices get seeds derived from it."""
         asked_seed = chat.seed
         if chat.seed is not None and number > 0:
             asked_seed = SessionSampling(chat.seed).request_seed(number)
@@ -425,7 +424,7 @@ class AgentProxy:
 
     @staticmethod
     def _whole(completion: Completion) -> Completion:
-        """Raises HttpProblem for one that failed or was aborted."""
+        """Return the completion. Raises HttpProblem if it failed or was aborted."""
         if completion.failure is not None:
             status, kind = _FAILED.get(completion.failure.kind, (502, completion.failure.kind))
             raise web.HttpProblem(status, kind, completion.failure.message)
@@ -434,7 +433,7 @@ class AgentProxy:
         return completion
 
     def _text(self, sampled: Sequence[int] | np.ndarray, stop_ids: tuple[int, ...]) -> str:
-        """Of sampled tokens, without the stop token at their end."""
+        """Text of sampled tokens, without the stop token at the end."""
         ended = len(sampled) > 0 and int(sampled[-1]) in stop_ids
         return self._decoded(sampled[:-1] if ended else sampled)
 
@@ -469,7 +468,7 @@ class AgentProxy:
         )
 
     def _logprobs(self, completion: Completion) -> list[dict[str, Any]]:
-        """Of every sampled token, and of the likeliest ones in its place where they were asked for, by the model's own distribution."""
+        """Log-probabilities of each sampled token, and of the likeliest alternatives if requested, under the model's own distribution."""
         places = range(completion.num_tokens)
         top_ids, top_log_prob = completion.top_ids, completion.top_log_prob
         with self._tokenizer_lock:
@@ -501,13 +500,13 @@ class AgentProxy:
 
 
 def _refusal(problem: web.HttpProblem, path: str) -> dict[str, Any]:
-    """In the form of the interface that was asked."""
+    """Refusal in the format of the requested interface."""
     return (interfaces.Messages() if path.startswith("/v1/messages") else interfaces.ChatCompletions()).refusal(problem)
 
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """What a backend says of a request, as an answer to its client."""
+    """Turn a backend's refusal into an answer for its client."""
     try:
         yield
     except UserError as error:
@@ -517,7 +516,7 @@ def _refused() -> Iterator[None]:
 
 
 def _begun(first: bytes, rest: Generator[bytes]) -> Generator[bytes]:
-    """A generator that was asked for its first event, as if it had not been; closing it closes that."""
+    """A generator whose first event was taken, with that event back in front; closing it closes the original."""
     with closing(rest):
         yield first
         yield from rest

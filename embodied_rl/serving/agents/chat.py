@@ -1,5 +1,5 @@
-"""What every interface of the proxy reads a request into, and what an answer must keep to: structural tags of xgrammar, tool calls in its
-text, and stop texts across the borders of tokens."""
+"""The common form of a request of every interface, and constraints on answers: structural tags of xgrammar, tool calls in text, and stop
+texts across token boundaries."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 
 
 def forced_call(tools: Sequence[Mapping[str, Any]]) -> str:
-    """The beginning of a call of one of these tools: up to its name, or, of one tool, up to its arguments."""
+    """Beginning of a call of one of these tools: up to its name, or, for a single tool, up to its arguments."""
     name = f'{json.dumps(tools[0]["function"].get("name"))}, "arguments":' if len(tools) == 1 else '"'
     return f'{CALL}\n{{"name": {name}'
 
 
 def sampled_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """(content, the calls in it): one that is malformed leaves the whole as text, for the agent to see."""
+    """(content, calls in the text); a malformed call leaves the whole as text, so that the agent sees it."""
     if CALL not in text:
         return text, []
     before, *pieces = text.split(CALL)
@@ -46,17 +46,17 @@ def _sampled_call(text: str) -> dict[str, Any] | None:
         return None
     if not isinstance(name, str):
         return None
-    # OpenAI's arguments are a text that holds JSON.
+    # OpenAI's arguments are a JSON text.
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
 
 
 _MOST_SPACES = 16
-"""Side by side: a model must not write spaces for ever."""
+"""Most consecutive spaces, so that a model does not write spaces forever."""
 _LARGEST_BYTES = 2**18
 
 
 def schema_structure(schema: object, tools: Sequence[Mapping[str, Any]], several: bool) -> str:
-    """An answer that is JSON by a schema, or calls of tools where there are some."""
+    """Structure of an answer that is JSON by a schema, or calls of tools if there are any."""
     answer = _json(schema)
     if not tools:
         return _text(answer)
@@ -71,7 +71,7 @@ def schema_structure(schema: object, tools: Sequence[Mapping[str, Any]], several
 
 
 def call_structure(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What follows `forced_call`: one call of one of these tools, whose arguments keep to its parameters."""
+    """Structure after `forced_call`: one call of one of these tools, with arguments that satisfy its parameters."""
     if len(tools) == 1:
         return _text(_tag(" ", tools[0]))
     return _text({"type": "or", "elements": [_tag(f'{json.dumps(_name(tool))[1:]}, "arguments": ', tool) for tool in tools]})
@@ -98,48 +98,48 @@ def _text(form: Mapping[str, Any]) -> str:
 
 
 _TAIL = 8
-"""Tokens of an answer that grows are looked at again, for the half of a stop text that was there before."""
+"""Last tokens of a growing answer that are checked again, because they may contain a part of a stop text."""
 
 
 @dataclass(frozen=True)
 class StopTexts:
-    """What ends an answer. The first of the texts to be complete counts."""
+    """Stop texts of an answer; the first one to be complete counts."""
 
     texts: tuple[str, ...]
     decode: Callable[[Sequence[int]], str]
-    """Token ids to text."""
+    """Converts token ids to text."""
 
     def before(self, text: str) -> str:
-        """A text without the first stop text in it and what follows."""
+        """Text before the first stop text."""
         places = [place for stop in self.texts if (place := text.find(stop)) >= 0]
         return text[: min(places)] if places else text
 
     def first(self, text: str) -> str | None:
-        """The stop text that comes first in a text; None where there is none."""
+        """Earliest stop text in a text; None: there is none."""
         return min((stop for stop in self.texts if stop in text), key=text.find, default=None)
 
     def certain(self, text: str) -> str:
-        """The beginning of a growing text that no stop text will take back."""
+        """Beginning of a growing text that no stop text can still remove."""
         text = self.before(text)
         half = max((n for stop in self.texts for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
         return text[: len(text) - half]
 
     def reached(self, token_ids: Sequence[int], num_seen: int = 0) -> bool:
-        """Whether tokens hold a stop text; the first `num_seen` are known to hold none."""
-        # Every token but a special one has at least one byte of the text.
+        """Whether tokens contain a stop text; the first `num_seen` are known to contain none."""
+        # Every token except special ones has at least one byte of the text.
         longest = max((len(stop.encode()) for stop in self.texts), default=0)
         tail = self.decode(token_ids[max(num_seen - longest - _TAIL, 0) :])
         return self._inside(tail) and self._inside(self.decode(token_ids))
 
     def cut(self, completion: Completion) -> Completion:
-        """The completion up to the token that completes a stop text, as stopped; as it is where there is none.
+        """The completion up to the token that completes a stop text, as stopped; unchanged if there is none.
 
-        What was sampled up to there does not depend on what was sampled after it, nor on when a backend noticed.
+        The sampled tokens up to there do not depend on later ones, nor on when a backend noticed the stop.
         """
         token_ids = completion.token_ids.tolist()
         if completion.failure is not None or not self.texts or not self._inside(self.decode(token_ids)):
             return completion
-        low, high = 0, len(token_ids)  # the first `low` tokens hold none, the first `high` do
+        low, high = 0, len(token_ids)  # the first `low` tokens contain none, the first `high` do
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._inside(self.decode(token_ids[:middle])) else (middle, high)
@@ -157,10 +157,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """One request, checked."""
+    """One validated request."""
 
     messages: tuple[dict[str, Any], ...]
-    """With text contents; see `plain_message`."""
+    """Messages with text contents; see `plain_message`."""
     tools: tuple[dict[str, Any], ...] | None = None
     max_new_tokens: int | None = None
     temperature: float = 1.0
@@ -172,23 +172,23 @@ class ChatRequest:
     include_usage: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
-    """How many of the likeliest tokens of each place are sent."""
+    """Number of likeliest tokens that are sent for each position."""
     num_choices: int = 1
     """n: answers, each sampled and captured separately."""
     forced: str = ""
-    """How every answer begins (``tool_choice``). It is given to the model as the end of its prompt: nothing of it is sampled or trained."""
+    """Beginning of every answer (``tool_choice``). The model gets it as the end of its prompt; it is neither sampled nor trained."""
     structure: str | None = None
-    """What the rest keeps to (`GenerationRequest.structure`): a JSON schema (``response_format``), or a tool call that must be made."""
+    """Constraint on the rest (`GenerationRequest.structure`): a JSON schema (``response_format``), or a required tool call."""
     needs_structure: bool = False
-    """Whether a backend that cannot constrain is refused: ``response_format``. Calls are then only begun for the model."""
+    """Whether to refuse backends that cannot constrain: for ``response_format``. For calls, only the beginning is then forced."""
     asked: Mapping[str, Any] = field(default_factory=dict)
-    """The request's body."""
+    """Body of the request."""
     recalled_from: int | None = None
-    """Messages from this place on are what `Recall` gives for its answer; None: nothing is kept for it."""
+    """Position of the messages that `Recall` returns for its answer; None: nothing is kept for it."""
 
 
 def sampling(body: Mapping[str, Any], limit: str) -> dict[str, Any]:
-    """What every interface says alike, as fields of a `ChatRequest`; `limit` names the most tokens. Raises HttpProblem 400."""
+    """Fields of a `ChatRequest` that all interfaces share; `limit`: name of the token limit. Raises HttpProblem 400."""
     return {
         "max_new_tokens": number_in(body, limit, 1, 2**20),
         "temperature": 1.0 if (value := number_in(body, "temperature", 0.0, 100.0, whole=False)) is None else float(value),
@@ -199,12 +199,12 @@ def sampling(body: Mapping[str, Any], limit: str) -> dict[str, Any]:
 
 
 def bad(message: str, kind: str = "invalid_request", choices: Iterable[str] = ()) -> HttpProblem:
-    """400."""
+    """HttpProblem with status 400."""
     return HttpProblem(400, kind, message, choices=choices)
 
 
 def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A text or a list of texts. Raises HttpProblem 400."""
+    """A text or a list of texts as a tuple. Raises HttpProblem 400."""
     stop = body.get(name)
     texts = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
@@ -213,7 +213,7 @@ def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def number_in(body: Mapping[str, Any], name: str, low: float, high: float, *, whole: bool = True) -> Any:
-    """None where it is not given. Raises HttpProblem 400."""
+    """A number of the body, None if missing. Raises HttpProblem 400."""
     value = body.get(name)
     if value is not None and (not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not low <= value <= high):
         raise bad(f"'{name}' must be a {'whole ' * whole}number between {low:g} and {high:g}, got {value!r:.80}.")
@@ -221,7 +221,7 @@ def number_in(body: Mapping[str, Any], name: str, low: float, high: float, *, wh
 
 
 def parallel(body: Mapping[str, Any]) -> bool:
-    """Whether an answer may hold several calls. Raises HttpProblem 400."""
+    """Whether an answer may contain several calls. Raises HttpProblem 400."""
     value = body.get("parallel_tool_calls")
     if not isinstance(value, bool | None):
         raise bad(f"'parallel_tool_calls' must be true or false, got {value!r:.80}.")
@@ -229,7 +229,7 @@ def parallel(body: Mapping[str, Any]) -> bool:
 
 
 def schema_of(form: object, where: str, holder: str | None = None) -> object:
-    """The JSON schema that OpenAI's `form` of an answer asks for, by itself or as its `holder`; None: any text. Raises HttpProblem 400."""
+    """JSON schema in OpenAI's `form` of an answer, or in its `holder`; None: any text. Raises HttpProblem 400."""
     if form is None or form == {"type": "text"}:
         return None
     kind, named = (form.get("type"), form if holder is None else form.get(holder)) if isinstance(form, dict) else (None, None)
@@ -242,14 +242,14 @@ def schema_of(form: object, where: str, holder: str | None = None) -> object:
 
 
 def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schema: object, several: bool) -> dict[str, Any]:
-    """What ``tool_choice`` and a schema make of an answer: `forced`, `structure` and `needs_structure` of a `ChatRequest`.
+    """Effect of ``tool_choice`` and a schema: `forced`, `structure` and `needs_structure` of a `ChatRequest`.
 
     Args:
         choice: in the form of chat completions.
         schema: of the answer; None: any text.
-        several: whether an answer may hold several calls.
+        several: whether an answer may contain several calls.
 
-    Raises HttpProblem: 400 for a choice that cannot be made.
+    Raises HttpProblem: 400 for an impossible choice.
     """
     names = [str(tool["function"].get("name")) for tool in tools or ()]
     if choice in (None, "auto", "none"):
@@ -265,8 +265,8 @@ def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schem
 
 
 def plain_message(message: object, place: int) -> dict[str, Any]:
-    """A message as templates take it: role, a text as content, tool calls with their arguments as objects; what is null is left out.
-    Raises HttpProblem: 400 for anything else than text."""
+    """A message for templates: role, text content, tool calls with their arguments as objects; nulls are left out. Raises HttpProblem: 400
+    for anything but text."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else None
         raise bad(f"messages[{place}]: the role must be one of {', '.join(ROLES)}, got {role!r:.80}.")
@@ -281,7 +281,7 @@ def plain_message(message: object, place: int) -> dict[str, Any]:
 
 
 def plain_text(content: object, where: str) -> str:
-    """A text, or the joined texts of parts that each have one; "" for null. Raises HttpProblem 400."""
+    """A text, or the joined texts of its parts; "" for null. Raises HttpProblem 400."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -292,9 +292,9 @@ def plain_text(content: object, where: str) -> str:
 
 
 def plain_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
-    """A tool call as templates take it."""
+    """A tool call for templates."""
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # the model's own, and as malformed as it made it
+        with contextlib.suppress(ValueError):  # malformed arguments are kept as the model wrote them
             arguments = json.loads(arguments)
     return {"id": str(call_id or ""), "type": "function", "function": {"name": str(name), "arguments": arguments}}
 

@@ -1,5 +1,5 @@
-"""The interfaces that the proxy speaks, OpenAI's chat completions and responses and Anthropic's messages: each reads a request into a
-`ChatRequest` and writes its answer from a `ChatAnswer`."""
+"""Interfaces of the proxy: OpenAI's chat completions and responses, and Anthropic's messages. Each reads a request into a `ChatRequest` and
+writes its answer from a `ChatAnswer`."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _SAMPLING = {"temperature": {**NUMBER, "minimum": 0}, "top_p": {**NUMBER, "maxim
 _TOOL_CHOICE = {"description": "auto, none, required, or one function."}
 _TOP_LOGPROBS = {**COUNT, "maximum": 20}
 _HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Asked for by OpenAI's clients as a habit; they change nothing about what is sampled."""
+"""Fields that OpenAI's clients send by habit; they do not affect the sampling."""
 _MAX_CHOICES, _MAX_TOP_LOGPROBS = 128, 20
 
 Recall = Callable[[str], tuple[dict[str, Any], ...] | None]
-"""The messages of an earlier answer by its id, itself included; None: there is no such answer."""
+"""Messages of an earlier answer by its id, itself included; None: unknown."""
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
 
 
 def answer_message(text: str, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    """The assistant's message for a sampled text; see `sampled_calls`."""
+    """Assistant's message for a sampled text; see `sampled_calls`."""
     content, calls = sampled_calls(text) if tools else (text, [])
     message: dict[str, Any] = {"role": "assistant", "content": content}
     return {**message, "tool_calls": calls} if calls else message
@@ -54,20 +54,20 @@ def answer_message(text: str, tools: Sequence[Mapping[str, Any]] | None) -> dict
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What the client receives about one completion: a choice of an answer."""
+    """Contents of one choice of an answer for the client."""
 
     completion_id: str
     model: str
     message: dict[str, Any]
-    """In the form of chat completions."""
+    """Message in the form of chat completions."""
     finish_reason: str
-    """stop, length or tool_calls"""
+    """Reason: stop, length or tool_calls."""
     num_prompt_tokens: int
     num_sampled_tokens: int
     logprobs: list[dict[str, Any]] | None = None
     index: int = 0
     stop_text: str | None = None
-    """Which of the request's stop texts ended it."""
+    """Stop text of the request that ended it."""
 
     @property
     def content(self) -> str:
@@ -79,10 +79,9 @@ class ChatAnswer:
 
 
 class AnswerStream(ABC):
-    """A choice as server-sent events while it grows; a subclass for each interface writes them.
+    """A growing choice as server-sent events; a subclass for each interface writes them.
 
-    What further tokens may change is held back: half a character, what may be a tool call or spaces before one, and what may become a stop
-    text.
+    It holds back what later tokens may change: partial characters, possible tool calls and the spaces before them, and possible stop texts.
     """
 
     def __init__(self, chat: ChatRequest, completion_id: str, model: str, stop: StopTexts, num_prompt_tokens: int, index: int = 0) -> None:
@@ -103,10 +102,10 @@ class AnswerStream(ABC):
 
     @abstractmethod
     def done(self, answers: Sequence[ChatAnswer]) -> Iterator[bytes]:
-        """The end of the stream, behind all choices."""
+        """The end of the stream, after all choices."""
 
     def grown(self, text: str) -> str:
-        """What is new and certain of the answer's text so far; "" for nothing."""
+        """New and final part of the answer's text so far; "" if there is none."""
         certain = self._certain(self._stop.certain(text))
         if len(certain) <= len(self._sent) or not certain.startswith(self._sent):
             return ""
@@ -114,7 +113,7 @@ class AnswerStream(ABC):
         return new
 
     def rest(self, answer: ChatAnswer) -> str:
-        """What was not yet sent of the content."""
+        """Unsent part of the content."""
         content, sent = answer.content, self._sent
         same = next((place for place, (a, b) in enumerate(zip(content, sent, strict=False)) if a != b), len(sent))
         return content[same:]
@@ -130,24 +129,24 @@ class AnswerStream(ABC):
 
 
 class Interface(ABC):
-    """How one interface writes requests, answers and refusals."""
+    """Reads and writes requests, answers and refusals of one interface."""
 
     stream: type[AnswerStream]
     id_prefix: str
     fields: ClassVar[Mapping[str, Any]]
     """{name: schema} of a request's body."""
     harmless: frozenset[str] = frozenset()
-    """Further names whose values change nothing."""
+    """Further names whose values have no effect."""
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """{further name: its values that change nothing}"""
+    """{further name: its values without effect}"""
 
     @abstractmethod
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        """A request from its body. Raises HttpProblem 400."""
+        """Request from its body. Raises HttpProblem 400."""
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """Refuse what is not known, and what asks for something that this server cannot do; nothing is ignored silently.
-        Raises HttpProblem: 400, with the choices."""
+        """Refuse unknown fields and features that this server lacks; nothing is ignored silently. Raises HttpProblem: 400, with the
+        choices."""
         try:
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -161,7 +160,7 @@ class Interface(ABC):
                 raise bad(f"'{key}' can only be {self.neutral[key][0]!r} here, got {value!r:.80}.", "unsupported_parameter")
 
     def new_id(self) -> str:
-        """Of an answer; rewards name it."""
+        """New id of an answer, which rewards refer to."""
         return f"{self.id_prefix}{secrets.token_hex(12)}"
 
     @abstractmethod
@@ -172,7 +171,7 @@ class Interface(ABC):
         return openai_error(problem)
 
     def broken(self, problem: HttpProblem) -> bytes:
-        """A stream's last event where its answer failed."""
+        """Last event of a stream whose answer failed."""
         return sse(self.refusal(problem))
 
 
@@ -183,7 +182,7 @@ def sse(data: Mapping[str, Any], event: str | None = None) -> bytes:
 
 
 def openai_error(problem: HttpProblem) -> dict[str, Any]:
-    """A refusal in OpenAI's form, with our word for it as ``code``."""
+    """A refusal in OpenAI's form, with our kind as ``code``."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(problem.status, "invalid_request_error" if problem.status < 500 else "server_error")
     return {"error": {"message": problem.message, "type": kind, "param": None, "code": problem.kind, "choices": problem.choices}}
@@ -193,7 +192,7 @@ def openai_error(problem: HttpProblem) -> dict[str, Any]:
 
 
 class _ChatStream(AnswerStream):
-    """``chat.completion.chunk`` events: the role, pieces of the content, tool calls, the end; then, of all choices, the usage."""
+    """``chat.completion.chunk`` events: the role, pieces of the content, tool calls, the end; then the usage of all choices."""
 
     def begin(self) -> Iterator[bytes]:
         yield self._event({"role": "assistant", "content": ""}, None)
@@ -279,7 +278,7 @@ class ChatCompletions(Interface):
         )
 
     def whole(self, chat: ChatRequest, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
-        """``chat.completion`` of all choices of a request."""
+        """``chat.completion`` with all choices of a request."""
         choices = [
             {"index": one.index, "message": one.message, "finish_reason": one.finish_reason, "logprobs": _logprobs_of(one)}
             for one in answers
@@ -316,12 +315,12 @@ _INCLUDED = ("reasoning.encrypted_content", _LOGPROBS)
 
 
 class _ResponseStream(AnswerStream):
-    """``response.created``, the items with what they grow by, ``response.completed``."""
+    """``response.created``, the items with their deltas, ``response.completed``."""
 
     _number = -1
     _items = 0
     _text: str | None = None
-    """Of the message so far; None: it has not begun."""
+    """Text of the message so far; None: it has not begun."""
 
     def begin(self) -> Iterator[bytes]:
         begun = _response(self.chat, self.completion_id, self.model, None)
@@ -422,7 +421,7 @@ class Responses(Interface):
         return sse({"type": "error", "code": problem.kind, "message": problem.message, "param": None, "sequence_number": 0}, "error")
 
     def _tools(self, tools: object) -> tuple[dict[str, Any], ...] | None:
-        """In the form of chat completions, which templates know."""
+        """Tools in the form of chat completions, which templates know."""
         if not tools:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -434,7 +433,7 @@ class Responses(Interface):
         return tuple({"type": "function", "function": function} for function in described)
 
     def _earlier(self, body: Mapping[str, Any], recall: Recall) -> tuple[dict[str, Any], ...]:
-        """The conversation that ``previous_response_id`` ends; instructions are not handed on."""
+        """Conversation that ``previous_response_id`` ends, without its instructions."""
         name = body.get("previous_response_id")
         if name is None:
             return ()
@@ -444,7 +443,7 @@ class Responses(Interface):
         return found
 
     def _messages(self, items: object) -> list[dict[str, Any]]:
-        """Items as messages; calls go into the assistant's message before them."""
+        """Items as messages; calls join the assistant's message before them."""
         if isinstance(items, str):
             return [{"role": "user", "content": items}]
         if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
@@ -605,7 +604,7 @@ class Messages(Interface):
         return self.read_prompt(body)
 
     def read_prompt(self, body: Mapping[str, Any]) -> ChatRequest:
-        """As `read`, where nothing will be sampled: ``max_tokens`` may be missing. Raises HttpProblem 400."""
+        """As `read`, if nothing will be sampled: ``max_tokens`` is optional. Raises HttpProblem 400."""
         self.check(body)
         choice = body.get("tool_choice") or {"type": "auto"}
         kind = choice.get("type") if isinstance(choice, dict) else None
@@ -637,7 +636,7 @@ class Messages(Interface):
         return sse(self.refusal(problem), "error")
 
     def _tools(self, tools: object) -> tuple[dict[str, Any], ...] | None:
-        """In the form of chat completions, which templates know."""
+        """Tools in the form of chat completions, which templates know."""
         if not tools:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in tools):
@@ -652,7 +651,7 @@ class Messages(Interface):
         return tuple({"type": "function", "function": function} for function in described)
 
     def _schema(self, config: object) -> object:
-        """The JSON schema that ``output_config`` asks for; None: any text."""
+        """JSON schema of ``output_config``; None: any text."""
         form = config.get("format") if isinstance(config, dict) else None
         if form is None:
             return None
@@ -673,7 +672,7 @@ class Messages(Interface):
         return tuple(found)
 
     def _plain(self, role: str, content: object, where: str) -> list[dict[str, Any]]:
-        """A message as templates take it; results of tools come as messages of their own, before what the user says beside them."""
+        """A message for templates; results of tools become separate messages before the user's own text."""
         blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
         if not all(isinstance(block, dict) for block in blocks):
             raise bad(f"{where}: the content must be a text or a list of blocks.")
@@ -715,6 +714,6 @@ def _call_block(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """An object, as clients expect it; what a model gave instead is its only entry."""
+    """Arguments as an object, as clients expect; anything else becomes its only entry."""
     found = json.loads(call["function"]["arguments"])
     return found if isinstance(found, dict) else {"arguments": found}

@@ -1,4 +1,4 @@
-"""One thread that talks to a token backend, for many that wait for answers."""
+"""One thread that talks to a token backend, for many waiting threads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any
 from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBackend, TokenCache
 
 _POLL_S = 0.02
-"""New requests wait so long at most behind a decoding step of those in flight."""
+"""Longest delay of new requests by a decoding step of those in flight."""
 _LOOK_S = 0.1
-"""How often a waiting thread looks whether its client is still there."""
+"""Seconds between a waiting thread's checks that its client is still there."""
 _END_S = 60.0
-"""For the step that the backend is in to end: afterwards the backend is its owner's again."""
+"""Seconds for the backend's present step to end, after which the backend returns to its owner."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Asked:
     request: GenerationRequest
     future: Future[Completion]
     arriving: queue.SimpleQueue[list[int] | None] | None = None
-    """Where its tokens so far are put as they grow, and None at its end; None: the client does not stream."""
+    """Queue for the growing tokens, with None at the end; None: the client does not stream."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Call:
 
 
 class BackendPump:
-    """Every call of the backend happens in the pump's thread, so that a backend for one thread serves any number.
+    """Makes every call of a backend in its own thread, so that a single-threaded backend serves any number of threads.
 
     The backend stays its owner's: `close` does not close it.
     """
@@ -51,16 +51,16 @@ class BackendPump:
         self._num_sent: dict[int, int] = {}
         self._closed = False
         self._entry = threading.Lock()
-        """Held while something comes in, and while the thread closes: what came in before is answered, and afterwards nothing does."""
+        """Held while a request enters and while the thread closes: earlier requests are answered, later ones refused."""
         self._thread = threading.Thread(target=self._run, name="token pump", daemon=True)
         self._thread.start()
 
     def complete(self, request: GenerationRequest, gone: Callable[[], bool] = lambda: False) -> Completion:
         """Wait for the answer to one request (its id is replaced by one of ours).
 
-        `gone`: looked at now and then; when it says True the request is aborted.
+        `gone`: checked now and then; True aborts the request.
 
-        Raises UserError: the backend cannot do what is asked; RuntimeError: the pump was closed, or the backend has died.
+        Raises UserError: the backend cannot fulfil the request; RuntimeError: the pump was closed, or the backend has died.
         """
         *_, last = self._follow(request, gone)
         assert isinstance(last, Completion), "it comes last"
@@ -72,10 +72,10 @@ class BackendPump:
         gone: Callable[[], bool] = lambda: False,
         enough: Callable[[list[int]], bool] = lambda tokens: False,
     ) -> Generator[list[int] | Completion]:
-        """As `complete`, while the answer grows: its token ids so far, again and again where the backend reports them; then the completion.
+        """As `complete`, during the answer: repeatedly its token ids so far, if the backend reports them; then the completion.
 
-        When `enough` says True of the tokens so far the request is aborted. A caller that closes the generator before aborts it too. Raises
-        as `complete` does.
+        The request is aborted once `enough` returns True for the tokens so far, or if the caller closes the generator. Raises as
+        `complete`.
         """
         yield from self._follow(request, gone, enough)
 
@@ -114,9 +114,9 @@ class BackendPump:
                     self.call(abort)
 
     def call(self, function: Callable[[TokenBackend], Any]) -> Any:
-        """Run something with the backend between two polls, in the pump's thread: new weights, say.
+        """Run a function with the backend between two polls, in the pump's thread: to load weights, say.
 
-        Raises what it raises, and RuntimeError: the pump was closed.
+        Raises the function's exception, and RuntimeError: the pump was closed.
         """
         future: Future[Any] = Future()
         self._put(_Call(function, future))
@@ -126,7 +126,7 @@ class BackendPump:
             raise RuntimeError("The proxy was closed while a request waited for its backend.") from None
 
     def close(self) -> None:
-        """End the thread; callers that wait get a RuntimeError. May be called twice."""
+        """End the thread; waiting callers get a RuntimeError. May be called twice."""
         self._closed = True
         self._inbox.put(None)
         self._thread.join(_END_S)
@@ -152,7 +152,7 @@ class BackendPump:
             self._drop_all()
 
     def _take_in(self) -> bool:
-        """What has arrived, after a wait where nothing is in flight; False at the end."""
+        """Accept arrived requests, waiting for one if nothing is in flight; returns False at the end."""
         item = self._inbox.get() if not self._in_flight else None
         while not self._closed:
             if isinstance(item, _Asked):
@@ -163,14 +163,14 @@ class BackendPump:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 return True
-        if item is not None:  # taken out, and not begun
+        if item is not None:  # taken out, but not begun
             item.future.cancel()
         return False
 
     def _submit(self, asked: _Asked) -> None:
         try:
             self._backend.submit([asked.request])
-        except ValueError as error:  # UserError among them: this request is refused, others go on
+        except ValueError as error:  # includes UserError: this request is refused, others continue
             asked.future.set_exception(error)
         except BaseException as error:
             asked.future.set_exception(_dead(error))
@@ -195,7 +195,7 @@ class BackendPump:
             time.sleep(0.001)  # a paused backend answers at once
 
     def _tell(self) -> None:
-        """Hand on what watched requests have by now."""
+        """Forward the tokens so far of streamed requests."""
         if not self._watched:
             return
         for number, tokens in self._backend.sampled_so_far(list(self._watched)).items():
@@ -234,11 +234,11 @@ class SharedBackend(TokenCache):
 
     @property
     def version(self) -> int:
-        """Of the weights that sample now."""
+        """Version of the weights that sample now."""
         return self._backend.version
 
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Any]]) -> None:
-        """See `TokenBackend.load_weights`; requests in flight go on with the new weights."""
+        """See `TokenBackend.load_weights`; requests in flight continue with the new weights."""
         self._pump.call(lambda backend: backend.load_weights(version, tensors))
 
     @property

@@ -1,4 +1,4 @@
-"""Sessions: what an agent program has asked so far, which earlier answer a new request goes on with, and what that leaves for training.
+"""Sessions: requests of an agent program, the earlier answer that a new request continues, and the result for training.
 
 Shapes: P tokens of a prompt, n sampled tokens, S tokens of a trajectory, T turns of a session.
 """
@@ -32,34 +32,34 @@ _OF_TURN: Mapping[str, type[np.generic] | None] = {
     **dict.fromkeys(("log_prob", "sampling_log_prob"), np.float32),
     "version": np.int64,
 }
-"""{field in a file: what an array of it holds}; in the file's order."""
+"""{field in a file: dtype of its array}; in the file's order."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapturedTurn:
-    """One request and its answer. Raises ValueError when the arrays of sampled tokens differ in length."""
+    """One request and its answer. Raises ValueError if the arrays of sampled tokens differ in length."""
 
     completion_id: str
-    """The id that the client received; rewards name it."""
+    """Id that the client received; rewards refer to it."""
     parent: int | None
-    """Number of the turn whose conversation this one goes on with: its prompt and sampled tokens begin `prompt_ids`."""
+    """Index of the turn that this one continues: its prompt and sampled tokens begin `prompt_ids`."""
     prompt_ids: np.ndarray
-    """[P] int64, all that the model was given."""
+    """[P] int64 the model's whole input."""
     sampled_ids: np.ndarray
     """[n] int64, the stop token included."""
     log_prob: np.ndarray
-    """[n] float32 under the model's own distribution: what training recomputes."""
+    """[n] float32 under the model's own distribution, which training recomputes."""
     sampling_log_prob: np.ndarray
-    """[n] float32 under the distribution that was drawn from (temperature, top-p)."""
+    """[n] float32 under the distribution of the draws (temperature, top-p)."""
     version: np.ndarray
-    """[n] int64 of the weights that sampled each token."""
+    """[n] int64 version of the weights that sampled each token."""
     finish_reason: str
     reward: float = 0.0
-    """Given to this turn."""
+    """Reward of this turn."""
     structure: str | None = None
-    """What the answer keeps to (`GenerationRequest.structure`): `log_prob` is that among the tokens that do."""
+    """Constraint on the answer (`GenerationRequest.structure`): `log_prob` is relative to the allowed tokens."""
     stop_ids: tuple[int, ...] = ()
-    """What may end an answer with a structure."""
+    """Tokens that may end an answer with a structure."""
 
     def __post_init__(self) -> None:
         lengths = {len(part) for part in (self.sampled_ids, self.log_prob, self.sampling_log_prob, self.version)}
@@ -85,19 +85,19 @@ class CapturedTurn:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CapturedTrajectory:
-    """A conversation from its first request to its last answer, as one sequence that a model can be trained on.
+    """A conversation from its first request to its last answer, as one training sequence.
 
-    Where a conversation was gone on with in two ways, each way is a trajectory; the tokens that they share are masked in all but the
-    first, so that nothing is trained twice.
+    If a conversation was continued in two ways, each way is a trajectory. Their shared tokens are masked in all but the first, so that
+    nothing is trained twice.
     """
 
     session: str
     turns: tuple[int, ...]
-    """Numbers of its turns in the session."""
+    """Indices of its turns in the session."""
     token_ids: np.ndarray
     """[S] int64"""
     mask: np.ndarray
-    """[S] bool: sampled by the model, and counted here."""
+    """[S] bool: sampled by the model, and trained in this trajectory."""
     log_prob: np.ndarray
     """[S] float32; 0 where mask is False."""
     sampling_log_prob: np.ndarray
@@ -105,15 +105,15 @@ class CapturedTrajectory:
     version: np.ndarray
     """[S] int64; -1 where mask is False."""
     turn: np.ndarray
-    """[S] int64: the turn that sampled each token; -1 where mask is False."""
+    """[S] int64: index of the turn that sampled each token; -1 where mask is False."""
     turn_reward: np.ndarray
     """[len(turns)] float32"""
     reward: float
-    """The session's, and those of its turns."""
+    """Session's reward plus those of its turns."""
 
     @property
     def prompt_ids(self) -> np.ndarray:
-        """[P] int64: what comes before the first token that is trained."""
+        """[P] int64: tokens before the first trained one."""
         return self.token_ids[: int(np.argmax(self.mask)) if self.mask.any() else len(self.mask)]
 
     @property
@@ -129,21 +129,21 @@ class CapturedSession:
     session: str
     turns: tuple[CapturedTurn, ...]
     reward: float
-    """Given to the session as a whole."""
+    """Reward of the session as a whole."""
     ended_by: str
-    """client: the client ended it. idle: no request came any more. close: the server went down."""
+    """client: the client ended it. idle: requests stopped coming. close: the server shut down."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """As it was given when the session was opened."""
+    """Metadata from the opening of the session."""
     num_rewards: int = 0
-    """How often a reward was given, to the session or to a turn; 0: the client gave none."""
+    """Number of rewards given to the session or a turn; 0: the client gave none."""
 
     @property
     def total_reward(self) -> float:
-        """The session's and its turns'."""
+        """Reward of the session plus its turns'."""
         return self.reward + sum(turn.reward for turn in self.turns)
 
     def trajectories(self) -> list[CapturedTrajectory]:
-        """One for each conversation, in the order of their last turns; every sampled token is in the mask of exactly one."""
+        """One per conversation, in the order of their last turns; every sampled token is in the mask of exactly one."""
         parents = {turn.parent for turn in self.turns}
         counted: set[int] = set()
         return [self._trajectory(number, counted) for number in range(len(self.turns)) if number not in parents]
@@ -179,25 +179,25 @@ class CapturedSession:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; NaN (a log-probability that a backend cannot say) is null."""
+        """As JSON; NaN (an unknown log-probability of the backend) becomes null."""
         own = {name: vars(self)[name] for name in _OF_SESSION}
         return {"format": _FORMAT, **own, "metadata": dict(self.metadata), "turns": [turn.to_dict() for turn in self.turns]}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> CapturedSession:
-        """The inverse of `to_dict`, bit by bit. Raises UserError for another format."""
+        """Parse a `to_dict`, bit by bit. Raises UserError for another format."""
         if data.get("format") != _FORMAT:
             raise UserError(f"A captured session has format {data.get('format')!r}; this version of embodied_rl reads {_FORMAT}.")
         own = {name: {"num_rewards": 0, **data}[name] for name in _OF_SESSION}
         return CapturedSession(**own, turns=tuple(map(CapturedTurn.from_dict, data["turns"])))
 
     def save(self, folder: Path) -> Path:
-        """Write ``<session>.json`` into a folder, whole or not at all; earlier files are kept, and this one is numbered then."""
+        """Write ``<session>.json`` into a folder, completely or not at all; if the file exists, a number is added."""
         return write_atomic(next_free(folder / f"{self.session}.json"), json.dumps(self.to_dict(), allow_nan=False))
 
 
 def read_captured(folder: Path) -> list[CapturedSession]:
-    """The sessions that a proxy wrote into a folder, by name. Raises UserError: a file is no captured session."""
+    """Sessions in a proxy's folder, by name. Raises UserError: a file is not a captured session."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -208,45 +208,45 @@ def read_captured(folder: Path) -> list[CapturedSession]:
 
 
 def _plain(value: object) -> object:
-    """What JSON holds: null for what is no finite number."""
+    """Value for JSON: null for a number that is not finite."""
     if not isinstance(value, np.ndarray):
         return value
     return [number if math.isfinite(number) else None for number in value.tolist()]
 
 
 _MARK = "\u2402turn\u2403"
-"""Stands for an earlier answer while a template is asked what it writes around one; no template and no tokenizer looks into it."""
+"""Placeholder for an earlier answer, to find what a template writes around it; templates and tokenizers do not parse it."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model is given for one request."""
+    """Model's input for one request."""
 
     token_ids: np.ndarray
     """[P] int64"""
     parent: int | None
-    """Turn whose prompt and sampled tokens these begin with, as they were."""
+    """Turn whose prompt and sampled tokens begin these tokens, unchanged."""
 
 
 @dataclass(frozen=True)
 class SessionSampling:
-    """How every answer of a session is sampled, whatever its program asks for: training wants to know what was drawn from."""
+    """Sampling of every answer of a session, whatever its program requests, because training must know the distribution."""
 
     seed: int
-    """With a request's number in its session, all that its randomness depends on."""
+    """Seed that, with a request's number in its session, determines all its randomness."""
     temperature: float = 1.0
-    """0 takes the likeliest tokens."""
+    """Temperature; 0 selects the likeliest tokens."""
     top_p: float = 1.0
     top_k: int = 0
     """0: all tokens."""
 
     def request_seed(self, number: int) -> int:
-        """Of the session's request number 0, 1, …: 63 bits."""
+        """Seed of the session's request number 0, 1, …: 63 bits."""
         return int(np.random.SeedSequence([self.seed, number]).generate_state(1, np.uint64)[0] >> 1)
 
 
 class Session:
-    """Thread-safe: one agent program may ask several things at once."""
+    """One agent program's session. Thread-safe: the program may send requests in parallel."""
 
     def __init__(self, name: str, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> None:
         self.name, self.metadata, self.sampling = name, dict(metadata or {}), sampling
@@ -268,20 +268,20 @@ class Session:
 
     @property
     def total_reward(self) -> float:
-        """All rewards so far, the turns' included."""
+        """Sum of all rewards so far, the turns' included."""
         with self._lock:
             return self._reward + sum(turn.reward for turn in self._turns)
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def next_request(self) -> int:
-        """Number of a request that is about to be sampled: 0, 1, …"""
+        """Number of the next request: 0, 1, …"""
         with self._lock:
             self._num_requests += 1
             return self._num_requests - 1
 
     def begin(self) -> None:
-        """A request comes in. Raises HttpProblem 409 where the session has ended."""
+        """Admit a request. Raises HttpProblem 409 if the session has ended."""
         with self._lock:
             if self._captured is not None:
                 raise HttpProblem(409, "session_ended", f"Session '{self.name}' has ended; open another one.")
@@ -289,16 +289,16 @@ class Session:
             self.last_used = time.monotonic()
 
     def release(self) -> None:
-        """The request that `begin` let in is over, however it ended."""
+        """Mark an admitted request as over, however it ended."""
         with self._lock:
             self.in_flight -= 1
             self.last_used = time.monotonic()
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, tokenizer: ChatTokenizer) -> Prompt:
-        """Token ids of a request: of the longest earlier conversation that its messages extend, as they were, and then what is new.
+        """Token ids of a request: those of the longest earlier conversation that its messages extend, unchanged, then the new part.
 
-        Where the template does not show where an earlier answer stood, or the messages extend none, everything is tokenised anew and a
-        new conversation begins. Raises UserError: the template refuses the messages.
+        If the template hides the position of an earlier answer, or the messages extend none, everything is tokenised anew and a new
+        conversation begins. Raises UserError: the template refuses the messages.
         """
         for length in range(len(messages) - 1, 0, -1):
             if messages[length - 1]["role"] != "assistant":
@@ -323,7 +323,7 @@ class Session:
         structure: str | None = None,
         stop_ids: tuple[int, ...] = (),
     ) -> None:
-        """Keep an answer and what it keeps to. `answer` is the message as the client will send it back, `plain_message` applied."""
+        """Store an answer and its constraint. `answer`: the message as the client will send it back, after `plain_message`."""
         turn = CapturedTurn(
             completion_id=completion_id,
             parent=prompt.parent,
@@ -343,20 +343,20 @@ class Session:
             self._turns.append(turn)
 
     def recall(self, completion_id: str) -> tuple[dict[str, Any], ...] | None:
-        """The messages that `remember` kept for an answer; None where it kept none."""
+        """Messages that `remember` stored for an answer; None if there are none."""
         with self._lock:
             return self._recalled.get(completion_id)
 
     def remember(self, completion_id: str, messages: Sequence[dict[str, Any]]) -> None:
-        """Keep an answer's conversation, itself included, for a request that names only the answer."""
+        """Store an answer's conversation, itself included, for a request that names only the answer."""
         with self._lock:
             self._recalled[completion_id] = tuple(messages)
 
     # ---- rewards ----------------------------------------------------------------------------------------------------
 
     def give(self, reward: float, completion_id: str | None = None, reward_id: str | None = None) -> float:
-        """Add a reward to the session, or to one turn; the same `reward_id` again adds nothing. Returns all rewards so far.
-        Raises HttpProblem: 404 for an answer that is not of this session, 409 after its end."""
+        """Add a reward to the session or to one turn, once per `reward_id`. Returns the sum so far. Raises HttpProblem: 404 for an answer
+        of another session, 409 after the session's end."""
         with self._lock:
             self.last_used = time.monotonic()
             if reward_id is None or reward_id not in self._reward_ids:
@@ -379,7 +379,7 @@ class Session:
         raise HttpProblem(404, "unknown_turn", f"Session '{self.name}' has no answer '{completion_id}'.", choices=known)
 
     def captured(self, ended_by: str = "") -> CapturedSession:
-        """What there is so far."""
+        """The session so far."""
         with self._lock:
             return self._captured or CapturedSession(
                 session=self.name,
@@ -391,7 +391,7 @@ class Session:
             )
 
     def end(self, ended_by: str) -> tuple[CapturedSession, bool]:
-        """Take no more; (what was captured, whether this call ended it)."""
+        """End the session; returns (what was captured, whether this call ended it)."""
         with self._lock:
             first = self._captured is None
             self._captured = self.captured(ended_by)
@@ -399,7 +399,7 @@ class Session:
 
 
 def history_key(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-    """Equal for conversations that are the same to a model: spaces around an answer, which clients like to strip, do not count."""
+    """Key that is equal for conversations that a model sees as equal; spaces around an answer, which clients strip, are ignored."""
     plain = [{**message, "content": message["content"].strip()} if message["role"] == "assistant" else message for message in messages]
     return hashlib.sha256(json.dumps([plain, tools], sort_keys=True).encode()).hexdigest()
 
@@ -411,9 +411,9 @@ def added_text(
     tokenizer: ChatTokenizer,
     turn: CapturedTurn,
 ) -> str | None:
-    """What the template writes after the answer `messages[length - 1]`, the next answer's beginning included; None where it is unknown.
+    """Text that the template writes after the answer `messages[length - 1]`, including the start of the next answer; None: unknown.
 
-    The stop token that the model sampled itself is not written again.
+    Leaves out the stop token if the model sampled it.
     """
     marked = [*messages[: length - 1], {"role": "assistant", "content": _MARK}, *messages[length:]]
     pieces = tokenizer.chat_text(marked, tools=tools).split(_MARK)
@@ -427,17 +427,17 @@ def added_text(
 
 @dataclass
 class SessionLimits(Limits):
-    """How many sessions there may be, and for how long. Raises UserError for a limit that is not above 0 and finite."""
+    """Limits on the number and duration of sessions. Raises UserError for a limit that is not above 0 and finite."""
 
     max_sessions: int = 1024
-    """Open at a time."""
+    """Most open sessions."""
     idle_s: float = 3600.0
-    """A session without a request for so long is ended, as ``idle``."""
+    """Seconds without a request after which a session ends, as ``idle``."""
 
 
 @dataclass
 class SessionBook:
-    """All open sessions by name, and by the API key that an agent program brings."""
+    """All open sessions by name, and by the API key of their agent program."""
 
     limits: SessionLimits
     open_to_any_key: bool
@@ -445,11 +445,11 @@ class SessionBook:
     sessions: dict[str, Session] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
-    """How many sessions each free key has had."""
+    """Number of sessions that each free key has had."""
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def open(self, name: str, key: str, metadata: Mapping[str, Any] | None = None, sampling: SessionSampling | None = None) -> Session:
-        """A new session behind a key. Raises HttpProblem where there is no room, or the name is taken."""
+        """Open a session behind a key. Raises HttpProblem if there is no room, or the name is taken."""
         with self.lock:
             if len(self.sessions) >= self.limits.max_sessions:
                 message = f"{len(self.sessions)} sessions are open, which is as many as this proxy holds; end some."
@@ -461,7 +461,7 @@ class SessionBook:
             return self.sessions[name]
 
     def by_key(self, key: str | None) -> Session:
-        """Raises HttpProblem 401 for a key that opens nothing."""
+        """Session of a key. Raises HttpProblem 401 for an invalid key."""
         if key is None:
             raise HttpProblem(
                 401, "unauthorized", "Send an API key ('Authorization: Bearer KEY'): it says whose session a request belongs to."
@@ -475,7 +475,7 @@ class SessionBook:
             return self.open(key if number == 1 else f"{key}.{number}", key)
 
     def by_name(self, name: str) -> Session:
-        """By the session's name, or by a key of it that is a free one. Raises HttpProblem 404."""
+        """Session by its name, or by its free key. Raises HttpProblem 404."""
         with self.lock:
             found = self.sessions.get(self.keys.get(name, name) if self.open_to_any_key else name)
         if found is None:
@@ -483,7 +483,7 @@ class SessionBook:
         return found
 
     def forget(self, session: Session) -> None:
-        """Of an ended session; its key is then free."""
+        """Forget an ended session, which frees its key."""
         with self.lock:
             self.sessions.pop(session.name, None)
             self.keys = {key: name for key, name in self.keys.items() if name != session.name}

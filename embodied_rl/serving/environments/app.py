@@ -1,4 +1,4 @@
-"""The environment service's routes, described in OpenAPI: from a request's JSON to the hub and back."""
+"""Routes of the environment service, described in OpenAPI: from a request's JSON to the hub and back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALLS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
     "restore": ("Take up a saved episode.", {"snapshot": {"description": "What snapshot gave."}}, ["snapshot"]),
     "render": ("A picture of the environment.", {}, []),
 }
-"""{operation: (what it does, what its request says beside its number, which of that must be there)}"""
+"""{operation: (description, request fields besides its number, required fields)}"""
 
 
 _PROBLEM = {"type": "object", "properties": {"error": web.TEXT, "kind": web.TEXT, "choices": web.TEXTS}, "required": ["error", "kind"]}
@@ -49,12 +49,12 @@ class EnvironmentService:
     ) -> None:
         """Listen and serve until `close`.
 
-        `token`: that clients must send; "none": none, only on the loopback. None: what EMBODIED_RL_TOKEN holds, or a new one (`token`).
+        `token`: required from clients; "none": none, on the loopback only. None: EMBODIED_RL_TOKEN, or a new one (`token`).
 
-        Raises UserError: others could reach it and there is no token, or the address cannot be listened on.
+        Raises UserError: others could reach it and there is no token, or the address is unavailable.
         """
         self.token, self.token_is_new = web.token_to_ask_for(token, host)
-        """What clients must send, and whether it was made here and must be shown to the user."""
+        """Token required from clients, and whether it is new and must be shown to the user."""
         self.hub = Hub(simulators, limits or ServiceLimits())
         self._routes = web.Routes("embodied_rl environment service", self._table(), _PROBLEM)
         try:
@@ -77,7 +77,7 @@ class EnvironmentService:
     # ---- routes -----------------------------------------------------------------------------------------------------
 
     def _admit(self, request: web.HttpRequest) -> None:
-        if request.path not in ("/openapi.json", "/docs"):  # they say nothing of what runs here
+        if request.path not in ("/openapi.json", "/docs"):  # these pages reveal nothing about what runs here
             web.require_token(request, self.token)
 
     def _table(self) -> dict[str, web.Route]:
@@ -168,14 +168,14 @@ class EnvironmentService:
             rest = {key: value for key, value in item.items() if key not in ("id", "operation")}
             requests.append(_env_request(_field(item, "id", str), _field(item, "operation", str), rest))
         outcomes = self.hub.run(requests)
-        # Bodies are JSON already: pictures are not taken apart again here.
+        # Bodies are JSON already, so pictures are not parsed again here.
         results = b",".join(b'{"status":%d,"body":%b}' % (outcome.status, outcome.body) for outcome in outcomes)
         whole = all(outcome.status == 200 for outcome in outcomes)
         return web.Reply(b'{"results":[%b]}' % results, 200 if whole else 207)
 
 
 def _env_request(env_id: str, operation: str, body: Mapping[str, Any]) -> EnvRequest:
-    """From a request's body. Raises HttpProblem 400."""
+    """Request from its body. Raises HttpProblem 400."""
     if operation not in OPERATIONS:
         raise _bad(f"operation '{operation}' is not a choice.{did_you_mean(operation, OPERATIONS)}", OPERATIONS)
     _, fields, needed = CALLS[operation]
@@ -202,7 +202,7 @@ _MISSING = object()
 
 
 def _field(body: Mapping[str, Any], name: str, kind: type, default: Any = _MISSING) -> Any:
-    """A field of a body; null is its default. Raises HttpProblem 400 for one that is missing or of another type."""
+    """A field of a body; null means its default. Raises HttpProblem 400 if it is missing or has another type."""
     value = body.get(name)
     if value is None:
         if default is _MISSING:

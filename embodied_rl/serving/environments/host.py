@@ -1,7 +1,7 @@
-"""The process of one environment of the service: `main` is called by `embodied_rl.sim.keeper` with SOCKET LIFE.
+"""The process of one environment of the service; `embodied_rl.sim.keeper` calls `main` with SOCKET LIFE.
 
-It answers one request after the other with a status and a body that is JSON already, so that pictures are compressed here and not in the
-server. What a simulator raises while it is stepped ends the process: its state is unknown afterwards.
+It answers requests in sequence with a status and a JSON body, so that pictures are compressed here and not in the server. An exception of
+the simulator during a step ends the process, because its state is then unknown.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Host:
         }
 
     def answer(self, message: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-        """(status, body). Raises what the simulator raises, other than UserError."""
+        """(status, body) for a request. Raises the simulator's exceptions except UserError."""
         try:
             return 200, self.operations[message["operation"]](message["arguments"])
         except HttpProblem as problem:
@@ -77,7 +77,7 @@ class Host:
             "terminated": bool(out.terminated[0]),
             "truncated": bool(out.truncated[0]),
             "success": bool(out.success[0]),
-            "info": finite(plain_info(out.info[0])),  # which training does not read
+            "info": finite(plain_info(out.info[0])),  # training does not read it
         }
 
     def _snapshot(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,11 +132,11 @@ def _serve(channel: Channel, setup: dict[str, Any], sims: list[SimEnv], facts: d
 
 
 def _wake(channel: Channel) -> None:
-    """Out of the wait for the next request."""
+    """Interrupt the wait for the next request."""
     with contextlib.suppress(OSError):
         channel.socket.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:
-    """Take the set-up from the socket, set the limits, build the simulator, serve, close."""
+    """Read the set-up from the socket, set the limits, build the simulator, serve, close."""
     live(_build, _serve, _wake)

@@ -1,4 +1,4 @@
-"""One served environment with its process, limits and memory for repeated requests; and all environments of a service."""
+"""Served environments with their processes, limits and memory of repeated requests; and all environments of a service."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ _DETAIL = 2000
 
 @dataclass(frozen=True)
 class ServiceLimits(Limits):
-    """What environments may use. Raises UserError for a limit that is not above 0 and finite."""
+    """Limits of environments. Raises UserError for a limit that is not above 0 and finite."""
 
     max_environments: int = 64
     memory_mb: float | None = 4096.0
-    """Resident memory (2**20 bytes) of one environment's process, looked at four times a second; beyond it the process is ended."""
+    """Resident memory (2**20 bytes) of one environment's process, checked four times a second; a larger process is ended."""
     cpu_s: float | None = None
     """CPU seconds of one environment's process in all (RLIMIT_CPU)."""
     idle_s: float = 600.0
-    """An environment without a request for so long is closed."""
+    """Seconds without a request after which an environment is closed."""
     step_timeout_s: float = 60.0
-    """Of one reset, step, snapshot, restore or picture; then the process is ended."""
+    """Seconds for one reset, step, snapshot, restore or picture, after which the process is ended."""
     start_timeout_s: float = 180.0
-    """Of building a simulator."""
+    """Seconds for building a simulator."""
     threads: int = 1
-    """Of the thread pools of one environment's process."""
+    """Threads in each pool of one environment's process."""
     max_batch: int = 256
-    """Requests in one batch, and environments in one make."""
+    """Most requests in one batch, and most environments in one make."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one request ended."""
+    """Result of one request."""
 
     status: int
     body: bytes
-    """JSON"""
+    """JSON body."""
 
     @staticmethod
     def of(problem: HttpProblem) -> Outcome:
@@ -65,18 +65,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class EnvRequest:
-    """Something asked of one environment."""
+    """A request to one environment."""
 
     env_id: str
     operation: str
     """One of `OPERATIONS`."""
     number: int | None
-    """Ascending over the requests of an environment; the same number again is the same request again. None: always executed."""
+    """Ascending number of the request within its environment; an equal number repeats a request. None: always executed."""
     arguments: Mapping[str, Any]
 
     @property
     def digest(self) -> bytes:
-        """Of what is asked, so that a number that is used twice for different things is noticed."""
+        """Digest of the contents, to notice a number that is used twice for different requests."""
         return hashlib.sha256(json.dumps([self.operation, self.arguments], sort_keys=True).encode()).digest()
 
 
@@ -89,7 +89,7 @@ def _read_outcome(message: Mapping[str, Any], payload: bytes) -> Outcome:
 
 
 class Environment:
-    """A process with one environment. The thread that talks to it holds `lock`; `begin` and `finish` are called with it held."""
+    """A process with one environment. The thread that talks to it holds `lock` while it calls `begin` and `finish`."""
 
     def __init__(self, env_id: str, config: SimConfig, encoding: Encoding, limits: ServiceLimits) -> None:
         """Start the process; `started` waits for its simulator."""
@@ -100,7 +100,7 @@ class Environment:
         self.num_steps = 0
         self.spec: dict[str, Any] = {}
         self.fate: HttpProblem | None = None
-        """Why the environment is no more."""
+        """Reason why the environment is gone."""
         self._condemned: HttpProblem | None = None
         self._number = -1
         self._digest = b""
@@ -117,11 +117,11 @@ class Environment:
 
     @property
     def number(self) -> int | None:
-        """Of the last numbered request; None before the first."""
+        """Number of the last numbered request; None before the first."""
         return self._number if self._number >= 0 else None
 
     def started(self) -> None:
-        """Wait for the simulator. Raises HttpProblem when it cannot be built; the process is then gone."""
+        """Wait for the simulator. Raises HttpProblem if it cannot be built; the process is then gone."""
         try:
             self.spec = self._process.receive(self._limits.start_timeout_s, "build its simulator", _read_spec)
         except UserError as error:
@@ -142,7 +142,7 @@ class Environment:
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def begin(self, request: EnvRequest) -> Outcome | None:
-        """Hand a request to the process, or answer it at once: a repeated one, one out of order, or one to an environment that is gone."""
+        """Send a request to the process, or answer at once a repeated or out-of-order request, or one to an environment that is gone."""
         if self.fate is not None:
             return Outcome.of(self.fate)
         self.touch()
@@ -163,7 +163,7 @@ class Environment:
         return None
 
     def finish(self) -> Outcome:
-        """Wait for what `begin` began."""
+        """Wait for the result of `begin`."""
         request = self._request
         assert request is not None
         self._request = None
@@ -193,7 +193,7 @@ class Environment:
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def over_memory(self) -> HttpProblem | None:
-        """What becomes of an environment whose process holds more than it may; None while it does not."""
+        """Problem of an environment whose process exceeds its memory limit; None if it does not."""
         limit = self._limits.memory_mb
         if limit is None or self._process.resident_mb() <= limit:
             return None
@@ -201,12 +201,12 @@ class Environment:
         return HttpProblem(500, FaultKind.OUT_OF_MEMORY.name.lower(), message)
 
     def condemn(self, problem: HttpProblem) -> None:
-        """End the process from another thread than the one that talks to it; that one then hears why."""
+        """End the process from another thread than the one that talks to it; that thread then gets `problem`."""
         self._condemned = problem
-        self._process.end_at_once()  # not waited for here: the thread that holds the lock does that
+        self._process.end_at_once()  # the thread with the lock waits for the end
 
     def end(self, fate: HttpProblem) -> None:
-        """Close the process; every later request is answered with `fate`."""
+        """Close the process; every later request gets `fate` as its answer."""
         if self.fate is None:
             self.fate = fate
             if fate.status == 500:
@@ -215,7 +215,7 @@ class Environment:
                 self._process.close()
 
     def describe(self) -> dict[str, Any]:
-        """For GET: where the environment stands."""
+        """State of the environment for GET."""
         return {
             "id": self.env_id,
             "sim": self.sim,
@@ -235,25 +235,26 @@ OPERATORS_ARGUMENTS: Mapping[str, frozenset[str]] = {
     "embodied_rl.sim.text.tasks:make": frozenset({"environment"}),
     "embodied_rl.sim.text.textarena:make": frozenset({"opponent", "opponent_options"}),
 }
-"""{simulator: its arguments that name code, servers or files}: theirs are the operator's, and none of these is offered by default."""
+"""{simulator: its arguments that name code, servers or files}: only the operator sets them, and by default none of these simulators is
+offered."""
 _PATHS = re.compile(r"path|data|corpus|questions|held_out_questions|\w+_(path|file|folder|dir|root)|file|folder|directory|root")
 """Names of arguments that are files and folders."""
 _PATH_FORM = re.compile(r"~.*|\.{1,2}|.*[\\\0].*|.+/.*|.*/.+|\S*\.[A-Za-z][A-Za-z0-9]{0,9}", re.DOTALL)
 _GIVEN = frozenset({"self", "num_envs", "task"})
-"""What is no argument of a request's: a task stands beside them."""
+"""Parameters that are not arguments of a request, which has a separate task."""
 _NAMESPACED_TASK = re.compile(r"[A-Za-z_]\w*/[\w-]+-v\d+")
-"""``ALE/Pong-v5``: how gymnasium writes the ids of a package that is imported already."""
+"""``ALE/Pong-v5``: gymnasium's ids of a package that is imported already."""
 MOST_ITEMS, LONGEST_TEXT, DEEPEST = 1000, 2000, 3
 
 
 def offered_simulators(names: tuple[str, ...] | None = None) -> dict[str, SimConfig]:
-    """The simulators that a service offers.
+    """Simulators that a service offers.
 
     Args:
-        names: registered ones, or ``package.module:Attribute`` of the operator's own; None: all that are registered and take no argument
-            that names code.
+        names: registered ones, or the operator's ``package.module:Attribute``; None: all registered ones without arguments that name
+            code.
 
-    Raises UserError: a name that is not known.
+    Raises UserError: an unknown name.
     """
     known = [name for name in group_names("sim") if name != "custom"]
     if names is None:
@@ -268,8 +269,8 @@ def offered_simulators(names: tuple[str, ...] | None = None) -> dict[str, SimCon
 
 
 def as_requested(config: SimConfig, task: str | None, kwargs: Mapping[str, Any]) -> SimConfig:
-    """What the operator offers, with a client's task and arguments; whether the simulator takes these its process says.
-    Raises HttpProblem: 403 for an argument that is the operator's, names code or a path; 422 for one that is none."""
+    """The offered configuration with a client's task and arguments; the simulator's process checks whether it accepts these. Raises
+    HttpProblem: 403 for an argument that is the operator's, names code or a path; 422 for an unknown one."""
     for name, value in kwargs.items():
         if name in config.kwargs and config.kwargs[name] == value:
             continue
@@ -308,17 +309,17 @@ def _refused(config: SimConfig, name: str, why: str) -> HttpProblem:
 _WATCH_S = 0.25
 _GRACE_S = 2.0
 _REMEMBERED = 1000
-"""Closed environments, and requests that made some, about which clients can still ask."""
+"""Closed environments, and requests that made some, that are remembered for clients' questions."""
 
 
 class Hub:
-    """Thread-safe: every method may be called by any number of threads.
+    """All environments of a service. Thread-safe.
 
-    Environments are independent: a request waits for another one of the same environment and for nothing else.
+    Environments are independent: a request waits only for another one of the same environment.
     """
 
     def __init__(self, simulators: Mapping[str, SimConfig], limits: ServiceLimits) -> None:
-        """`simulators`: what may be made, by name."""
+        """`simulators`: {name: configuration} that may be made."""
         self._simulators, self.limits = dict(simulators), limits
         self._environments: dict[str, Environment] = {}
         self._gone: OrderedDict[str, HttpProblem] = OrderedDict()
@@ -348,8 +349,8 @@ class Hub:
         encoding: Encoding,
         request_id: str | None,
     ) -> list[Environment]:
-        """`count` environments of one simulator, built side by side; the same `request_id` again gets the same ones.
-        Raises HttpProblem: unknown simulator, no room, or it cannot be built; then none is left over."""
+        """Make `count` environments of one simulator in parallel; a repeated `request_id` gets the same ones. Raises HttpProblem: unknown
+        simulator, no room, or a failed build, which leaves none."""
         if sim not in self._simulators:
             raise HttpProblem(
                 404, "unknown_simulator", f"Simulator '{sim}' is not offered here.{did_you_mean(sim, self._simulators)}", choices=self.names
@@ -412,7 +413,7 @@ class Hub:
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def get(self, env_id: str) -> Environment:
-        """Raises HttpProblem: 404 for an id that never was, its fate for one that is gone."""
+        """Environment by its id. Raises HttpProblem: 404 for an unknown id, its fate for one that is gone."""
         with self._lock:
             if env_id in self._environments:
                 return self._environments[env_id]
@@ -421,8 +422,8 @@ class Hub:
         raise HttpProblem(404, "unknown_environment", f"There is no environment '{env_id}' here; the service may have been started anew.")
 
     def run(self, requests: Sequence[EnvRequest]) -> list[Outcome]:
-        """Ask several environments at once; they work side by side. Outcomes in the order of the requests.
-        Raises HttpProblem: an environment is asked twice."""
+        """Send requests to several environments, which work in parallel. Returns outcomes in the order of the requests. Raises HttpProblem:
+        two requests to one environment."""
         if len({request.env_id for request in requests}) != len(requests):
             raise HttpProblem(400, "bad_request", "A batch asks each environment once.")
         outcomes: dict[str, Outcome] = {}
@@ -433,9 +434,7 @@ class Hub:
             except HttpProblem as problem:
                 outcomes[request.env_id] = Outcome.of(problem)
         with contextlib.ExitStack() as held:
-            for _, environment in sorted(
-                found, key=lambda pair: pair[0].env_id
-            ):  # one order for all, so that no two batches block each other
+            for _, environment in sorted(found, key=lambda pair: pair[0].env_id):  # one order for all, so that batches never deadlock
                 held.enter_context(environment.lock)
             waiting = []
             for request, environment in found:
@@ -452,7 +451,7 @@ class Hub:
         return [outcomes[request.env_id] for request in requests]
 
     def close_environment(self, env_id: str) -> None:
-        """End one environment. Closing it again is no error. Raises HttpProblem for an id that never was."""
+        """End one environment; repeating this is no error. Raises HttpProblem for an unknown id."""
         try:
             environment = self.get(env_id)
         except HttpProblem as problem:
@@ -464,13 +463,13 @@ class Hub:
         self._bury(environment)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Every environment, without its spec."""
+        """State of every environment, without its spec."""
         with self._lock:
             environments = list(self._environments.values())
         return [{key: value for key, value in e.describe().items() if key != "spec"} for e in environments]
 
     def close(self) -> None:
-        """End all environments; a step that is running gets two more seconds. May be called twice."""
+        """End all environments; a running step gets two more seconds. May be called twice."""
         self._closing.set()
         self._watcher.join(5.0)
         closing = HttpProblem(503, "closing", "The service is going down.")
@@ -507,7 +506,7 @@ class Hub:
                     environment.condemn(problem)
                 elif environment.idle_s > self.limits.idle_s and environment.lock.acquire(blocking=False):
                     try:
-                        if environment.idle_s <= self.limits.idle_s:  # a request came in between
+                        if environment.idle_s <= self.limits.idle_s:  # a request arrived meanwhile
                             continue
                         idle = f"Environment '{environment.env_id}' was closed: no request came for it for {self.limits.idle_s:g} s."
                         environment.end(HttpProblem(410, "idle", idle))
