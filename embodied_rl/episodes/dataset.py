@@ -402,9 +402,7 @@ def _chunks(action: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[
 
 def _windows(action: np.ndarray, size: int, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[T, K, A] actions from each step on, 0 after the last of its episode, and [T, K, 1] bool where an action exists.
-
-    `end` [T]: one past the last step of each step's episode.
-    """
+    `end` [T]: one past the last step of each step's episode."""
     steps = np.arange(len(action))[:, None] + np.arange(size)
     there = steps < end[:, None]
     chunks = np.where(there[..., None], action[np.minimum(steps, len(action) - 1)], 0).astype(action.dtype)

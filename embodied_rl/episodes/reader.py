@@ -43,12 +43,8 @@ MAPPED_BYTES = 2**25
 
 def open_recording(path: Path | str, *, verify: bool = True) -> Recording:
     """Open a recording of any format.
-
-    Args:
-        verify: native format: check data against its checksum at the first read. False: verified data is read again a little faster.
-
-    Raises RecordingError: there is none, or it is damaged; the message names the file, the episode and the field.
-    """
+    `verify`: native format: check data against its checksum at the first read. False: verified data is read again a little faster.
+    Raises RecordingError: there is none, or it is damaged; the message names the file, the episode and the field."""
     path = Path(path)
     if (path / files.RECORDING_FILE).is_file():
         return NativeRecording(path, verify=verify)

@@ -45,9 +45,7 @@ class FieldNote:
 @dataclass(frozen=True, eq=False)
 class RecordedEpisode:
     """T steps of one environment between two resets, and the T + 1 observations around them.
-
-    Raises ValueError if the lengths are inconsistent.
-    """
+    Raises ValueError if the lengths are inconsistent."""
 
     seed: int
     """Seed of the reset."""

@@ -312,9 +312,7 @@ _MAX_ROWS = 256
 
 class Places:
     """Copies arrays [n, ...] as they are in memory; most are views into one block, so few copies suffice.
-
-    Raises ValueError for arrays whose memory is not contiguous.
-    """
+    Raises ValueError for arrays whose memory is not contiguous."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], max_rows: int, max_bytes: int) -> None:
         """`max_rows`, `max_bytes`: room in steps and bytes; the smaller limit counts, but at least one step."""

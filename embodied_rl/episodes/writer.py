@@ -69,9 +69,7 @@ class Gathering:
 
     def add(self, part: PartWriter, episode: _Waiting, num_steps: int) -> int:
         """Add a finished episode with all rows in memory to the part's queue.
-
-        Returns the number that it will have in its part, unless an earlier one cannot be written. Raises as `flush` does.
-        """
+        Returns the number that it will have in its part, unless an earlier one cannot be written. Raises as `flush` does."""
         are_many = len(self.waiting) >= _MAX_EPISODES or self._bytes >= _MAX_BYTES
         if part is not self._part or are_many or (self.waiting and time.perf_counter() >= self.deadline):
             self.flush()

@@ -106,9 +106,7 @@ async def ask(
     client: httpx.AsyncClient, path: str, body: Mapping[str, Any], reply: Reply, *, policy: RetryPolicy, gate: Gate, timeout_s: float
 ) -> tokens.Failure | None:
     """Fill `reply`, which keeps the partial answer if this is cancelled; a retry starts from nothing.
-
-    `timeout_s`: limit of one whole attempt. Returns None, or the reason why there is no whole answer.
-    """
+    `timeout_s`: limit of one whole attempt. Returns None, or the reason why there is no whole answer."""
     generator = random.Random()
     attempt = 0
     while True:
@@ -340,10 +338,8 @@ class OpenAITokens(tokens.TokenBackend):
 
     def __init__(self, options: OpenAIOptions, tokenizer: ChatTokenizer | None = None) -> None:
         """Prepare the client; nothing is sent yet.
-
         `tokenizer`: turns prompts into text for ``api: completions``, and text answers into token ids.
-        Raises UserError: ``api: completions`` without a tokenizer.
-        """
+        Raises UserError: ``api: completions`` without a tokenizer."""
         if options.api == "completions" and tokenizer is None:
             raise UserError("api 'completions' sends prompts as text and needs the tokenizer that they were made with.")
         self._options, self._tokenizer = options, tokenizer

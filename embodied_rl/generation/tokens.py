@@ -47,10 +47,7 @@ class Failure:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GenerationRequest:
-    """One prompt to continue.
-
-    Raises ValueError if the prompt is empty or a number is out of range.
-    """
+    """One prompt to continue. Raises ValueError if the prompt is empty or a number is out of range."""
 
     request_id: int
     """Id, unique among the requests in flight."""
@@ -105,10 +102,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Completion:
-    """The n tokens that continue one prompt.
-
-    Raises ValueError if the arrays differ in length, or a failure is missing or unexpected.
-    """
+    """The n tokens that continue one prompt. Raises ValueError if the arrays differ in length, or a failure is missing or unexpected."""
 
     request_id: int
     token_ids: np.ndarray
@@ -251,9 +245,7 @@ class TokenBackend(TokenCache):
     @abstractmethod
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Accept requests; the backend works on them in the background or inside `poll`.
-
-        Raises UserError: a request id is already in flight, or the backend does not support a request's option (top_k, images, …).
-        """
+        Raises UserError: a request id is already in flight, or the backend does not support a request's option (top_k, images, …)."""
 
     @abstractmethod
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:

@@ -62,9 +62,7 @@ class TorchGenerator(QueuedGenerator):
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[ActionLayout]:
         """Act at another temperature inside the block, with noise of the yielded layout. Training uses the policy's own temperature.
-
-        Raises UserError: the policy does not draw tokens.
-        """
+        Raises UserError: the policy does not draw tokens."""
         modules = [module for module in self._actor.modules if module.temperature is not None]
         if not modules:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Our policies in LeRobot's commands: the plugin that ``--policy.discover_packages_path=embodied_rl.lerobot`` loads.
+"""embodied_rl policies in LeRobot's commands: the plugin that ``--policy.discover_packages_path=embodied_rl.lerobot`` loads.
 
     lerobot-eval --policy.discover_packages_path=embodied_rl.lerobot --policy.type=embodied_rl --policy.checkpoint=runs/pusht/… \\
         --env.type=pusht

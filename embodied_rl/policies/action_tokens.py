@@ -55,9 +55,7 @@ class ActionTokenizer:
 
     def choices(self, tokens: Tensor) -> Tensor:
         """Convert tokens [...] to their index [...] among the action tokens.
-
-        Raises UserError: a token is not an action's; on a GPU, RuntimeError at the next synchronisation.
-        """
+        Raises UserError: a token is not an action's; on a GPU, RuntimeError at the next synchronisation."""
         choice = tokens - self.first_token
         inside = ((choice >= 0) & (choice < self.num_bins)).all()
         if tokens.device.type != "cpu":

@@ -171,9 +171,7 @@ class MixedTrunk(nn.Module):
 
 def build_policy(config: PolicyConfig, spec: SimSpec) -> ActorCritic:
     """Build an actor-critic for a simulator; weights come from torch's global generator, so seed it first.
-
-    Raises UserError: the simulator lacks an observation, or the encoder cannot read it.
-    """
+    Raises UserError: the simulator lacks an observation, or the encoder cannot read it."""
     if config.encoder == "mixed":
         _keys_read(config, spec)
     else:

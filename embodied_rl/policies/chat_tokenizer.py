@@ -81,9 +81,7 @@ class ChatTokenizer:
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> np.ndarray:
         """[P] int64 token ids of messages through the model's chat template, which adds its special tokens itself.
-
-        Raises UserError: there is no template, it refuses the messages, or its result is empty.
-        """
+        Raises UserError: there is no template, it refuses the messages, or its result is empty."""
         text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         token_ids = self.encode(text)
         if len(token_ids) == 0:

@@ -128,9 +128,7 @@ class LanguagePolicy(TrainedModule):
     @torch.no_grad()
     def reference_log_prob(self, sequences: Sequence[TokenSequence]) -> Tensor:
         """[B, S] float32 log-probabilities under the reference policy: the model without its LoRA, or the copy from `keep_reference`.
-
-        Raises UserError: there is neither.
-        """
+        Raises UserError: there is neither."""
         with self._reference_model() as model:
             return self._evaluate(model, sequences).log_prob
 

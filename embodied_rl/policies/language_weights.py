@@ -102,9 +102,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def load_named_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Copy tensors into a plain model in place, by name; return how many. A tied head follows its embedding.
-
-    Raises UserError: a name or shape is not the model's; earlier tensors are already loaded.
-    """
+    Raises UserError: a name or shape is not the model's; earlier tensors are already loaded."""
     own = model.state_dict()
     count = 0
     for name, tensor in tensors:

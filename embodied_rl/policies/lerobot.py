@@ -1,10 +1,10 @@
-"""LeRobot's policies (Cadene et al. 2024, https://github.com/huggingface/lerobot) in our simulators: a folder of ``save_pretrained`` acts.
+"""LeRobot's policies (Cadene et al. 2024, https://github.com/huggingface/lerobot) from a ``save_pretrained`` folder, in these simulators.
 
     python -m embodied_rl.evaluate sim=pusht_pixels policy=custom policy.target=embodied_rl.policies.lerobot:LeRobotPolicy \\
         policy.options.path=outputs/act/pretrained_model policy.chunk=100
 
-It acts as LeRobot's own evaluation lets it: every `n_action_steps` steps it is asked for as many, between LeRobot's own pre- and
-postprocessing. It gives no log-probabilities, so that it is played, recorded and filmed, and trained by LeRobot.
+As in LeRobot's own evaluation, the policy predicts `n_action_steps` actions at a time, with LeRobot's own pre- and postprocessing. It has
+no log-probabilities: it can be played, recorded and filmed here, but LeRobot trains it.
 """
 
 from __future__ import annotations

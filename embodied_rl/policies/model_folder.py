@@ -29,9 +29,7 @@ _INDEX = "model.safetensors.index.json"
 
 def check_model_folder(folder: Path) -> dict[str, Any]:
     """Check that a folder contains a whole model, and return its parsed config.json.
-
-    Raises UserError: the folder, its config.json, or safetensors are missing or damaged, or there are only pickles.
-    """
+    Raises UserError: the folder, its config.json, or safetensors are missing or damaged, or there are only pickles."""
     if not folder.is_dir():
         raise UserError(
             f"Model folder '{folder}' does not exist. Download the model there, or give the path of one that is on this machine."
@@ -116,9 +114,7 @@ def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdp
 
 def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdpa", device: str | torch.device = "cpu") -> nn.Module:
     """Make the model of a folder's config.json with random weights; otherwise as `load_model`.
-
-    Raises MissingExtraError; UserError: config.json is missing or damaged, or the kind of model is unknown.
-    """
+    Raises MissingExtraError; UserError: config.json is missing or damaged, or the kind of model is unknown."""
     folder = Path(folder)
     with _model_kind(folder, f"Cannot build the {read_config(folder)['model_type']} model of '{folder}'") as (config, auto):
         chosen = config.dtype or torch.float32 if dtype == "auto" else torch_dtype(dtype)

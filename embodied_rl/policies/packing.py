@@ -23,9 +23,7 @@ KeptStructure = tuple[int, int, str, tuple[int, ...]]
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
     """A prompt and the tokens sampled after it, as token ids: a whole conversation may be one sequence.
-
-    Raises ValueError if the shapes differ, or the first token is to be evaluated: nothing precedes it.
-    """
+    Raises ValueError if the shapes differ, or the first token is to be evaluated: nothing precedes it."""
 
     token_ids: np.ndarray
     """Token ids [S], int64."""

@@ -77,9 +77,7 @@ class ActorWithCritics(TrainedModule):
 
     def __init__(self, policy: Policy, options: OffPolicyConfig) -> None:
         """The critics' weights come from torch's global generator.
-
-        Raises UserError: the policy has no features, or the critics need more memory than available.
-        """
+        Raises UserError: the policy has no features, or the critics need more memory than available."""
         super().__init__()
         self.policy, self.options = policy, options
         action, size, chunk_size = policy.spec.action, policy.num_features, policy.chunk_size

@@ -37,9 +37,7 @@ PREPARED = ("image", "words")
 
 def word_ids(text: str, vocabulary: int, max_words: int) -> list[int]:
     """A row of the embedding for each word: 1 + a hash of the word in lower case; 0 is padding. Words beyond `max_words` are dropped.
-
-    Raises UserError: there is no word.
-    """
+    Raises UserError: there is no word."""
     words = "".join(letter if letter.isalnum() else " " for letter in text.lower()).split()
     if not words:
         raise UserError("The instruction is empty. A vision-language-action policy acts on language: set policy.instruction='reach the …'.")
@@ -119,9 +117,7 @@ class TinyVLAPolicy(base.Policy):
 
     def prepare(self, observation: Mapping[str, Any]) -> base.TensorObservation:
         """image uint8 [B, H, W, 3], words int64 [B, max_words], and, if used, state float32 [B, S]; on the CPU.
-
-        Raises UserError: an instruction is empty.
-        """
+        Raises UserError: an instruction is empty."""
         config = self.config
         image = torch.as_tensor(observation[config.image_key])
         texts = base.instructions_of(observation, self.spec, config.instruction, config.instruction_key, len(image))

@@ -37,9 +37,7 @@ class VisionInputs:
     @staticmethod
     def read(folder: str | Path, config: PretrainedConfig) -> VisionInputs:
         """Read from a model folder and its transformers configuration.
-
-        Raises UserError: there is no image processor, or the model is of neither family.
-        """
+        Raises UserError: there is no image processor, or the model is of neither family."""
         folder = Path(folder)
         if not (folder / "preprocessor_config.json").is_file() and not (folder / "processor_config.json").is_file():
             raise UserError(f"'{folder}' is a vision-language model without preprocessor_config.json, so images cannot be prepared for it.")
@@ -67,9 +65,7 @@ class VisionInputs:
 
     def tensors(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
         """Tensors {"pixel_values": …, "image_grid_thw": [I, 3]} of I images uint8 [H, W, 3]; grids only if the model has them.
-
-        Raises UserError: an image is not uint8 [H, W, 3], or too small or narrow for the model.
-        """
+        Raises UserError: an image is not uint8 [H, W, 3], or too small or narrow for the model."""
         for image in images:
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
                 raise UserError(f"Images must be uint8 [H, W, 3], got {image.dtype} {list(image.shape)}.")
@@ -92,9 +88,7 @@ class VisionInputs:
 
     def expand(self, prompt_ids: np.ndarray, images: Sequence[np.ndarray]) -> np.ndarray:
         """Replace each image's placeholder by as many tokens as the image takes: [P'] int64.
-
-        Raises UserError: the numbers of placeholders and images differ.
-        """
+        Raises UserError: the numbers of placeholders and images differ."""
         places = np.flatnonzero(prompt_ids == self.image_token_id)
         if len(places) != len(images):
             raise UserError(f"The prompt has {len(places)} image placeholders (token {self.image_token_id}) for {len(images)} images.")

@@ -192,9 +192,7 @@ def _names_devices(config: TrainConfig) -> bool:
 
 def start_worker(config: TrainConfig) -> RemoteWorker | None:
     """Start the rollout workers outside this process; None: the run plays here.
-
-    Raises UserError: the simulators or the cluster cannot be started; see also `config.rules`, which run first.
-    """
+    Raises UserError: the simulators or the cluster cannot be started; see also `config.rules`, which run first."""
     if not plays_apart(config):
         return None
     if config.hybrid.cluster == "ray":

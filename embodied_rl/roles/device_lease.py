@@ -48,9 +48,7 @@ class HostPlan:
 
 def plan_hosts(hybrid: HybridConfig, *, num_gpus: int, num_cores: int) -> HostPlan:
     """Plan the hosts. `num_gpus`: GPUs of this machine; 0 with Ray, where each host is an actor with the resources of `hybrid.ray`.
-
-    Raises UserError for what this machine cannot provide, with the nearest possible setting.
-    """
+    Raises UserError for what this machine cannot provide, with the nearest possible setting."""
     placement, sharding = hybrid.placement, hybrid.sharding
     ranks = 1 if sharding is None else sharding.num_ranks
     on_ray = hybrid.cluster == "ray"

@@ -34,9 +34,7 @@ def outcome_of(task: Callable[[], Any]) -> Outcome:
 
 def value_of(reference: Reference, role: str, *, can_give_up: bool = True) -> Any:
     """Wait for the result of an actor's method. Raises RoleLost, and any exception raised there.
-
-    `can_give_up`: an ending run may do without the answer (see `stopping`).
-    """
+    `can_give_up`: an ending run may do without the answer (see `stopping`)."""
     try:
         while not ray.wait([reference], timeout=_SLICE_S)[0]:
             if can_give_up:

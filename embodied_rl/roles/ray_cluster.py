@@ -144,9 +144,7 @@ def _listed(needs: Sequence[Need]) -> str:
 
 def _place(needs: Sequence[Need], nodes: list[Mapping[str, float]], apart: bool, first: int = 0) -> bool:
     """Whether the actors fit the nodes, by backtracking; equal nodes are tried once, and equal (neighbouring) actors in order.
-
-    `first`: index of the first node that the first actor may use.
-    """
+    `first`: index of the first node that the first actor may use."""
     if not needs:
         return True
     equal = len(list(itertools.takewhile(lambda need: need == needs[0], needs)))
@@ -311,9 +309,7 @@ class RayCluster:
 
 def nodes_of_ranks(devices: Sequence[Device], num_ranks: int) -> list[int]:
     """Node of each training rank: one rank per GPU that the role names, or equally many per node if it names CPUs.
-
-    Raises UserError if the ranks cannot be divided in this way.
-    """
+    Raises UserError if the ranks cannot be divided in this way."""
     nodes = sorted({device.node for device in devices})
     if devices[0].kind == "gpu" and num_ranks > 1:
         if len(devices) != num_ranks:

@@ -223,9 +223,7 @@ class RayHostedGenerator(Generator):
 
 class RayTokens(TokenBackend):
     """A token backend in a `GenerationWorker`. Each call returns after the worker has executed it, so the order is the caller's.
-
-    Raises RoleLost when the worker has ended, and any exception of the backend.
-    """
+    Raises RoleLost when the worker has ended, and any exception of the backend."""
 
     version: int = 0
     """Version of the weights that sample now."""

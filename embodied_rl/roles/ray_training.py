@@ -134,9 +134,7 @@ _OF_METHODS: dict[str, Callable[..., object]] = {
 
 class TrainedApart(Method[Any, Experience]):
     """A method whose learning half is a `TrainWorker`. Also the engine's `TrainedCopy`.
-
-    Raises RoleLost when the worker has ended: its weights are gone, and the run restarts from its last checkpoint.
-    """
+    Raises RoleLost when the worker has ended: its weights are gone, and the run restarts from its last checkpoint."""
 
     def __init__(self, config: TrainConfig, method: Method, worker: RemoteWorker, cluster: RayCluster) -> None:
         self.inner, self._config = method, config
@@ -266,9 +264,7 @@ class RayRun(RemoteWorker):
 
     def connect(self, method: Method) -> Method:
         """See `RemoteWorker.connect`: moves the method's learning half to an actor, unless the method keeps the steps that it learns from.
-
-        Raises UserError when the actor cannot start.
-        """
+        Raises UserError when the actor cannot start."""
         if self.config.keeps_steps:
             return super().connect(method)
         trained = TrainedApart(self.config, method, self, self._cluster)

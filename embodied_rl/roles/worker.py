@@ -305,9 +305,7 @@ class RolloutWorker:
 
     def take_models(self, models: Mapping[str, player.ModelFiles]) -> None:
         """Build what acts, once; weights come with `load`.
-
-        `models`: {policy: files of its language model}, if any. Raises UserError: a backend or an agent cannot use a model.
-        """
+        `models`: {policy: files of its language model}, if any. Raises UserError: a backend or an agent cannot use a model."""
         assert self._collector is None, "a worker takes models once"
         config, first = self.config, self.streams[0]
         self.starts = give_starts(self.streams)
@@ -323,9 +321,7 @@ class RolloutWorker:
 
     def record(self, run_dir: str, command: str) -> None:
         """Record a share of the episodes from now on, each worker into its own folder. Call once, after `take_models`.
-
-        Raises UserError: see `start_recorders`.
-        """
+        Raises UserError: see `start_recorders`."""
         recordable, share = recordable_streams(self.streams), self._share
         if share.count > 1:
             recordable = [replace(one, folder=str(Path(one.folder, f"worker_{share.index}"))) for one in recordable]
@@ -382,9 +378,7 @@ class RolloutWorker:
 
     def evaluate(self, num_episodes: int, first_seed: int, domain: str = "") -> list[EpisodeSummary]:
         """See `rollout.evaluation.evaluate`; running episodes are lost, so `restart` must follow.
-
-        `domain`: domain to evaluate; empty: `num_episodes` of every domain.
-        """
+        `domain`: domain to evaluate; empty: `num_episodes` of every domain."""
         self._give_up_episodes()
         stream = self._stream(domain)
         assert stream.generator is not None, "take_models comes first"

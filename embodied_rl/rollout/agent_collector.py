@@ -1,4 +1,4 @@
-"""The pump between text environments and a token backend: it plays what the group queue asks for and hands whole episodes in.
+"""The pump between text environments and a token backend: it plays what the group queue requests and hands in whole episodes.
 
 ```
    EnvManager.recv ──▶ prompt ──▶ TokenBackend.submit        a slot waits in one of four places: its simulator's step,

@@ -198,7 +198,7 @@ class BatchSinks:
         return self._release(slot)
 
     def discard(self, slot: int) -> None:
-        """Give the slot's episode up."""
+        """Drop the slot's episode."""
         self._release(slot).discard()
 
     def in_progress(self, slot: int) -> bool:
@@ -482,9 +482,7 @@ class TrainingRecorder:
 
     def restarted(self, seed_round: int, seed_of: Callable[[int], int | None] | None = None) -> None:
         """All slots begin new episodes, counted as `EnvManager.reset` does; their running episodes are dropped.
-
-        `seed_of`: seed of a slot's episode if it does not follow from that count; None: no seed reproduces the episode.
-        """
+        `seed_of`: seed of a slot's episode if it does not follow from that count; None: no seed reproduces the episode."""
         self._seed_of = seed_of
         self._give_up()
         self._sinks.forget_batches()

@@ -45,7 +45,7 @@ REJECTED_PER_PLACE = 10
 
 @dataclass(frozen=True)
 class GroupQueueConfig:
-    """How episodes are grouped, admitted and dropped. Raises UserError for an impossible setting."""
+    """Settings for grouping, admitting and dropping episodes. Raises UserError for an impossible setting."""
 
     group_size: int
     """Episodes from the same initial state that make a group."""
@@ -177,7 +177,7 @@ class Assignment:
 
 @dataclass
 class Attempt:
-    """A running episode."""
+    """Running episode."""
 
     assignment: Assignment
     started_s: float
@@ -447,9 +447,7 @@ class GroupQueue:
 
     def tick(self) -> list[Assignment]:
         """Give up episodes that have timed out and return them, so that the collector stops their slots. Call it about every second.
-
-        Raises BatchNeverFullError when the trainer has waited longer than `batch_timeout_s`; the message names the cause.
-        """
+        Raises BatchNeverFullError when the trainer has waited longer than `batch_timeout_s`; the message names the cause."""
         with self._lock:
             now, config = self._clock(), self.config
             late = [
@@ -508,9 +506,7 @@ class GroupQueue:
 
     def published(self, version: int) -> None:
         """Note that the generator has the weights `version`: the batch they were trained on frees its places, and all waiting groups age.
-
-        Raises ValueError when versions do not grow.
-        """
+        Raises ValueError when versions do not grow."""
         with self._lock:
             if version <= self.version:
                 raise ValueError(f"published({version}), but version {self.version} was published before: versions must grow.")

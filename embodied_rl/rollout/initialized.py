@@ -64,9 +64,7 @@ class SourceEpisode:
 
     def snapshot(self, step: int, *, task: str, chunk_size: int = 1) -> Snapshot:
         """Snapshot after `step` messages: the last recorded state before it, or the seed, and the messages since.
-
-        Raises ValueError for a step outside 0 … T - 1.
-        """
+        Raises ValueError for a step outside 0 … T - 1."""
         if not 0 <= step < self.num_messages:
             raise ValueError(f"An episode of {self.num_messages} messages has no start after {step} of them.")
         base_step = max((at for at in self.states if at <= step), default=None)

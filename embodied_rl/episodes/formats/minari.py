@@ -81,9 +81,7 @@ def _integer_shape(space: Mapping[str, Any]) -> tuple[int, ...]:
 
 def action_spec_of(space: Mapping[str, Any]) -> ActionSpec | None:
     """Action spec of a serialised action space; None for a Box without finite bounds.
-
-    Raises KeyError, TypeError or ValueError for an unsupported space.
-    """
+    Raises KeyError, TypeError or ValueError for an unsupported space."""
     kind = space["type"]
     if kind == "Discrete":
         if space.get("start", 0) != 0:

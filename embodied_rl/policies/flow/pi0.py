@@ -176,9 +176,7 @@ class PI0Inputs:
 
     def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
         """Resize, tokenize and scale once, so that training need not do it in every epoch.
-
-        Raises UserError: an image has a wrong dtype or shape, or there is no instruction.
-        """
+        Raises UserError: an image has a wrong dtype or shape, or there is no instruction."""
         pictures = [self._pictures(numpy_of(observation[key]), key) for key in self.options.cameras]
         rows = len(pictures[0])
         state = np.zeros((rows, self.max_state_dim), np.float32)
@@ -353,9 +351,7 @@ def load_pi0_policy(
 
 def build_pi0(config: PI0PolicyConfig, spec: SimSpec) -> PI0Policy:
     """Load the folder of `config.path` as a trainable policy.
-
-    Raises UserError: the folder is missing or incomplete, does not fit the simulator, or the task gives no instruction.
-    """
+    Raises UserError: the folder is missing or incomplete, does not fit the simulator, or the task gives no instruction."""
     if not Path(config.path).is_dir():
         raise UserError(
             f"policy.path='{config.path}' is no folder. Give the folder of a pi0 checkpoint of transformers: config.json, safetensors and "

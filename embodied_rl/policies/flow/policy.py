@@ -386,10 +386,8 @@ class FlowPolicy(Policy, Generic[Context]):
     @torch.no_grad()
     def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
         """Denoise actions.
-
         `noise`: [B, noise_width] standard normal. None: the ordinary equation from one fixed draw, the same for every row.
-        Returns recorded actions [B, W], their log-probabilities [B, L] and values [B].
-        """
+        Returns recorded actions [B, W], their log-probabilities [B, L] and values [B]."""
         context = self.model.context(observation)
         features = self.model.features(context)
         if noise is not None and tuple(noise.shape) != (len(features), self.noise_width):
@@ -644,9 +642,7 @@ class Critic(nn.Module):
 
 def build_flow(config: FlowPolicyConfig, spec: SimSpec) -> FlowPolicy[Tensor]:
     """Build the small flow policy for a simulator; weights come from torch's global generator, so seed it first.
-
-    Raises UserError: actions are not continuous, or the simulator lacks an observation.
-    """
+    Raises UserError: actions are not continuous, or the simulator lacks an observation."""
     if spec.action.kind != "continuous":
         raise UserError(f"A flow policy makes continuous actions, but task '{spec.task}' takes {spec.action.kind} ones. Use policy=mlp.")
     network = FlowNetwork(config, spec)

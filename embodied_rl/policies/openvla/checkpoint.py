@@ -32,10 +32,8 @@ def load_weights(
     optional: Collection[str] = (),
 ) -> None:
     """Fill a model on the meta device, shard by shard: memory contains at most the model and one tensor.
-
     `optional`: names that the main files need not contain (they have separate files).
-    Raises UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape.
-    """
+    Raises UserError: a file or shard is missing or damaged, a key is missing, unknown or of the wrong shape."""
     wanted = model.state_dict()
     found: set[str] = set()
     for path, names in _files(directory).items():

@@ -180,9 +180,7 @@ class OpenVLA(VisionLanguageModel):
 
     def teacher_forced(self, prefix: Embedded, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """One causal pass over prefix and action tokens [B, L].
-
-        Returns logits [B, L, V] of each action token given those before it, and the hidden state [B, D] at the prompt's last token.
-        """
+        Returns logits [B, L, V] of each action token given those before it, and the hidden state [B, D] at the prompt's last token."""
         # The last token's prediction is unused, so the token need not be read.
         sequence = prefix.followed_by(self.embed_tokens(tokens[:, :-1])) if tokens.shape[1] > 1 else prefix
         hidden = self.hidden(sequence)[:, -tokens.shape[1] :]

@@ -230,11 +230,9 @@ class VLAPolicy(Policy):
 
     def prepare(self, observation: Mapping[str, Any]) -> TensorObservation:
         """Resize images, tokenize instructions and scale the robot's state once, so that training need not do it in every epoch.
-
         `observation`: {key: array or tensor [B, ...]}; instructions are an object array of str.
         Returns images uint8 [B, I, S, S, 3], input_ids int64 [B, P], prompt_mask bool [B, P], proprio float32 [B, dim]; on the CPU.
-        Raises UserError: an image has a wrong dtype or shape, an instruction is empty or too long.
-        """
+        Raises UserError: an image has a wrong dtype or shape, an instruction is empty or too long."""
         options = self.options
         pictures = [self._pictures(numpy_of(observation[key]), key) for key in options.cameras]
         texts = instructions_of(observation, self.spec, options.instruction, options.instruction_key, len(pictures[0]))
@@ -373,9 +371,7 @@ class VLAPolicy(Policy):
 
     def load_value_head(self, path: str | Path) -> None:
         """Load a value head from a safetensors file with RL4VLA's names or RLinf's; other weights in it are ignored.
-
-        Raises UserError: this policy has no value head, or the file's does not fit.
-        """
+        Raises UserError: this policy has no value head, or the file's does not fit."""
         if self.value_head is None:
             raise UserError(f"This policy has no value head to fill from '{path}'. Set policy.value_head=true.")
         weight = self.value_head.head_l1.weight
@@ -453,9 +449,7 @@ class OFTPolicy(VLAPolicy):
         values: Literal["chunk", "action"] = "chunk",
     ) -> None:
         """`values`: one per chunk, or one per step.
-
-        Raises UserError: the checkpoint's actions, images or robot state do not fit the simulator.
-        """
+        Raises UserError: the checkpoint's actions, images or robot state do not fit the simulator."""
         oft = model.oft
         super().__init__(
             model,
@@ -475,9 +469,7 @@ class OFTPolicy(VLAPolicy):
 
     def act(self, observation: Mapping[str, Any], noise: Tensor | None) -> ActionOutput:
         """See `VLAPolicy.act`; the regression head gives normalised actions [B, L] float32 instead of tokens, without randomness.
-
-        Raises UserError: noise for the regression head.
-        """
+        Raises UserError: noise for the regression head."""
         if self.model.oft.head == "discrete":
             return super().act(observation, noise)
         if noise is not None:

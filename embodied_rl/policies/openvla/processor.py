@@ -68,10 +68,8 @@ def range_of(
     epsilon: float = 0.0,
 ) -> Range:
     """Read one data set's range from a checkpoint's statistics.
-
     `key`: the data set; None if the checkpoint has only one.
-    Raises UserError: no such data set (the choices are listed), or its entry is incomplete.
-    """
+    Raises UserError: no such data set (the choices are listed), or its entry is incomplete."""
     name = resolve_key(norm_stats, key)
     entry = norm_stats[name]
     require_known(part, entry, f"norm_stats['{name}'] has no '{part}'.")
@@ -299,18 +297,14 @@ class OpenVLAProcessor:
     @staticmethod
     def from_pretrained(directory: str | Path, config: OpenVLAConfig | None = None) -> OpenVLAProcessor:
         """Read the tokenizer and, if present, `preprocessor_config.json`.
-
-        Raises MissingExtraError; UserError: no tokenizer in the folder, or a preprocessor of another kind.
-        """
+        Raises MissingExtraError; UserError: no tokenizer in the folder, or a preprocessor of another kind."""
         directory = Path(directory)
         config = config or OpenVLAConfig.read(directory)
         return OpenVLAProcessor(config, _tokenizer(directory), _normalisation(directory), directory)
 
     def token_ids(self, instruction: str) -> list[int]:
         """The prompt's tokens: BOS, text, and the lone space 29871 before the actions.
-
-        Raises UserError: the instruction is empty, or the tokenizer is not Llama's.
-        """
+        Raises UserError: the instruction is empty, or the tokenizer is not Llama's."""
         ids = list(self.encode(prompt_of(instruction)))
         if not ids or ids[0] != BOS_TOKEN:
             raise UserError(f"The tokenizer must put BOS ({BOS_TOKEN}) first, got {ids[:3]}. Is it the checkpoint's own?")
@@ -322,13 +316,9 @@ class OpenVLAProcessor:
 
     def prompts(self, instructions: Sequence[str], length: int | None = None) -> PromptBatch:
         """Batch prompts, padded between BOS and text.
-
-        Args:
-            length: P; None: the longest prompt's. With a fixed length, batches of different instructions share one CUDA graph and can be
-                stored together.
-
-        Raises UserError: a prompt is longer than `length`.
-        """
+        `length`: P; None: the longest prompt's. With a fixed length, batches of different instructions share one CUDA graph and can be
+        stored together.
+        Raises UserError: a prompt is longer than `length`."""
         encoded = {text: self.token_ids(text) for text in dict.fromkeys(instructions)}
         longest = max(encoded, key=lambda text: len(encoded[text]))
         size = length or len(encoded[longest])
@@ -343,9 +333,7 @@ class OpenVLAProcessor:
 
     def images(self, images: np.ndarray, *, key: str = "rgb") -> np.ndarray:
         """Resize camera images uint8 [B, H, W, 3] to pictures uint8 [B, S, S, 3], by the checkpoint's resize strategy.
-
-        Raises UserError: wrong dtype or shape.
-        """
+        Raises UserError: wrong dtype or shape."""
         return resize_images(images, self.config.image_size, self.config.resize, key=key)
 
     def save(self, directory: str | Path) -> None:
