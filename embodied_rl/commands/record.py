@@ -1,4 +1,4 @@
-"""``python -m embodied_rl.record checkpoint=PATH`` or ``sim=NAME policy=expert``: play seeds and write down everything that happens."""
+"""``python -m embodied_rl.record checkpoint=PATH`` or ``sim=NAME policy=expert``: play seeds and record the episodes."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ COMMAND = Command(
 
 @dataclass(frozen=True)
 class Showing:
-    """What a recording keeps beside what the simulator shows by itself."""
+    """What a recording contains in addition to the simulator's own observations."""
 
     physics: bool = False
     snapshot_every: int | None = None
     image_size: int | None = None
     cameras: tuple[str, ...] = ()
-    """None: the default one."""
+    """Names of cameras; empty: the default one."""
 
     @staticmethod
     def parse(states: str, images: str, cameras: str = "default") -> Showing:
-        """From ``states=none|physics|snapshots:K``, ``images=none|SIZE`` and ``cameras=NAME,NAME``. Raises UserError."""
+        """Parse ``states=none|physics|snapshots:K``, ``images=none|SIZE`` and ``cameras=NAME,NAME``. Raises UserError."""
         every: int | None = None
         kind, _, number = states.partition(":")
         if kind == "snapshots":
@@ -105,7 +105,7 @@ class Showing:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recording that was made."""
+    """A finished recording."""
 
     folder: Path
     spec: SimSpec
@@ -130,13 +130,13 @@ def record(
     """Play and record the seeds of `plan`.
 
     Args:
-        policy: who acts: `checkpoint`'s policy, an expert, or random actions.
-        expert: ``package.module:Attribute``; None: the one that is known for the task.
+        policy: the player: `checkpoint`'s policy, an expert, or random actions.
+        expert: ``package.module:Attribute``; None: the task's known expert.
         sample: draw the policy's actions, and keep their log-probabilities; False: its mode.
-        showing: what is kept beside the observations; None: nothing.
+        showing: what to record in addition to the observations; None: nothing.
 
     Raises:
-        UserError: the task has no expert, state or pictures of the kind that is asked for; the folder holds another recording.
+        UserError: the task has no expert, state or pictures of the requested kind; the folder contains another recording.
         IncompatibleCheckpointError: the checkpoint does not fit the simulator.
         SimFault: the simulator failed and its configuration says to stop.
     """
@@ -149,7 +149,7 @@ def record(
     videos = films_folder(folder) if video == "mp4" else None
     if videos is not None:
         shown = with_films(shown, videos)
-    # More slots than episodes would start simulators for nothing.
+    # Slots without an episode would start simulators in vain.
     slots = min(sim.num_slots, plan.num_episodes)
     with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=slots, autoreset=False) as manager:
         spec = plain_spec(manager.spec)
@@ -190,7 +190,7 @@ def _player(
     sample: bool,
     noise_seed: int,
 ) -> tuple[Player, dict[str, Any]]:
-    """Who acts, and what the recording says about it."""
+    """Player, and its description in the recording."""
     from embodied_rl.commands.evaluate import acting, is_own_task, make_policy
 
     if policy == "expert":
@@ -208,7 +208,7 @@ def _player(
     who: dict[str, Any] = {"kind": "checkpoint", "step": checkpoint.step, "version": version, "sha256": checkpoint.weights_sha256()}
     who |= {"sample": sample, **({"noise_seed": noise_seed} if sample else {})}
     if layout is not None:
-        who |= layout.about_units()  # what was drawn is no vector in [-1, 1]
+        who |= layout.about_units()  # what was drawn is not a vector in [-1, 1]
     has_critic = getattr(module, "value_head", True) is not None
     return GeneratorPlayer(acting(module, version), spec.action, draws=sample, layout=layout, values=has_critic), who
 
@@ -230,7 +230,7 @@ def _info(
         versions=versions(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         metadata={
-            # Every episode began as in a fresh simulator: replaying needs the same.
+            # Every episode began as in a fresh simulator; a replay needs the same.
             "reconfigure": True,
             "plan": dataclasses.asdict(plan),
             "showing": dataclasses.asdict(showing),
@@ -274,7 +274,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _policy_of(values: Mapping[str, Any]) -> str:
-    """Who acts. Raises UserError for a combination that makes no sense."""
+    """Kind of player. Raises UserError for an invalid combination."""
     if values["checkpoint"] is None and values["sim"] is None:
         raise UserError("Give checkpoint=… (its policy plays its simulator) or sim=… (an expert or random actions play). See --help.")
     policy = values["policy"] or ("expert" if values["expert"] is not None or values["checkpoint"] is None else "checkpoint")
@@ -287,7 +287,7 @@ def _policy_of(values: Mapping[str, Any]) -> str:
 
 
 def _check(values: Mapping[str, Any]) -> None:
-    """Raises UserError for arguments that do not go together."""
+    """Raise UserError for contradictory arguments."""
     if values["max_seeds"] is not None:
         if not values["only_success"]:
             raise UserError("max_seeds goes with only_success=true: otherwise as many seeds are played as episodes recorded.")
@@ -309,7 +309,7 @@ def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Ch
 
 
 def _folder(values: Mapping[str, Any], sim: SimConfig, policy: str) -> Path:
-    """Raises UserError where the folder holds a recording and is not to be gone on with."""
+    """Folder of the recording. Raises UserError if it contains a recording that is not to be continued."""
     if values["output"] is None:
         return next_free(Path("recordings") / f"{sim.name}-{policy}")
     folder = Path(values["output"])
@@ -319,7 +319,7 @@ def _folder(values: Mapping[str, Any], sim: SimConfig, policy: str) -> Path:
 
 
 def _tell(recorded: Recorded, plan: RecordingPlan) -> None:
-    """One line; the exit status says whether everything is there."""
+    """Print one line, and set the exit status: whether the recording is complete."""
     result = recorded.result
     rate = (
         f", {result.num_successful / result.num_played:.1%} of them successful"

@@ -262,7 +262,7 @@ def film_recording(
     Args:
         film: settings; ``cameras`` are recorded ones.
         sim: the simulator for a replay; None: the recording's own.
-        trust: code that the recording's own simulator may name, see `embodied_rl.replay.sim_of`.
+        trust: code that the recording's own simulator may name, see `embodied_rl.commands.replay.sim_of`.
 
     Raises UserError: there is no episode; a replay is needed but impossible; the files cannot be written.
     """

@@ -57,7 +57,7 @@ class Range:
     low: float = 0.0
     high: float = 0.0
     step: int | None = None
-    """Distance between whole numbers."""
+    """Step between whole numbers; None: real numbers."""
     log: bool = False
 
     def draw(self, trial: Trial) -> Value:

@@ -59,7 +59,7 @@ def costs(workload: WorkloadConfig, placement: Placement, cluster: Cluster) -> C
 
 
 def slowest_link(cluster: Cluster, devices: Sequence[Device]) -> float:
-    """10^9 bytes per second between the two slowest of these devices."""
+    """10^9 bytes per second of the slowest link between any two of these devices."""
     nodes = {device.node for device in devices}
     specs = [cluster.nodes[node] for node in nodes]
     return min(spec.network_gb_s for spec in specs) if len(nodes) > 1 else specs[0].gpu_link_gb_s

@@ -75,7 +75,7 @@ class Simulators:
         return self.num_slots
 
     def restore(self, slots: Slots, snapshots: Sequence[Snapshot]) -> StepBatch:
-        """Take up saved episodes in these slots; see `EnvManager.restore`."""
+        """Resume saved episodes in these slots; see `EnvManager.restore`."""
         raise self._no_steps()
 
     def evaluate(

@@ -1,10 +1,10 @@
 """The bytes of a snapshot: plain Python values and numpy arrays, versioned, checked, exact, and never pickled.
 
-Layout, little-endian: ``magic 8s | version u16 | zero u16 | crc32 u32 | skeleton length u64 | total length u64``, then the
-skeleton (JSON, ASCII), then the raw blocks of arrays and byte strings. The checksum covers everything after itself.
+Layout, little-endian: ``magic 8s | version u16 | zero u16 | crc32 u32 | skeleton length u64 | total length u64``, then the skeleton (JSON,
+ASCII), then the raw blocks of arrays and byte strings. The checksum covers everything after itself.
 
-In the skeleton None, booleans, finite floats, integers of 64 bits and strings stand for themselves; everything else is a list
-that begins with a tag of one letter (see `_Writer`).
+In the skeleton None, booleans, finite floats, integers of 64 bits and strings represent themselves; everything else is a list that begins
+with a tag of one letter (see `_Writer`).
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def require_trusted(
     """Raise UntrustedCode if a configuration from a file names code that may not run.
 
     Args:
-        what: kind of the signature, see `signing.sign`.
+        what: kind of the signature, see `sign`.
         content: the signed bytes.
         signature: the file's signature; None: it has none.
         trust: names that the user lets this file use.

@@ -259,7 +259,7 @@ class PushCubeExpert(_PandaExpert):
         low, half = 0.02, float(self.env.cube_half_size)
         behind, aside = cube[0] - tcp[0], abs(cube[1] - tcp[1])
         if behind > half and aside < 0.02 and tcp[2] < 2 * half:
-            # As far beyond the goal's middle as the cube is still away from it.
+            # The gripper moves as far as the cube still has to go, plus 5 cm.
             target = np.array([tcp[0] + (goal[0] - cube[0]) + 0.05, cube[1], low])
             return self.motion.action(target - tcp, CLOSED, fastest_m=0.06)
         start = np.array([cube[0] - half - 0.06, cube[1], low])

@@ -139,7 +139,7 @@ def make(
         batched: step all environments through ManiSkill's batched code (`maniskill_batch`), with equal numbers in a quarter of the
             time; None: if there are 16 or more. A task that fails a check, made once and remembered, is stepped one environment
             at a time, and a line reports that.
-        **kwargs: ManiSkill's own: ``obs_mode`` ("state", "rgb", "rgb+segmentation+state", …; see `maniskill_observation`),
+        **kwargs: ManiSkill's own: ``obs_mode`` ("state", "rgb", "rgb+segmentation+state", …; see `maniskill_state`),
             ``control_mode``, ``reward_mode``, ``robot_uids``, ``sensor_configs``, …
 
     Raises MissingExtraError, MissingAssetsError; UserError: unknown task, rejected argument, or pictures without Vulkan.

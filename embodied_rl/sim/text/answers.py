@@ -1,8 +1,8 @@
-r"""Answers to questions with one right answer: what a text says in the end, and whether two ways of writing it mean the same.
+r"""Answers to questions with one right answer: find the answer in a text, and compare two answers by meaning.
 
-Numbers are compared as exact fractions: ``1/2``, ``0.5``, ``50%``, ``\frac{1}{2}`` and ``.50`` are one number, ``1,200`` and
-``1200`` are, ``0.33`` and ``1/3`` are not (unless a tolerance is given). Everything else is compared as text, without LaTeX's
-decorations, case and spaces.
+Numbers are compared as exact fractions: ``1/2``, ``0.5``, ``50%``, ``\frac{1}{2}`` and ``.50`` are one number, ``1,200`` and ``1200`` are,
+``0.33`` and ``1/3`` are not (unless a tolerance is given). Everything else is compared as text, without LaTeX's decorations, case and
+spaces.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNITS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\{([^{}]*)\}")
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{…}``, braces within it included; None: there is none that is closed."""
+    r"""Contents of the last ``\boxed{…}``, inner braces included; None: no closed one."""
     for start in reversed([found.end() for found in re.finditer(r"\\(?:f?boxed)\s*\{", text)]):
         depth = 1
         for place in range(start, len(text)):
@@ -43,10 +43,10 @@ def boxed(text: str) -> str | None:
 
 
 def final_answer(text: str, kind: str = "text") -> str | None:
-    r"""What a text says in the end: the last ``\boxed{…}``, else the last ``<answer>…</answer>``, else what follows the last "the answer
-    is", else the last number or choice letter (kind ``number``, ``choice``), else the last line.
+    r"""Answer in a text: the last ``\boxed{…}``, else the last ``<answer>…</answer>``, else the text after the last "the answer is", else
+    the last number or choice letter (kind ``number``, ``choice``), else the last line.
 
-    None: it says nothing, or more than `MAX_CHARS` characters.
+    None: there is no answer, or it has more than `MAX_CHARS` characters.
     """
     found = boxed(text)
     if found is None:

@@ -1,13 +1,12 @@
-"""Programs that stay: each is started once and given one episode after another, a line of JSON for each.
+"""Programs that keep running: each is started once and gets one episode after another, as a line of JSON each.
 
 ```
-   to its input    {"episode": 7, "task": {…}, "seed": 3, "model": "policy", "base_url": "http://127.0.0.1:…/v1",
-                    "api_key": "sk-…", "session_url": "http://…/sessions/…"}
-   from its output {"done": true}    {"done": true, "reward": 1.0}    {"error": "what went wrong"}
+to its input    {"episode": 7, "task": {…}, "seed": 3, "model": "policy", "base_url": "http://127.0.0.1:…/v1",
+                 "api_key": "sk-…", "session_url": "http://…/sessions/…"}
+from its output {"done": true}    {"done": true, "reward": 1.0}    {"error": "what went wrong"}
 ```
-A reply may repeat ``episode``; other lines are what the program prints. One that crashes or runs out of time costs the episode that it was
-in: the next episode gets a new process, after a pause that doubles with every further failure in a row. A program must end when its
-input ends.
+A reply may repeat ``episode``; other lines are ordinary output. A program that crashes or exceeds its timeout loses its present episode:
+the next one gets a new process, after a pause that doubles with every further failure in a row. A program must end when its input ends.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ class StartedProgram:
     """A program started in a sandbox, with all its descendants, and the end of its output."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], box: Box, *, has_pipes: bool) -> None:
-        """`has_pipes`: its input and output are our pipes; otherwise it has no input, and its output goes to its error stream. Raises
-        OSError if it cannot be started."""
+        """`has_pipes`: its input and output are our pipes; otherwise it has no input, and its output is recorded with its error stream.
+        Raises OSError if it cannot be started."""
         self._printed = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  (`kill` closes it; appending, so that it can be emptied)
         try:
             self._started = Sandboxed(
