@@ -109,7 +109,7 @@ class Completion:
     """Sampled tokens [n], int64, with the stop token; n may be 0 (aborted or failed at once). Empty from a server of text: see `text`."""
     log_prob: np.ndarray
     """[n] float32 log-probability under the model's own distribution (temperature 1, masked only by the request's structure), which
-    training recomputes. vLLM ignores the structure here if it samples with other settings than that."""
+    training recomputes. vLLM ignores the structure here unless temperature is 1 and top-p and top-k cut nothing."""
     sampling_log_prob: np.ndarray
     """[n] float32 log-probability under the sampling distribution (temperature, structure, top-p, top-k), renormalised; 0 for the likeliest
     token at temperature 0. NaN if the backend does not know it."""

@@ -207,7 +207,7 @@ class TrainedApart(Method[Any, Experience]):
         return self.inner.running_episodes()
 
     def take_up(self, episodes: Mapping[str, Tensor]) -> None:
-        """Do nothing: the training worker has no episodes."""
+        """See `Method.take_up`; only this process continues episodes, the training worker has none."""
         self.inner.take_up(episodes)
 
     def finish(self) -> None:

@@ -367,7 +367,7 @@ class RolloutWorker:
         return Collected(groups, self.collector.times, state, faults, self._metrics(), rollouts, spans, self.starts.report())
 
     def start_states(self) -> dict[str, Any]:
-        """See `Starts.state`. Records the expert's episodes first: those of fixed rollouts begin in all slots at once."""
+        """See `Starts.state`. Records the expert's episodes first, because fixed rollouts begin in all slots at once."""
         self.starts.record()
         return self.starts.state(self.queue)
 

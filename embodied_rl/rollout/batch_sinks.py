@@ -703,7 +703,7 @@ def done_in_steps(acted: ActedBatch, given: np.ndarray) -> dict[str, np.ndarray]
 
 
 def _single_steps(batch: StepBatch) -> Iterator[StepBatch]:
-    """Split a batch of chunks into batches of single steps with executed rows only; other batches pass unchanged."""
+    """Split a batch of chunks into one batch per step, with all rows, of which executed ones count; other batches pass unchanged."""
     if batch.executed is None or batch.chunk_reward is None or batch.chunk_success is None:
         yield batch
         return

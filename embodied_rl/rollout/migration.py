@@ -59,7 +59,7 @@ class SimHost:
         return len(self._in_flight)
 
     def adopt(self, key: Key) -> int:
-        """Assign the first free slot, where the manager has begun or restored it, to an episode; return the slot."""
+        """Take over the episode that the manager has begun or restored in the first free slot; return the slot."""
         return self._occupy(key)
 
     def slot_of(self, key: Key) -> int:

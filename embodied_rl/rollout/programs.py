@@ -249,7 +249,7 @@ class ProgramRunner:
 _LOOK_S = 0.25
 """Seconds between checks whether running programs are still needed."""
 _HOPELESS = 8
-"""Programs in a row that may fail before their first model call before the run ends, because a module is missing, say."""
+"""Number of a run's first programs that end the run if all fail before their first model call: a module is missing, say."""
 _SEEDS = 29
 """Stream of randomness for the seeds of sessions."""
 
@@ -366,7 +366,7 @@ class ProgramCollector(QueuePump):
         self._hand_in(whose, episode)
 
     def _look(self) -> None:
-        """Stop programs that are no longer needed, and report those that have moved on to the queue."""
+        """Stop programs that are no longer needed, and report the progress of the others to the queue."""
         for whose in self.runner.tags:
             assert isinstance(whose, Assignment), "we named it so"
             if self.queue.should_stop(whose):
