@@ -193,7 +193,7 @@ class TinyVLAPolicy(base.Policy):
         return self.config.width
 
     def features(self, observation: Mapping[str, Any]) -> Tensor:
-        """Features [B, D]. The encoder trains with the policy."""
+        """Features [B, D]; their gradients do not reach the encoder, which trains with the policy."""
         with torch.no_grad():
             memory = self._memory(observation)
         return self.value_decoder(memory)[:, 0]

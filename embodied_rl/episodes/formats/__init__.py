@@ -64,7 +64,7 @@ def detect_format(path: Path) -> str | None:
 
 
 def _hdf5_format(path: Path) -> str:
-    """Detect the format by the names of groups; if the file cannot be opened, by its own name, so that its reader reports the error."""
+    """Detect the format by group names; if the file cannot be opened, by a .json file beside it, so that a reader reports the error."""
     from embodied_rl.episodes.formats.hdf5 import H5File
 
     guess = "maniskill" if path.with_suffix(".json").is_file() else "robomimic"
