@@ -28,20 +28,27 @@ APART = "hybrid=disaggregated"
 LENT = "hybrid=multiplexed hybrid.cluster=ray"
 SCORED = "hybrid.reward_worker={target:a.b:c}"
 STARTS = "{share:0.5,sources:[best]}"
-COLLOCATED = "The nearest possible: hybrid=collocated."
 
 EXAMPLES = (
     # fixed rollouts
-    ("rollouts_of_steps", f"{CARTPOLE} algorithm.advantage=grpo", "works on whole episodes, and algorithm.groups is null"),
+    ("rollouts_of_steps", f"{CARTPOLE} algorithm.advantage=grpo", "needs whole episodes, and algorithm.groups is null"),
     ("one_ratio_for_steps", f"{VLA} algorithm.advantage=gae_action", "set algorithm.ratio=action or token"),
-    ("rollout_loss", f"{CARTPOLE} algorithm.loss=gspo", "algorithm.loss='gspo' is offered on whole episodes ("),
-    ("old_without_ratio", f"{CARTPOLE} algorithm.loss=policy_gradient", "has no ratio and takes old decisions for new ones"),
-    ("weighed_normalisation", f"{OWN_LOSS} algorithm.normalize_advantage=minibatch", "set normalize_advantage=batch"),
-    ("rollout_reward", f"{CARTPOLE} algorithm.reward.std=batch", "which rollouts and stored steps do not show"),
-    ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.reward.scale=2", "imitates actions without looking at any"),
-    ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.critic_warmup=2", "imitates actions without looking at any"),
-    ("initialized_ahead", f"{CARTPOLE} {APART} algorithm.max_staleness=1 algorithm.initialized={STARTS}", "by the clock: set max_"),
-    ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.initialized={STARTS}", "imitates actions without looking at any"),
+    ("rollout_loss", f"{CARTPOLE} algorithm.loss=gspo", "algorithm.loss='gspo' needs whole episodes ("),
+    (
+        "old_without_ratio",
+        f"{CARTPOLE} algorithm.loss=policy_gradient",
+        "has no ratio, so it cannot correct for decisions of older weights",
+    ),
+    ("weighed_normalisation", f"{OWN_LOSS} algorithm.normalize_advantage=minibatch", "set algorithm.normalize_advantage=batch"),
+    ("rollout_reward", f"{CARTPOLE} algorithm.reward.std=batch", "algorithm=ppo learns from fixed rollouts or stored steps"),
+    ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.reward.scale=2", "uses neither rewards nor success"),
+    ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.critic_warmup=2", "uses neither rewards nor success"),
+    (
+        "initialized_ahead",
+        f"{CARTPOLE} {APART} algorithm.max_staleness=1 algorithm.initialized={STARTS}",
+        "so the clock would choose: set algorithm.max_",
+    ),
+    ("cloned_reward", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.initialized={STARTS}", "uses neither rewards nor success"),
     ("initialized_unplayed", f"{CARTPOLE} algorithm=iql {EXPERT} algorithm.initialized={STARTS}", "algorithm=iql plays none"),
     (
         "minibatch_of_a_rollout",
@@ -60,29 +67,41 @@ EXAMPLES = (
         f"{GROUPS} algorithm.max_staleness=1 algorithm.groups.max_staleness=2",
         "max_staleness=1 contradicts algorithm.gr",
     ),
-    ("critic_warmup", f"{GROUPS} algorithm.critic_warmup=3", "trains only the critic at first, and algorithm.advantage='grpo' has none"),
+    (
+        "critic_warmup",
+        f"{GROUPS} algorithm.critic_warmup=3",
+        "critic_warmup=3 trains only the critic at first, and algorithm.advantage='grpo' has no critic",
+    ),
     ("group_of_one", f"{GROUPS} algorithm.groups.group_size=1", "compares the episodes of a group, and algorithm.groups.group_size is 1"),
     ("group_of_one", f"{GROUPS} algorithm=remax algorithm.groups.group_size=1", "advantage='remax' compares the episodes of a group"),
     ("loss_of_demonstrations", f"{GROUPS} algorithm.loss=behaviour_cloning", "learns from demonstrations"),
-    ("gpg_advantage", f"{GROUPS} algorithm.loss=gpg", "set advantage=gpg, not 'grpo'"),
-    ("ipa_advantage", f"{GROUPS} algorithm.loss=ipa algorithm.loss_options.max_mismatch=2", "set advantage=ipa, not 'grpo'"),
-    ("kl_without_gradient", f"{GROUPS} algorithm.kl={{coef:0.1,kind:k1}}", "take k2 or k3, or kl.place=reward"),
-    ("anchor_similarity", f"{GROUPS} algorithm.anchor_similarity=0.9", "which advantage='grpo' does not compare"),
+    ("gpg_advantage", f"{GROUPS} algorithm.loss=gpg", "set algorithm.advantage=gpg, not 'grpo'"),
+    ("ipa_advantage", f"{GROUPS} algorithm.loss=ipa algorithm.loss_options.max_mismatch=2", "set algorithm.advantage=ipa, not 'grpo'"),
+    ("kl_without_gradient", f"{GROUPS} algorithm.kl={{coef:0.1,kind:k1}}", "set algorithm.kl.kind=k2 or k3, or algorithm.kl.place=reward"),
+    ("anchor_similarity", f"{GROUPS} algorithm.anchor_similarity=0.9", "algorithm.advantage='grpo' does not use the comparison"),
     (
         "stale_without_ratio",
         f"{GROUPS} algorithm.loss=policy_gradient algorithm.groups.max_staleness=1",
-        "has no ratio and takes old episodes for new ones",
+        "has no ratio, so it cannot correct for episodes of older weights",
     ),
     ("aggregation_horizon", f"{GROUPS} algorithm.horizon=9", "got aggregation=None and horizon=9"),
-    ("adapted_from_zero", f"{GROUPS} algorithm.kl.target=0.1", "algorithm.kl.coef=0: give one above 0"),
+    ("adapted_from_zero", f"{GROUPS} algorithm.kl.target=0.1", "set algorithm.kl.coef above 0"),
     # divergence
-    ("kl_of_recordings", f"{CARTPOLE} algorithm=iql algorithm.kl.coef=0.1", "its objective keeps it near already"),
+    ("kl_of_recordings", f"{CARTPOLE} algorithm=iql algorithm.kl.coef=0.1", "its objective already keeps the policy near"),
     # recordings
     ("unbounded_sac", f"{CARTPOLE} algorithm=sac policy.distribution=gaussian", "set policy.distribution=squashed"),
     ("fixed_noise_sac", "sim=pendulum policy=flow policy.method=flow_sde algorithm=sac hybrid.device=cpu", "set policy.method=flow_noise"),
-    ("recorded_sac", f"{CARTPOLE} algorithm=iql algorithm.off_policy.update=sac policy.distribution=squashed", "Take iql or awac"),
-    ("share_of_nothing_fresh", f"{CARTPOLE} algorithm=iql algorithm.off_policy.recorded_share=0.5", "leave it at 0 with fresh=false"),
-    ("recording_unused", f"{CARTPOLE} recording=[somewhere]", "algorithm=ppo learns only from actions that its own policy drew"),
+    (
+        "recorded_sac",
+        f"{CARTPOLE} algorithm=iql algorithm.off_policy.update=sac policy.distribution=squashed",
+        "set algorithm.off_policy.update=iql or awac",
+    ),
+    (
+        "share_of_nothing_fresh",
+        f"{CARTPOLE} algorithm=iql algorithm.off_policy.recorded_share=0.5",
+        "recorded_share=0.5 mixes recorded steps with fresh ones",
+    ),
+    ("recording_unused", f"{CARTPOLE} recording=[somewhere]", "algorithm=ppo learns only from actions that its own policy sampled"),
     # agent programs
     ("program_without_words", "sim=agent_program algorithm=grpo", "set policy=language"),
     # language agents
@@ -90,17 +109,21 @@ EXAMPLES = (
     ("agent_critic", f"{TEXTS} algorithm=ppo_episodes", "algorithm.advantage='gae' needs a critic"),
     ("agent_tokens", f"{TEXTS} generation=random", "generation.backend='random' does not sample tokens"),
     ("agent_player", f"{TEXTS} algorithm.warm_start={{episodes:1}}", "algorithm.warm_start of a language agent clones a scripted player"),
-    ("initialized_tools", f"{TEXTS} algorithm.initialized.share=0.5 agent.tools=[calculator]", "tools keep a state that is not"),
-    ("program_initialized", f"{PROGRAM} algorithm.initialized.share=0.5", "whose state is nowhere but in it"),
+    (
+        "initialized_tools",
+        f"{TEXTS} algorithm.initialized.share=0.5 agent.tools=[calculator]",
+        "the state of tools (variables, files, calls) cannot be saved",
+    ),
+    ("program_initialized", f"{PROGRAM} algorithm.initialized.share=0.5", "the state of an agent program cannot be saved"),
     # robots
     ("robot_tokens", f"{GROUPS} generation=tokens_torch", "generation.backend='tokens_torch' samples tokens"),
     ("robot_player", f"{CARTPOLE} algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
-    ("warm_start_of_cloning", f"{CARTPOLE} algorithm=bc algorithm.warm_start={{episodes:1}}", "algorithm=bc does nothing else"),
+    ("warm_start_of_cloning", f"{CARTPOLE} algorithm=bc algorithm.warm_start={{episodes:1}}", "algorithm=bc is cloning already"),
     ("small_without_chunks", f"{CARTPOLE} algorithm.ratio=action", "need a policy that acts in chunks"),
     ("small_without_chunks", f"{TEXTS} algorithm.advantage=gae_chunk policy.value_head=mlp", "need a policy that acts in chunks"),
-    ("small_head_learning_rate", f"{GROUPS} algorithm.head_learning_rate=1", "policy.name='actor_critic' has none: set it null"),
-    ("small_head_learning_rate", "algorithm.head_learning_rate=1", "policy.name='actor_critic' has none: set it null"),
-    ("no_model_folder", "sim=pixel_tasks policy=openvla policy.path=nowhere", "policy.path='nowhere' is no folder"),
+    ("small_head_learning_rate", f"{GROUPS} algorithm.head_learning_rate=1", "policy.name='actor_critic' has none: set it to null"),
+    ("small_head_learning_rate", "algorithm.head_learning_rate=1", "policy.name='actor_critic' has none: set it to null"),
+    ("no_model_folder", "sim=pixel_tasks policy=openvla policy.path=nowhere", "policy.path='nowhere' is not a folder"),
     ("no_probabilities", "sim=pixel_tasks policy=openvla_oft policy.path=. policy.head=l1", "set policy.head=discrete"),
     ("values_of_steps", f"{VLA} policy.value=action", "got policy.value=action and algorithm.advantage=gae."),
     (
@@ -108,41 +131,57 @@ EXAMPLES = (
         f"{VLA} algorithm.advantage=gae_action algorithm.ratio=action",
         "got policy.value=chunk and algorithm.advantage=gae_action.",
     ),
-    ("chunks_of_one", f"{VLA} policy.chunk=1 algorithm.advantage=gae_chunk", "'tiny_vla' acts step by step: take gae"),
+    (
+        "chunks_of_one",
+        f"{VLA} policy.chunk=1 algorithm.advantage=gae_chunk",
+        "'tiny_vla' has chunks of one step: set algorithm.advantage=gae",
+    ),
     # several domains
-    ("domains_recording", f"{DOMAINS} recording=[x]", "recording=x holds episodes of one task, and a run with several domains has many"),
+    ("domains_recording", f"{DOMAINS} recording=[x]", "recording=x has episodes of one task, and this run has several domains"),
     ("robot_player", f"{DOMAINS} domains.pole.algorithm.warm_start={{player:x}}", "algorithm.warm_start.player=x answers in text"),
-    ("domain_name", f"{DOMAINS} domains.language={{sim:{{name:x,target:y}}}}", "not be 'language' or 'shared'"),
-    ("domain_backend", f"{DOMAINS} domains.pole.backend=vllm", "gives a whole batch's actions in one pass: leave"),
-    ("mix_in_no_text", f"{DOMAINS} {MIX[:-2]},domains:[pole]}}}}", "generation.mix.guest.domains: 'pole' is no domain of text"),
-    ("mix_without_text", f"{GROUPS} {POLE} {MIX}", "generation.mix.guest: there is no domain of text to play"),
+    ("domain_name", f"{DOMAINS} domains.language={{sim:{{name:x,target:y}}}}", "none of 'language', 'shared' and 'roles'"),
+    ("domain_backend", f"{DOMAINS} domains.pole.backend=vllm", "domains.pole.policy computes batches of actions: leave"),
+    ("mix_in_no_text", f"{DOMAINS} {MIX[:-2]},domains:[pole]}}}}", "generation.mix.guest.domains: 'pole' is not a text domain"),
+    ("mix_without_text", f"{GROUPS} {POLE} {MIX}", "generation.mix.guest plays text domains, and this run has none"),
     # evaluation and checkpoints
-    ("return_never_measured", f"{CARTPOLE} stop_at_return=1 evaluation.every_steps=null", "must be set where stop_at_return is, got null"),
-    ("nothing_drawn", f"{CARTPOLE} evaluation.temperature=0.5", "must be null for policy.name=actor_critic: it is of action tokens"),
+    (
+        "return_never_measured",
+        f"{CARTPOLE} stop_at_return=1 evaluation.every_steps=null",
+        "stop_at_return=1 needs evaluations during the run",
+    ),
+    (
+        "nothing_drawn",
+        f"{CARTPOLE} evaluation.temperature=0.5",
+        "applies to action tokens (tiny_vla, openvla, openvla_oft), and policy.name=actor_critic",
+    ),
     (
         "within_ahead",
         f"{GROUPS} {APART} algorithm.groups.max_staleness=1 checkpoint.within_episodes=true",
-        "with algorithm.groups.max_staleness=1 here no run is",
+        "with algorithm.groups.max_staleness=1 no run repeats exactly",
     ),
     (
         "within_ahead",
         f"{CARTPOLE} hybrid=multiplexed algorithm.max_staleness=1 checkpoint.within_episodes=true",
-        "which slots share a forward pass, is the clock's",
+        "with hosts which slots share a forward pass",
     ),
     # reward workers
-    ("scored_rollouts", f"{CARTPOLE} {SCORED}", "choose a method on groups (algorithm=grpo"),
+    ("scored_rollouts", f"{CARTPOLE} {SCORED}", "choose a method with groups (algorithm=grpo"),
     # staleness
     (
         "stale_recordings",
         f"{CARTPOLE} algorithm=iql {EXPERT} algorithm.max_staleness=1",
-        "and algorithm=iql plays nothing: its steps were recorded",
+        "and algorithm=iql plays nothing: set algorithm.max_staleness=0",
     ),
-    ("stale_in_turns", f"{CARTPOLE} algorithm.max_staleness=1 hybrid.offload=[simulators]", "or algorithm.max_staleness=0."),
-    ("stale_in_turns", f"{GROUPS} {APART} algorithm.groups.max_staleness=1 hybrid.offload=[kv_cache]", "puts aside then what plays. "),
+    ("stale_in_turns", f"{CARTPOLE} algorithm.max_staleness=1 hybrid.offload=[simulators]", "or set algorithm.max_staleness=0."),
+    (
+        "stale_in_turns",
+        f"{GROUPS} {APART} algorithm.groups.max_staleness=1 hybrid.offload=[kv_cache]",
+        "offloads the simulators or the KV cache then",
+    ),
     (
         "stale_in_turns",
         f"{DOMAINS} {POLE_BY_PPO} algorithm.groups.max_staleness=1 hybrid.offload=[simulators]",
-        "or algorithm.groups.max_staleness=0.",
+        "or set algorithm.groups.max_staleness=0.",
     ),
     # placement
     (
@@ -150,41 +189,50 @@ EXAMPLES = (
         f"{CARTPOLE} hybrid.placement={{kind:hybrid,num_pipeline_stages:4}} sim.pipeline_groups=2",
         "num_pipeline_stages=4 contradicts sim.pipeline_groups=2",
     ),
-    ("shared_gpus", f"{TEXTS} {LENT} hybrid.ray.gpus={{generation:1,train:1}}", "The nearest possible: generation=0.5 and train=0.5."),
+    ("shared_gpus", f"{TEXTS} {LENT} hybrid.ray.gpus={{generation:1,train:1}}", "Set generation=0.5 and train=0.5."),
     (
         "divided_gpus",
         f"{CARTPOLE} hybrid=ray hybrid.sharding={{num_shards:2}} hybrid.ray.gpus.train=1",
-        "hybrid.ray.gpus.train=1 are divided among them. The nearest possible: hybrid.ray.gpus.train=2",
+        "cannot be divided evenly among 2 ranks (hybrid.sharding), which need whole GPUs: set hybrid.ray.gpus.train=2",
     ),
     (
         "recordings_multiplexed",
         f"{CARTPOLE} hybrid=multiplexed algorithm=bc {EXPERT}",
-        f"nothing plays until it is evaluated. {COLLOCATED}",
+        "algorithm=bc learns from recordings and plays nothing: set hybrid=collocated.",
     ),
-    ("apart_offload", f"{CARTPOLE} hybrid=ray hybrid.offload=[gradients]", "nothing is gained by moving what is there. Leave parameters,"),
+    ("apart_offload", f"{CARTPOLE} hybrid=ray hybrid.offload=[gradients]", "offloading from them gains nothing: leave parameters,"),
     # players
-    ("players_of_one_process", f"{GROUPS} hybrid.players=2", "and with hybrid.placement=collocated what plays is one already"),
-    ("players_of_one_process", f"{GROUPS} hybrid=multiplexed hybrid.players=2", "The nearest possible: hybrid.players=1, or one of these"),
+    ("players_of_one_process", f"{GROUPS} hybrid.players=2", "with hybrid.placement=collocated one player has all slots"),
+    ("players_of_one_process", f"{GROUPS} hybrid=multiplexed hybrid.players=2", "set hybrid.players=1, or one of these"),
     (
         "idle_players",
         f"{CARTPOLE} {APART} sim.num_slots=2 algorithm.minibatch_size=64 hybrid.players=3",
-        "divide sim.num_slots=2 slots: each needs one.",
+        "is more than sim.num_slots=2, and each player needs at least one of the slots",
     ),
-    ("players_of_one_process", f"{GROUPS} {LENT} hybrid.players=2", "and with hybrid.placement=multiplexed what plays is one already"),
-    ("idle_players", f"{DOMAINS} {APART} {MIX[:-2]},num_slots:2}}}} hybrid.players=4", "mix.guest.num_slots=2 slots: each needs"),
+    ("players_of_one_process", f"{GROUPS} {LENT} hybrid.players=2", "with hybrid.placement=multiplexed one player has all slots"),
+    (
+        "idle_players",
+        f"{DOMAINS} {APART} {MIX[:-2]},num_slots:2}}}} hybrid.players=4",
+        "more than generation.mix.guest.num_slots=2, and each",
+    ),
     (
         "idle_players",
         f"{GROUPS} {APART} algorithm.groups.groups_per_step=4 hybrid.players=5",
-        "groups_per_step=4 groups: each needs one. The nearest possible: hybrid.players=4.",
+        "groups_per_step=4, and each player needs at least one of the groups: set hybrid.players=4.",
     ),
     # weights that are sent
-    ("nothing_sent", f"{GROUPS} hybrid.publish=changed", "here nothing is sent: set hybrid.publish=full, or hybrid=disaggregated"),
-    ("no_adapter", f"{GROUPS} {APART} hybrid.publish=adapter", "The nearest possible: hybrid.publish=changed"),
+    ("nothing_sent", f"{GROUPS} hybrid.publish=changed", "this run sends none: set hybrid.publish=full, or hybrid=disaggregated"),
+    ("no_adapter", f"{GROUPS} {APART} hybrid.publish=adapter", "or hybrid.publish=changed"),
     ("no_adapter", f"{TEXTS} {APART} hybrid.publish=adapter", "policy.lora_rank=8"),
 )
 ON_GPUS = (
     ("", 4, f"{CARTPOLE} hybrid.placement={{env:[0/cpu],generation:[0/gpu:0],train:[0/gpu:1-2]}}", "hybrid.sharding.num_shards=2"),
-    ("too_few_gpus", 2, f"{CARTPOLE} hybrid=fsdp2 hybrid.placement=disaggregated", "for the player beside those of 2 training ranks"),
+    (
+        "too_few_gpus",
+        2,
+        f"{CARTPOLE} hybrid=fsdp2 hybrid.placement=disaggregated",
+        "a GPU for the player and one for each of 2 training ranks",
+    ),
     ("", 1, f"{CARTPOLE} {APART}", "needs at least 2 GPUs, and 'this machine' has 1"),
 )
 
@@ -251,7 +299,7 @@ def test_one_key_says_how_old_experience_may_be() -> None:
         algorithm = resolve(load_train_config(f"{GROUPS} {APART} {words}".split())).algorithm
         assert algorithm.groups is not None
         assert (algorithm.max_staleness, algorithm.groups.max_staleness) == (0, 2)
-    with pytest.raises(UserError, match=r"algorithm\.groups\.max_staleness=2 here no run is"):
+    with pytest.raises(UserError, match=r"algorithm\.groups\.max_staleness=2 no run repeats exactly"):
         resolve(load_train_config(f"{GROUPS} {APART} algorithm.max_staleness=2 checkpoint.within_episodes=true".split()))
 
 
@@ -272,6 +320,6 @@ def test_a_run_with_players_has_its_simulator_for_its_only_domain() -> None:
 
 
 def test_what_has_no_effect_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match=r"hosts and training take turns\. Set algorithm\.groups\.max_staleness=1"):
+    with pytest.warns(UserWarning, match=r"because no episode may use older weights\. Set algorithm\.groups\.max_staleness=1"):
         config = resolve(load_train_config([*GROUPS.split(), "hybrid=multiplexed"]))
     assert config.hybrid.num_threads is not None, "the threads of the hosts that are lent"

@@ -370,7 +370,7 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
     _check_given_once(overrides)
     for flag in ("--config-dir", "-cd"):
         if flag in flags and not Path(flags[flag]).is_dir():
-            raise UserError(f"{flag} {shown(flags[flag])} is no folder.")
+            raise UserError(f"{flag} {shown(flags[flag])} is not a folder.")
     own = [
         f"hydra.searchpath=[{quoted_value('file://' + str(Path(flags[flag]).absolute()))}]"
         for flag in ("--config-dir", "-cd")

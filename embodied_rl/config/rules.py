@@ -70,34 +70,34 @@ _FIXED_ROLLOUTS = (
     Rule(
         "rollouts_of_steps",
         _without_groups(lambda run: run.advantage.name not in OF_STEPS and not (run.advantage.own and run.advantage.returns_value_target)),
-        "algorithm.advantage='{algorithm.advantage}' works on whole episodes, and algorithm.groups is null: "
-        "choose a method with groups (algorithm=grpo, say), or advantage=gae.",
+        "algorithm.advantage='{algorithm.advantage}' needs whole episodes, and algorithm.groups is null: choose a method with groups "
+        "(algorithm=grpo, for example), or set algorithm.advantage=gae.",
     ),
     Rule(
         "one_ratio_for_steps",
         lambda run: run.advantage.name == "gae_action" and run.algorithm.ratio == "chunk",
-        "algorithm.advantage='gae_action' gives each step of a chunk its own advantage, and algorithm.ratio=chunk has one ratio "
-        "for all of them: set algorithm.ratio=action or token.",
+        "algorithm.advantage='gae_action' computes one advantage for each step of a chunk, and algorithm.ratio=chunk computes one ratio "
+        "for the whole chunk: set algorithm.ratio=action or token.",
     ),
     Rule(
         "rollout_loss",
         _without_groups(lambda run: run.why_episodes is not None),
-        "algorithm.loss='{algorithm.loss}' is offered on whole episodes ({run.why_episodes}): set algorithm.groups, or take a loss of "
-        "single decisions (ppo_clip, cispo, one of your own).",
+        "algorithm.loss='{algorithm.loss}' needs whole episodes ({run.why_episodes}): set algorithm.groups, or choose a loss of single "
+        "decisions (ppo_clip, cispo or your own).",
     ),
     Rule(
         "old_without_ratio",
         _without_groups(
             lambda run: "old_log_prob" not in run.loss.inputs and (run.algorithm.max_staleness or run.algorithm.num_epochs > 1)
         ),
-        "algorithm.loss='{algorithm.loss}' has no ratio and takes old decisions for new ones: set algorithm.num_epochs=1 and "
-        "algorithm.max_staleness=0, or take ppo_clip or cispo.",
+        "algorithm.loss='{algorithm.loss}' has no ratio, so it cannot correct for decisions of older weights: set algorithm.num_epochs=1 "
+        "and algorithm.max_staleness=0, or choose algorithm.loss=ppo_clip or cispo.",
     ),
     Rule(
         "weighed_normalisation",
         _without_groups(lambda run: run.algorithm.correction.enabled and run.algorithm.normalize_advantage == "minibatch"),
-        "algorithm.correction weighs advantages once an update, and algorithm.normalize_advantage=minibatch would take the weights out "
-        "again: set normalize_advantage=batch.",
+        "algorithm.correction multiplies the advantages by weights once per update, and algorithm.normalize_advantage=minibatch would "
+        "cancel the weights: set algorithm.normalize_advantage=batch.",
     ),
     Rule(
         "cloned_reward",
@@ -105,27 +105,27 @@ _FIXED_ROLLOUTS = (
             (own := run.algorithm).cloning is not None
             and (own.reward != RewardConfig() or own.normalize_reward or own.critic_warmup or own.initialized.share)
         ),
-        "algorithm.reward, .normalize_reward, .critic_warmup and .initialized are about rewards and success, and algorithm="
-        "{algorithm.name} imitates actions without looking at any: leave them out.",
+        "algorithm={algorithm.name} imitates actions and uses neither rewards nor success: leave out algorithm.reward, .normalize_reward, "
+        ".critic_warmup and .initialized.",
     ),
     Rule(
         "rollout_reward",
         _without_groups(lambda run: run.shapes_returns),
-        "algorithm.reward.mean, .std, .group_by and .truncated are about returns of whole episodes, which rollouts and stored steps do not "
-        "show, and .overlong_* about answers as text: set algorithm.groups, or algorithm.normalize_reward (.clip, .scale and "
-        ".length_penalty are about single steps, and go with both).",
+        "algorithm.reward.mean, .std, .group_by, .truncated and .overlong_* need whole episodes, and algorithm={algorithm.name} learns "
+        "from fixed rollouts or stored steps: set algorithm.groups, or use algorithm.normalize_reward, algorithm.reward.clip, .scale or "
+        ".length_penalty, which need only single steps.",
     ),
     Rule(
         "initialized_ahead",
         _without_groups(lambda run: run.algorithm.initialized.share > 0 and run.algorithm.max_staleness),
-        "algorithm.max_staleness={algorithm.max_staleness} plays rollouts that repeat to the bit while training, and where their episodes "
-        "start (algorithm.initialized) follows from those before, which would be learned from meanwhile, by the clock: set "
-        "max_staleness=0, or algorithm.groups.",
+        "algorithm.initialized chooses starts by the results of earlier episodes. With algorithm.max_staleness={algorithm.max_staleness} "
+        "these are learned from while the next rollouts are played, so the clock would choose: set algorithm.max_staleness=0, or "
+        "algorithm.groups.",
     ),
     Rule(
         "initialized_unplayed",
         lambda run: run.algorithm.initialized.share > 0 and run.algorithm.cloning is None and not run.algorithm.plays,
-        "algorithm.initialized is about episodes that a run plays, and algorithm={algorithm.name} plays none: leave it out.",
+        "algorithm.initialized sets where played episodes start, and algorithm={algorithm.name} plays none: leave it out.",
     ),
     Rule(
         "minibatch_of_a_rollout",
@@ -139,52 +139,55 @@ _WHOLE_EPISODES = (
     Rule(
         "rollout_staleness",
         _with_groups(lambda run, groups: run.algorithm.max_staleness),
-        "algorithm.max_staleness={algorithm.max_staleness} contradicts algorithm.groups.max_staleness={run.groups.max_staleness}: leave "
-        "one of them out.",
+        "algorithm.max_staleness={algorithm.max_staleness} contradicts algorithm.groups.max_staleness={run.groups.max_staleness}: set "
+        "only one of them.",
     ),
     Rule(
         "critic_warmup",
         _with_groups(lambda run, groups: run.algorithm.critic_warmup and not run.advantage.returns_value_target),
-        "algorithm.critic_warmup trains only the critic at first, and algorithm.advantage='{algorithm.advantage}' has none: set "
-        "algorithm.critic_warmup=0, or take a method with a critic (algorithm=ppo_episodes).",
+        "algorithm.critic_warmup={algorithm.critic_warmup} trains only the critic at first, and "
+        "algorithm.advantage='{algorithm.advantage}' has no critic: set algorithm.critic_warmup=0, or choose a method with a critic "
+        "(algorithm=ppo_episodes).",
     ),
     Rule(
         "group_of_one",
         _with_groups(lambda run, groups: run.advantage.needs & {"groups", "greedy_baseline"} and groups.group_size < 2),
         "algorithm.advantage='{algorithm.advantage}' compares the episodes of a group, and algorithm.groups.group_size is "
-        "{algorithm.groups.group_size}: set it to 2 or more, or take an advantage without groups (reinforce, gae).",
+        "{algorithm.groups.group_size}: set it to 2 or more, or choose an advantage without groups (reinforce, gae).",
     ),
     Rule(
         "loss_of_demonstrations",
         _with_groups(lambda run, groups: "demonstrations" in run.loss.needs),
-        "algorithm.loss='{algorithm.loss}' learns from demonstrations, and the episodes of a run are its own.",
+        "algorithm.loss='{algorithm.loss}' learns from demonstrations, and algorithm={algorithm.name} from the policy's own episodes: "
+        "choose algorithm=bc or dagger.",
     ),
     Rule(
         "gpg_advantage",
         _with_groups(lambda run, groups: run.loss.name == "gpg" and run.advantage.name != "gpg"),
-        "algorithm.loss='gpg' is a policy gradient with GPG's advantages: set advantage=gpg, not '{algorithm.advantage}'.",
+        "algorithm.loss='gpg' needs GPG's own advantage: set algorithm.advantage=gpg, not '{algorithm.advantage}'.",
     ),
     Rule(
         "ipa_advantage",
         _with_groups(lambda run, groups: run.loss.name == "ipa" and run.advantage.name != "ipa"),
-        "algorithm.loss='ipa' reads success from the sign of IPA's returns: set advantage=ipa, not '{algorithm.advantage}'.",
+        "algorithm.loss='ipa' reads success from the sign of IPA's returns: set algorithm.advantage=ipa, not '{algorithm.advantage}'.",
     ),
     Rule(
         "anchor_similarity",
         _with_groups(lambda run, groups: run.algorithm.anchor_similarity is not None and "anchors" not in run.advantage.needs),
-        "algorithm.anchor_similarity is about equal observations, which advantage='{algorithm.advantage}' does not compare.",
+        "algorithm.anchor_similarity={algorithm.anchor_similarity:g} compares observations, and "
+        "algorithm.advantage='{algorithm.advantage}' does not use the comparison: leave it out.",
     ),
     Rule(
         "stale_without_ratio",
         _with_groups(lambda run, groups: groups.max_staleness > 0 and run.loss.name in ("policy_gradient", "gpg")),
-        "algorithm.loss='{algorithm.loss}' has no ratio and takes old episodes for new ones: set algorithm.groups.max_staleness=0, "
-        "or take ppo_clip or topr.",
+        "algorithm.loss='{algorithm.loss}' has no ratio, so it cannot correct for episodes of older weights: set "
+        "algorithm.groups.max_staleness=0, or choose algorithm.loss=ppo_clip or topr.",
     ),
     Rule(
         "aggregation_horizon",
         _with_groups(lambda run, groups: (run.algorithm.aggregation == "seq-mean-token-sum-norm") != (run.algorithm.horizon is not None)),
-        "algorithm.aggregation=seq-mean-token-sum-norm divides by algorithm.horizon, the most steps that an episode may have, and "
-        "no other aggregation does: got aggregation={algorithm.aggregation} and horizon={algorithm.horizon}.",
+        "algorithm.aggregation=seq-mean-token-sum-norm needs algorithm.horizon (the most steps of an episode), and other aggregations do "
+        "not use it: got aggregation={algorithm.aggregation} and horizon={algorithm.horizon}.",
     ),
 )
 
@@ -192,18 +195,18 @@ _DIVERGENCE = (
     Rule(
         "kl_of_recordings",
         lambda run: run.algorithm.kl.coef > 0 and not run.algorithm.on_policy,
-        "algorithm.kl keeps a policy near the one that it played with at first, by the probabilities of what it drew; algorithm="
-        "{algorithm.name} learns from actions that others drew, which its objective keeps it near already: set algorithm.kl.coef=0.",
+        "algorithm.kl needs actions that the policy itself sampled, and algorithm={algorithm.name} learns from actions of others: set "
+        "algorithm.kl.coef=0 (its objective already keeps the policy near those actions).",
     ),
     Rule(
         "kl_without_gradient",
         lambda run: (kl := run.algorithm.kl).coef > 0 and kl.place == "loss" and kl.kind == "k1" and not kl.straight_through,
-        "algorithm.kl.kind='k1' as a loss has the gradient 0: take k2 or k3, or kl.place=reward.",
+        "algorithm.kl.kind='k1' as a loss has the gradient 0: set algorithm.kl.kind=k2 or k3, or algorithm.kl.place=reward.",
     ),
     Rule(
         "adapted_from_zero",
         lambda run: run.algorithm.kl.target is not None and run.algorithm.kl.coef == 0,
-        "algorithm.kl.target adapts a coefficient that starts at algorithm.kl.coef=0: give one above 0.",
+        "algorithm.kl.target multiplies algorithm.kl.coef, which is 0 and would stay 0: set algorithm.kl.coef above 0.",
     ),
 )
 
@@ -216,8 +219,8 @@ _OFF_POLICY = (
             and isinstance(run.policy, policies.PolicyConfig)
             and run.policy.distribution != "squashed"
         ),
-        "algorithm.off_policy.update='sac' needs a policy whose actions are bounded, got policy.distribution='{policy.distribution}': set "
-        "policy.distribution=squashed, the default of SAC (discrete actions: algorithm=ppo).",
+        "algorithm.off_policy.update='sac' needs bounded actions, got policy.distribution='{policy.distribution}': set "
+        "policy.distribution=squashed, the default of SAC (for discrete actions: algorithm=ppo).",
     ),
     Rule(
         "fixed_noise_sac",
@@ -227,26 +230,26 @@ _OFF_POLICY = (
             and isinstance(run.policy, policies.FlowPolicyConfig | policies.PI0PolicyConfig)
             and run.policy.method != "flow_noise"
         ),
-        "algorithm.off_policy.update='sac' keeps the policy's entropy where it is wanted, and policy.method='{policy.method}' has a fixed "
-        "one: set policy.method=flow_noise, whose deviations are learned, or take iql or awac.",
+        "algorithm.off_policy.update='sac' adjusts the policy's entropy, and policy.method='{policy.method}' has fixed noise: set "
+        "policy.method=flow_noise, which learns its noise, or algorithm.off_policy.update=iql or awac.",
     ),
     Rule(
         "recorded_sac",
         lambda run: (options := run.algorithm.off_policy) is not None and options.update == "sac" and not options.fresh,
-        "algorithm.off_policy.update='sac' follows its critics to actions that recordings do not hold; without fresh steps nothing "
-        "corrects it. Take iql or awac, or set algorithm.off_policy.fresh=true.",
+        "algorithm.off_policy.update='sac' tries actions that no recording contains, and without fresh steps nothing corrects its "
+        "critics: set algorithm.off_policy.update=iql or awac, or algorithm.off_policy.fresh=true.",
     ),
     Rule(
         "share_of_nothing_fresh",
         lambda run: (options := run.algorithm.off_policy) is not None and not options.fresh and options.recorded_share > 0,
-        "algorithm.off_policy.recorded_share is about minibatches with fresh steps: leave it at 0 with fresh=false.",
+        "algorithm.off_policy.recorded_share={algorithm.off_policy.recorded_share:g} mixes recorded steps with fresh ones, and "
+        "algorithm.off_policy.fresh=false plays none: set recorded_share=0, or fresh=true.",
     ),
     Rule(
         "recording_unused",
         lambda run: run.config.recording and not run.algorithm.learns_from_recordings and run.algorithm.warm_start is None,
-        "recording={config.recording[0]} is given, and algorithm={algorithm.name} learns only from actions that its own policy drew, whose "
-        "probabilities its loss compares. Choose one that learns from recorded ones (bc, dagger, iql, awac, rlpd), or clone them first "
-        "(algorithm.warm_start).",
+        "recording={config.recording[0]} has no effect: algorithm={algorithm.name} learns only from actions that its own policy sampled. "
+        "Choose a method that learns from recordings (bc, dagger, iql, awac, rlpd), or clone them first (algorithm.warm_start).",
     ),
 )
 
@@ -254,13 +257,13 @@ _PROGRAMS = (
     Rule(
         "program_without_words",
         lambda run: run.of_program and not run.speaks,
-        "sim={sim.name} is an agent program, which talks to a language model: set policy=language.",
+        "sim={sim.name} is an agent program, which calls a language model: set policy=language.",
     ),
     Rule(
         "program_initialized",
         lambda run: run.of_program and run.algorithm.initialized.share > 0,
-        "algorithm.initialized starts where a simulator was saved, and an agent program is a separate process, whose state is nowhere "
-        "but in it: set algorithm.initialized.share=0.",
+        "algorithm.initialized restores saved simulator states, and the state of an agent program cannot be saved: set "
+        "algorithm.initialized.share=0.",
     ),
 )
 
@@ -268,32 +271,33 @@ _LANGUAGE_AGENTS = (
     Rule(
         "agent_without_groups",
         lambda run: run.speaks and run.groups is None,
-        "policy.name=language learns from whole episodes, and algorithm={algorithm.name} does not: what an answer is worth "
-        "shows when its conversation is over. Choose one with groups (algorithm=grpo, gigpo, reinforce_plus_plus, …).",
+        "policy.name=language learns from whole episodes, and algorithm={algorithm.name} does not: choose a method with groups "
+        "(algorithm=grpo, gigpo, reinforce_plus_plus, …).",
     ),
     Rule(
         "agent_critic",
         lambda run: (
             isinstance(run.policy, policies.LanguageConfig) and run.advantage.returns_value_target and run.policy.value_head == "none"
         ),
-        "algorithm.advantage='{algorithm.advantage}' needs a critic: set policy.value_head=linear, or take grpo, gigpo, rloo, "
-        "segment_returns, …",
+        "algorithm.advantage='{algorithm.advantage}' needs a critic: set policy.value_head=linear, or choose an advantage without one "
+        "(grpo, gigpo, rloo, segment_returns, …).",
     ),
     Rule(
         "agent_tokens",
         lambda run: run.speaks and run.config.generation.backend not in _TOKENS,
-        "generation.backend='{config.generation.backend}' does not sample tokens: choose generation=tokens_torch or generation=vllm.",
+        "generation.backend='{config.generation.backend}' does not sample tokens, which policy=language needs: set "
+        "generation=tokens_torch or generation=vllm.",
     ),
     Rule(
         "agent_player",
         lambda run: run.speaks and run.algorithm.warm_start is not None and run.algorithm.warm_start.player is None,
-        "algorithm.warm_start of a language agent clones a scripted player: set algorithm.warm_start.player, such as "
-        "embodied_rl.sim.text.frozenlake:player, or algorithm.warm_start=null.",
+        "algorithm.warm_start of a language agent clones a scripted player, and none is set: set algorithm.warm_start.player (for example "
+        "embodied_rl.sim.text.frozenlake:player), or algorithm.warm_start=null.",
     ),
     Rule(
         "initialized_tools",
         lambda run: run.speaks and run.algorithm.initialized.share > 0 and run.config.agent.tools,
-        "algorithm.initialized starts where a simulator was saved, and tools keep a state that is not (variables, files, calls): set "
+        "algorithm.initialized restores saved simulator states, and the state of tools (variables, files, calls) cannot be saved: set "
         "agent.tools=[], or algorithm.initialized.share=0.",
     ),
 )
@@ -302,52 +306,55 @@ _ROBOTS = (
     Rule(
         "robot_tokens",
         lambda run: not run.speaks and run.config.generation.backend in _TOKENS,
-        "generation.backend='{config.generation.backend}' samples tokens, and policy.name='{policy.name}' acts in batches: "
-        "choose generation=torch, or policy=language.",
+        "generation.backend='{config.generation.backend}' samples tokens, and policy.name='{policy.name}' computes batches of actions: "
+        "set generation=torch, or policy=language.",
     ),
     Rule(
         "robot_player",
         lambda run: not run.speaks and run.algorithm.warm_start is not None and run.algorithm.warm_start.player is not None,
-        "algorithm.warm_start.player={algorithm.warm_start.player} answers in text, for policy=language; a robot's policy clones the "
-        "task's expert (algorithm.recorded.expert) or recording=…: set player=null.",
+        "algorithm.warm_start.player={algorithm.warm_start.player} answers in text, and policy.name='{policy.name}' gives actions: set "
+        "algorithm.warm_start.player=null, and clone the task's expert (algorithm.recorded.expert) or recording=….",
     ),
     Rule(
         "warm_start_of_cloning",
         lambda run: not run.speaks and run.algorithm.warm_start is not None and run.algorithm.cloning is not None,
-        "algorithm.warm_start clones the task's expert first, and algorithm={algorithm.name} does nothing else: leave it out.",
+        "algorithm.warm_start clones before the training, and algorithm={algorithm.name} is cloning already: leave it out.",
     ),
     Rule(
         "small_without_chunks",
         lambda run: (run.is_small and run.algorithm.ratio == "action") or (not run.gives_others and run.algorithm.advantage in _OF_CHUNKS),
-        "algorithm.ratio=action and advantages of chunks need a policy that acts in chunks (policy=tiny_vla, say).",
+        "algorithm.ratio=action and the advantages gae_chunk and gae_action need a policy that acts in chunks, and "
+        "policy.name='{policy.name}' does not: choose policy=tiny_vla, for example.",
     ),
     Rule(
         "small_head_learning_rate",
         # A domain's network may be beside a language policy, which the run's key is for.
         lambda run: run.is_small and run.domain is None and run.algorithm.head_learning_rate is not None,
-        "algorithm.head_learning_rate is about the head of a model, and policy.name='{policy.name}' has none: set it null "
-        "(algorithm.learning_rate, .value_learning_rate).",
+        "algorithm.head_learning_rate trains the head of a large model, and policy.name='{policy.name}' has none: set it to null, and use "
+        "algorithm.learning_rate and .value_learning_rate.",
     ),
     Rule(
         "no_model_folder",
         lambda run: run.model_folder is not None and run.config.resume is None and not run.model_folder.is_dir(),
-        "policy.path='{policy.path}' is no folder. Give the folder of a checkpoint: config.json, safetensors and a tokenizer.",
+        "policy.path='{policy.path}' is not a folder. Give the folder of a checkpoint, with config.json, safetensors files and a "
+        "tokenizer.",
     ),
     Rule(
         "no_probabilities",
         lambda run: isinstance(run.policy, policies.OpenVLAOFTPolicyConfig) and run.policy.head == "l1" and run.algorithm.cloning is None,
-        "policy.head=l1 gives actions without probabilities, only for cloning and evaluation: set policy.head=discrete.",
+        "policy.head=l1 gives actions without probabilities, which only cloning and evaluation can use: set policy.head=discrete.",
     ),
     Rule(
         "values_of_steps",
         lambda run: run.gives_others and run.values_steps != (run.algorithm.advantage == "gae_action") and run.algorithm.cloning is None,
-        "A value for each step of a chunk (policy.value=action) goes with algorithm.advantage=gae_action, neither without the other: "
-        "got policy.value={run.value_of} and algorithm.advantage={algorithm.advantage}.",
+        "policy.value=action (a value for each step of a chunk) and algorithm.advantage=gae_action need each other: got "
+        "policy.value={run.value_of} and algorithm.advantage={algorithm.advantage}.",
     ),
     Rule(
         "chunks_of_one",
         lambda run: run.gives_others and run.algorithm.advantage in _OF_CHUNKS and run.policy.chunk_size == 1,
-        "algorithm.advantage={algorithm.advantage} is about chunks, and policy.name='{policy.name}' acts step by step: take gae.",
+        "algorithm.advantage={algorithm.advantage} needs chunks, and policy.name='{policy.name}' has chunks of one step: set "
+        "algorithm.advantage=gae.",
     ),
 )
 
@@ -360,28 +367,29 @@ _DOMAINS = (
     Rule(
         "domains_recording",
         lambda run: run.config.domains and run.config.recording,
-        "recording={config.recording[0]} holds episodes of one task, and a run with several domains has many: set domains.NAME.recording.",
+        "recording={config.recording[0]} has episodes of one task, and this run has several domains: set domains.NAME.recording.",
     ),
     Rule(
         "domain_name",
         lambda run: run.ill_named is not None,
-        "domains: '{run.ill_named}' must be made of letters, digits and _, and not be 'language' or 'shared'.",
+        "domains: the name '{run.ill_named}' is not allowed. Use letters, digits and _, not a digit first, and none of 'language', "
+        "'shared' and 'roles'.",
     ),
     Rule(
         "domain_backend",
         lambda run: run.sampling_domain is not None,
-        "domains.{run.sampling_domain}.backend samples a language policy's answers token by token, and domains.{run.sampling_domain}."
-        "policy gives a whole batch's actions in one pass: leave the backend out.",
+        "domains.{run.sampling_domain}.backend samples tokens of a language policy, and domains.{run.sampling_domain}.policy computes "
+        "batches of actions: leave the backend out.",
     ),
     Rule(
         "mix_in_no_text",
         lambda run: run.stray is not None,
-        "generation.mix.{run.stray[0]}.domains: '{run.stray[1]}' is no domain of text.{run.near_stray}",
+        "generation.mix.{run.stray[0]}.domains: '{run.stray[1]}' is not a text domain of this run.{run.near_stray}",
     ),
     Rule(
         "mix_without_text",
         lambda run: run.config.generation.mix and not run.played,
-        "generation.mix.{run.mixed}: there is no domain of text to play.",
+        "generation.mix.{run.mixed} plays text domains, and this run has none: leave generation.mix out.",
     ),
 )
 
@@ -389,13 +397,14 @@ EVALUATION = (
     Rule(
         "return_never_measured",
         lambda run: run.config.stop_at_return is not None and run.config.evaluation.every_steps is None,
-        "evaluation.every_steps must be set where stop_at_return is, got null.",
+        "stop_at_return={config.stop_at_return:g} needs evaluations during the run, and evaluation.every_steps is null: set "
+        "evaluation.every_steps.",
     ),
     Rule(
         "nothing_drawn",
         lambda run: run.config.evaluation.temperature is not None and not any(task.draws_tokens for task in run.tasks),
-        "evaluation.temperature must be null for policy.name={policy.name}: it is of action tokens (tiny_vla, openvla, openvla_oft), got "
-        "{config.evaluation.temperature:g}.",
+        "evaluation.temperature={config.evaluation.temperature:g} applies to action tokens (tiny_vla, openvla, openvla_oft), and "
+        "policy.name={policy.name} samples none: set it to null.",
     ),
 )
 
@@ -405,9 +414,9 @@ _CHECKPOINTS = (
         lambda run: (
             run.config.checkpoint.within_episodes and run.max_staleness > 0 and (run.groups is not None or run.kind == "multiplexed")
         ),
-        "checkpoint.within_episodes repeats a run to the bit, and with {run.staleness_key}={run.max_staleness} here no run is: how far an "
-        "episode has come when new weights arrive, and with hosts which slots share a forward pass, is the clock's. Set it false: what "
-        "was begun is asked for again by its seeds.",
+        "checkpoint.within_episodes repeats a run exactly, and with {run.staleness_key}={run.max_staleness} no run repeats exactly: the "
+        "clock decides when new weights arrive, and with hosts which slots share a forward pass. Set checkpoint.within_episodes=false; a "
+        "resumed run then plays unfinished episodes again from their seeds.",
     ),
 )
 
@@ -415,8 +424,8 @@ _REWARDS = (
     Rule(
         "scored_rollouts",
         lambda run: run.hybrid.reward_worker is not None and run.groups is None,
-        "hybrid.reward_worker scores an episode when it is over, and algorithm={algorithm.name} learns from steps before that (fixed "
-        "rollouts), or from steps that were stored: choose a method on groups (algorithm=grpo, ppo_episodes, …).",
+        "hybrid.reward_worker scores finished episodes, and algorithm={algorithm.name} learns from steps before their episode ends: "
+        "choose a method with groups (algorithm=grpo, ppo_episodes, …).",
     ),
 )
 
@@ -424,16 +433,16 @@ _STALENESS = (
     Rule(
         "stale_recordings",
         lambda run: run.algorithm.max_staleness > 0 and not run.config.plays,
-        "algorithm.max_staleness={algorithm.max_staleness} plays on while training, and algorithm={algorithm.name} plays nothing: its "
-        "steps were recorded. Set it to 0.",
+        "algorithm.max_staleness={algorithm.max_staleness} lets the simulators play during training, and algorithm={algorithm.name} plays "
+        "nothing: set algorithm.max_staleness=0.",
     ),
     Rule(
         "stale_in_turns",
         lambda run: (
             run.max_staleness > 0 and (run.plays_rollouts or run.plays_apart) and {"simulators", "kv_cache"} & set(run.hybrid.offload)
         ),
-        "{run.staleness_key}={run.max_staleness} plays on while training, and hybrid.offload={hybrid.offload} puts aside then what plays. "
-        "The nearest possible: leave simulators and kv_cache out, or {run.staleness_key}=0.",
+        "{run.staleness_key}={run.max_staleness} plays during training, and hybrid.offload={hybrid.offload} offloads the simulators or "
+        "the KV cache then: leave both out of hybrid.offload, or set {run.staleness_key}=0.",
     ),
 )
 
@@ -441,8 +450,8 @@ _HERE = (
     Rule(
         "pipeline_stages",
         lambda run: not run.on_ray and run.hybrid.placement.num_pipeline_stages not in (1, run.sim.num_groups),
-        "hybrid.placement.num_pipeline_stages={hybrid.placement.num_pipeline_stages} contradicts sim.pipeline_groups="
-        "{sim.pipeline_groups}: leave one of them out.",
+        "hybrid.placement.num_pipeline_stages={hybrid.placement.num_pipeline_stages} contradicts "
+        "sim.pipeline_groups={sim.pipeline_groups}: set only one of them.",
     ),
     Rule(
         "too_few_gpus",
@@ -453,12 +462,11 @@ _HERE = (
             and bool(run.roles)  # raises if there are fewer than two
             and run.ranks + run.hybrid.players > run.num_gpus
         ),
-        "hybrid.placement=disaggregated needs a GPU for {run.player} beside those of {run.ranks} training ranks, and this machine has "
-        "{run.num_gpus}. The nearest possible: {run.most_ranks} ranks, or hybrid.placement=collocated.",
+        "hybrid.placement=disaggregated needs a GPU for {run.player} and one for each of {run.ranks} training ranks, and this machine has "
+        "{run.num_gpus}: use {run.most_ranks} ranks, or hybrid.placement=collocated.",
     ),
 )
 
-_COLLOCATED = "The nearest possible: hybrid=collocated."
 _APART = (
     Rule(
         "shared_gpus",
@@ -468,44 +476,42 @@ _APART = (
             and max(run.ray_gpus_of_hosts, run.ray_gpus) > 0
             and not (min(run.ray_gpus_of_hosts, run.ray_gpus) > 0 and run.ray_gpus_of_hosts + run.ray_gpus / run.ranks <= 1)
         ),
-        "hybrid.placement=multiplexed lends a host's GPU to a rank of training, and Ray gives both their part of it for life: "
-        "hybrid.ray.gpus.generation={run.ray_gpus_of_hosts:g} and hybrid.ray.gpus.train={run.ray_gpus:g} of {run.ranks} ranks are no parts "
-        "of one. The nearest possible: generation=0.5 and train={run.half_gpus:g}.",
+        "hybrid.placement=multiplexed shares a GPU between a host and a training rank, so their parts must add up to at most 1, got "
+        "hybrid.ray.gpus.generation={run.ray_gpus_of_hosts:g} and hybrid.ray.gpus.train={run.ray_gpus:g} for {run.ranks} ranks. Set "
+        "generation=0.5 and train={run.half_gpus:g}.",
     ),
     Rule(
         "divided_gpus",
         lambda run: run.on_ray and run.hybrid.sharding is not None and run.kind != "multiplexed" and run.ray_gpus % run.ranks,
-        "hybrid.sharding: {run.ranks} ranks need a GPU each, or as many whole ones, and hybrid.ray.gpus.train={run.ray_gpus:g} are "
-        "divided among them. The nearest possible: hybrid.ray.gpus.train={run.nearest_gpus:g}, or another number of ranks.",
+        "hybrid.ray.gpus.train={run.ray_gpus:g} cannot be divided evenly among {run.ranks} ranks (hybrid.sharding), which need whole "
+        "GPUs: set hybrid.ray.gpus.train={run.nearest_gpus:g}, or change the number of ranks.",
     ),
     Rule(
         "recordings_multiplexed",
         lambda run: run.kind == "multiplexed" and not run.config.plays,
-        "hybrid.placement=multiplexed lends devices of what plays to training, and algorithm={algorithm.name} learns from recordings: "
-        f"nothing plays until it is evaluated. {_COLLOCATED}",
+        "hybrid.placement=multiplexed lends the devices of playing hosts to training, and algorithm={algorithm.name} learns from "
+        "recordings and plays nothing: set hybrid=collocated.",
     ),
     Rule(
         "apart_offload",
         lambda run: run.on_ray and set(run.hybrid.offload) - {"simulators", "kv_cache"},
-        "hybrid.offload={hybrid.offload}: with hybrid.cluster=ray training has its devices for itself, all the time, and nothing is gained "
-        "by moving what is there. Leave parameters, gradients and optimizer out.",
+        "hybrid.offload={hybrid.offload}: with hybrid.cluster=ray nothing else uses the training devices, so offloading from them gains "
+        "nothing: leave parameters, gradients and optimizer out.",
     ),
 )
 
-_ONE_PLAYER = "The nearest possible: hybrid.players=1"
 _PLAYERS = (
     Rule(
         "players_of_one_process",
         lambda run: run.hybrid.players > run.most_players,
-        "hybrid.players={hybrid.players}: beside training several may play at once (processes of hybrid=disaggregated, actors of "
-        "hybrid=ray), and with hybrid.placement={run.kind} what plays is one already, with all slots. "
-        f"{_ONE_PLAYER}, or one of these.",
+        "hybrid.players={hybrid.players} needs players in their own processes (hybrid=disaggregated or hybrid=ray), and with "
+        "hybrid.placement={run.kind} one player has all slots: set hybrid.players=1, or one of these.",
     ),
     Rule(
         "idle_players",
         lambda run: run.hybrid.players > run.scarcest[1],
-        "hybrid.players={hybrid.players} divide {run.scarcest[0]}={run.scarcest[1]} {run.scarcest[2]}: each needs one. The nearest "
-        "possible: hybrid.players={run.scarcest[1]}.",
+        "hybrid.players={hybrid.players} is more than {run.scarcest[0]}={run.scarcest[1]}, and each player needs at least one of the "
+        "{run.scarcest[2]}: set hybrid.players={run.scarcest[1]}.",
     ),
 )
 
@@ -513,14 +519,14 @@ _WEIGHTS_SENT = (
     Rule(
         "nothing_sent",
         lambda run: run.hybrid.publish != "full" and not run.plays_apart,
-        "hybrid.publish={hybrid.publish} is about weights that are sent to another process, and here nothing is sent: set "
-        "hybrid.publish=full, or hybrid=disaggregated.",
+        "hybrid.publish={hybrid.publish} applies to weights sent to another process, and this run sends none: set hybrid.publish=full, or "
+        "hybrid=disaggregated.",
     ),
     Rule(
         "no_adapter",
         lambda run: run.hybrid.publish == "adapter" and not any(task.has_adapter for task in run.tasks),
-        "hybrid.publish=adapter sends a LoRA adapter without its model, and no policy of this run has one (policy=language or openvla, "
-        "policy.lora_rank=8). The nearest possible: hybrid.publish=changed.",
+        "hybrid.publish=adapter sends only a LoRA adapter, and no policy of this run has one: set policy.lora_rank=8 (policy=language or "
+        "openvla), or hybrid.publish=changed.",
     ),
 )
 
@@ -536,14 +542,14 @@ WARNINGS = (
     Rule(
         "multiplexed_in_turns",
         lambda run: run.kind == "multiplexed" and run.max_staleness == 0,
-        "hybrid.placement=multiplexed with {run.staleness_key}=0: nothing may be played while training, so that hosts and "
-        "training take turns. Set {run.staleness_key}=1 to have them work at the same time.",
+        "hybrid.placement=multiplexed with {run.staleness_key}=0: playing and training take turns, because no episode may use older "
+        "weights. Set {run.staleness_key}=1 to let them work at the same time.",
     ),
     Rule(
         # One configuration serves a laptop and a machine with GPUs: the run reports settings without effect here.
         "offloaded_to_itself",
         lambda run: run.hybrid.sharding is not None and run.hybrid.sharding.cpu_offload and not run.trains_on_gpu,
-        "hybrid.sharding.cpu_offload has no effect: training runs on processors here ({run.no_gpu}), where everything lies in host memory "
+        "hybrid.sharding.cpu_offload has no effect: training runs on the CPU here ({run.no_gpu}), where all weights are in host memory "
         "already.",
     ),
 )

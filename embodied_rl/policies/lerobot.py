@@ -172,7 +172,7 @@ def _check_folder(folder: Path) -> None:
     for name in ("config.json", "model.safetensors", *_PROCESSORS):
         if not (folder / name).is_file():
             rule = "policy.options.path names what save_pretrained wrote"
-            raise UserError(f"'{folder}' is no folder of a LeRobot policy: it has no {name}; {rule}.")
+            raise UserError(f"'{folder}' is not the folder of a LeRobot policy: {name} is missing; {rule}.")
     for name in _PROCESSORS:
         try:
             steps = json.loads((folder / name).read_text(encoding="utf-8"))["steps"]

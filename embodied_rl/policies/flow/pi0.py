@@ -354,8 +354,8 @@ def build_pi0(config: PI0PolicyConfig, spec: SimSpec) -> PI0Policy:
     Raises UserError: the folder is missing or incomplete, does not fit the simulator, or the task gives no instruction."""
     if not Path(config.path).is_dir():
         raise UserError(
-            f"policy.path='{config.path}' is no folder. Give the folder of a pi0 checkpoint of transformers: config.json, safetensors and "
-            "the tokenizer's files (docs/flow_policies.md)."
+            f"policy.path='{config.path}' is not a folder. Give the folder of a pi0 checkpoint of transformers, with config.json, "
+            "safetensors files and the tokenizer's files (docs/flow_policies.md)."
         )
     if config.instruction is None and config.instruction_key not in spec.observation and spec.instruction is None:
         raise UserError(f"Task '{spec.task}' gives no instruction; pi0 acts on language. Set policy.instruction='pick up the …'.")

@@ -602,8 +602,8 @@ def build_openvla(config: OpenVLAPolicyConfig, spec: SimSpec) -> VLAPolicy:
     """
     if not Path(config.path).is_dir():
         raise UserError(
-            f"policy.path='{config.path}' is no folder. Give the folder of an OpenVLA checkpoint: config.json, safetensors and the "
-            "tokenizer's files (docs/openvla.md)."
+            f"policy.path='{config.path}' is not a folder. Give the folder of an OpenVLA checkpoint, with config.json, safetensors files "
+            "and the tokenizer's files (docs/openvla.md)."
         )
     if config.instruction is None and config.instruction_key not in spec.observation and spec.instruction is None:
         raise UserError(f"Task '{spec.task}' gives no instruction. A VLA acts on language: set policy.instruction='put the … on the …'.")

@@ -327,7 +327,7 @@ def test_a_run_is_configured_with_it_by_name(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "spec", "message"),
     [
-        ({"path": "nowhere"}, TALKING, "policy.path='nowhere' is no folder"),
+        ({"path": "nowhere"}, TALKING, "policy.path='nowhere' is not a folder"),
         ({}, SimSpec(SPEC.task, SPEC.observation, SPEC.action), "gives no instruction"),
         ({"chunk": 9}, TALKING, "Choose a shorter chunk"),
     ],

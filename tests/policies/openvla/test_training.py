@@ -362,9 +362,9 @@ def test_the_recipes_are_complete_but_for_the_weights(folder: Path) -> None:
         config = load_train_config([f"experiment={name}"])
         assert (config.policy.name, config.policy.chunk_size, config.algorithm.ratio) == (kind, chunk, "token")
         assert config.hybrid.precision == "bfloat16"
-        with pytest.raises(UserError, match=r"policy\.path='checkpoints/.*' is no folder"):
+        with pytest.raises(UserError, match=r"policy\.path='checkpoints/.*' is not a folder"):
             resolve(config)  # before any simulator is started
-        with pytest.raises(UserError, match=r"policy\.path='checkpoints/.*' is no folder"):
+        with pytest.raises(UserError, match=r"policy\.path='checkpoints/.*' is not a folder"):
             build_policy(config.policy, SPEC)
         ready = dataclasses.replace(config.policy, path=str(folder), dtype="float32", unnorm_key="bridge_orig")
         assert build_policy(ready, SPEC).chunk_size == chunk
@@ -373,7 +373,7 @@ def test_the_recipes_are_complete_but_for_the_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "spec", "message"),
     [
-        ({"path": "nowhere"}, SPEC, r"policy\.path='nowhere' is no folder"),
+        ({"path": "nowhere"}, SPEC, r"policy\.path='nowhere' is not a folder"),
         ({"unnorm_key": "bridge_orign"}, SPEC, r"unnorm_key='bridge_orign' is not in .*Did you mean 'bridge_orig'"),
         ({}, dataclasses.replace(SPEC, action=ActionSpec.continuous([-1.0] * 4, [1.0] * 4)), r"takes 4 action dimensions, but .* has 7"),
         ({}, dataclasses.replace(SPEC, observation={"state": TensorSpec((3,))}), r"'rgb' is not an observation of task"),
