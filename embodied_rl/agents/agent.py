@@ -157,8 +157,7 @@ class Prompts:
         return self._encoded(self.tokenizer.chat_text([*system, {"role": "user", "content": message}]))
 
     def continuation(self, message: str, answer_ids: np.ndarray) -> np.ndarray:
-        """[n] int64: tokens between an answer's sampled tokens and the next answer. Raises UserError: the chat template changes an answer's
-        text."""
+        """[n] int64: tokens between an answer's sampled tokens and the next answer. Raises UserError: the chat template changes answers."""
         token_ids = self._following(message)
         # The token that ends a turn was sampled, unless the answer was cut.
         ended = self.config.chat and len(answer_ids) > 0 and len(token_ids) > 0 and int(answer_ids[-1]) == int(token_ids[0])
@@ -330,7 +329,7 @@ class ImageInputs:
     """[P] int64 and pictures → [P'] int64 with as many tokens as they take."""
 
     def look(self, observation: Mapping[str, Any], row: int, seen: list[np.ndarray]) -> str:
-        """Text of a row of observations, placeholders first; appends its pictures to `seen`. Raises UserError: the text itself contains a
+        """Text of a row of observations after placeholders; appends its pictures to `seen`. Raises UserError: the text has a
         placeholder."""
         text = str(observation["text"][row])
         if self.placeholder.strip() in text:

@@ -1,7 +1,6 @@
 """Shared parts of the command lines: `key=value` arguments, printed tables, errors as one line, exit statuses.
 
-Exit status 0 is success, 2 a mistake of the user (one line on stderr, no traceback), 1 a failure of a simulator or of the numbers, 130
-Ctrl-C.
+Exit status 0 is success, 2 a mistake of the user (one line on stderr, no traceback), 1 a failed simulator or bad numbers, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -149,8 +148,7 @@ def run_command(body: Callable[[], object]) -> None:
     except Exception as error:
         if isinstance(error, MemoryError) or _TORCH_HAS_NO_MEMORY in str(error):
             fail(f"This machine has too little memory: {brief(error) or 'it gives no more'}. Make sizes, slots or batches smaller.", 1)
-        # A simulator's fault has the worker's own traceback, which ours would hide. Looked up, not imported: if a SimFault was raised, its
-        # module is loaded.
+        # A simulator's fault has the worker's own traceback, which ours would hide. If one was raised, its module is loaded.
         faults = sys.modules.get("embodied_rl.sim.faults")
         if faults is None or not isinstance(error, faults.SimFault):
             raise
@@ -182,8 +180,7 @@ def _format_warning(message: Warning | str, category: type[Warning], filename: s
 
 
 def serve_until_stopped(close: Callable[[], object], message: str, new_token: str | None, for_what: str) -> None:
-    """Print that a server is running, and its token if it is new (`for_what`: who needs it); serve until Ctrl-C or SIGTERM, then `close`
-    it."""
+    """Print that a server is running, and its new token (`for_what`: who needs it); serve until Ctrl-C or SIGTERM, then `close` it."""
     if new_token is not None:
         from embodied_rl.serving.http_server import TOKEN_VARIABLE
 

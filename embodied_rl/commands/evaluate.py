@@ -502,8 +502,7 @@ def _server(overrides: Mapping[str, Any]) -> PlayerConfig:
 
 
 def play_untrained(player: Untrained) -> output.EvaluationResult:
-    """Play the episodes and compute their figures. Raises UserError: the policy does not fit the simulator, its folder is incomplete, or a
-    server does not answer."""
+    """Play the episodes and compute their figures. Raises UserError: the policy does not fit or is incomplete, or no server answers."""
     import torch
 
     config, wanted = player.config, player.config.evaluation

@@ -256,8 +256,7 @@ def film_recording(
 ) -> list[Path]:
     """Show episodes of a recording and write one video per format; earlier videos stay, new ones get a number.
 
-    Recorded pictures are used if there are any. Otherwise the simulator replays the episodes, from state to state if states were recorded,
-    else by their actions.
+    Recorded pictures are used if there are any. Otherwise the simulator replays the episodes, by their states if recorded, else by actions.
 
     Args:
         film: settings; ``cameras`` are recorded ones.
@@ -326,8 +325,7 @@ def _pictures(rows: Sequence[Row], spec: SimSpec, film: Film, cameras: Sequence[
 
 
 def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[str]) -> None:
-    """Add a video to the logs of the checkpoint's run, at the checkpoint's step. Raises MissingExtraError: a logger's packages are not
-    installed."""
+    """Add a video to the logs of the checkpoint's run, at its step. Raises MissingExtraError: a logger's packages are missing."""
     run_dir, config = checkpoint.run_dir, checkpoint.config.logger
     for name in names:
         logger: TensorBoardLogger | WandbLogger

@@ -31,8 +31,7 @@ COMMAND = Command(
 
 
 def expand_runs(words: Sequence[str]) -> list[Path]:
-    """Folders of ``A``, ``A,B`` or patterns such as ``runs/fetch_reach/*``, each once; of a pattern only runs. Raises UserError: a pattern
-    matches no run."""
+    """Folders of ``A``, ``A,B`` or patterns such as ``runs/fetch/*``, once each; patterns select runs only. Raises UserError: no match."""
 
     def is_run(path: str) -> bool:
         return any(Path(path, name).exists() for name in ("results.json", METRICS_FILE, "checkpoints"))

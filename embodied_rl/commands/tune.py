@@ -163,8 +163,7 @@ def _open(folder: Path, prune: bool, seed: int) -> Study:
 
 
 def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[Range], trials: int) -> list[Path]:
-    """Run the remaining trials; returns the folders of those that this call finished. Raises UserError: the very first trial of a study is
-    invalid."""
+    """Run the remaining trials; returns the folders of the finished ones. Raises UserError: a study's first trial is invalid."""
     from optuna.trial import TrialState
 
     finished = []

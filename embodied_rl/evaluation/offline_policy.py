@@ -375,7 +375,7 @@ def score_episode(
     return ScoredEpisode(target.spec.action.denormalise(predicted), log_prob, draws, probability, features)
 
 
-# ---- what rules importance weights out --------------------------------------------------------------------------------
+# ---- reasons against importance weights -------------------------------------------------------------------------------
 
 
 def drew_tokens(info: RecordingInfo) -> bool:

@@ -265,7 +265,7 @@ def _empty(recording: Recording, number: int, episode: RecordedEpisode) -> Filme
     return FilmedEpisode(episode.seed, episode.task or spec.task, episode.instruction or spec.instruction, summary=summary)
 
 
-# ---- Filming: seeds are played as evaluation plays them, and every step leaves a picture ------------------------------
+# ---- filming: plays seeds as evaluation does, with a picture of every step --------------------------------------------
 
 
 class StepByStep(WrappedGenerator):

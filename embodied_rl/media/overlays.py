@@ -202,8 +202,7 @@ class Row:
 
 
 class Pictures(Sequence[np.ndarray]):
-    """The pictures [H, W, 3] uint8 of a video. After its end an episode keeps its last moment, and the frame around it gets the colour of
-    its outcome.
+    """The pictures [H, W, 3] uint8 of a video. An ended episode keeps its last moment, in a frame with the colour of its outcome.
 
     Args:
         rows: one policy, whose episodes become a grid; or two, one above the other, each below a band with its name.

@@ -146,7 +146,7 @@ class Sandboxed:
         words: the command; empty: Python, whose source is the first `code_bytes` of its input.
         env: all its variables; HOME and TMPDIR become its scratch folder.
         cwd: working folder; None: its scratch folder.
-        report: a descriptor for the name of an exceeded limit; None: its error stream.
+        report: a descriptor for the sentence about an exceeded limit; None: its error stream.
 
         Raises OSError: no process can be started.
         """

@@ -64,7 +64,7 @@ class Tree:
         return tree
 
     def used_s(self, processes: dict[int, list[bytes]]) -> float:
-        """Processor seconds of everything that ran: the group's figure, or the sum of `processes` and of ended children."""
+        """Processor seconds of everything that ran: the group's figure, or that of `processes` and ended children if larger."""
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         ticks = sum(int(ticks) for fields in processes.values() for ticks in fields[11:15])
         # The other sum includes processes that left the group, which prlimit cannot prevent.

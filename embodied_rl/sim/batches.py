@@ -69,8 +69,7 @@ class SlotViews:
     # ---- actions ----------------------------------------------------------------------------------------------------
 
     def put_actions(self, actions: Actions, watched: Sequence[bool] | None = None) -> np.ndarray | list[str]:
-        """Write actions into the slab; returns a copy of what was written, one entry per slot. `watched`: see `Simulators.send`.
-        Raises ValueError."""
+        """Write actions into the slab; returns a copy of them, one entry per slot. `watched`: see `Simulators.send`. Raises ValueError."""
         if self._action is not None:
             self._action[...] = actions
             return self._action.copy()

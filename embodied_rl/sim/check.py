@@ -127,8 +127,7 @@ def check_sim(
         steps: longest compared episode.
         continuation_steps: most steps compared after a restored snapshot.
         longest_episode: most steps to wait for an episode's end.
-        new_processes: also compare with new Python processes; skipped for a factory that they cannot import (a lambda, a class of
-            ``__main__``).
+        new_processes: also compare with new Python processes; not for a factory that they cannot import (a lambda).
 
     Raises:
         UserError: the simulator cannot be built because of the user's arguments, missing packages or assets.

@@ -2,8 +2,7 @@
 
 The kernel now and then wakes two unbound workers on one core, which makes a rollout wait. Bound workers avoid that, but cannot move away:
 two runs bound to the same cores lose a third, and so does one run beside other work. A run that binds its workers therefore locks each
-core, binds only on a nearly idle machine, and checks every few seconds: once other processes take time, its workers may move for the rest
-of the run.
+core, binds only on a nearly idle machine, and checks every few seconds: once other processes take time, its workers may move for good.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def _check_contract(sim: SimEnv) -> None:
         raise UserError(f"{kind.__name__}.spec must be an embodied_rl.types.SimSpec: set it in __init__.")
 
 
-# ---- which tasks a simulator has: asked of its adapter, which imports that simulator and no other ---------------------
+# ---- tasks of a simulator: its adapter lists them, and imports that simulator only ------------------------------------
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,11 @@ class FaultPolicy:
 
     recovery: Literal["restore", "restart"] = "restore"
     """restore: a new worker resumes every episode, from its last snapshot or its seed, by replaying the actions since then; the caller only
-    sees a late step. An episode that fails twice at the same step is given up. restart: the episodes of a failed worker are given up and
-    new ones begin."""
+    sees a late step. An episode that fails twice at the same step is given up. restart: new episodes replace the failed worker's."""
     stop_on: frozenset[FaultKind] = frozenset()
     """Kinds that end the run at once, with a SimFault from the call that notices."""
     max_restarts: int = 5
-    """Most failures of a worker in a row without a step in between, and most episodes that it gives up without finishing one; more end the
-    run."""
+    """Most failures of a worker in a row without a step, and most episodes that it gives up without finishing one; more end the run."""
     backoff_s: float = 0.1
     """Pause before the second restart in a row; doubles with each further one."""
     max_backoff_s: float = 30.0

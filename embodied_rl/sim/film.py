@@ -107,7 +107,7 @@ def _stacked(views: Sequence[np.ndarray]) -> np.ndarray:
     return canvas
 
 
-# ---- pictures of text: what films show of a task that draws nothing itself ------------------------------------------------
+# ---- pictures of text, for films of tasks that draw nothing ---------------------------------------------------------------
 
 
 PAPER, INK, FAINT = (250, 249, 245), (35, 38, 45), (140, 140, 140)

@@ -43,8 +43,7 @@ from embodied_rl.sim.worker_pool import split_slots
 from embodied_rl.types import ActionSpec, StepBatch
 
 _LONGEST_START_S = 2.5
-"""Seconds of a start after which a simulator is not started again to be measured: a slow start means slow steps, for which more workers are
-faster."""
+"""Seconds of a start from which a simulator is not started again to be measured: its steps are slow too, and more workers win."""
 _LEAST_START_S = 1.25
 """Processor seconds of a worker below which a slow start counts as the machine's fault, up to `_BUSY` times the longest start."""
 _BUSY = 4

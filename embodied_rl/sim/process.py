@@ -240,8 +240,7 @@ def close_all(workers: list[WorkerProcess]) -> None:
 
 
 _FACTOR = 10.0
-"""Factor of a reset's timeout over the longest reset so far, or over the build time before the first. Machines are busy and seeds
-differ."""
+"""Factor of a reset's timeout over the longest reset so far, or before the first over the build time: machines and seeds differ."""
 _FLOOR_S = 20.0
 _FIRST_FLOOR_S = 60.0
 """Shortest timeout in seconds until every worker has reset once: a first reset may build a scene, and one worker may build it for all."""

@@ -1,8 +1,7 @@
 """Find this machine's means to draw, before any graphics library is loaded.
 
 Graphics libraries read environment variables once, on import, so simulator processes call `configure_rendering` first. This file needs only
-the standard library: it also runs as a script (the Vulkan probe), so that a driver that crashes or hangs takes down a short-lived child and
-never a simulator.
+the standard library: it also runs as a script (the Vulkan probe), so that a driver's crash ends a short-lived child, never a simulator.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def configure_rendering() -> dict[str, str]:
 
 
 def exports() -> dict[str, str]:
-    """Environment variables with which other programs' processes draw as ours do: those of `configure_rendering`, and the folders of the
-    libraries that it would load."""
+    """Environment variables with which other programs draw as we do: those of `configure_rendering`, and the folders of its libraries."""
     folder, chosen = Path(sys.prefix) / PRIVATE_FOLDER, configure_rendering()
     if (folder / "preload.txt").is_file():
         others = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path and path != str(folder)]

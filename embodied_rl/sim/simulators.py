@@ -16,8 +16,7 @@ from embodied_rl.types import EpisodeSummary, SimSpec, StepBatch
 
 
 class Simulators:
-    """Environments behind slots: `send` starts steps and never waits, `recv` returns those that are ready. `EnvManager` owns worker
-    processes.
+    """Environments behind slots: `send` starts steps and never waits, `recv` returns ready ones. `EnvManager` owns worker processes.
 
     Agent programs, rollout workers in another process and several domains set `plays_itself`: callers request whole episodes, not steps.
     """
@@ -85,8 +84,7 @@ class Simulators:
         raise NotImplementedError(f"{type(self).__name__} is stepped by rollout.evaluation.evaluate")
 
     def record(self, run_dir: Path, command: str) -> bool:
-        """Let remote players write down their training episodes (`record.share`); False: nothing plays elsewhere. `command`: how the run
-        was started."""
+        """Let remote players record their training episodes (`record.share`); False: there are none. `command`: how the run was started."""
         return False
 
     def demonstrate(self) -> list[Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from embodied_rl.errors import UserError
 
-# ---- GPUs: asked of NVIDIA's management library, else read from sysfs; torch is not needed ----------------------------
+# ---- GPUs: from NVIDIA's management library, else from sysfs; without torch -------------------------------------------
 
 
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD"}

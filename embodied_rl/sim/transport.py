@@ -26,8 +26,7 @@ from embodied_rl.stopping import waiting
 from embodied_rl.types import SimSpec, VariableSpec
 
 IDLE, PENDING, READY, ENDED, ABORTED = 0, 1, 2, 3, 4
-"""States of a slot: the caller owns it; the worker owns it; a step is ready; a step is ready and ended an episode; the episode was given up
-because its simulator failed."""
+"""States of a slot: the caller owns it; the worker owns it; a step is ready; an episode's last step is ready; the episode was given up."""
 
 _ALIGNMENT = 64
 _SPIN_S = 2e-6

@@ -1,7 +1,6 @@
 """The simulator process; only `embodied_rl.sim.keeper` calls `main`, with SOCKET LIFE.
 
-It steps the slots that the manager marked when it rings, answers rare requests over its socket, never imports torch, and ends when the
-manager does.
+It steps the marked slots when the manager rings, answers rare requests over its socket, never imports torch, and ends with the manager.
 """
 
 from __future__ import annotations

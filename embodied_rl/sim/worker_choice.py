@@ -89,8 +89,7 @@ class Comparison:
             self.add(each)
 
     def add(self, seconds: Mapping[Setting, float]) -> None:
-        """Add a round of seconds per step: all settings in the first one, later the leader and any others. Raises KeyError for a missing or
-        unknown one."""
+        """Add a round of seconds per step: of all settings, later of the leader and any others. Raises KeyError for a wrong set."""
         asked = {self.leader} if self.rounds else set(self.open)
         if wrong := (asked - seconds.keys()) | (seconds.keys() - self._price.keys()):
             raise KeyError(", ".join(map(str, sorted(wrong))))
@@ -185,8 +184,7 @@ class NumberComparison(Comparison):
 class Trials:
     """Tries the open settings in turns during a run's rollouts, until the fastest is known.
 
-    Slower settings may cost `_FREE_S` and a share of the rollout time. The slower a setting was, the less often it is tried; the leader
-    plays meanwhile.
+    Slower settings may cost `_FREE_S` and a share of the rollout time. Slower settings are tried less often; the leader plays meanwhile.
     """
 
     def __init__(self, comparison: Comparison, note: Callable[[], object]) -> None:

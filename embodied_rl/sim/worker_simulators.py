@@ -31,7 +31,7 @@ from embodied_rl.sim.worker_pool import WorkerPool, WorkerPoolPlan
 from embodied_rl.stopping import waiting
 from embodied_rl.types import SimSpec, StepBatch
 
-# ---- Watches the workers of a `WorkerPool`, and replaces those that fail while the others go on -----------------------
+# ---- the supervisor: watches the workers of a `WorkerPool`, and replaces failed ones while the others continue --------
 
 
 _MEMORY_EVERY_S = 1.0

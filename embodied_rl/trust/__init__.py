@@ -270,8 +270,7 @@ class UntrustedCode(UserError):
 
 
 def allowed() -> tuple[str, ...]:
-    """Allow-list of the user's configuration folder; ``package.*`` covers every target of a package. Raises UserError: it is not a YAML
-    list of texts."""
+    """Allow-list of the user's configuration folder; ``package.*`` covers a package's targets. Raises UserError: not a list of texts."""
     import yaml
 
     folder = _folder("XDG_CONFIG_HOME", ".config")

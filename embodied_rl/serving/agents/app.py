@@ -57,8 +57,7 @@ class ProxyOptions:
     max_new_tokens: int = 1024
     """Most tokens of one answer, whatever a client requests."""
     policy_sampling: bool = False
-    """Sample from the model's own distribution (temperature 1, no truncation), whatever a client requests, so that training recomputes the
-    distribution of the draws."""
+    """Sample from the model's own distribution (temperature 1, no truncation), whatever a client requests, as training recomputes it."""
     tells_messages: bool = False
     """Whether the backend's requests contain the chat's messages besides its tokens: a scripted player reads them."""
     output: Path | None = None
@@ -72,8 +71,7 @@ class ProxyOptions:
 class AgentProxy:
     """Serves from construction on; see `embodied_rl.serve_agent`.
 
-    Without a token (on the loopback only), any API key opens a session of the same name. With one, ``POST /v1/sessions`` opens sessions and
-    gives each its key.
+    Without a token (on the loopback only), any API key opens its session. With one, ``POST /v1/sessions`` opens sessions with keys.
     """
 
     def __init__(

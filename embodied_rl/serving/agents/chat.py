@@ -1,5 +1,4 @@
-"""The common form of a request of every interface, and constraints on answers: structural tags of xgrammar, tool calls in text, and stop
-texts across token boundaries."""
+"""Requests in a form common to all interfaces, and constraints on answers: xgrammar's structural tags, tool calls in text, stop texts."""
 
 from __future__ import annotations
 
@@ -265,8 +264,7 @@ def constraints(choice: object, tools: Sequence[Mapping[str, Any]] | None, schem
 
 
 def plain_message(message: object, place: int) -> dict[str, Any]:
-    """A message for templates: role, text content, tool calls with their arguments as objects; nulls are left out. Raises HttpProblem: 400
-    for anything but text."""
+    """A message for templates: role, text content, tool calls with arguments as objects; no nulls. Raises HttpProblem 400 if not text."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else None
         raise bad(f"messages[{place}]: the role must be one of {', '.join(ROLES)}, got {role!r:.80}.")

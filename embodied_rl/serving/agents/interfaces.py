@@ -1,5 +1,4 @@
-"""Interfaces of the proxy: OpenAI's chat completions and responses, and Anthropic's messages. Each reads a request into a `ChatRequest` and
-writes its answer from a `ChatAnswer`."""
+"""OpenAI's chat completions and responses, and Anthropic's messages: each reads a `ChatRequest` and writes a `ChatAnswer`."""
 
 from __future__ import annotations
 
@@ -145,8 +144,7 @@ class Interface(ABC):
         """Request from its body. Raises HttpProblem 400."""
 
     def check(self, body: Mapping[str, Any]) -> None:
-        """Refuse unknown fields and features that this server lacks; nothing is ignored silently. Raises HttpProblem: 400, with the
-        choices."""
+        """Refuse unknown fields and unsupported features, instead of ignoring them. Raises HttpProblem: 400, with the choices."""
         try:
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError:

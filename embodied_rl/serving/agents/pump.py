@@ -74,8 +74,7 @@ class BackendPump:
     ) -> Generator[list[int] | Completion]:
         """As `complete`, during the answer: repeatedly its token ids so far, if the backend reports them; then the completion.
 
-        The request is aborted once `enough` returns True for the tokens so far, or if the caller closes the generator. Raises as
-        `complete`.
+        The request is aborted once `enough` is True for the tokens so far, or the caller closes the generator. Raises as `complete`.
         """
         yield from self._follow(request, gone, enough)
 

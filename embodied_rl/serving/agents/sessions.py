@@ -87,8 +87,7 @@ class CapturedTurn:
 class CapturedTrajectory:
     """A conversation from its first request to its last answer, as one training sequence.
 
-    If a conversation was continued in two ways, each way is a trajectory. Their shared tokens are masked in all but the first, so that
-    nothing is trained twice.
+    If a conversation was continued in two ways, each way is a trajectory. Only the first one trains their shared tokens.
     """
 
     session: str

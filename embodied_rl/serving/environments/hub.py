@@ -235,8 +235,7 @@ OPERATORS_ARGUMENTS: Mapping[str, frozenset[str]] = {
     "embodied_rl.sim.text.tasks:make": frozenset({"environment"}),
     "embodied_rl.sim.text.textarena:make": frozenset({"opponent", "opponent_options"}),
 }
-"""{simulator: its arguments that name code, servers or files}: only the operator sets them, and by default none of these simulators is
-offered."""
+"""{simulator: its arguments that name code, servers or files}: the operator sets them; by default these simulators are not offered."""
 _PATHS = re.compile(r"path|data|corpus|questions|held_out_questions|\w+_(path|file|folder|dir|root)|file|folder|directory|root")
 """Names of arguments that are files and folders."""
 _PATH_FORM = re.compile(r"~.*|\.{1,2}|.*[\\\0].*|.+/.*|.*/.+|\S*\.[A-Za-z][A-Za-z0-9]{0,9}", re.DOTALL)
@@ -251,8 +250,7 @@ def offered_simulators(names: tuple[str, ...] | None = None) -> dict[str, SimCon
     """Simulators that a service offers.
 
     Args:
-        names: registered ones, or the operator's ``package.module:Attribute``; None: all registered ones without arguments that name
-            code.
+        names: registered ones, or the operator's ``package.module:Attribute``; None: all registered ones without code arguments.
 
     Raises UserError: an unknown name.
     """
@@ -422,8 +420,7 @@ class Hub:
         raise HttpProblem(404, "unknown_environment", f"There is no environment '{env_id}' here; the service may have been started anew.")
 
     def run(self, requests: Sequence[EnvRequest]) -> list[Outcome]:
-        """Send requests to several environments, which work in parallel. Returns outcomes in the order of the requests. Raises HttpProblem:
-        two requests to one environment."""
+        """Send requests to several environments in parallel; returns their outcomes in order. Raises HttpProblem: two for the same."""
         if len({request.env_id for request in requests}) != len(requests):
             raise HttpProblem(400, "bad_request", "A batch asks each environment once.")
         outcomes: dict[str, Outcome] = {}

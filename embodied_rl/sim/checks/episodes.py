@@ -148,8 +148,7 @@ def random_actions(spec: SimSpec, num_steps: int, seed: int) -> np.ndarray:
 class Player:
     """Plays `Part`s in the environments of one simulator. It stops stepping an environment whose episode has ended.
 
-    A simulator that steps all environments together gets all of them in every step; those without a `Part`, or with a finished episode,
-    play on unrecorded.
+    A simulator that steps all environments together gets all in every step; those without a `Part` or a running episode are unrecorded.
 
     Args:
         out: rows for the simulator to fill; None: plain memory.
@@ -246,7 +245,7 @@ def companion(spec: SimSpec, env_id: int, num_steps: int) -> Part:
     return Part(900_001 + env_id, random_actions(spec, num_steps, 900_001 + env_id))
 
 
-# ---- what every check has at hand -------------------------------------------------------------------------------------
+# ---- shared by all checks ---------------------------------------------------------------------------------------------
 
 
 class Failed(Exception):

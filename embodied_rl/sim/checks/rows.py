@@ -14,7 +14,7 @@ from embodied_rl.sim.checks.episodes import Failed, Player, Session, Skipped, ra
 from embodied_rl.sim.variable_length import VariableLengthBuffers, buffer_fields, plain_info
 from embodied_rl.types import SimSpec, StepBuffers
 
-# ---- rows that notice how a simulator treats them: filled with values it cannot have meant ----------------------------
+# ---- rows that record how a simulator treats them, filled with impossible values --------------------------------------
 
 
 SENTINEL = "(never written)"

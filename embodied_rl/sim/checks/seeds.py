@@ -235,7 +235,7 @@ def _read(episode: Trajectory) -> Trajectory:
     )
 
 
-# ---- Whether an episode can be taken up again as the spec says: each check returns a line, or raises `Failed` or `Skipped` ----
+# ---- episodes resume as the spec says: each check returns a line, or raises `Failed` or `Skipped` -----------------------------
 
 
 _MOST_EPISODES = 50

@@ -1,7 +1,6 @@
 """Experts of simulators' tasks: scripted controllers that may read the simulator's state.
 
-Each is an `Expert` (see `embodied_rl.sim.instrumented`): a function from one environment's observation to its action in the simulator's
-units.
+Each is an `Expert` (see `embodied_rl.sim.instrumented`): a function from an observation to an action in the simulator's units.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class MetaWorldExpert:
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
 
-# ---- the Fetch arm (gymnasium-robotics); the observation holds everything, in metres ----------------------------------
+# ---- the Fetch arm (gymnasium-robotics); the observation has everything, in metres ------------------------------------
 
 
 STEP_M = 0.05

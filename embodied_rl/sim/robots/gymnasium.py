@@ -27,7 +27,7 @@ from embodied_rl.sim.robots.saved_state import EnvState, layers_of
 from embodied_rl.sim.snapshots import SnapshotError
 from embodied_rl.types import SimSpec, StepBuffers
 
-# ---- environments that can leave an observation out -------------------------------------------------------------------
+# ---- environments that can skip an observation ------------------------------------------------------------------------
 
 
 _PASS_OBSERVATIONS_ON = (
@@ -66,7 +66,7 @@ def on_demand(env: gymnasium.Env) -> ObservesOnDemand | None:
     return None
 
 
-# ---- environments stepped one after the other -------------------------------------------------------------------------
+# ---- environments stepped in sequence ---------------------------------------------------------------------------------
 
 
 SAVED_WHOLE = ("gymnasium.envs.classic_control.", "gymnasium.envs.mujoco.")

@@ -189,8 +189,7 @@ def _register() -> None:
 
 
 def know_indices(env: gymnasium.Env) -> None:
-    """Give a Fetch arm or Shadow hand of gymnasium-robotics functions that know its model, and let a point maze step in plain numbers;
-    other environments stay unchanged."""
+    """Give a Fetch arm or Shadow hand of gymnasium-robotics functions that know its model, and let a point maze step in plain numbers."""
     from gymnasium_robotics.envs.maze.point import PointEnv
     from gymnasium_robotics.envs.maze.point_maze import PointMazeEnv
     from gymnasium_robotics.envs.robot_env import MujocoRobotEnv

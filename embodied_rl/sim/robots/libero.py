@@ -28,7 +28,7 @@ from embodied_rl.sim.robots.robosuite import FIXED_ARGUMENTS, RobosuiteSim, chec
 from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.types import StepBuffers, TensorSpec, VariableSpec
 
-# ---- LIBERO's stored initial states: which of them are for training and which for evaluation, and how their files are read ----
+# ---- LIBERO's stored initial states: those for training and for evaluation, and their files -----------------------------------
 
 
 NUM_STATES = 50

@@ -220,8 +220,7 @@ class SeededTask(gymnasium.Wrapper):
         shorten_steps(env)
         self.task = env
         self.max_path_length = int(env.max_path_length)
-        # Meta-World's benchmark classes set this through set_task; here the environment's own generator draws positions at every reset,
-        # instead of freezing them.
+        # Meta-World's benchmarks set this in set_task; here the environment's generator draws positions at every reset.
         env._partially_observable = False
         del env.sawyer_observation_space  # cached while the goal was hidden: its bounds would clip the goal to zero at every step
         env._set_task_called = True
@@ -329,7 +328,7 @@ class KnownScene:
         self._mocap[0] = [min(max(at + move, low), high) for at, move, low, high in bounds]
         self._mocap_turn[:] = (1.0, 0.0, 1.0, 0.0)
 
-    # ---- what is where ----------------------------------------------------------------------------------------------
+    # ---- positions --------------------------------------------------------------------------------------------------
 
     def body(self, body_name: str) -> np.ndarray:
         """[3]: `get_body_com`, a view of the body's position."""
@@ -438,8 +437,7 @@ def quick_center(own: property) -> property:
 
 
 def turn_quickly(env: SawyerXYZEnv) -> None:
-    """Let a task with an object's orientation compute the quaternion without scipy, which takes 25 microseconds per step to check that
-    MuJoCo's matrix is a rotation."""
+    """Let a task with an object's orientation skip scipy, whose check of MuJoCo's rotation matrix takes 25 microseconds per step."""
     task = type(env)
     own: Any = task._get_quat_objects
     if own.__globals__.get("Rotation") is not None:

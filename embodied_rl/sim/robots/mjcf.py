@@ -1,7 +1,7 @@
 """Your own MJCF file as a simulator: MuJoCo (Todorov et al. 2012) with the model's actuators as the action.
 
-Reward and success are Python functions of (model, data), named in the configuration. All environments of a process share one model and one
-drawing context.
+The configuration names Python functions of (model, data) for reward and success. A process's environments share a model and a drawing
+context.
 """
 
 from __future__ import annotations

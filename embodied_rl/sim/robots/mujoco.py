@@ -139,7 +139,7 @@ class LocomotionSim(GymnasiumSim):
         )
         return _Body(inner.model, data, data.ctrl, tuple(copies), cast(Limit, limit) if isinstance(limit, TimeLimit) else None)
 
-    # ---- whatever moves a body outside a step -----------------------------------------------------------------------
+    # ---- calls that move a body outside a step ----------------------------------------------------------------------
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         super().reset(env_ids, seeds, out, options)

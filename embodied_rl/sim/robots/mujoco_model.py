@@ -84,8 +84,7 @@ class Drawing:
     def _new(self, height: int, width: int) -> Renderer:
         buffer = self.model.vis.global_
         before = buffer.offheight, buffer.offwidth
-        # MuJoCo reads these when the context is made and clears the whole buffer for each frame, so it is as large as the pictures and no
-        # larger.
+        # MuJoCo reads these when the context is made and clears the whole buffer for each frame, so it is no larger than the pictures.
         buffer.offheight, buffer.offwidth = height, width
         try:
             renderer = _new_renderer(self._mujoco, self.model, height, width)
@@ -123,7 +122,7 @@ def _new_renderer(mujoco: ModuleType, model: MjModel, height: int, width: int) -
         ) from error
 
 
-# ---- cameras of a model inside a gymnasium environment, which draws with the one it was made with ---------------------
+# ---- cameras of a model inside a gymnasium environment, which draws with its initial one ------------------------------
 
 
 def model_cameras(env: gymnasium.Env) -> list[str]:
@@ -233,7 +232,7 @@ def physics_of(env: gymnasium.Env) -> Physics:
     )
 
 
-# ---- simulators of ours that hold a MuJoCo model themselves -----------------------------------------------------------
+# ---- our simulators with their own MuJoCo model -----------------------------------------------------------------------
 
 
 class DrawnSim(SimEnv):

@@ -155,8 +155,7 @@ class RobosuiteSim(DrawnSim):
     """Environments with robosuite's interface (robosuite's own tasks, LIBERO's) as a SimEnv.
 
     robosuite cannot save the contents of its controllers and sensors, and its state drifts when set into another environment. But a
-    replayed episode is the same bit by bit, in a new process too, since the seed sets the process-wide generators. So ``spec.snapshots`` is
-    "replay".
+    replayed episode is the same bit by bit, in a new process too, since the seed sets the generators. So ``spec.snapshots`` is "replay".
 
     Args:
         observe_objects: whether ``state`` contains the objects' state after the robots'.

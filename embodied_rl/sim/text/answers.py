@@ -1,8 +1,7 @@
 r"""Answers to questions with one right answer: find the answer in a text, and compare two answers by meaning.
 
 Numbers are compared as exact fractions: ``1/2``, ``0.5``, ``50%``, ``\frac{1}{2}`` and ``.50`` are one number, ``1,200`` and ``1200`` are,
-``0.33`` and ``1/3`` are not (unless a tolerance is given). Everything else is compared as text, without LaTeX's decorations, case and
-spaces.
+``0.33`` and ``1/3`` are not (unless a tolerance is given). Everything else is compared as text, ignoring LaTeX, case and spaces.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """FrozenLake as a text game: walk over the ice to the goal without falling into a hole; a new map for every seed.
 
-The rules are those of gymnasium's toy game; maps are random, 4 × 4 to 8 × 8, and always solvable. Letters: P the player, G the goal, H a
-hole, ``.`` ice.
+The rules are those of gymnasium's toy game; maps are random, 4 × 4 to 8 × 8, and solvable. Letters: P player, G goal, H hole, ``.`` ice.
 """
 
 from __future__ import annotations

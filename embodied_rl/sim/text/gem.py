@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 
 OFFLINE_FAMILIES = ("game", "rg")
-"""Families that make their own problems: GEM's games, and the procedural data sets of reasoning-gym. The others (math, code, qa, logic,
-eval) read data sets from a model hub."""
+"""Families that make their own problems: games, and reasoning-gym's procedural data sets. The others read data sets from a model hub."""
 
 NEEDS_WORD_LIST = ("Wordle", "Hangman", "WordSearch")
 """Games that read nltk's corpus "words", which no package includes."""
@@ -365,8 +364,7 @@ def make_rock(
 class RockSim(GemSim):
     """`GemSim` whose environments are sandboxes. See `make_rock`.
 
-    ROCK's routes have no request numbers, so a step whose answer is lost is not sent again: the worker fails, and the manager resumes its
-    episodes.
+    ROCK's routes have no request numbers, so a lost answer fails the worker, and the manager resumes its episodes.
     """
 
     def __init__(self, client: JsonClient, task: str, num_envs: int, history: str, success_return: float, **room_bytes: Any) -> None:

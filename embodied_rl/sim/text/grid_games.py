@@ -66,8 +66,7 @@ class GridGame(ABC):
 class GridSim(TurnSim):
     """`num_envs` grid games in this process: text in, text out.
 
-    An action is one word; surrounding spaces and case do not matter. A word that is no move costs a step, and sets ``info["valid"]`` to
-    False.
+    An action is one word; surrounding spaces and case do not matter. Other words cost a step, and set ``info["valid"]`` to False.
     """
 
     def __init__(

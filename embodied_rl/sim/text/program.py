@@ -136,8 +136,7 @@ class ProgramOptions(Config, place="sim.kwargs"):
 
     @staticmethod
     def of(config: SimConfig) -> ProgramOptions:
-        """Options from ``sim.kwargs``, in which null means the default. Raises UserError for unknown keys, values out of range and a
-        missing program."""
+        """Options from ``sim.kwargs``, with defaults for nulls. Raises UserError for unknown keys, invalid values and a missing program."""
         options = ProgramOptions.from_dict({name: value for name, value in config.kwargs.items() if value is not None})
         options.check_command()
         return options

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 Function = Callable[["OpenAI", dict[str, Any]], float | None]
-"""``function(client, task)``: an ``openai.OpenAI`` client for the episode's session, and the task. Its return value is the episode's reward
-if ``sim.kwargs.reward=return``."""
+"""``function(client, task)``: an ``openai.OpenAI`` client and the task. Returns the reward if ``sim.kwargs.reward=return``."""
 
 
 def load_function(target: str) -> Function:

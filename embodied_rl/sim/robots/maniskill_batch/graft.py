@@ -133,7 +133,7 @@ def _is_row_by_row(value: torch.Tensor | np.ndarray, single: object, num_envs: i
     return not isinstance(single, torch.Tensor | np.ndarray) or tuple(single.shape) == (1, *value.shape[1:])
 
 
-# ---- a scene built anew -----------------------------------------------------------------------------------------------
+# ---- a rebuilt scene --------------------------------------------------------------------------------------------------
 
 
 _OBJECTS = ("_objs", "_bodies", "_physx_articulations")
@@ -288,7 +288,7 @@ class GraftedState:
             raise SnapshotError(f"Snapshot cannot be taken up in a batch of environments: {error}.") from error
 
 
-# ---- one environment of a batch, seen as ManiSkill's environment by itself --------------------------------------------
+# ---- one environment of a batch as a separate ManiSkill environment ---------------------------------------------------
 
 
 _VIEWED = (BaseStruct, BaseAgent, MultiAgent, BaseController, BaseSensor, RenderCamera, BatchScene, BatchSystem)

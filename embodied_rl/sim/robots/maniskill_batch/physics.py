@@ -2,8 +2,7 @@
 
 Reads are lazy: one `pack_poses` and one `pack` per scene return all poses, velocities and joint positions, and only for scenes that moved
 since the last read. Writes reach the bodies at once, as in ManiSkill's CPU path, so ``gpu_apply_…`` and ``gpu_fetch_…`` do nothing. Steps
-are deferred until something is read or written: the substeps of one scene then run one after another, which keeps its memory in the
-processor's cache.
+are deferred until something is read or written: one scene's substeps then run in sequence, with its memory in the processor's cache.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def _columns(info: Mapping[str, Any], num_envs: int) -> dict[str, list[Any]]:
     return {key: value.reshape(-1).tolist() for key, value in info.items() if isinstance(value, torch.Tensor) and value.numel() == num_envs}
 
 
-# ---- the self-check: two environments of a batch against two by themselves, with all that a worker does to them -------
+# ---- the self-check: two environments of a batch against two separate ones, with everything that a worker does --------
 
 
 _STEPS = 24
