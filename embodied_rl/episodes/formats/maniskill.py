@@ -186,7 +186,7 @@ class ManiSkillRecording(H5Recording):
 
 
 def _named_parts(parts: Mapping[str, np.ndarray], notes: base.NoteBook) -> dict[str, np.ndarray]:
-    """Rename ManiSkill's nested observation {path: [T + 1, …]} to the simulator's names (`sim.robots.maniskill_observation`)."""
+    """Rename ManiSkill's nested observation {path: [T + 1, …]} to the simulator's names (`sim.robots.maniskill_state`)."""
     named: dict[str, np.ndarray] = {}
     shown = [part for path, part in parts.items() if path.split("/")[0] in ("agent", "extra")]
     if "state" in parts:
