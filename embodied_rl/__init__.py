@@ -1,6 +1,6 @@
 """embodied_rl trains vision-language-action policies and language agents by reinforcement learning in simulators.
 
-From Python: `embodied_rl.learn(sim=MyEnv)` returns a `Run`, and `embodied_rl.load_policy(path)` what answers ``predict(observation)``.
+From Python: `embodied_rl.learn(sim=MyEnv)` returns a `Run`, `embodied_rl.load_policy(path)` an object with ``predict(observation)``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if "embodied_rl_starts" in sys._xoptions:  # see `embodied_rl.distributed.proces
 __version__ = "0.1.0"
 
 _HOMES = dict.fromkeys(("learn", "Run", "load_policy", "LoadedPolicy"), "learn")
-"""{what the package offers at its top: its module in `embodied_rl.commands`}. Each is imported when it is first asked for: simulator
-processes import this package too."""
+"""{name at the package's top: its module in `embodied_rl.commands`}. Each is imported at first use, because simulator processes import this
+package too."""
 
 
 def __getattr__(name: str) -> Any:

@@ -51,7 +51,7 @@ def _run() -> None:
         return
     require_known(name, COMMANDS, f"Command '{sys.argv[1]}' is not known.")
     del sys.argv[1]
-    # As `python -m` does it, so that worker processes find the same main module.
+    # As `python -m` does, so that worker processes find the same main module.
     runpy.run_module(f"embodied_rl.{name}", run_name="__main__", alter_sys=True)
 
 

@@ -1,4 +1,4 @@
-"""The errors a user can cause, each saying what is wrong, where, what the choices are and how to mend it."""
+"""Errors that a user can cause; each says what is wrong, where, what the choices are and how to fix it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 _SHOWN_CHARS = 80
-"""Of a value in a message."""
+"""Longest value in a message, in characters."""
 
 LONGEST_MESSAGE = 400
-"""Characters of a UserError's message."""
+"""Longest message of a UserError, in characters."""
 _LISTING_CHARS = 200
-"""Of the names that `did_you_mean` lists; of more than that it lists the nearest."""
+"""Longest list of names in `did_you_mean`, in characters; longer lists show only the nearest names."""
 _WORD_CHARS = 80
 _LISTING = re.compile(r"(?:[^\s,]+, ){8,}(?=\S)")
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave (configuration, checkpoint, file, missing package).
+    """A mistake in the user's input (configuration, checkpoint, file, missing package).
 
-    The commands print only the message, without a traceback, and exit with status 2. A message that outgrows `LONGEST_MESSAGE` is
-    shortened where it says least: see `in_short`.
+    The commands print only the message, without a traceback, and exit with status 2. `in_short` shortens a message above
+    `LONGEST_MESSAGE` where it says least.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -40,7 +40,7 @@ class MissingExtraError(UserError):
 
 
 class from_extra:  # noqa: N801  # a verb, as those of contextlib
-    """Around imports of optional packages: ``with from_extra("MuJoCo", "mujoco"): …``. Raises MissingExtraError where one is missing."""
+    """Context for imports of optional packages: ``with from_extra("MuJoCo", "mujoco"): …``. Raises MissingExtraError if one is missing."""
 
     def __init__(self, what: str, extra: str) -> None:
         self._what, self._extra = what, extra
@@ -56,7 +56,7 @@ class MissingAssetsError(UserError):
     """A simulator task whose meshes, textures or data sets are not on this machine."""
 
     def __init__(self, message: str, fetch: str = "") -> None:
-        """`fetch` is the command that brings them, which the message holds too."""
+        """`fetch`: command that downloads them; the message contains it too."""
         super().__init__(message)
         self.fetch = fetch
 
@@ -66,26 +66,26 @@ class IncompatibleCheckpointError(UserError):
 
 
 class NonFiniteError(FloatingPointError):
-    """NaN or infinity where a finite number is needed; the run stops and says where it came from."""
+    """NaN or infinity where a finite number is needed; the run stops and reports the origin."""
 
     batch: Mapping[str, Any] | None = None
-    """{name: array} of what it came from, to be written down."""
+    """{name: array} of the batch with the number, to be written to a file."""
     slots: tuple[int, ...] = ()
-    """Of the environments that it came from, where it did."""
+    """Slots of the environments that it came from, if any."""
 
     def context(self) -> dict[str, Any]:
-        """What finding and repeating the failure needs beside arrays, JSON-able."""
+        """JSON-able facts that help to find and repeat the failure, beside arrays."""
         return {"message": str(self)}
 
 
 def brief(what: object, limit: int = 160) -> str:
-    """What an error or a file says, on one line and cut: the text is not ours and may be long."""
+    """An error's or a file's text on one line, shortened, because it is not ours and may be long."""
     text = " ".join(str(what).split())
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def did_you_mean(name: object, choices: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'? Known: a, b, x.`` for an error message; the first sentence only when something is near."""
+    """Return `` Did you mean 'x'? Known: a, b, x.`` for an error message; the first sentence only if a name is near."""
     known = sorted(set(choices))
     asked = (name if isinstance(name, str) else shown(name))[:_WORD_CHARS]
     near = difflib.get_close_matches(asked, known, n=1, cutoff=0.6)
@@ -98,13 +98,13 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
 
 
 def require_known(name: object, known: Collection[str], said: str) -> None:
-    """Raises UserError for a name that is none of those known: what is `said`, and the choices."""
+    """Raise UserError for an unknown name, with the text `said` and the choices."""
     if name not in known:
         raise UserError(f"{said}{did_you_mean(name, known)}")
 
 
 class Limits:
-    """A dataclass of numbers that are above 0 and finite; None sets no limit. Raises UserError for another."""
+    """A dataclass of finite numbers above 0; None sets no limit. Raises UserError for other numbers."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -113,7 +113,7 @@ class Limits:
 
 
 def shown(value: object) -> str:
-    """A value as a message names it: as YAML has it where it is simple, and never longer than a line's part."""
+    """A value for a message: as in YAML if it is simple, and shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     try:
@@ -126,8 +126,8 @@ def shown(value: object) -> str:
 
 
 def in_short(message: str, most: int = LONGEST_MESSAGE) -> str:
-    """The message in at most `most` characters: first lists lose what follows their fourth name, then words and paths without end their
-    middle, then the message its middle. What went wrong stands at its beginning and how to mend it at its end; both stay."""
+    """Shorten the message to at most `most` characters: lists lose everything after their fourth name, then endless words and paths lose
+    their middle, then the message loses its middle. Its beginning (what went wrong) and its end (how to fix it) stay."""
     if len(message) <= most:
         return message
     message = _LISTING.sub(lambda found: f"{', '.join(found[0].split(', ')[:4])}, … ", message)

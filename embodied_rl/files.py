@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written beside their place, flushed to the disk and renamed."""
+"""Files that are either whole or absent: written under a temporary name, flushed to the disk and renamed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from embodied_rl.errors import UserError
 
 
 def write_atomic(path: Path, content: str | bytes) -> Path:
-    """Replace `path` by `content` in one step; folders are made as needed. Raises UserError where it cannot be written."""
+    """Replace `path` by `content` in one step; makes folders as needed. Raises UserError if it cannot be written."""
     data = content.encode("utf-8") if isinstance(content, str) else content
     return write_atomic_with(path, lambda temporary: temporary.write_bytes(data))
 
 
 def write_atomic_with(path: Path, write: Callable[[Path], object]) -> Path:
-    """Let `write` fill a temporary file beside `path` (same suffix, for libraries that look at it), then rename it.
+    """Let `write` fill a temporary file beside `path` (same suffix, for libraries that check it), then rename it.
     Raises UserError: the folder or file cannot be written."""
     temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
     try:
@@ -44,7 +44,7 @@ def write_atomic_with(path: Path, write: Callable[[Path], object]) -> Path:
 
 
 def replace_folder(whole: Path, folder: Path) -> Path:
-    """Put a finished folder, written beside, in the place of another. That one goes first: renaming takes no place that is not empty."""
+    """Replace a folder by the finished one beside it; the old one is removed first, because renaming needs an empty target."""
     fsync(whole)
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -57,7 +57,7 @@ def replace_folder(whole: Path, folder: Path) -> Path:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy a folder's regular files, what links lead to among them; pipes, devices and links to folders stay behind. Raises OSError."""
+    """Copy a folder's regular files, following links to files; pipes, devices and links to folders are left out. Raises OSError."""
     for path in sorted(source.rglob("*")):
         if path.is_file():
             copied = target / path.relative_to(source)
@@ -66,14 +66,14 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def reset_mode(*paths: Path) -> None:
-    """Give private files (of folders: all below) the mode of files made by `open`: what the user's umask says.
+    """Give private files (of folders: all files inside) the mode that `open` gives new files under the user's umask.
 
-    safetensors writes through a temporary file that is private whatever the umask.
+    safetensors writes through a temporary file that is private under any umask.
     """
     for file in (file for path in paths for file in ([*path.rglob("*")] if path.is_dir() else [path])):
         if not file.is_file() or file.stat().st_mode & 0o077:
             continue
-        # Reading the umask means setting it, for all threads; the mode of a new file shows it too.
+        # Reading the umask would set it for all threads; the mode of a new file shows it too.
         probe = file.with_name(f".mode-{os.getpid()}-{threading.get_ident()}")
         descriptor = os.open(probe, os.O_CREAT | os.O_WRONLY, 0o666)
         try:
@@ -84,7 +84,7 @@ def reset_mode(*paths: Path) -> None:
 
 
 def require_writable(folder: Path) -> Path:
-    """Try whether files can be written there, before long work whose result they are. Leaves nothing behind.
+    """Check that files can be written there, before long work that ends in them. Leaves nothing behind.
     Raises UserError: they cannot."""
     probe = folder / f".write_test-{os.getpid()}"
     new = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -100,8 +100,8 @@ def require_writable(folder: Path) -> Path:
 
 
 def append_whole(file: FileIO, data: bytes, path: Path) -> None:
-    """Append `data` to a log that is open without a buffer, so that what could not be written is not tried again at its closing.
-    Raises UserError: it could not be written, or not all of it."""
+    """Append `data` to a log that is open without a buffer, so that closing does not retry a failed write.
+    Raises UserError: it could not be written completely."""
     try:
         if file.write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -123,7 +123,7 @@ FileSums = dict[str, dict[str, Any]]
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal digest of a file. Raises OSError."""
+    """Hexadecimal SHA-256 of a file. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -133,7 +133,7 @@ def sums_of(folder: Path, files: Iterable[Path]) -> FileSums:
 
 
 def fault_of(path: Path, expected: Mapping[str, Any]) -> str | None:
-    """What is wrong with a file: it is missing, shorter or longer than it was, or changed; None: nothing."""
+    """The fault of a file: missing, shorter or longer than it was, or changed; None: no fault."""
     if not path.is_file():
         return "it is missing"
     if (size := path.stat().st_size) != expected["bytes"]:
@@ -142,18 +142,18 @@ def fault_of(path: Path, expected: Mapping[str, Any]) -> str | None:
 
 
 def sum_of_document(document: Mapping[str, Any], but: str) -> str:
-    """Digest of a JSON document without the entry `but`, which holds it; the same after the document was written and read."""
+    """Digest of a JSON document without the entry `but`, which holds it; unchanged by writing and reading the document."""
     rest = {key: value for key, value in document.items() if key != but}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """The one line for a place that cannot be written."""
+    """One-line error for a path that cannot be written."""
     return UserError(f"Cannot write '{path}': {error.strerror or error}. Choose another folder, or mend its permissions or free space.")
 
 
 def finite(value: object) -> Any:
-    """The same with null for NaN and infinities, which JSON does not have."""
+    """The value with null for NaN and infinities, which JSON lacks."""
     if isinstance(value, Mapping):
         return {key: finite(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -171,7 +171,7 @@ def next_free(path: Path) -> Path:
 
 
 class RememberedAnswers:
-    """Small JSON values in a folder of the user's cache, each found again by what was asked; a damaged file counts as none.
+    """Small JSON values in a folder of the user's cache, found again by their question; a damaged file counts as missing.
 
     Example: ``RememberedAnswers("workers").write("cartpole", [8, "host"], {"num_workers": 2})``.
     """
@@ -186,16 +186,16 @@ class RememberedAnswers:
         return self.folder / f"{''.join(sign if sign.isalnum() or sign in '-_' else '_' for sign in label[:60])}-{digest}.json"
 
     def read(self, label: str, question: object) -> dict[str, object] | None:
-        """What was answered; None: nothing that can be read."""
+        """The remembered answer; None if there is none that can be read."""
         return _json_object(self.path(label, question))
 
     def write(self, label: str, question: object, answer: object) -> None:
-        """Remember an answer. A folder that cannot be written keeps nothing: it is asked again next time."""
+        """Remember an answer. If the folder cannot be written, nothing is kept and the question is asked again next time."""
         with suppress(UserError):
             write_atomic(self.path(label, question), json.dumps(answer))
 
     def __iter__(self) -> Iterator[dict[str, object]]:
-        """Everything that can be read, by file name."""
+        """Every readable answer, by file name."""
         for path in sorted(self.folder.glob("*.json")):
             if (answer := _json_object(path)) is not None:
                 yield answer

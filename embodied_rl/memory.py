@@ -1,4 +1,4 @@
-"""Whether what a configuration asks for fits into this machine's memory; checked before the system ends the process."""
+"""Checks that a configuration fits into this machine's memory, before the system kills the process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TRAINED = 4
 
 
 def require_memory(what: str, parts: Mapping[str, int], smaller: str) -> None:
-    """Raise UserError where the parts together are larger than this machine's memory.
+    """Raise UserError if the parts together are larger than this machine's memory.
 
     Args:
-        what: takes the memory, beginning with its key: ``policy.name=actor_critic with these sizes``.
+        what: what takes the memory, beginning with its key: ``policy.name=actor_critic with these sizes``.
         parts: {name and shape: bytes}.
     """
     import psutil
@@ -33,6 +33,6 @@ def require_memory(what: str, parts: Mapping[str, int], smaller: str) -> None:
 
 
 def parameter_bytes(module: nn.Module, copies: int = TRAINED) -> dict[str, int]:
-    """{name and shape: bytes of all copies}, of a module that may stand on the device ``meta``: shapes without memory."""
+    """{name and shape: bytes of all copies} of a module, which may be on the device ``meta``: shapes without memory."""
     named = module.named_parameters()
     return {f"{name} {list(tensor.shape)}": copies * tensor.numel() * tensor.element_size() for name, tensor in named}

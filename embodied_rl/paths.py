@@ -1,4 +1,4 @@
-"""Where the configuration files and assets lie: inside an installed wheel, or beside the package in a checkout."""
+"""Locations of configuration files and assets: inside an installed wheel, or beside the package in a checkout."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a command is doing now: bars with the time left on a terminal, a line every ten seconds everywhere else. One clock for all of it.
+"""Progress of a command: bars with the time left on a terminal, else a line every ten seconds. All of it uses one clock.
 
-Phases may stand inside one another (an evaluation within a training run): the innermost is what a line tells. On a terminal everything that
-moves is one display, a run's table (`show_board`) with the bars below it: two displays would write over each other.
+Phases may be nested (an evaluation within a training run): a line shows the innermost. On a terminal one display draws everything that
+moves, a run's table (`show_board`) above the bars: two displays would write over each other.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LINE_INTERVAL_S, FIRST_LINE_S = 10.0, 1.0
-"""Between lines, and to the first one of a command that has said nothing yet."""
+"""Seconds between lines, and to the first line of a command that has printed nothing yet."""
 _BESIDE_TITLE = 60
-"""Columns of a bar and what stands behind it; a title that leaves less has its own lines."""
+"""Columns of a bar and the text after it; a title that leaves less space gets its own lines."""
 _began = time.time()
-"""When the user's command began; `run_clock` knows better."""
+"""Time at which the user's command began, unless `run_clock` sets another."""
 
 
 class Advance(Protocol):
-    """Says that so many more are done; the note (a success rate, say) stands behind the bar."""
+    """Reports `count` further units done; the bar shows the note (such as a success rate)."""
 
     def __call__(self, count: int, note: str = "") -> None: ...
 
@@ -40,7 +40,7 @@ class _Phase:
         self.began_s = time.monotonic()
 
     def left_s(self) -> float | None:
-        """Seconds to go at this phase's own pace; None where that is not known."""
+        """Seconds left at this phase's own pace; None if unknown."""
         if not self.total or self.done <= 0:
             return None
         return (time.monotonic() - self.began_s) * max(self.total - self.done, 0) / self.done
@@ -54,16 +54,16 @@ class _Phase:
 
 
 class _Display:
-    """The phases that are open and, on a terminal, the one live display of this process."""
+    """The open phases and, on a terminal, the one live display of this process."""
 
     def __init__(self) -> None:
         self.phases: list[_Phase] = []
         self.board: Callable[[], Any] | None = None
         self.live: Live | None = None
         self.spoke_s: float | None = None
-        """When a line came last; None: none has come yet."""
+        """Time of the last line; None: no line yet."""
         self.to_stdout = False
-        """Where lines go: to stderr where a command's output is its result."""
+        """Whether lines go to stdout; False: to stderr, because a command's output is its result."""
         self._ended: threading.Event | None = None
 
     def open(self, phase: _Phase) -> None:
@@ -98,7 +98,7 @@ class _Display:
             self.live.refresh()
 
     def stop(self) -> None:
-        """Leave what is on the screen there, and take nothing more."""
+        """Leave the screen as it is, and stop drawing."""
         live, self.live = self.live, None
         if live is not None:
             live.stop()
@@ -144,10 +144,10 @@ _display = _Display()
 
 @contextmanager
 def progress_bar(title: str, total: int | None = None, *, shown: bool = True) -> Iterator[Advance]:
-    """Show what is done until the block ends: how many of `total` and the time left, or only for how long where there is no total.
+    """Show progress until the block ends: the number done of `total` and the time left, or without a total only the elapsed time.
 
     Yields:
-        What is called as the work goes on.
+        The function to call as the work continues.
     """
     phase = _Phase(title, total)
     if shown:
@@ -164,26 +164,26 @@ def progress_bar(title: str, total: int | None = None, *, shown: bool = True) ->
 
 
 def show_board(board: Callable[[], Any], console: Console) -> None:
-    """Draw what `board` returns now, and again as long as it is on the screen, above the bars; on `console`, which is a terminal."""
+    """Draw what `board` returns, repeatedly while it is shown, above the bars; on `console`, which is a terminal."""
     _display.show(board, console)
 
 
 def end_board(board: Callable[[], Any]) -> None:
-    """Leave the board as it is on the screen; nothing where it is not there."""
+    """Leave the board as it is on the screen; does nothing if it is not shown."""
     if _display.board == board:
         _display.stop()
         _display.board = None
 
 
 def spoke() -> None:
-    """Another line told how far the work is: the next one of ours is due an interval later."""
+    """Note that another line reported progress, so that our next line is due an interval later."""
     _display.spoke_s = time.monotonic()
 
 
 @contextmanager
 def run_clock(started: float) -> Iterator[None]:
-    """A training run: all times that are shown count from `started`, a ``time.time()``, and lines go to stdout, where its figures are.
-    Within another one, such as a study of many runs, that one's clock goes on."""
+    """Context of a training run: displayed times count from `started`, a ``time.time()``, and lines go to stdout with the run's figures.
+    Inside another run clock, such as a study of many runs, the outer one stays."""
     global _began
     if _display.to_stdout:
         yield
@@ -197,7 +197,7 @@ def run_clock(started: float) -> Iterator[None]:
 
 
 def figure_table(title: str, columns: Sequence[str], leading: int = 1) -> Table:
-    """An empty table for the console; its `leading` columns are names, the others figures."""
+    """An empty console table; its first `leading` columns are names, the others figures."""
     from rich import box
     from rich.table import Table
 
@@ -208,17 +208,17 @@ def figure_table(title: str, columns: Sequence[str], leading: int = 1) -> Table:
 
 
 def wrapped_lines(text: str, width: int, indent: int = 0) -> list[str]:
-    """Lines of at most `width` characters, where no word is longer; all but the first are indented."""
+    """Lines of at most `width` characters, unless a word is longer; all but the first are indented."""
     return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
 
 
 def screen_lines(text: str, indent: int = 0) -> list[str]:
-    """Wrapped to the terminal's width, at most 100, where stdout is one; whole elsewhere."""
+    """Wrapped to the terminal's width, at most 100, if stdout is one; else unwrapped."""
     return wrapped_lines(text, min(shutil.get_terminal_size().columns, 100), indent) if sys.stdout.isatty() else [text]
 
 
 def clock_text(seconds: float | None) -> str:
-    """``1:02:03`` or ``2:03``; ``-:--`` where it is not known."""
+    """``1:02:03`` or ``2:03``; ``-:--`` if unknown."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""Reading what others wrote: regular files only, and JSON, YAML and .npy within bounds. What is wrong comes as OSError or ValueError."""
+"""Reads files of others: regular files only, and JSON, YAML and .npy within limits. Faults raise OSError or ValueError."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_YAML_NODES = 10**6
-"""Of a document with its aliases written out; a configuration has some hundreds."""
+"""Most nodes of a document with its aliases expanded; a configuration has some hundreds."""
 _MAX_JSON_DEPTH = 200
-"""Python's own parser gives up at about a thousand, and what is as deep cannot be copied or written again."""
+"""Python's own parser fails at about a thousand levels, and so deep a value cannot be copied or written again."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file open for reading. Raises OSError where it is none: a pipe or a device would never end."""
-    # Without blocking: to open a pipe waits for its other end.
+    """Open a regular file for reading. Raises OSError for anything else: a pipe or a device would never end."""
+    # Without blocking, because opening a pipe waits for its other end.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -43,7 +43,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def parse_json(data: str | bytes) -> Any:
-    """What a JSON text holds. Raises ValueError, in one short line: it is no JSON, or is nested too deeply."""
+    """Parse JSON. Raises ValueError, in one short line: it is no JSON, or is nested too deeply."""
     try:
         found = json.loads(data)
     except RecursionError:
@@ -57,7 +57,7 @@ def parse_json(data: str | bytes) -> Any:
 
 
 def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
-    """(where it stands, value) of every line of a .jsonl file that is not empty.
+    """(location, value) of every non-empty line of a .jsonl file.
 
     Raises UserError, which begins with `what`: the file cannot be read, or a line is not JSON.
     """
@@ -77,7 +77,7 @@ def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
 
 
 def require_shallow(value: object, depth: int = _MAX_JSON_DEPTH) -> None:
-    """Raise ValueError where lists and mappings are nested more than `depth` deep."""
+    """Raise ValueError if lists and mappings are nested more than `depth` levels."""
     level = [value]
     for _ in range(depth):
         level = [inner for outer in level for inner in _inside(outer)]
@@ -87,22 +87,22 @@ def require_shallow(value: object, depth: int = _MAX_JSON_DEPTH) -> None:
 
 
 def _inside(value: object) -> Iterator[object]:
-    """What of a list's or a mapping's values are lists and mappings."""
+    """The lists and mappings among a list's or a mapping's values."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return (inner for inner in values if isinstance(inner, (dict, list)))
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """What a YAML text holds, by YAML's own types only, read by libyaml where PyYAML has it (a fifth of the time).
+    """Parse YAML with YAML's own types only, by libyaml if PyYAML has it (a fifth of the time).
 
-    Raises ValueError, in one short line: it is no YAML, or aliases blow it up.
+    Raises ValueError, in one short line: it is no YAML, or its aliases expand too far.
     """
     import yaml
 
     loader_of = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     try:
         depth = 0
-        for event in yaml.parse(text, Loader=loader_of):  # first: libyaml's nodes would overflow the stack of C
+        for event in yaml.parse(text, Loader=loader_of):  # checked first: libyaml's nodes would overflow the C stack
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _MAX_JSON_DEPTH:
                 raise ValueError("it is nested too deeply")
@@ -116,13 +116,13 @@ def parse_yaml(text: str | bytes) -> Any:
         require_shallow(found)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, OverflowError) as error:  # of dates, numbers and keys that are none
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, OverflowError) as error:  # from invalid dates, numbers and keys
         raise ValueError(brief(error)) from None
     return found
 
 
 def yaml_text(value: object, **style: Any) -> str:
-    """Plain values as YAML, keys in their order: by libyaml where PyYAML has it, which takes a tenth of the time."""
+    """Plain values as YAML, keys in their order; by libyaml if PyYAML has it, which takes a tenth of the time."""
     import yaml
 
     dumper = yaml.CSafeDumper if yaml.__with_libyaml__ else yaml.SafeDumper
@@ -130,7 +130,7 @@ def yaml_text(value: object, **style: Any) -> str:
 
 
 def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
-    """Nodes below one of YAML's, each alias counted as what it stands for; infinite where one stands within itself."""
+    """Nodes below a YAML node, with each alias expanded; infinite if an alias contains itself."""
     if (count := known.get(id(node))) is not None:
         return count
     known[id(node)] = math.inf
@@ -140,7 +140,7 @@ def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
 
 
 def read_npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """(shape, whether in Fortran's order, dtype) of an .npy file of version 1.0; the file then stands at its data. Raises ValueError."""
+    """(shape, whether in Fortran order, dtype) of an .npy file of version 1.0, which is then positioned at its data. Raises ValueError."""
     try:
         version = np.lib.format.read_magic(file)
         if version != (1, 0):
@@ -154,7 +154,7 @@ def read_npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def parse_npy(data: bytes) -> np.ndarray:
-    """The array of an .npy file. Raises ValueError, also where it claims more than there is: nothing is made of its size before."""
+    """The array of an .npy file. Raises ValueError, also if it claims more data than there is, before allocating anything of that size."""
     file = io.BytesIO(data)
     shape, fortran, dtype = read_npy_header(file)
     claimed, there = math.prod(shape) * dtype.itemsize, len(data) - file.tell()

@@ -1,4 +1,4 @@
-"""Names to things: ``package.module:Attribute`` targets, entry points, and errors that offer the nearest name."""
+"""Resolves names: ``package.module:Attribute`` targets, entry points, and errors that suggest the nearest name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def load_target(target: str, extra: str | None = None) -> Any:
     """Import ``package.module:Attribute``.
 
     Raises:
-        MissingExtraError: a module is not installed and `extra` names what would bring it.
+        MissingExtraError: a module is not installed and `extra` names the extra that provides it.
         UserError: the text is not a target, or the module or attribute does not exist.
     """
     module_name, _, attribute = target.partition(":")
-    # Whatever could be imported has the form that `embodied_rl.trust` looks for in files.
+    # Every importable target has the form that `embodied_rl.trust` looks for in files.
     if not attribute or any(letter.isspace() or letter in "/:" for letter in target.replace(":", "", 1)) or not module_name:
         raise UserError(f"Target '{target}' is not of the form 'package.module:Attribute'.")
     try:
@@ -40,7 +40,7 @@ def load_target(target: str, extra: str | None = None) -> Any:
 
 @cache
 def installed_targets(kind: str) -> dict[str, str]:
-    """{name: ``package.module:Attribute``} that installed packages give in the entry-point group ``embodied_rl.<kind>``."""
+    """{name: ``package.module:Attribute``} of installed packages' entry points in the group ``embodied_rl.<kind>``."""
     return {point.name: point.value for point in _points(kind)}
 
 
@@ -48,7 +48,7 @@ def installed_targets(kind: str) -> dict[str, str]:
 def installed_config_folders() -> dict[str, Path]:
     """{package: its folder ``configs/``} of installed packages, from the entry-point group ``embodied_rl.configs``.
 
-    The value of such an entry point is a package, which is found without being imported. One that has no such folder is left out
+    The value of such an entry point is a package, which is found without importing it. A package without such a folder is left out
     with a warning: another package's mistake must not stop a run that does not use it.
     """
     folders: dict[str, Path] = {}
@@ -77,7 +77,7 @@ class Registry:
     def __init__(self, kind: str, group: str, targets: dict[str, str]) -> None:
         self.kind, self.group = kind, group
         self.built_in = tuple(targets)
-        """Names that come with this package."""
+        """Names of this package's own targets."""
         self._targets = dict(targets)
         self._discovered = False
 
@@ -86,7 +86,7 @@ class Registry:
         return sorted(self._targets)
 
     def target(self, name: str) -> str:
-        """The target behind a name; a ``package.module:Attribute`` passes through. Raises UserError with the nearest name."""
+        """The target of a name; a ``package.module:Attribute`` passes through. Raises UserError with the nearest name."""
         if ":" in name:
             return name
         self._discover()

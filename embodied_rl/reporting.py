@@ -1,4 +1,4 @@
-"""Figures of played episodes, and results.json, which a run leaves behind."""
+"""Statistics of played episodes, and a run's results.json."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _STARTS = "starts"
 
 @dataclass(frozen=True)
 class Figures:
-    """Statistics of the episodes of an evaluation. Success is None where the task has no notion of it."""
+    """Statistics of an evaluation's episodes. Success is None if the task does not report it."""
 
     num_episodes: int
     success: float | None
     """Share of episodes with success at any step."""
     success_interval: tuple[float, float] | None
-    """Wilson, 95%."""
+    """Wilson interval, 95%."""
     success_at_end: float | None
     success_at_end_interval: tuple[float, float] | None
     return_mean: float
     return_std: float
     """Standard deviation between episodes (n - 1); 0 for one episode."""
     return_interval: tuple[float, float]
-    """Of the mean: percentile bootstrap, 95%."""
+    """Interval of the mean: percentile bootstrap, 95%."""
     length_mean: float
     seeds: tuple[int, int]
     """First and last seed."""
@@ -88,7 +88,7 @@ def summarise(episodes: Sequence[EpisodeSummary], reports_success: bool) -> Figu
 
 
 def by_task(episodes: Sequence[EpisodeSummary]) -> dict[str, list[EpisodeSummary]]:
-    """{task: its episodes}, in the order of names, where the simulator says which task an episode was of; empty for a single task."""
+    """{task: its episodes}, sorted by name, if the simulator names each episode's task; empty for a single task."""
     tasks: dict[str, list[EpisodeSummary]] = {}
     for episode in episodes:
         if (task := task_of(episode)) is not None:
@@ -97,7 +97,7 @@ def by_task(episodes: Sequence[EpisodeSummary]) -> dict[str, list[EpisodeSummary
 
 
 def task_of(episode: EpisodeSummary) -> str | None:
-    """The episode's own task, which multi-task simulators put into their info; None for others."""
+    """The episode's own task, which multi-task simulators write into their info; None for others."""
     task = episode.final_info.get("task")
     return task if isinstance(task, str) else None
 
@@ -111,9 +111,9 @@ def task_figures(episodes: Sequence[EpisodeSummary], reports_success: bool) -> d
 def warm_start_figures(
     figures: Mapping[str, Mapping[str, Any]], before: Sequence[EpisodeSummary], after: Sequence[EpisodeSummary], reports_success: bool
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """(for results.json, for the log) what warm starts came to, from the figures of each domain's and held-out episodes before and after.
+    """(for results.json, for the log) results of warm starts, from each domain's figures and the held-out episodes before and after.
 
-    The only domain of a run has no name; each of several has its figures below its name.
+    A run's only domain has no name; several domains' figures are below their names.
     """
     cloned: dict[str, Any] = {}
     logged: dict[str, float] = {}
@@ -130,38 +130,38 @@ def warm_start_figures(
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A finished run, as the trainer knows it."""
+    """A finished run, from the trainer."""
 
     run_dir: Path
     config: TrainConfig
     spec: SimSpec
     episodes: Sequence[EpisodeSummary]
-    """Of the final evaluation on held-out seeds."""
+    """Episodes of the final evaluation on held-out seeds."""
     steps: int
     """Environment steps trained."""
     iterations: int
     train_wall_clock_s: float
-    """From the user's command to the end of training, start-up included, pauses between resumed parts left out."""
+    """Seconds from the user's command to the end of training, with start-up, without pauses before a resume."""
     wall_clock_s: float
-    """The same, final evaluation included."""
+    """The same, including the final evaluation."""
     command: str
     checkpoint: Path
-    """The final one."""
+    """Folder of the final checkpoint."""
     loggers: LoggerGroup | None = None
-    """Given the video and closed before the closing text is printed."""
+    """Loggers that get the video, and are closed before the closing text is printed."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further figures for results.json."""
     time_for_films: bool = True
-    """Whether max_minutes leaves any."""
+    """Whether max_minutes leaves time for films."""
 
 
 def shows_progress(config: TrainConfig) -> bool:
-    """Whether a run tells what it is doing: the console is among its loggers."""
+    """Whether a run shows its progress: the console is among its loggers."""
     return "console" in config.logger.names
 
 
 def plan_text(config: TrainConfig, run_dir: Path) -> tuple[str, str]:
-    """What a run is going to do, and where: the lines that come before anything is started."""
+    """Lines printed before anything is started: what a run will do, and its folder."""
     task = f"domains {', '.join(config.domains)}" if config.domains else f"{config.sim.name} ({config.sim.task or config.sim.target})"
     ends = [f"at most {config.total_steps:,} steps"]
     ends += [f"until success {config.stop_at_success:.0%}"] if config.stop_at_success is not None else []
@@ -172,8 +172,8 @@ def plan_text(config: TrainConfig, run_dir: Path) -> tuple[str, str]:
 
 
 def too_short(config: TrainConfig) -> list[str]:
-    """A sentence where `max_minutes` ends before a new run can train and be evaluated, as far as the last one with the same simulator,
-    policy and warm start on this machine says; else none."""
+    """A sentence if `max_minutes` would end before a new run can train and be evaluated, judged by the last run with the same simulator,
+    policy and warm start on this machine; else none."""
     known = RememberedAnswers(_STARTS).read(*_start_question(config)) or {}
     start_s, episode_s = known.get("start_s"), known.get("episode_s")
     if config.max_minutes is None or not isinstance(start_s, float) or not isinstance(episode_s, float):
@@ -188,7 +188,7 @@ def too_short(config: TrainConfig) -> list[str]:
 
 
 def remember_start(config: TrainConfig, start_s: float, episode_s: float) -> None:
-    """Keep for the plan of the next such run what came before its first iteration, and what an episode of its final evaluation took."""
+    """Remember, for such a run's next plan, the time before its first iteration and the time per episode of its final evaluation."""
     RememberedAnswers(_STARTS).write(*_start_question(config), {"start_s": round(start_s, 1), "episode_s": round(episode_s, 4)})
 
 
@@ -198,14 +198,14 @@ def _start_question(config: TrainConfig) -> tuple[str, object]:
 
 
 def require_time(config: TrainConfig, elapsed_s: float, moment: str) -> None:
-    """Raise UserError where `max_minutes` is over before anything is trained; `moment`: when that is noticed."""
+    """Raise UserError if `max_minutes` has passed before anything was trained; `moment`: when the run noticed."""
     if config.max_minutes is not None and elapsed_s >= 60 * config.max_minutes:
         over = f"max_minutes={config.max_minutes:g} was over {moment}, at {clock_text(elapsed_s)}"
         raise UserError(f"Nothing was trained: {over}. Set a larger max_minutes.")
 
 
 def parts_text(config: TrainConfig, spec: SimSpec, *, num_parameters: int, device: str, num_slots: int, num_workers: int) -> str:
-    """What a run is made of, in one line, when its parts are there."""
+    """One line about a run's parts, once they are built."""
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
     policy = f"policy {config.policy.name} with {num_parameters:,} parameters on {device}"
     text = f"{spec.task}: {policy}; action {show_action(spec)}; {num_slots} slots over {workers}."
@@ -214,12 +214,12 @@ def parts_text(config: TrainConfig, spec: SimSpec, *, num_parameters: int, devic
 
 
 def sweep_table(folders: Sequence[Path]) -> str:
-    """Runs one below the other: where each lies, what came of it, and how it differs; the best first."""
+    """Table of runs, one per row: folder, result, and differences; the best first."""
     rows = []
     for folder in folders:
         try:
             results = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
-        except FileNotFoundError:  # it was interrupted
+        except FileNotFoundError:  # the run was interrupted
             rows.append((-math.inf, (str(folder), "not evaluated", "", "")))
             continue
         success, score = results["success"], results["return_mean"]
@@ -236,7 +236,7 @@ def sweep_table(folders: Sequence[Path]) -> str:
 def write_results(summary: RunSummary, *, whole_wall_clock_s: float | None = None) -> dict[str, Any]:
     """Write ``<run_dir>/results.json``: figures, seeds, time, command, configuration, versions, machine.
 
-    `whole_wall_clock_s` is from the user's command to the end of filming; None: that has not come yet. Returns what was written. Raises
+    `whole_wall_clock_s`: from the user's command to the end of filming; None: not known yet. Returns what was written. Raises
     UserError: the file cannot be written.
     """
     config = summary.config
@@ -285,7 +285,7 @@ def episode_rows(episodes: Sequence[EpisodeSummary]) -> list[dict[str, Any]]:
 
 
 def config_hash(config: TrainConfig) -> str:
-    """SHA-256 of what determines a run: everything but its folder, where it was resumed from, and what it is logged to."""
+    """SHA-256 of what determines a run: everything except its folder, the checkpoint it resumes from, its loggers and its videos."""
     data = {key: value for key, value in config.to_dict().items() if key not in ("run_dir", "resume", "logger", "video")}
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=_plain).encode()).hexdigest()
 

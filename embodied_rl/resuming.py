@@ -1,4 +1,4 @@
-"""What a run's checkpoint holds beside its method's own state, and how it is taken up: the policy whole or as an adapter, the optimizer of
+"""Saves and loads the parts of a run's checkpoint beside its method's own state: the policy, whole or as an adapter, the optimizer of
 several ranks, and the random generators."""
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class PolicySaver:
         self._base: dict[str, Any] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything; of a policy with LoRA, what is trained."""
+        """All tensors of the policy; with LoRA, the trained ones."""
         return saved_tensors(self._policy)
 
     def base(self) -> dict[str, Any] | None:
-        """What the adapter belongs to, noted once in a run: its files do not change. None: the policy is saved whole."""
+        """The base model of the adapter, noted once in a run because its files do not change. None: the policy is saved whole."""
         folder = self._policy.base_folder
         if folder is not None and self._base is None:
             self._base = note_base(folder, self.run_dir)
@@ -41,8 +41,8 @@ class PolicySaver:
 
 
 def load_policy(policy: TrainedModule, checkpoint: Checkpoint) -> None:
-    """Fill a policy that was built from the checkpoint's configuration.
-    Raises IncompatibleCheckpointError: the tensors are another policy's, or the base model is missing or another one."""
+    """Load a checkpoint into a policy that was built from its configuration.
+    Raises IncompatibleCheckpointError: the tensors are another policy's, or the base model is missing or different."""
     if checkpoint.base is None:
         check_tensors(checkpoint, policy.state_dict())
         policy.load_state_dict(checkpoint.policy)
@@ -59,7 +59,7 @@ def load_policy(policy: TrainedModule, checkpoint: Checkpoint) -> None:
 
 
 def save_method(method: Method, writer: CheckpointWriter, step: int) -> tuple[dict[str, Tensor], Callable[[], Path] | None]:
-    """A method's tensors for the checkpoint of `step`, and what waits for the folder that its ranks write; None without ranks."""
+    """A method's tensors for the checkpoint of `step`, and a function that waits for its ranks' folder; None without ranks."""
     sharded = _parted(method)
     if sharded is None:
         return method.state_tensors(), None
@@ -69,12 +69,12 @@ def save_method(method: Method, writer: CheckpointWriter, step: int) -> tuple[di
 
 
 def _parted(method: Method) -> RankExecutor | None:
-    """The ranks of a method that write their own parts of a checkpoint."""
+    """The ranks of a method, if they write their own parts of a checkpoint."""
     return method.sharded if method.sharded is not None and method.sharded.writes_parts else None
 
 
 def load_method(method: Method, checkpoint: Checkpoint) -> None:
-    """Give a method its tensors back, on one process or any number of ranks, whatever number wrote them.
+    """Load a method's tensors, on one process or any number of ranks, whatever number wrote them.
     Raises IncompatibleCheckpointError, KeyError, ValueError: they are another run's, or damaged."""
     others = (_RANDOM, "episode.")  # see `random_states` and `Trainer.save`
     tensors = {name: tensor for name, tensor in checkpoint.learner.items() if not name.startswith(others)}
@@ -92,8 +92,8 @@ def load_method(method: Method, checkpoint: Checkpoint) -> None:
 
 
 def random_states() -> dict[str, Tensor]:
-    """States of torch's global generators, which some policies' losses draw from. All else draws from (seed, iteration) or from
-    (seed, group, member, turn), and needs no state; simulators begin episodes of known seeds."""
+    """States of torch's global generators, which some policies' losses draw from. Everything else draws from (seed, iteration) or (seed,
+    group, member, turn) and needs no state; simulators begin episodes with known seeds."""
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states |= {f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -101,7 +101,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def set_random_states(tensors: Mapping[str, Tensor]) -> None:
-    """Go on where `random_states` was called; what a checkpoint does not hold (GPUs that were not there) stays as it is."""
+    """Restore what `random_states` returned; generators that a checkpoint does not hold (of GPUs that were absent) stay unchanged."""
     states = {name.removeprefix(_RANDOM): tensor for name, tensor in tensors.items() if name.startswith(_RANDOM)}
     if not states:
         return

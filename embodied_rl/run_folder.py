@@ -1,8 +1,8 @@
-"""The folder of a run: which one it is, whose it is, and what goes along when a run is continued in another.
+"""The folder of a run: its choice, its owner, and the history that is copied when a run continues in another folder.
 
-A run's folder holds ``run.json`` with a number drawn when the run began, and so does each of its checkpoints. Where the two agree, or the
-rows of ``metrics.jsonl`` know the checkpoint's step (of runs older than that number), the run goes on in the folder. Anywhere else the
-checkpoint belongs to another run: nothing is written beside it, and the run goes on in a new folder, with a copy of the history.
+A run's folder holds ``run.json`` with a number drawn when the run began, and so does each of its checkpoints. If the two agree, or (for
+runs older than that number) if ``metrics.jsonl`` has the checkpoint's step, the run continues in the folder. Otherwise the checkpoint
+belongs to another run: nothing is written beside it, and the run continues in a new folder with a copy of the history.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ if TYPE_CHECKING:
 
 RUN_FILE = "run.json"
 SOURCE_FOLDER = "source"
-"""Of a run's folder: modules that hold what was defined in a notebook, written before the run begins."""
+"""Subfolder of a run's folder with modules of what a notebook defined, written before the run begins."""
 _LOCK = ".lock"
 _DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+")
-"""Of a run's folder, where the user names none."""
+"""Name of a run's folder if the user names none."""
 _FAULTS = "faults.jsonl"
 _FOLDERS = ("tensorboard", "demonstrations")
-"""Of the history; recorded training episodes stay where they are."""
+"""Folders of the history; recorded training episodes stay where they are."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run goes."""
+    """Folder that a run writes to."""
 
     path: Path
     checkpoint: Checkpoint | None
-    """What it continues from."""
+    """Checkpoint that the run continues from; None: a new run."""
     claim: IO[bytes]
-    """Keeps other runs out of the folder until it is closed."""
+    """Open file that keeps other runs out of the folder until it is closed."""
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Until the block ends, no other run goes there. A folder of a default name into which nothing was written is removed then."""
+        """Keep other runs out until the block ends. Then remove the folder if it has a default name and nothing was written into it."""
         with self.claim:
             try:
                 yield
             finally:
-                with suppress(OSError):  # the user has removed it, or another run comes at this moment
+                with suppress(OSError):  # the user has removed it, or another run takes it at this moment
                     if _DEFAULT_NAME.match(self.path.name) and os.listdir(self.path) == [_LOCK]:
                         (self.path / _LOCK).unlink()
                         self.path.rmdir()
 
 
 def write_failure(run_dir: Path, step: int, context: Mapping[str, Any], arrays: Mapping[str, Any]) -> Path:
-    """Leave the batch that a run failed at in its folder, as one file of arrays; returns it. `context`: where it came from, JSON-able."""
+    """Write the batch that a run failed at into its folder, as one file of arrays; return its path. `context`: its origin, JSON-able."""
     path = run_dir / "failures" / f"non_finite_step_{step:09d}.npz"
     named = {name: np.asarray(value) for name, value in arrays.items()}
     named["context_json"] = np.frombuffer(json.dumps(context).encode(), np.uint8)
@@ -74,9 +74,9 @@ def write_failure(run_dir: Path, step: int, context: Mapping[str, Any], arrays: 
 
 
 def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
-    """The folder of the run that a configuration asks for, made and claimed; with the history where it is not the checkpoint's own.
+    """Make and claim the folder of the run that a configuration asks for; copies the history if it is not the checkpoint's own folder.
 
-    `overrides`: of the command line, which say whether the user named `run_dir`, and what replaces the checkpoint's own values.
+    `overrides`: those of the command line, which show whether the user named `run_dir`, and which values replace the checkpoint's.
 
     Raises:
         UserError: the folder holds another run, another process writes there, or it cannot be written.
@@ -92,14 +92,14 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
         else:
             source, run_dir = checkpoint, _unused(run_dir, named)
     elif config.resume == "auto" and _holds_files(run_dir) and named:
-        # Killed before its first checkpoint: from the start again, in its own folder.
+        # Killed before its first checkpoint: start again, in its own folder.
         announce(f"{run_dir} holds no checkpoint yet; its run begins again.")
     else:
         run_dir = _unused(run_dir, named)
     while (claim := _claim(run_dir)) is None:
         if named or (checkpoint is not None and source is None):
             raise UserError(f"Another process is writing the run in {run_dir}. Wait for it, end it, or choose another run_dir.")
-        # Two runs that start within a second want the same default folder.
+        # Two runs that start within a second choose the same default folder.
         taken, run_dir = run_dir, next_free(Path(config.run_dir))
         announce(f"{taken} is another run's; this run goes to {run_dir}.")
     if source is not None:
@@ -110,13 +110,13 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
 
 
 def replaced_keys(overrides: Sequence[str]) -> list[list[str]]:
-    """The keys, part by part, whose values the command line puts in place of a checkpoint's."""
+    """Keys, split at dots, whose values on the command line replace a checkpoint's."""
     paths = [override.split("=", 1)[0].lstrip("+~").rpartition("@")[2].split(".") for override in overrides]  # sim@domains.arm.sim
     return [path for path in paths if path[0] not in ("experiment", "protocol", "resume", "run_dir", "trust", "hydra")]
 
 
 def run_id(run_dir: Path) -> str:
-    """The number of the run in a folder; drawn and written down where there is none. Raises UserError where that fails."""
+    """The number of the run in a folder; drawn and written if there is none. Raises UserError if that fails."""
     known = _noted_id(run_dir)
     if known is None:
         known = uuid.uuid4().hex
@@ -125,12 +125,12 @@ def run_id(run_dir: Path) -> str:
 
 
 def note_run_id(run_dir: Path, number: str) -> None:
-    """Write down whose a folder is. Raises UserError where that fails."""
+    """Write the run's number into a folder. Raises UserError if that fails."""
     write_atomic(run_dir / RUN_FILE, json.dumps({"run_id": number}) + "\n")
 
 
 def belongs(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint lies in the folder of the run that wrote it."""
+    """Whether a checkpoint is in the folder of the run that wrote it."""
     if checkpoint.path.parent.name != "checkpoints":
         return False
     if (own := checkpoint.state.get("run_id")) is not None:
@@ -141,7 +141,7 @@ def belongs(checkpoint: Checkpoint) -> bool:
 
 
 def copy_history(checkpoint: Checkpoint, run_dir: Path) -> None:
-    """What the run that a checkpoint is of has left up to its step, into the folder where it goes on. Raises UserError."""
+    """Copy the history of a checkpoint's run, up to its step, into the folder where it continues. Raises UserError."""
     from embodied_rl.loggers.jsonl import METRICS_FILE, history_until
 
     source = checkpoint.run_dir
@@ -158,7 +158,7 @@ def copy_history(checkpoint: Checkpoint, run_dir: Path) -> None:
 
 
 def is_gone(run_dir: Path, claim: os.stat_result) -> bool:
-    """Whether a folder was removed, moved or replaced since `claim` was asked of it (`os.stat`)."""
+    """Whether a folder was removed, moved or replaced since `claim` (its `os.stat` then)."""
     try:
         found = run_dir.stat()
     except OSError:
@@ -167,7 +167,7 @@ def is_gone(run_dir: Path, claim: os.stat_result) -> bool:
 
 
 def announce(text: str) -> None:
-    """A line for the user, beside what the run prints."""
+    """Print a line for the user on stderr, beside the run's output."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -187,7 +187,7 @@ def _checkpoint_of(config: TrainConfig, run_dir: Path, named: bool, overrides: S
 
 
 def _unused(run_dir: Path, named: bool) -> Path:
-    """A folder for a run that begins there: `run_dir`, or the next free name. Raises UserError where the user named that of a run."""
+    """A folder for a new run: `run_dir`, or the next free name. Raises UserError if the user named the folder of a run."""
     from embodied_rl.checkpoint import find_last
 
     if not _holds_files(run_dir):
@@ -200,7 +200,7 @@ def _unused(run_dir: Path, named: bool) -> Path:
 
 
 def _copied(checkpoint: Checkpoint, run_dir: Path) -> Checkpoint:
-    """The checkpoint as the first of the folder, so that the run goes on from there whenever it is ended."""
+    """Copy the checkpoint as the folder's first, so that the run can continue from there at any time."""
     from embodied_rl.checkpoint import adopt_checkpoint
 
     note_run_id(run_dir, str(checkpoint.state.get("run_id") or uuid.uuid4().hex))
@@ -223,9 +223,9 @@ def _holds_files(run_dir: Path) -> bool:
 
 
 def _claim(run_dir: Path) -> IO[bytes] | None:
-    """Make the folder this process's own until the file is closed, or the process ends; None where it is another's already.
+    """Lock the folder for this process until the file is closed or the process ends; None if another process has it.
 
-    Raises UserError where nothing can be written.
+    Raises UserError if nothing can be written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -246,7 +246,7 @@ def _claim(run_dir: Path) -> IO[bytes] | None:
 
 
 def _newest_unfinished(folder: Path, seed: int) -> Path | None:
-    """The last checkpoint of the newest run of this folder and seed that has no results yet."""
+    """The last checkpoint of the newest unfinished run (without results) of this folder and seed."""
     from embodied_rl.checkpoint import find_last
 
     runs = sorted(folder.glob(f"*-seed{seed}*"), reverse=True) if folder.is_dir() else []

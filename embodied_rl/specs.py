@@ -1,4 +1,4 @@
-"""What a simulator declares before its first step: parts of observations, actions, and how a policy divides an action; numpy only."""
+"""What a simulator declares before its first step: parts of observations, actions, and a policy's division of actions; numpy only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from embodied_rl.errors import UserError
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
-"""What JSON holds."""
+"""Any JSON value."""
 PartValue: TypeAlias = np.ndarray | Json
 """One environment's value of one part of an observation."""
 Rows: TypeAlias = slice | np.ndarray
-"""Which rows of an array [n, ...]: neighbours, whose array is a view, or any."""
+"""Rows of an array [n, ...]: a slice, whose result is a view, or any rows."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class VariableSpec:
-    """One named part of an observation whose size varies: rows hold Python values and travel beside the tensors.
+    """One named part of an observation whose size varies: rows hold Python values, separate from the tensors.
 
-    Handed out as an object array [n] of `str` ("text"), of what JSON holds ("json": numbers, strings, lists, dictionaries), or
-    of numpy arrays of any shape and numeric dtype ("array": images of varying size, say).
+    The manager returns an object array [n] of `str` ("text"), of JSON values ("json": numbers, strings, lists, dictionaries), or
+    of numpy arrays of any shape and numeric dtype ("array": such as images of varying size).
     """
 
     kind: Literal["text", "json", "array"]
     max_bytes: int = 2**16
-    """Room of one slot. A value that needs more is an error that names the key and both sizes; it is never cut. Room that is not
-    used costs no memory."""
+    """Buffer of one slot. A larger value is an error that names the key and both sizes; values are never cut. Unused buffer
+    costs no memory."""
 
     @property
     def is_picture(self) -> bool:
-        """Whether it may be: an array of any shape."""
+        """Whether it may be a picture: an array of any shape."""
         return self.kind == "array"
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,9 +66,9 @@ def part_spec_from_dict(data: Mapping[str, Any]) -> TensorSpec | VariableSpec:
 
 @dataclass(frozen=True)
 class ActionSpec:
-    """What a simulator takes: a bounded vector, one of ``num_actions`` choices, or text.
+    """Actions that a simulator takes: a bounded vector, one of ``num_actions`` choices, or text.
 
-    Policies speak in normalised actions, [-1, 1] per dimension; `denormalise` maps these onto [low, high].
+    Policies use normalised actions, [-1, 1] per dimension; `denormalise` maps these onto [low, high].
     """
 
     kind: Literal["continuous", "discrete", "text"]
@@ -79,7 +79,7 @@ class ActionSpec:
     num_actions: int = 0
     """Number of choices of a discrete action; 0 for others."""
     max_bytes: int = 0
-    """Room for one text action; 0 for others."""
+    """Buffer of one text action; 0 for others."""
 
     @staticmethod
     def continuous(low: Sequence[float] | np.ndarray, high: Sequence[float] | np.ndarray) -> ActionSpec:
@@ -110,13 +110,13 @@ class ActionSpec:
         return low + (clipped + 1.0) * (0.5 * (high - low))
 
     def normalise(self, action: np.ndarray, *, margin: float = 0.0) -> np.ndarray:
-        """The inverse: actions [..., A] in the simulator's units onto [-1 + margin, 1 - margin] float32; choices as int64.
+        """The inverse: map actions [..., A] in the simulator's units onto [-1 + margin, 1 - margin] float32; choices stay int64.
 
-        What lies beyond the bounds is clipped, as simulators do it; a dimension without extent becomes 0.
+        Values beyond the bounds are clipped, as simulators do; a dimension without extent becomes 0.
 
-        `margin`: keeps a squashed policy's targets where tanh can reach them: it is 1 only at infinity.
+        `margin`: keeps a squashed policy's targets in the range of tanh, which is 1 only at infinity.
 
-        Raises UserError: the simulator's bounds are not finite, so that there is nothing to normalise by.
+        Raises UserError: the simulator's bounds are not finite, so that actions cannot be normalised.
         """
         if self.kind != "continuous":
             return action.astype(np.int64)
@@ -148,10 +148,10 @@ class ActionSpec:
 
 @dataclass(frozen=True)
 class ActionLayout:
-    """What a policy's actions look like where they are recorded, and what randomness they take."""
+    """Layout of a policy's recorded actions, and of the randomness that they take."""
 
     width: int
-    """W: numbers of one recorded action. A, or what the policy needs to score it again (token ids, a denoising)."""
+    """W: values of one recorded action: A, or what the policy needs to score it again (token ids, a denoising)."""
     dtype: str
     num_units: int
     """L: log-probabilities of one action."""
@@ -159,38 +159,38 @@ class ActionLayout:
     noise_kind: Literal["normal", "uniform"]
     """normal: standard normal. uniform: in [0, 1)."""
     chunk_size: int = 1
-    """K: steps that the simulator plays of one action."""
+    """K: steps that the simulator plays per action."""
 
     @staticmethod
     def of(action: ActionSpec) -> ActionLayout:
-        """Of a policy that gives the simulator's own action, normalised, step by step."""
+        """Layout of a policy that outputs the simulator's own action, normalised, for one step."""
         noise: Literal["normal", "uniform"] = "normal" if action.kind == "continuous" else "uniform"
         return ActionLayout(action.dim, action.dtype, action.dim, action.dim, noise)
 
     def unit_steps(self, action_dim: int) -> np.ndarray:
-        """[L] int64: the step of the chunk that each action unit belongs to, of A dimensions a step."""
+        """[L] int64: step of the chunk that each action unit belongs to, with A dimensions per step."""
         return (np.arange(self.num_units) // max(action_dim, 1)) % self.chunk_size
 
     def about_units(self) -> dict[str, Any]:
-        """What a recording says of actions that are not the simulator's own: importance weights of log-probabilities must know it."""
+        """Entry of a recording about actions that are not the simulator's own, which importance weights of log-probabilities need."""
         return {"chunk_size": self.chunk_size, "units": "tokens" if self.dtype == "int64" else "own"}
 
     def noise(self, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        """[*shape, noise_width] float32"""
+        """Draw noise [*shape, noise_width] float32."""
         whole = (*shape, self.noise_width)
         draw = generator.standard_normal if self.noise_kind == "normal" else generator.random
         return draw(whole, dtype=np.float32)
 
 
 SnapshotKind = Literal["exact", "approximate", "replay", "none"]
-"""exact: `snapshot` and `restore` of the simulator continue bit by bit. approximate: they exist, and what follows drifts (check_sim
-measures by how much). replay: no simulator state is saved; the episode is played again from its seed, which is exact where the
-simulator is deterministic. none: an episode cannot be taken up again."""
+"""exact: the simulator's `snapshot` and `restore` continue bit by bit. approximate: they exist, and the continuation drifts (check_sim
+measures how much). replay: no simulator state is saved; the episode is replayed from its seed, which is exact if the simulator is
+deterministic. none: an episode cannot be continued."""
 
 
 @dataclass(frozen=True)
 class SimSpec:
-    """What a simulator offers; slabs are laid out from it, policies are built from it, checkpoints keep it."""
+    """What a simulator offers; slabs are laid out from it, policies are built from it, checkpoints store it."""
 
     task: str
     observation: Mapping[str, TensorSpec | VariableSpec]
@@ -199,15 +199,15 @@ class SimSpec:
     control_hz: float | None = None
     instruction: str | None = None
     reports_success: bool = False
-    """Whether `success` means anything for this task."""
+    """Whether `success` has a meaning for this task."""
     can_render: bool = False
     snapshots: SnapshotKind = "replay"
-    """How an episode can be taken up again elsewhere: see `SnapshotKind`."""
+    """How an episode can be continued elsewhere: see `SnapshotKind`."""
     steps_together: bool = False
-    """All environments of a process advance in one call, whichever were asked for (a GPU simulation, a VectorEnv)."""
+    """Whether all environments of a process advance in one call, whichever were requested (a GPU simulation, a VectorEnv)."""
     spaces: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """{"observation", "action"}: an adapted gymnasium environment's own, as `embodied_rl.sim.robots.spaces.describe` writes them;
-    empty for a simulator that has none. Only views for other libraries read them; everything here is built from the parts above."""
+    """{"observation", "action"}: an adapted gymnasium environment's own spaces, as `embodied_rl.sim.robots.spaces.describe` writes them;
+    empty for a simulator without any. Only views for other libraries read them; everything here is built from the parts above."""
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:

@@ -1,4 +1,4 @@
-"""Uncertainty of the figures that we report."""
+"""Uncertainty of reported figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 
 _EXACT_PAIRS = 16
-"""Up to so many differing pairs all 2ⁿ signs are gone through."""
+"""Largest number of differing pairs for which all 2ⁿ signs are enumerated."""
 _ROUNDING = 1e-12
 """Sums of the same numbers in another order differ by less than this share of the largest."""
 
@@ -17,7 +17,7 @@ _ROUNDING = 1e-12
 def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
     """Two-sided score interval of a success rate (Wilson 1927, without continuity correction).
 
-    `n`: number of independent trials; 0 gives (0, 1), for nothing is known.
+    `n`: number of independent trials; 0 gives (0, 1).
 
     Returns (low, high), both within [0, 1].
 
@@ -38,7 +38,7 @@ def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[f
 
 
 _AT_ONCE = 2**16
-"""Values that are drawn in one call: few calls, and little memory."""
+"""Values drawn in one call: few calls, and little memory."""
 
 
 def bootstrap_mean_interval(
@@ -65,8 +65,8 @@ def bootstrap_mean_interval(
 def mcnemar_p_value(only_first: int, only_second: int) -> float:
     """Two-sided exact test that two paired success rates are equal (McNemar 1947; the exact form is a sign test).
 
-    Pairs in which both or neither succeeded say nothing; of the others each side is as likely under the hypothesis, so the smaller
-    count is binomial with probability ½, and the p-value twice its lower tail.
+    Pairs in which both or neither succeeded carry no information. For the others each side is equally likely under the hypothesis, so the
+    smaller count is binomial with probability ½, and the p-value is twice its lower tail.
 
     Raises ValueError: a negative count.
     """
@@ -80,7 +80,7 @@ def mcnemar_p_value(only_first: int, only_second: int) -> float:
 def paired_rate_interval(both: int, only_first: int, only_second: int, neither: int, confidence: float = 0.95) -> tuple[float, float]:
     """Interval of the difference of two paired success rates, second minus first (Newcombe 1998, Statist. Med. 17:2635, method 10).
 
-    Combines the Wilson intervals of both rates with their correlation; unlike a bootstrap it keeps a width where no pair differs.
+    Combines the Wilson intervals of both rates with their correlation; unlike a bootstrap it keeps a width if no pair differs.
 
     Args:
         both, only_first, only_second, neither: numbers of pairs by which side succeeded; at least one pair.
@@ -103,7 +103,7 @@ def paired_rate_interval(both: int, only_first: int, only_second: int, neither: 
 
 
 def _paired_correlation(both: int, only_first: int, only_second: int, neither: int) -> float:
-    """Newcombe's φ̂: the correlation of the pairs, shrunk by a continuity correction where it is positive."""
+    """Newcombe's φ̂: correlation of the pairs, shrunk by a continuity correction if positive."""
     n = both + only_first + only_second + neither
     margins = (both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither)
     if margins == 0:
@@ -115,15 +115,15 @@ def _paired_correlation(both: int, only_first: int, only_second: int, neither: i
 
 
 def sign_flip_p_value(differences: Sequence[float] | np.ndarray, num_samples: int = 20_000, seed: int = 0) -> float:
-    """Two-sided paired permutation test that differences have mean 0 (Fisher 1935): whose result it was is exchangeable in every pair.
+    """Two-sided paired permutation test that differences have mean 0 (Fisher 1935): the sides of every pair are exchangeable.
 
-    Exact up to 16 pairs that differ: all 2ⁿ signs. Beyond, `num_samples` random signs, the observed ones counted among them, so that
-    the test stays valid (Phipson & Smyth 2010); the smallest p-value is then 1 / (num_samples + 1).
+    Exact up to 16 pairs that differ: all 2ⁿ signs. For more pairs, `num_samples` random signs including the observed ones, so that the
+    test stays valid (Phipson & Smyth 2010); the smallest p-value is then 1 / (num_samples + 1).
 
     Args:
         differences: [n] second minus first of each pair, n >= 1, finite.
-        num_samples: random signs where there are too many for all.
-        seed: of the random signs; the same seed gives the same p-value.
+        num_samples: number of random signs if there are too many pairs for all signs.
+        seed: seed of the random signs; the same seed gives the same p-value.
 
     Raises ValueError: no pair, or a difference that is not finite.
     """
@@ -133,7 +133,7 @@ def sign_flip_p_value(differences: Sequence[float] | np.ndarray, num_samples: in
     data = data[data != 0]  # equal pairs change no sum
     if data.size == 0:
         return 1.0
-    # A hair below, for the observed signs themselves must count whatever the order of summing.
+    # Slightly below, because the observed signs must count in any order of summation.
     threshold = abs(data.sum()) - _ROUNDING * np.abs(data).sum()
     if data.size <= _EXACT_PAIRS:
         codes = np.arange(2**data.size)[:, None]
@@ -147,7 +147,7 @@ def sign_flip_p_value(differences: Sequence[float] | np.ndarray, num_samples: in
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values of several comparisons, adjusted so that the chance of any false one stays at its level (Holm 1979)."""
+    """Adjusted p-values of several comparisons, which keep the chance of any false one at its level (Holm 1979)."""
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))

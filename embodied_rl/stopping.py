@@ -1,7 +1,7 @@
 """Ends a run that waits for a process, thread or machine that does not answer.
 
-Code that waits marks it (``with waiting:``); a `Stopper` ends that wait, and nothing but a wait: between two of them a collector or a queue
-may be in the middle of a change.
+Waiting code marks its wait (``with waiting:``). A `Stopper` interrupts that wait and nothing else, because between two waits a collector or
+a queue may be in the middle of a change.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 
 class WaitStopped(BaseException):
-    """The run is to end, so its wait is given up. Not an `Exception`: no handler of faults on the way may catch it."""
+    """The run must end, so its wait is given up. Not an `Exception`, so that no handler of faults on the way catches it."""
 
 
 class _Waiting:
-    """How many waits the main thread is inside of; those of other threads are not ended."""
+    """Number of nested waits of the main thread; other threads' waits are not ended."""
 
     def __init__(self) -> None:
         self.depth = 0
         self.is_over = False
-        """The next one is not to begin."""
+        """Whether the next wait must not begin."""
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -41,38 +41,38 @@ class _Waiting:
 
 
 waiting = _Waiting()
-"""Around a wait for another process, thread or machine; costs nothing worth measuring beside one that blocks."""
+"""Context around a wait for another process, thread or machine; its cost is negligible beside a blocking wait."""
 
 
 class Stopper:
-    """Ends the waits of a `stoppable` block some seconds after `stop`; only of the main thread, the one that gets signals.
+    """Ends the waits of a `stoppable` block some seconds after `stop`; only in the main thread, which gets the signals.
 
-    SIGURG wakes the main thread: its default is that nothing happens, so that one that comes too late does no harm. SIGALRM would need the
-    process's only alarm clock, which other code may use.
+    SIGURG wakes the main thread. Its default action is nothing, so a late one does no harm. SIGALRM would need the process's only alarm
+    clock, which other code may use.
     """
 
     def __init__(self, patience_s: float) -> None:
-        """`patience_s`: what is nearly there may still come."""
+        """`patience_s`: seconds before a wait is ended, because its result may be close."""
         self._patience_s = patience_s
         self.asked = False
-        """The first signal has come: the run is to end."""
+        """Whether the first signal has come: the run must end."""
         self.gave_up = False
-        """A wait was ended for it."""
+        """Whether a wait was ended for it."""
         self._stopped = self._inside = False
         self._number = 0
-        """Of the current `stoppable` block: a thread of `stop` that was to end an earlier block does not end this one."""
+        """Number of the current `stoppable` block, so that a thread of `stop` for an earlier block does not end this one."""
 
     def stop(self) -> None:
-        """To be called by a handler of signals."""
+        """Called by a signal handler."""
         self._stopped = True
         if self._inside:
-            # A `threading.Thread` takes a lock that the interrupted code may hold.
+            # `threading.Thread` would take a lock that the interrupted code may hold.
             _thread.start_new_thread(self._knock_later, (self._number,))
 
     @contextmanager
     def ending_in_order(self) -> Iterator[None]:
-        """Inside, the first Ctrl-C (or SIGTERM) is noted as `asked` and ends waits that take long, which ends this block (`gave_up`); the
-        second raises KeyboardInterrupt."""
+        """Inside, the first Ctrl-C (or SIGTERM) sets `asked` and ends long waits, which ends this block (`gave_up`); the second raises
+        KeyboardInterrupt."""
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self.asked:
@@ -84,7 +84,7 @@ class Stopper:
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 previous[number] = signal.signal(number, on_signal)
-        except ValueError:  # not the main thread: the program that runs this one handles signals
+        except ValueError:  # not the main thread: the calling program handles signals
             pass
         try:
             yield
@@ -96,13 +96,13 @@ class Stopper:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Raises WaitStopped out of a wait inside; in a thread that gets no signals, it does nothing."""
+        """Raise WaitStopped from a wait inside; does nothing in a thread that gets no signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = signal.signal(signal.SIGURG, self._on_knock)
         self._number += 1
-        self._inside, waiting.depth, waiting.is_over = True, 0, False  # one that was ended may not have been counted out
+        self._inside, waiting.depth, waiting.is_over = True, 0, False  # an interrupted wait may not have been counted out
         try:
             if self._stopped:
                 self.stop()

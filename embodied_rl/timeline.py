@@ -1,4 +1,4 @@
-"""Where the time goes: spans per role and device as a Chrome trace (chrome://tracing, ui.perfetto.dev), and shares computed from them.
+"""Timelines: spans per role and device as a Chrome trace (chrome://tracing, ui.perfetto.dev), and shares computed from them.
 
 ```python
 with timeline_to(run_dir / "timeline.json", devices={"generation": "gpu0", "training": "gpu0"}) as timeline:
@@ -6,7 +6,7 @@ with timeline_to(run_dir / "timeline.json", devices={"generation": "gpu0", "trai
     counter("queue", ready=3, held=7)
 print(timeline.shares())
 ```
-While no timeline is open, `span` and `counter` do nothing and cost less than a microsecond, so that they may stay in the code.
+If no timeline is open, `span` and `counter` do nothing and cost less than a microsecond, so that they may stay in the code.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from typing import Any, TextIO
 from embodied_rl.files import cannot_write, fsync
 
 _FLUSH_EVERY = 512
-"""Events that are held in memory before they go to the file."""
+"""Events kept in memory before they are written to the file."""
 MOST_EVENTS = 2_000_000
-"""Further ones are counted (`Timeline.num_dropped`), not written: a file beyond 300 MB cannot be looked at any more."""
+"""Most events of a file. Further ones are only counted (`Timeline.num_dropped`): viewers cannot open a file above 300 MB."""
 _HEAD = '{"displayTimeUnit":"ms","traceEvents":[\n'
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What a timeline comes to; every share is of `elapsed_s`."""
+    """Summary of a timeline; every share is of `elapsed_s`."""
 
     elapsed_s: float
-    """From the first span's begin to the last one's end."""
+    """Seconds from the begin of the first span to the end of the last."""
     roles: Mapping[str, float]
     """{role: share of the time in which at least one of its spans was open}"""
     devices: Mapping[str, float]
-    """{device: the same, over all roles that use it}"""
+    """{device: the same share, over all roles that use it}"""
 
     @property
     def bubble(self) -> float:
-        """Mean share of the time in which a device did nothing; 0.0 where no device is known."""
+        """Mean share of the time in which a device was idle; 0.0 if no device is known."""
         return 1.0 - sum(self.devices.values()) / len(self.devices) if self.devices else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """As flat figures: ``utilisation/<role>``, ``utilisation/device/<device>``, ``utilisation/bubble``."""
+        """Flat figures: ``utilisation/<role>``, ``utilisation/device/<device>``, ``utilisation/bubble``."""
         figures = {f"utilisation/{role}": share for role, share in self.roles.items()}
         figures |= {f"utilisation/device/{device}": share for device, share in self.devices.items()}
         return {**figures, "utilisation/bubble": self.bubble}
 
 
 class _Busy:
-    """Time in which at least one span was open, in memory that does not grow."""
+    """Time in which at least one span was open, in constant memory."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -65,7 +65,7 @@ class _Busy:
 
     def begin(self, now_ns: int) -> None:
         if self.num_open == 0:
-            # A thread that read the clock and then had to wait comes late: what others did meanwhile is counted already.
+            # A thread that read the clock and then waited comes late: other threads' time since then is already counted.
             self.since_ns = max(now_ns, self.counted_ns)
         self.num_open += 1
 
@@ -85,8 +85,8 @@ class Timeline:
     def __init__(self, path: Path, *, devices: Mapping[str, str] | None = None) -> None:
         """
         Args:
-            path: of the JSON file. Until `close` it is written beside its place.
-            devices: {role: device it computes on}; roles that share one have their spans joined in its utilisation.
+            path: path of the JSON file, which is written under a temporary name until `close`.
+            devices: {role: device it computes on}; the utilisation of a device joins the spans of its roles.
 
         Raises UserError: the file cannot be written.
         """
@@ -112,21 +112,21 @@ class Timeline:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def record(self, role: str, name: str, begin_ns: int, end_ns: int) -> None:
-        """A bar that is over, in nanoseconds of `time.perf_counter_ns`; those of one role come in their order and do not overlap."""
+        """Write a finished bar, in nanoseconds of `time.perf_counter_ns`; bars of one role come in order and do not overlap."""
         self._begin(role, begin_ns)
         bar = _Span(self, role, name, {})
         bar.begin_ns = begin_ns
         self._end(bar, end_ns)
 
     def counter(self, name: str, **values: float) -> None:
-        """A point of a curve (or of several, stacked): ``counter("queue", ready=3, held=7)``."""
+        """Write a point of a curve (or of several, stacked): ``counter("queue", ready=3, held=7)``."""
         now = time.perf_counter_ns()
         with self._lock:
             event = {"ph": "C", "pid": os.getpid(), "tid": 0, "ts": self._micros(now), "name": name, "args": values}
             self._write(event)
 
     def curves_of(self, metrics: Mapping[str, float]) -> None:
-        """Queue lengths and ages out of a run's metrics (`rollout.queue_pump.batch_figures`), as curves."""
+        """Write queue lengths and ages from a run's metrics (`rollout.queue_pump.batch_figures`) as curves."""
         lengths = {name: metrics[key] for name in ("ready", "held", "in_flight") if (key := f"groups/{name}") in metrics}
         if lengths:
             self.counter("groups", **lengths)
@@ -136,7 +136,7 @@ class Timeline:
                 self.counter(f"{place} by age", **{str(age): float(count) for age, count in sorted(ages.items())})
 
     def shares(self) -> Shares:
-        """Of everything until now; spans that are open count up to now."""
+        """Shares of everything so far; open spans count up to now."""
         with self._lock:
             now = time.perf_counter_ns() if any(busy.num_open for busy in self._busy.values()) else self._last_ns
             elapsed = max(now - self._first_ns, 1) if self._first_ns is not None else 1
@@ -145,7 +145,7 @@ class Timeline:
             return Shares(elapsed / 1e9 if self._first_ns is not None else 0.0, of, devices)
 
     def close(self) -> None:
-        """Complete the file and put it in its place; may be called twice. Raises UserError where that fails."""
+        """Complete the file and rename it to its path; may be called twice. Raises UserError if that fails."""
         with self._lock:
             if self._file is None:
                 return
@@ -190,7 +190,7 @@ class Timeline:
         return found if device is None else [*found, self._device_busy.setdefault(device, _Busy())]
 
     def _row(self, role: str) -> int:
-        """Each role is a process of the viewer, so that its threads stand together under its name."""
+        """Make each role a process of the viewer, so that its threads are together under its name."""
         if role not in self._roles:
             # Far apart for different processes, so that merged files keep their rows.
             self._roles[role] = os.getpid() * 100 + len(self._roles)
@@ -199,7 +199,7 @@ class Timeline:
         return self._roles[role]
 
     def _micros(self, at_ns: int) -> float:
-        # Not relative to this timeline's begin: the monotonic clock is the machine's, which lets files of several processes be merged.
+        # Not relative to this timeline's begin: the monotonic clock is the machine's, so that files of several processes can be merged.
         return at_ns / 1000
 
     def _write(self, event: Mapping[str, Any]) -> None:
@@ -246,26 +246,26 @@ _current: Timeline | None = None
 
 
 def span(role: str, name: str, **arguments: float | str) -> AbstractContextManager[Any]:
-    """A bar of the timeline that is open in this process; nothing where none is."""
+    """A bar in this process's open timeline; does nothing if none is open."""
     return _NOTHING if _current is None else _Span(_current, role, name, arguments)
 
 
 def counter(name: str, **values: float) -> None:
-    """A point of a curve of the timeline that is open in this process; nothing where none is."""
+    """Write a point of a curve to this process's open timeline; does nothing if none is open."""
     if _current is not None:
         _current.counter(name, **values)
 
 
 def record(role: str, name: str, begin_ns: int, end_ns: int) -> None:
-    """A bar of what happened in another process of this machine, in nanoseconds of `time.perf_counter_ns`; a role's bars come in order."""
+    """Write a bar of another process on this machine, in nanoseconds of `time.perf_counter_ns`; a role's bars come in order."""
     if _current is not None:
         _current.record(role, name, begin_ns, end_ns)
 
 
 @contextmanager
 def timeline_to(path: Path, *, devices: Mapping[str, str] | None = None) -> Iterator[Timeline]:
-    """Record this process's `span`s and `counter`s until the block ends, also where it ends with an error.
-    Raises UserError: the file cannot be written; RuntimeError: one is open already."""
+    """Record this process's `span`s and `counter`s until the block ends, also with an error.
+    Raises UserError: the file cannot be written; RuntimeError: a timeline is already open."""
     global _current
     if _current is not None:
         raise RuntimeError(f"A timeline is being written to '{_current.path}' already.")

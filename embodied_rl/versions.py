@@ -1,4 +1,4 @@
-"""What a result was made with: installed versions and the machine; nothing heavy is imported to find out."""
+"""Origin of a result: installed versions and the machine, found without importing anything heavy."""
 
 from __future__ import annotations
 

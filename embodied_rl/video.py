@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 GREEN, RED, GREY = (46, 160, 67), (218, 54, 51), (140, 140, 140)
 MAX_GIF_BYTES = 3_000_000
 MAX_DECODED_BYTES = 2**31
-"""Of all pictures of a video that is read as a whole."""
+"""Most bytes of all pictures of a video that is read as a whole."""
 _TEXT, BAND = (255, 255, 255), (24, 26, 30)
 _GAP = 4
 """Pixels between tiles."""
 _SQUARE = 0.5
-"""Width to height beyond which a tile still counts as a square: small pictures have tall bands."""
+"""Least width to height of a tile that still counts as a square: small pictures have tall bands."""
 _SHORTEST_S, _SLOWEST_FPS = 2.0, 5
 
 
 def fit_square(frame: np.ndarray, size: int) -> np.ndarray:
-    """Scale a picture [H, W, 3] uint8 into a square [size, size, 3], keeping its shape; what is left over is black."""
+    """Scale a picture [H, W, 3] uint8 into a square [size, size, 3], keeping its shape; the rest is black."""
     from PIL import Image
 
     height, width = frame.shape[:2]
@@ -43,7 +43,7 @@ def fit_square(frame: np.ndarray, size: int) -> np.ndarray:
     scale = size / max(height, width)
     inner = max(1, round(width * scale)), max(1, round(height * scale))
     canvas = Image.new("RGB", (size, size))
-    # Made smaller, it is averaged over what becomes a pixel either way, and this one takes less than half as long.
+    # When scaling down, both filters average over each pixel's area, and this one takes less than half as long.
     how = Image.Resampling.LANCZOS if scale > 1 else Image.Resampling.HAMMING
     canvas.paste(Image.fromarray(frame).resize(inner, how), ((size - inner[0]) // 2, (size - inner[1]) // 2))
     return np.asarray(canvas).copy()
@@ -57,11 +57,11 @@ def overlay(
     badge_colour: tuple[int, int, int] = GREEN,
     look: TextLook | None = None,
 ) -> np.ndarray:
-    """A picture [H, W, 3] uint8 between a band with lines above and one below, and a coloured badge in the upper right corner.
+    """Put a picture [H, W, 3] uint8 between a band with lines above and one below, with a coloured badge in the upper right corner.
 
-    The bands lie outside the picture and cover none of it. Text that is too long is cut with an ellipsis, so that it never runs out of
-    the band. No line at all is no band, unless there is a badge; an empty one is an empty band. `look` is that of the text; None: the one
-    that fits the picture.
+    The bands are outside the picture and cover none of it. Text that is too long is cut with an ellipsis, so that it stays in the band.
+    Without lines there is no band, unless there is a badge; an empty line makes an empty band. `look`: size of the text; None: fitting
+    the picture.
     """
     from PIL import Image, ImageDraw
 
@@ -87,23 +87,23 @@ def overlay(
 
 @dataclass(frozen=True)
 class TextLook:
-    """How large text is beside a picture, in pixels."""
+    """Size of text beside a picture, in pixels."""
 
     font: FreeTypeFont
     pad: int
-    """Kept free around text."""
+    """Margin around text."""
     line: int
-    """From one line to the next: what the letters of the font take, those that reach below the line included."""
+    """Distance between lines: the height of the font's letters, including those that reach below the line."""
 
     @staticmethod
     def of(frame: np.ndarray) -> TextLook:
-        """Of a picture [H, W, 3]; a wide one has the text of its height."""
+        """Text size for a picture [H, W, 3], by its shorter side."""
         size = min(frame.shape[:2])
         font = load_font(max(9, size // 21))
         return TextLook(font, max(2, size // 64), sum(font.getmetrics()))
 
     def strip(self, num_lines: int) -> int:
-        """Height of a strip of so many lines."""
+        """Height of a strip of `num_lines` lines."""
         return num_lines * self.line + 2 * self.pad if num_lines else 0
 
 
@@ -113,7 +113,7 @@ def border_width(size: int) -> int:
 
 
 def add_border(frame: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
-    """A picture [H, W, 3] uint8 within a frame of one colour, `border_width` pixels wide: [H + 2 widths, W + 2 widths, 3]."""
+    """Put a frame of one colour, `border_width` pixels wide, around a picture [H, W, 3] uint8: [H + 2 widths, W + 2 widths, 3]."""
     height, width = frame.shape[:2]
     thickness = border_width(min(height, width))
     bordered = np.full((height + 2 * thickness, width + 2 * thickness, 3), colour, np.uint8)
@@ -122,14 +122,14 @@ def add_border(frame: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
 
 
 def play_rate(num_pictures: int, fps: int) -> int:
-    """Pictures a second at which `num_pictures` last about two seconds: at most `fps`, and at least five, which is still a movement."""
+    """Pictures per second at which `num_pictures` last about two seconds: at most `fps`, and at least five, so that it still moves."""
     return min(fps, max(_SLOWEST_FPS, int(num_pictures / _SHORTEST_S)))
 
 
 def tile(frames: Sequence[np.ndarray], columns: int | None = None) -> np.ndarray:
-    """Lay pictures of one size [n × [H, W, 3]] side by side, `columns` in a row, with black gaps between them.
+    """Tile pictures of one size [n × [H, W, 3]], `columns` in a row, with black gaps between them.
 
-    Without `columns`: one row up to three, else as near to a square as possible.
+    Without `columns`: one row up to three pictures, else as near to a square as possible.
     """
     columns = columns or num_columns(len(frames), frames[0].shape[1] / frames[0].shape[0])
     rows = math.ceil(len(frames) / columns)
@@ -142,7 +142,7 @@ def tile(frames: Sequence[np.ndarray], columns: int | None = None) -> np.ndarray
 
 
 def num_columns(count: int, aspect: float = 1.0) -> int:
-    """Of a grid of pictures `aspect` times as wide as high: one row as wide as three squares, else as near to a square as possible."""
+    """Columns of a grid of pictures `aspect` times as wide as high: one row up to the width of three squares, else nearly a square grid."""
     if _SQUARE < aspect <= 1:
         aspect = 1.0  # a square with its bands
     return count if count * aspect <= 3 else max(1, math.ceil(math.sqrt(count / aspect)))
@@ -153,8 +153,8 @@ def write_mp4(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
 
     Args:
         frames: at least one, all of one size.
-        fps: pictures a second.
-        hold_s: how long the last picture stays in addition, to the nearest picture.
+        fps: pictures per second.
+        hold_s: seconds that the last picture stays in addition, to the nearest picture.
 
     Raises UserError: the file cannot be written.
     """
@@ -176,13 +176,13 @@ def write_mp4(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
 
 
 def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float = 0.0, max_bytes: int = MAX_GIF_BYTES) -> Path:
-    """Write pictures [H, W, 3] uint8 as a GIF that loops for ever; smaller, slower and with fewer colours until it fits `max_bytes`.
+    """Write pictures [H, W, 3] uint8 as a GIF that loops forever; smaller, slower and with fewer colours until it fits `max_bytes`.
 
     Args:
         frames: at least one, all of one size.
-        fps: pictures a second; above 12 some are left out, so that the pace stays.
-        hold_s: how long the last picture stays in addition.
-        max_bytes: size aimed at.
+        fps: pictures per second; above 12 some are left out, so that the pace stays.
+        hold_s: seconds that the last picture stays in addition.
+        max_bytes: target size.
 
     Raises UserError: the file cannot be written.
     """
@@ -190,14 +190,14 @@ def write_gif(path: Path, frames: Sequence[np.ndarray], fps: int, hold_s: float 
 
 
 def gif_bytes(frames: Sequence[np.ndarray], fps: int, hold_s: float = 0.0, max_bytes: int = MAX_GIF_BYTES) -> bytes:
-    """What `write_gif` writes."""
+    """The bytes of `write_gif`."""
     largest = max(frames[0].shape[:2])
     width_scale, stride, colours = min(1.0, 1024 / largest), max(1, round(fps / 12)), 128
     for _ in range(8):
         data = _encode_gif(frames, fps, hold_s, width_scale, stride, colours)
         if len(data) <= max_bytes:
             break
-        # Bytes go roughly with the number of pixels and of pictures.
+        # The size is roughly proportional to the number of pixels and of pictures.
         if stride * 6 < fps and len(frames) // stride > 20:
             stride += max(1, stride // 2)
         else:
@@ -207,7 +207,7 @@ def gif_bytes(frames: Sequence[np.ndarray], fps: int, hold_s: float = 0.0, max_b
 
 
 def mp4_as_gif(path: Path, max_bytes: int = MAX_GIF_BYTES) -> bytes:
-    """The pictures of an mp4 as a GIF of at most about `max_bytes`. Raises UserError for a file that is no video."""
+    """Convert an mp4 to a GIF of at most about `max_bytes`. Raises UserError for a file that is no video."""
     import av
 
     frames, size = [], 0
@@ -237,14 +237,14 @@ def gif_size(data: bytes) -> tuple[int, int]:
 def _encode_gif(frames: Sequence[np.ndarray], fps: int, hold_s: float, scale: float, stride: int, colours: int) -> bytes:
     from PIL import Image
 
-    # The last picture shows the outcome: it is always taken.
+    # The last picture shows the outcome, so it is always included.
     chosen = [*range(0, len(frames) - 1, stride), len(frames) - 1]
     size = max(1, round(frames[0].shape[1] * scale)), max(1, round(frames[0].shape[0] * scale))
     images = [Image.fromarray(frames[index]).resize(size, Image.Resampling.LANCZOS) for index in chosen]
     palette = _palette(images, colours)
-    # One palette for all and no dithering: what stands still stays equal from picture to picture, and costs nothing.
+    # One palette for all and no dithering: still areas stay equal from picture to picture, and cost nothing.
     indexed = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
-    # GIF counts in hundredths of a second; browsers show what is faster than 20 ms at 100 ms.
+    # GIF counts in hundredths of a second; browsers show pictures faster than 20 ms at 100 ms.
     each_ms = max(20, round(1000 * stride / fps, -1))
     durations = [each_ms] * len(indexed)
     durations[-1] += round(1000 * hold_s, -1)
@@ -260,7 +260,7 @@ def _palette(images: Sequence[Image.Image], colours: int) -> Image.Image:
     together = Image.new("RGB", (picks[0].width, picks[0].height * len(picks)))
     for index, image in enumerate(picks):
         together.paste(image, (0, index * image.height))
-    # By octree: a median cut gives its colours to the large surfaces, and paints a small blue cube as grey as the robot.
+    # Octree, because a median cut spends its colours on large surfaces and paints a small blue cube as grey as the robot.
     return together.quantize(colours, method=Image.Quantize.FASTOCTREE)
 
 
@@ -275,7 +275,7 @@ def load_font(size: int) -> FreeTypeFont:
 
 
 def font_for(text: str, font: FreeTypeFont) -> FreeTypeFont:
-    """`font`, or matplotlib's, which is wider, where it has no letter for one of `text`'s."""
+    """`font`, or matplotlib's font, which covers more letters, if `font` lacks one of `text`'s."""
     if text.isascii() or all(_has_letter(font, letter) for letter in set(text)):
         return font
     return _wider_font(round(font.size))
@@ -295,7 +295,7 @@ def _wider_font(size: int) -> FreeTypeFont:
 
 
 def cut_text(draw: ImageDraw, text: str, font: FreeTypeFont, room: float) -> str:
-    """`text`, cut with an ellipsis where it would take more than `room` pixels."""
+    """`text`, cut with an ellipsis if it takes more than `room` pixels."""
     if draw.textlength(text, font=font) <= room:
         return text
     while text and draw.textlength(f"{text}…", font=font) > room:

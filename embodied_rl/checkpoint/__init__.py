@@ -1,4 +1,4 @@
-"""Checkpoints: saving, finding, reading and verifying them; see `embodied_rl.checkpoint.folder` for what lies in one."""
+"""Checkpoints: saving, finding, reading and verifying them; `embodied_rl.checkpoint.folder` describes their files."""
 
 from embodied_rl.checkpoint.card import add_result_to_card as add_result_to_card
 from embodied_rl.checkpoint.card import resume_command as resume_command

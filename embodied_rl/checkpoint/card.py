@@ -25,16 +25,16 @@ def add_result_to_card(folder: Path, rows: Mapping[str, str]) -> None:
     """Put the held-out result, known only after the checkpoint was written, at the head of its model card's table of results."""
     path = folder / CARD_FILE
     head, heading, rest = path.read_text(encoding="utf-8").partition(_RESULT_HEADING)
-    # Rows of an earlier evaluation of the same checkpoint are replaced.
+    # Rows of an earlier evaluation of this checkpoint are replaced.
     kept = [line for line in rest.splitlines(keepends=True) if not any(line.startswith(f"| {name} |") for name in rows)]
     added = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     write_atomic(path, head + heading + added + "".join(kept))
 
 
 def resume_command(command: str, path: Path | str, **changes: object) -> str:
-    """The command that continues a run, with other values for the keys of `changes`: its configuration lies in the checkpoint.
+    """The command that continues a run, with other values for the keys of `changes`; the checkpoint holds the configuration.
 
-    Of `command`, which started the run, what no checkpoint holds stays: ``trust=…`` and variables before ``python``.
+    From `command`, which started the run, it keeps what no checkpoint holds: ``trust=…`` and variables before ``python``.
     """
     kept = [word for word in shlex.split(command) if word.startswith("trust=")]
     given = [f"resume={path}", *(f"{key}={value}" for key, value in changes.items()), *kept]
@@ -42,13 +42,13 @@ def resume_command(command: str, path: Path | str, **changes: object) -> str:
 
 
 def python_of(command: str) -> str:
-    """``python``, after the variables that stood before it in a run's command (``PYTHONPATH=…``, for code of a notebook)."""
+    """``python``, after the variables before it in a run's command (``PYTHONPATH=…``, for code of a notebook)."""
     variables = itertools.takewhile(lambda word: "=" in word, shlex.split(command))
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, _, value in (word.partition("=") for word in variables)), "python"])
 
 
 def model_card(final: Path, document: Mapping[str, Any], config: TrainConfig, spec: SimSpec) -> str:
-    """The card's text; `document` is what ``state.json`` holds."""
+    """The card's text; `document`: content of ``state.json``."""
     metrics = "\n".join(f"| {name} | {value:.6g} |" for name, value in sorted(document["metrics"].items())) or "| (none yet) | |"
     installed = "\n".join(f"- {name} {version}" for name, version in versions().items())
     action = show_action(spec)
@@ -104,7 +104,7 @@ action = policy.predict(observation)
 
 
 def _of_domain(role: str, config: TrainConfig) -> str:
-    """What is played there and by what policy, and where its model lies for other tools."""
+    """One domain's simulator and policy, and the folder of its model for other tools."""
     place = f", in `{Path('model', model_place(role))}`" if config.policy.name == "language" else ""
     return f"`sim={config.sim.name}`, {config.policy.name}{place}"
 

@@ -1,16 +1,16 @@
 """Checkpoints: a folder of safetensors and JSON that is either whole or absent, with `last` and `best` links beside it.
 
     <run_dir>/checkpoints/step_000111616/
-        policy.safetensors    the policy's parameters and buffers, but for those in model/: all that evaluation needs
-        learner.safetensors   optimizer moments, normalisation statistics, random states: what resuming needs
-        state.json            format version, step, the trainer's counters, the simulator's spec, metrics, SHA-256 of every file
-        config.yaml           the whole resolved configuration
-        MODEL_CARD.md         what this is, how it was made, how to use it
-        model/                of a language policy: a Hugging Face folder with its weights, or a peft adapter and the name of its base
-        model/NAME/           the same of a domain's own language policy
-        sharded/              of a run on several ranks: the optimizer's state, each rank's part in its own file
+            policy.safetensors    the policy's parameters and buffers, except those in model/: all that evaluation needs
+            learner.safetensors   optimizer moments, normalisation statistics, random states: what a resume needs
+            state.json            format version, step, the trainer's counters, the simulator's spec, metrics, SHA-256 of every file
+            config.yaml           the whole resolved configuration
+            MODEL_CARD.md         what this is, how it was made, how to use it
+            model/                for a language policy: a Hugging Face folder with its weights, or a peft adapter and the name of its base
+            model/NAME/           the same for a domain's own language policy
+            sharded/              for a run on several ranks: the optimizer's state, each rank's part in its own file
 
-Nothing is unpickled: safetensors holds plain arrays, and JSON plain values. What is read is held against its SHA-256 first.
+Nothing is unpickled: safetensors holds plain arrays, and JSON plain values. Files are checked against their SHA-256 before use.
 """
 
 from __future__ import annotations
@@ -48,50 +48,50 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 3
 _READ_VERSIONS = (1, 2, 3)
-"""1: every tensor of the policy lies in `POLICY_FILE`, as it does where a policy has no model folder. 2: the policy has one. 3: domains
-have their own models, whose folders lie in there. What is written is of the first version that can hold it."""
+"""1: every tensor of the policy is in `POLICY_FILE`, as for policies without a model folder. 2: the policy has a model folder. 3: domains
+have their own models, with subfolders there. A checkpoint is written in the first version that can hold it."""
 SHARDED_FOLDER = "sharded"
-"""In a checkpoint of a run on several ranks (`embodied_rl.learning.sharded_checkpoint`)."""
+"""Subfolder of a checkpoint of a run on several ranks (`embodied_rl.learning.sharded_checkpoint`)."""
 PARTS = ".parts-"
-"""Begins the name of a folder that ranks write into; it becomes `SHARDED_FOLDER`."""
+"""Prefix of the name of a folder that ranks write into; it becomes `SHARDED_FOLDER`."""
 LEARNER_FILE, STATE_FILE, CONFIG_FILE = "learner.safetensors", "state.json", "config.yaml"
 _SIGNATURE = "signature"
-"""Entry of the state: of the configuration's file, by the user who ran it (`embodied_rl.trust`)."""
+"""Entry of the state with the signature of the configuration's file, by the user who ran it (`embodied_rl.trust`)."""
 _SUM, _SUMS = "sha256", "files"
-"""Entries of the state: its own digest, and those of the files beside it. The card is left out: results are added to it later."""
+"""Entries of the state: its own digest, and those of the other files. The card has none, because results are added to it later."""
 _ASIDE = ".tmp-old-"
 _NO_ROOM = 2**16
-"""Free bytes of a disk that is as good as full."""
+"""Free bytes below which a disk counts as full."""
 _FOLDER = re.compile(rf"({re.escape(_ASIDE)})?step_\d+")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load_checkpoint` read; tensors lie on the CPU."""
+    """Content of a checkpoint that `load_checkpoint` read; tensors are on the CPU."""
 
     path: Path
     """The checkpoint's own folder, links resolved."""
     step: int
     """Environment steps trained so far."""
     policy: dict[str, Tensor]
-    """All of it, or what was trained beside `base`."""
+    """All of the policy's tensors, or those trained beside `base`."""
     learner: dict[str, Tensor]
-    """Empty where it was not asked for."""
+    """State for a resume; empty if it was not requested."""
     state: dict[str, Any]
-    """What the trainer gave: iteration, algorithm state, counters."""
+    """State of the trainer: iteration, algorithm state, counters."""
     config: TrainConfig
     spec: SimSpec
-    """Of the simulator that the policy was trained in."""
+    """Spec of the simulator that the policy was trained in."""
     metrics: dict[str, float]
     command: str
     package_version: str
     """Version of embodied_rl that wrote it."""
     base: dict[str, Any] | None = None
-    """Which model `policy` is an adapter of (`base_of`); None: it is whole."""
+    """The model that `policy` is an adapter of (`base_of`); None: the policy is whole."""
     exported: tensor_files.Exported = field(default_factory=dict)
-    """Tensors of `policy` that lie in the model folder."""
+    """Tensors of `policy` that are in the model folder."""
     place: str = ""
-    """Of one domain's part: where its model lies below ``model`` (`model_place`)."""
+    """For one domain's part: subfolder of ``model`` with its model (`model_place`)."""
 
     @property
     def model_folder(self) -> Path:
@@ -99,17 +99,17 @@ class Checkpoint:
         return self.path / tensor_files.MODEL_FOLDER / self.place
 
     def weights_sha256(self) -> str:
-        """Says which weights acted, wherever they lie (reads their files)."""
+        """Digest that identifies the weights, in whatever files they are (reads these files)."""
         return tensor_files.weights_sha256(self.path, self.exported)
 
     @property
     def sharded(self) -> Path | None:
-        """The folder with the parts of several ranks, where there is one."""
+        """The folder with the parts of several ranks, if there is one."""
         return folder if (folder := self.path / SHARDED_FOLDER).is_dir() else None
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder as it lies now, also when it was moved after training."""
+        """The run's present folder, even if it was moved after training."""
         return self.path.parent.parent if self.path.parent.name == "checkpoints" else self.path.parent
 
 
@@ -137,13 +137,13 @@ def save_checkpoint(
     """Write a checkpoint, point `last` (and `best`) at it, and remove what `config.checkpoint` does not keep.
 
     The files are written in a temporary folder, flushed and renamed, so that a crash or a full disk at any moment leaves the earlier
-    checkpoints and links as they were. `state` takes JSON values and numpy scalars; arrays belong into `learner`. `describe` writes what
-    the policy is built from into the folder ``model``, where the configuration does not fully say it. `base` is kept as it is. `parts`
-    waits until the ranks have written their folder, which becomes ``sharded``. `exported` says which tensors lie in ``model``.
+    checkpoints and links unchanged. `state` takes JSON values and numpy scalars; arrays belong in `learner`. `describe` writes what
+    the policy is built from into the folder ``model``, if the configuration does not fully say it. `base` is stored unchanged. `parts`
+    waits until the ranks have written their folder, which becomes ``sharded``. `exported` names the tensors in ``model``.
 
     Returns the checkpoint's folder.
 
-    Raises UserError: the folder cannot be written; TypeError: `state` holds something that is not a JSON value.
+    Raises UserError: the folder cannot be written; TypeError: `state` contains a value that is not JSON.
     """
     root = Path(run_dir) / "checkpoints"
     final = root / checkpoint_name(step)
@@ -175,7 +175,7 @@ def save_checkpoint(
 
 
 def _document(content: dict[str, Any], written: str) -> dict[str, Any]:
-    """Everything but tensors, as JSON reads it again; `written`: the configuration's file, which is signed."""
+    """Everything except tensors, as JSON reads it back; `written`: text of the configuration's file, which is signed."""
     document = {
         "format_version": max((2 + file.count("/") for file, _ in content["exported"].values()), default=1),
         "package_version": __version__,
@@ -187,7 +187,7 @@ def _document(content: dict[str, Any], written: str) -> dict[str, Any]:
 
 
 def _publish(temporary: Path, final: Path, links: Sequence[str]) -> None:
-    """Give a folder that is complete its name, and have the links point at it."""
+    """Rename a complete folder to its final name, and point the links at it."""
     _move_into_place(temporary, final)
     for link in links:
         _link(final.parent / link, final.name)
@@ -195,7 +195,7 @@ def _publish(temporary: Path, final: Path, links: Sequence[str]) -> None:
 
 
 def _give_up(temporary: Path | None, parts: Callable[[], Path] | None) -> None:
-    """What was begun would only fill the disk further; the checkpoints before, and the links to them, are as they were."""
+    """Remove what was begun, which would only fill the disk further; earlier checkpoints and their links stay unchanged."""
     if temporary is not None:
         shutil.rmtree(temporary, ignore_errors=True)
     if parts is not None:
@@ -204,7 +204,7 @@ def _give_up(temporary: Path | None, parts: Callable[[], Path] | None) -> None:
 
 
 def _write_state(folder: Path, document: dict[str, Any]) -> None:
-    """The last of the files, with the sums of all others; then everything is flushed."""
+    """Write the last file, with the digests of all others; then flush everything."""
     written = [path for path in folder.rglob("*") if path.is_file() and path.name != CARD_FILE]
     document |= {_SUMS: sums_of(folder, written)}
     document |= {_SUM: sum_of_document(document, _SUM)}
@@ -215,7 +215,7 @@ def _write_state(folder: Path, document: dict[str, Any]) -> None:
 
 
 def write_description(describe: Callable[[Path], None], folder: Path) -> None:
-    """Call `describe`. Raises OSError also where a library says in its own way that the disk is full."""
+    """Call `describe`. Raises OSError even if a library reports a full disk by another error."""
     try:
         describe(folder)
     except (OSError, UserError):
@@ -227,7 +227,7 @@ def write_description(describe: Callable[[Path], None], folder: Path) -> None:
 
 
 def find_last(run_dir: Path | str) -> Path | None:
-    """The newest whole checkpoint of a run: where `last` points, or the one saved last where the link is broken; None without any."""
+    """The newest whole checkpoint of a run: the target of `last`, or the one saved last if the link is broken; None without any."""
     root = Path(run_dir) / "checkpoints"
     last = root / "last"
     if (last / STATE_FILE).is_file():
@@ -240,14 +240,14 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
     """Read a checkpoint folder, a run's folder (its `last`), or a link such as ``…/checkpoints/best``.
 
     Args:
-        with_learner: also read what only resuming needs.
-        trust: code that its configuration may name beside what is registered here, ``package.module:Attribute``. A checkpoint that this
+        with_learner: also read the state that only a resume needs.
+        trust: code that its configuration may name beside registered code, ``package.module:Attribute``. A checkpoint that this
             user wrote on this machine may name anything.
         replaced: keys whose values the caller replaces before anything is built from the configuration.
 
     Raises:
         IncompatibleCheckpointError: it is missing, incomplete, damaged or of another format version; one line says which.
-        UntrustedCode: its configuration names other code. Nothing of it was imported.
+        UntrustedCode: its configuration names other code. None of it was imported.
     """
     folder = resolve_checkpoint(path)
     document = _read_state(folder)
@@ -276,8 +276,8 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
 
 
 def adopt_checkpoint(checkpoint: Checkpoint, run_dir: Path | str) -> Checkpoint:
-    """Copy a checkpoint, and its base model where that lies in its run, to be the first of a run in another folder.
-    Raises UserError: it cannot be written there; IncompatibleCheckpointError: the base model does not lie where the checkpoint may say."""
+    """Copy a checkpoint, and its base model if that is inside its run, to become the first of a run in another folder.
+    Raises UserError: it cannot be written there; IncompatibleCheckpointError: it names a base model outside its run."""
     run, root = Path(run_dir), Path(run_dir) / "checkpoints"
     final = root / checkpoint_name(checkpoint.step)
     try:
@@ -297,7 +297,7 @@ def adopt_checkpoint(checkpoint: Checkpoint, run_dir: Path | str) -> Checkpoint:
 
 
 def resolve_checkpoint(path: Path | str) -> Path:
-    """The folder of a checkpoint, given it, its run or a link to it. Raises IncompatibleCheckpointError where there is none."""
+    """The folder of a checkpoint, from its path, its run's or a link's. Raises IncompatibleCheckpointError if there is none."""
     given = Path(path).expanduser()
     if (given / STATE_FILE).is_file():
         return given.resolve()
@@ -327,7 +327,7 @@ def _plain(value: object) -> object:
 
 def _fresh_temporary(root: Path) -> Path:
     for aside in root.glob(f"{_ASIDE}*"):
-        # A crash while a checkpoint was being replaced by another of the same step: the old one comes back.
+        # After a crash while a checkpoint was replaced by another of the same step, the old one is restored.
         if not (whole := root / aside.name.removeprefix(_ASIDE)).exists():
             os.rename(aside, whole)
     for leftover in root.glob(".tmp-*"):
@@ -338,13 +338,13 @@ def _fresh_temporary(root: Path) -> Path:
 
 
 def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
-    """Hold what will be read against what was written. Checkpoints of before there were sums pass, and so do parts of ranks: their index,
-    which is verified here, has its own sums."""
+    """Check the files that will be read against their digests. Checkpoints older than digests pass, as do parts of ranks: their index,
+    which is checked here, has its own digests."""
     sums: FileSums = document.get(_SUMS, {})
     for name, expected in sums.items():
         read_elsewhere = name.startswith(f"{SHARDED_FOLDER}/rank_") or (name == LEARNER_FILE and not with_learner)
         path = folder / name
-        # Their own readers report them when they are missing.
+        # Their readers report them if they are missing.
         if read_elsewhere or (name in (tensor_files.POLICY_FILE, LEARNER_FILE, CONFIG_FILE) and not path.is_file()):
             continue
         if (fault := fault_of(path, expected)) is None:
@@ -355,7 +355,7 @@ def _verify(folder: Path, document: dict[str, Any], with_learner: bool) -> None:
 
 
 def _way_out(folder: Path) -> str:
-    """What to do about a damaged checkpoint."""
+    """Advice for a damaged checkpoint."""
     others = [other for other in _by_age(folder.parent) if other.resolve() != folder.resolve()]
     if not others:
         return "The run has no other checkpoint: train again, or put the file back."
@@ -391,7 +391,7 @@ def _are_sums(found: object) -> bool:
 
 def _read_config(path: Path, signature: str | None, trust: Sequence[str], replaced: Sequence[str]) -> TrainConfig:
     content = _read_file(path)
-    # The same bytes are signed, looked through, and used.
+    # The bytes that are signed, checked and used are the same.
     plain = _parsed(path, content)
     require_trusted(plain, file=path, what=CHECKPOINT, content=content, signature=signature, trust=trust, replaced=replaced)
     return _built(path, plain)
@@ -430,7 +430,7 @@ def _move_into_place(temporary: Path, final: Path) -> None:
     if not final.exists():
         os.rename(temporary, final)
         return
-    # A folder cannot be renamed over another; the old one steps aside first, where `find_last` would still see it.
+    # A folder cannot be renamed over another; the old one is renamed first, to a name that `find_last` still sees.
     aside = final.with_name(_ASIDE + final.name)
     os.rename(final, aside)
     os.rename(temporary, final)
@@ -445,7 +445,7 @@ def _link(link: Path, target: str) -> None:
 
 
 def _by_age(root: Path) -> list[Path]:
-    """Whole checkpoints, the one saved first first; by time and not by step, since a run may be resumed from an earlier step."""
+    """Whole checkpoints, oldest save first; by time and not by step, because a run may resume from an earlier step."""
     if not root.is_dir():
         return []
     whole = [folder for folder in root.iterdir() if _FOLDER.fullmatch(folder.name) and (folder / STATE_FILE).is_file()]
@@ -456,19 +456,19 @@ def _prune(root: Path, keep_last: int) -> None:
     kept = {os.readlink(root / name) for name in ("last", "best") if (root / name).is_symlink()}
     for folder in _by_age(root)[:-keep_last]:
         if folder.name not in kept:
-            # Renamed first: a crash in the middle of the removal must not leave half a checkpoint under its name.
+            # Renamed first, so that a crash during the removal leaves no half checkpoint under its name.
             doomed = root / f".tmp-pruned-{folder.name}"
             os.rename(folder, doomed)
             shutil.rmtree(doomed)
 
 
 _WEIGHTS = ("*.safetensors", "config.json")
-"""Of a model's folder: what makes it the model that it is."""
+"""Files of a model's folder that identify the model."""
 
 
 def note_base(folder: Path | str, run_dir: Path | str) -> dict[str, Any]:
-    """What a checkpoint keeps about the model of its adapter: the folder's path, as seen from the run where it lies within, and the
-    SHA-256 of its weights (about a second for two gigabytes)."""
+    """Entry of a checkpoint about its adapter's base model: the folder's path, relative to the run if it is inside, and the SHA-256 of its
+    weights (about a second for two gigabytes)."""
     place, run = Path(folder).resolve(), Path(run_dir).resolve()
     files = [path for pattern in _WEIGHTS for path in place.glob(pattern)]
     within = place.is_relative_to(run)
@@ -476,13 +476,13 @@ def note_base(folder: Path | str, run_dir: Path | str) -> dict[str, Any]:
 
 
 def base_of(checkpoint: Checkpoint, given: str | None = None, *, verify: bool = True) -> Path | None:
-    """The folder of the model that a checkpoint's adapter belongs to; None where the checkpoint is whole.
+    """The folder of the model that a checkpoint's adapter belongs to; None if the checkpoint is whole.
 
     Args:
-        given: the folder that the configuration names; the noted one where there is none.
+        given: the folder that the configuration names; None: the noted one.
         verify: read the files, and compare them with those that were trained on.
 
-    Raises IncompatibleCheckpointError: the model is not there, or is another one than that which was trained on.
+    Raises IncompatibleCheckpointError: the model is missing, or is not the one that was trained on.
     """
     if checkpoint.base is None:
         return None
@@ -504,10 +504,10 @@ def base_of(checkpoint: Checkpoint, given: str | None = None, *, verify: bool = 
 
 
 class CheckpointWriter:
-    """Saves the checkpoints of one run, in a separate thread where asked; one at a time, in order.
+    """Saves the checkpoints of one run, one at a time, in order; with `asynchronous` in a separate thread.
 
     ```
-     training:  save(1) ─ copies ─▶ goes on ………… save(2) ─ waits for 1, copies ─▶ goes on ………… wait()
+      training:  save(1) ─ copies ─▶ continues ……… save(2) ─ waits for 1, copies ─▶ continues ……… wait()
      thread:              └─ files, SHA-256, flush, rename, `last` ─┘   └─ … ─┘
     ```
     """
@@ -520,7 +520,7 @@ class CheckpointWriter:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def parts_folder(self, step: int) -> Path:
-        """Where the ranks may write their parts of the next checkpoint. Waits as `save`."""
+        """Folder for the ranks' parts of the next checkpoint. Waits as `save` does."""
         self.wait()
         return self.run_dir / "checkpoints" / f"{PARTS}{checkpoint_name(step)}"
 
@@ -534,7 +534,7 @@ class CheckpointWriter:
         **content: Any,
     ) -> None:
         """Write a checkpoint (`save_checkpoint`); with `asynchronous`, copy the tensors, describe the policy and return.
-        Raises UserError: it cannot be written; or the one before could not."""
+        Raises UserError: it, or the checkpoint before, could not be written."""
         self.wait()
         if not self.asynchronous:
             save_checkpoint(self.run_dir, step, policy=policy, learner=learner, describe=describe, **content)
@@ -552,12 +552,12 @@ class CheckpointWriter:
                 if described is not None:
                     shutil.rmtree(described, ignore_errors=True)
 
-        # Not a daemon: a program that ends waits for it.
+        # Not a daemon thread, so that a program that ends waits for it.
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=False)
         self._thread.start()
 
     def _described(self, describe: Callable[[Path], None]) -> Path:
-        """The policy's description, written here and now: tokenizers cannot be read while others use them."""
+        """Write the policy's description at once, because tokenizers cannot be read while others use them."""
         root = self.run_dir / "checkpoints"
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -568,7 +568,7 @@ class CheckpointWriter:
         return folder
 
     def wait(self) -> None:
-        """Until everything is written. Raises what went wrong, once."""
+        """Wait until everything is written. Raises a failure, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -581,15 +581,15 @@ def _move_files(source: Path, target: Path) -> None:
         path.rename(target / path.name)
 
 
-# ---- Whether a checkpoint, or one domain's part of it, fits what it is to be used with: a simulator, a policy ---------
+# ---- whether a checkpoint, or one domain's part of it, fits a simulator and a policy ----------------------------------
 
 
 def domain_part(checkpoint: Checkpoint, domain: str | None) -> Checkpoint:
-    """The checkpoint of a run with one domain as it is; of a run with several, the part of one of them.
+    """The checkpoint of a run with one domain unchanged; for a run with several, the part of one domain.
 
     Raises:
-        UserError: a run with several domains and none is named, or one that there is not.
-        IncompatibleCheckpointError: the checkpoint says nothing of the domain.
+        UserError: the run has several domains and none is named, or an unknown one.
+        IncompatibleCheckpointError: the checkpoint has no entry for the domain.
     """
     domains = checkpoint.config.domains
     if not domains:
@@ -611,11 +611,11 @@ def domain_part(checkpoint: Checkpoint, domain: str | None) -> Checkpoint:
 
 
 def check_compatible(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool = True) -> None:
-    """Make sure that the checkpoint's policy fits a simulator.
+    """Check that the checkpoint's policy fits a simulator.
 
-    `same_task`: also insist on the task's name; False for a deliberate transfer to a task with equal spaces.
+    `same_task`: also require the task's name; False for a deliberate transfer to a task with equal spaces.
 
-    Raises IncompatibleCheckpointError: naming every part that differs.
+    Raises IncompatibleCheckpointError naming every part that differs.
     """
     ours, theirs = checkpoint.spec, spec
     differences = []
@@ -638,8 +638,8 @@ def check_compatible(checkpoint: Checkpoint, spec: SimSpec, *, same_task: bool =
 
 
 def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> None:
-    """Make sure that the checkpoint's policy tensors have the names and shapes of `expected` (a policy's state_dict).
-    Raises IncompatibleCheckpointError: naming the tensors that are missing, unknown or of another shape."""
+    """Check that the checkpoint's policy tensors have the names and shapes of `expected` (a policy's state_dict).
+    Raises IncompatibleCheckpointError naming the tensors that are missing, unknown or of another shape."""
     found = checkpoint.policy
     missing = [name for name in expected if name not in found]
     unknown = [name for name in found if name not in expected]

@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint: which file holds which, how they are written, and how they are read.
+"""Tensors of a checkpoint: their files, and how these are written and read.
 
-A policy's tensors lie in ``policy.safetensors``, but for those that a model folder of another tool's layout holds (`Exported`).
+A policy's tensors are in ``policy.safetensors``, except those in a model folder with another tool's layout (`Exported`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 POLICY_FILE = "policy.safetensors"
 MODEL_FOLDER = "model"
-"""In a checkpoint: what the policy is built from, where the configuration does not fully say it."""
+"""Folder of a checkpoint with what the policy is built from, if the configuration does not fully say it."""
 MODEL_FILES = ("model.safetensors", "adapter_model.safetensors", "value_head.safetensors")
-"""Files of a model's folder that tensors may lie in: of `MODEL_FOLDER`, or of a domain's own model, the folder of its name in there."""
+"""Files of a model's folder that may hold tensors: of `MODEL_FOLDER`, or of its subfolder with a domain's own model."""
 Exported = Mapping[str, tuple[str, str]]
-"""{tensor of the policy's state: (file below the model folder, name in that file)}; tied tensors share a name."""
+"""{tensor of the policy's state: (file in the model folder, name in that file)}; tied tensors share a name."""
 
 
 def by_file(names: Iterable[str], exported: Exported) -> dict[str, dict[str, str]]:
-    """{file below the checkpoint: {name in it: a tensor of the state}} for tensors of a policy."""
+    """{file in the checkpoint: {name in it: tensor of the state}} for a policy's tensors."""
     files: dict[str, dict[str, str]] = {}
     for name in names:
         file, stored = exported.get(name, ("", name))
@@ -36,14 +36,14 @@ def by_file(names: Iterable[str], exported: Exported) -> dict[str, dict[str, str
 
 
 def write_policy(folder: Path, tensors: Mapping[str, Tensor], exported: Exported) -> None:
-    """Each tensor once, into the file that `exported` names or into ``policy.safetensors``. Raises OSError."""
+    """Write each tensor once, into the file that `exported` names or into ``policy.safetensors``. Raises OSError."""
     for file, names in by_file(tensors, exported).items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         write_tensors(folder / file, {stored: tensors[name] for stored, name in names.items()})
 
 
 def read_policy(folder: Path, exported: Exported, way_out: str) -> dict[str, Tensor]:
-    """The inverse of `write_policy`; of checkpoints without an `exported`, all of ``policy.safetensors``.
+    """The inverse of `write_policy`; without an `exported`, reads all of ``policy.safetensors``.
     Raises IncompatibleCheckpointError: a file is missing or damaged, or lacks a tensor."""
     tensors = {} if exported and not (folder / POLICY_FILE).is_file() else read_tensors(folder / POLICY_FILE, way_out)
     files = {file: read_tensors(folder / MODEL_FOLDER / file, way_out) for file in sorted({file for file, _ in exported.values()})}
@@ -55,7 +55,7 @@ def read_policy(folder: Path, exported: Exported, way_out: str) -> dict[str, Ten
 
 
 def read_exported(document: object, path: Path) -> dict[str, tuple[str, str]]:
-    """Check an `Exported` that came out of a file. Raises IncompatibleCheckpointError."""
+    """Check an `Exported` from a file. Raises IncompatibleCheckpointError."""
     exported: dict[str, tuple[str, str]] = {}
     for name, place in document.items() if isinstance(document, dict) else [("", None)]:
         if not (isinstance(place, list) and len(place) == 2 and _is_model_file(place[0]) and isinstance(place[1], str)):
@@ -70,7 +70,7 @@ def _is_model_file(found: object) -> bool:
 
 
 def weights_sha256(folder: Path, exported: Exported) -> str:
-    """Says which weights acted, wherever they lie: the digest of the file that holds them; of several, of their names and digests."""
+    """Digest that identifies the weights: that of their file; for several files, of their names and digests."""
     files = {POLICY_FILE} if not exported else {f"{MODEL_FOLDER}/{file}" for file, _ in exported.values()}
     if exported and (folder / POLICY_FILE).is_file():
         files.add(POLICY_FILE)
@@ -79,11 +79,11 @@ def weights_sha256(folder: Path, exported: Exported) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One safetensors file, as transformers reads it too (``format: pt``). Raises OSError."""
+    """Write one safetensors file that transformers can read too (``format: pt``). Raises OSError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    # safetensors refuses tensors that share memory (tied weights); the second and later ones are copied.
+    # safetensors refuses tensors that share memory (tied weights); all but the first are copied.
     seen: set[int] = set()
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -99,7 +99,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(path: Path, way_out: str) -> dict[str, Tensor]:
-    """Raises IncompatibleCheckpointError, with what to do then."""
+    """Read a file. Raises IncompatibleCheckpointError, with the advice `way_out`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""The hybrid engine, and the one that a configuration describes: generation and training take turns on the same device."""
+"""The hybrid engine, which lets generation and training take turns on the same device, and its construction from a configuration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from embodied_rl.learning.ranks import RankExecutor
 
 
 class HybridEngine:
-    """Owns the device and says whose turn it is. Collocated: both sides share it, so the turns never overlap.
+    """Owns the device and decides whose turn it is. Collocated: both sides share it, so the turns never overlap.
 
-    What a turn means is a matter of placement, not of the training loop: small models stay where they are and only the
-    processor's threads change hands; what `residency` holds is moved in and out at the turns' borders.
+    The placement decides what a turn does, not the training loop. Small models stay where they are, and only the processor's threads
+    change hands; `residency` moves what is registered with it between the turns.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class HybridEngine:
     ) -> None:
         """
         Args:
-            policy: a module that acts; the one that is trained unless there is a `trained` copy.
-            trained: whose weights `publish` brings into the policy first.
-            residency: what moves between the turns; None: nothing does.
+            policy: the module that acts; also the trained one, unless there is a `trained` copy.
+            trained: copy whose weights `publish` writes into the policy first.
+            residency: moves state between the turns; None: nothing moves.
         """
         self.policy = policy
         self.generator = generator
@@ -44,14 +44,14 @@ class HybridEngine:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Actions are generated inside. One thread: the other cores belong to the simulators, and idle threads spin."""
+        """Context in which actions are generated, with one thread: the other cores belong to the simulators, and idle threads spin."""
         with self._turn("generation"), compute_threads(1):
             self.policy.eval()
             yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """The policy is updated inside; the learner takes the threads that its networks are worth."""
+        """Context in which the policy is updated; the learner takes the threads that its networks can use."""
         with self._turn("training"):
             self.policy.train()
             yield
@@ -64,11 +64,11 @@ class HybridEngine:
         self.generator.publish(version)
 
     def metrics(self) -> dict[str, float]:
-        """Bytes by kind and place, and the time of moving them since the last call; empty where nothing moves."""
+        """Bytes by kind and place, and the time of moving them since the last call; empty if nothing moves."""
         return self.residency.metrics()
 
     def close(self) -> None:
-        """Bring tensors back, and end what the engine started. Simulators that are out stay so: they are about to be ended."""
+        """Bring tensors back, and stop what the engine started. Offloaded simulators stay so, because they are about to be closed."""
         self.residency.onload_all(but=("simulators",))
         if self.trained is not None:
             self.trained.close()
@@ -86,7 +86,7 @@ class HybridEngine:
 
 
 class Simulators(Protocol):
-    """What `EnvManager` offers."""
+    """The part of `EnvManager` that the engine uses."""
 
     def offload(self) -> int: ...
 
@@ -94,7 +94,7 @@ class Simulators(Protocol):
 
 
 class Trains(Protocol):
-    """What a `Method` says of where training happens."""
+    """The part of a `Method` that says where training happens."""
 
     @property
     def all_learners(self) -> Sequence[Learner]: ...
@@ -107,9 +107,9 @@ class Trains(Protocol):
 
 
 def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, method: Trains, simulators: Simulators) -> HybridEngine:
-    """Engine with residency for a method's learner.
+    """Make the engine, with residency for a method's learner.
 
-    Raises UserError: the method has nothing of what `config` wants to move, or cannot train on several ranks.
+    Raises UserError: the method has nothing that `config` wants to move, or cannot train on several ranks.
     """
     sharded = method.sharded
     if config.sharding is not None and sharded is None:
@@ -122,7 +122,7 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
     if "gradients" in config.offload:
         residency.register("gradients", Gradients(lambda: parameters))
     if "optimizer" in config.offload:
-        # Read anew at each turn: an optimizer that has not stepped has no state yet.
+        # Read again at each turn, because an optimizer that has not stepped has no state yet.
         moved = [learner.optimizer_tensors for learner in learners if learner.optimizer_tensors() is not None]
         if not moved:
             raise UserError(
@@ -134,9 +134,9 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
 
 
 def residency_of_playing(offload: Sequence[str], simulators: Simulators, caches: Sequence[TokenCache], acting: object) -> Residency:
-    """Of what plays in this process: of key-value caches nothing is kept on the host.
+    """Residency of what plays in this process; key-value caches keep nothing on the host.
 
-    Raises UserError: there is no cache that can be let go; `acting` is named where there is none at all.
+    Raises UserError: there is no cache that can be freed; the message names `acting` if there is no cache at all.
     """
     residency = Residency()
     if "simulators" in offload:

@@ -2,15 +2,15 @@
 
 ```
  generating:   hosts 0 1 2 3      all play
- shrink():     hosts 0 1 │ 2 3    what waits on 2 and 3 moves to 0 and 1; a step in flight ends first; what finds no room is parked
- vacated:      hosts 0 1 │ train  2 and 3 are empty: training begins there, while 0 and 1 play on
- expand():     hosts 0 1 2 3      parked episodes go on first, then new ones begin
+  shrink():     hosts 0 1 │ 2 3    episodes waiting on 2 and 3 move to 0 and 1; running steps end first; those without room are parked
+  vacated:      hosts 0 1 │ train  2 and 3 are empty: training begins there, while 0 and 1 continue to play
+  expand():     hosts 0 1 2 3      parked episodes continue first, then new ones begin
 ```
-(Train-rollout multiplexing as in ROME, Wang et al. 2025, arXiv:2512.24873.) No episode is begun again or lost: at every moment
+(Train-rollout multiplexing as in ROME, Wang et al. 2025, arXiv:2512.24873.) No episode is restarted or lost: at every moment
 
     started = finished + running + parked
 
-which is asserted after each transition. A *host* is whatever plays episodes: simulators' slots (`rollout.migration.SimHost`), or a token
+which is asserted after each transition. A *host* plays episodes: simulators' slots (`rollout.migration.SimHost`), or a token
 backend (`rollout.migration.TokenHost`).
 """
 
@@ -34,29 +34,29 @@ class Host(Protocol):
 
     @property
     def running(self) -> Collection[Key]:
-        """Episodes that are being played here."""
+        """Episodes that are played here."""
 
     def movable(self) -> Collection[Key]:
-        """Those of `running` that can be taken at this moment, without waiting."""
+        """The `running` episodes that can be taken now, without waiting."""
 
     def take(self, keys: Sequence[Key]) -> Mapping[Key, Any]:
-        """End these here and return what is needed to go on elsewhere; one that just finished is left out (and comes out as finished)."""
+        """Remove these and return their states for another host, except episodes that have just finished: they end here."""
 
     def give(self, states: Mapping[Key, Any]) -> None:
-        """Go on with episodes of another host."""
+        """Continue episodes of another host."""
 
 
 @dataclass(frozen=True)
 class MultiplexCounts:
-    """What became of the episodes."""
+    """Numbers of episodes by outcome."""
 
     started: int = 0
     finished: int = 0
     running: int = 0
     parked: int = 0
-    """Taken from a host that had to leave, and waiting for room on another."""
+    """Episodes taken from a host that had to leave, which wait for room on another."""
     moves: int = 0
-    """From host to host, parked in between or not."""
+    """Moves from host to host, with or without parking in between."""
 
     @property
     def add_up(self) -> bool:
@@ -64,15 +64,15 @@ class MultiplexCounts:
 
 
 class Multiplexer:
-    """Says which hosts generate, and moves episodes when that changes. Called by the thread that plays (the collector's)."""
+    """Decides which hosts generate, and moves episodes when that changes. Called by the thread that plays (the collector's)."""
 
     def __init__(self, hosts: Sequence[Host], train_on: Sequence[int]) -> None:
         """
         Args:
-            hosts: all of them generate at first.
-            train_on: numbers of those that leave while training.
+            hosts: all hosts; all generate at first.
+            train_on: numbers of the hosts that leave while training.
 
-        Raises UserError: a host that does not exist, none at all, or none that would be left.
+            Raises UserError: a host does not exist, there is none, or none would be left.
         """
         leaving = set(train_on)
         if not leaving or not leaving < set(range(len(hosts))):
@@ -89,20 +89,20 @@ class Multiplexer:
     # ---- the collector's side ---------------------------------------------------------------------------------------
 
     def room(self) -> int | None:
-        """Number of the host that a new episode should begin on: the emptiest that generates; None: there is none with room.
+        """Number of the emptiest generating host, for a new episode; None: no host has room.
 
-        Parked episodes come first; while there are some, nothing new begins.
+        Parked episodes come first; while there are some, no new episode begins.
         """
         self.settle()
         return None if self._parked else self._roomiest()
 
     @property
     def num_free(self) -> int:
-        """Episodes that may begin before `room` is None."""
+        """Number of episodes that may begin before `room` is None."""
         return 0 if self._parked else sum(self._free(number) for number in self.active)
 
     def started(self, key: Key, host: int) -> None:
-        """An episode was begun on a host. Raises ValueError for a key in use, and for a host that is to leave."""
+        """Note that an episode began on a host. Raises ValueError for a key in use, and for a host that must leave."""
         if key in self._where or key in self._parked:
             raise ValueError(f"Episode {key!r} is being played already.")
         if host not in self.active:
@@ -112,7 +112,7 @@ class Multiplexer:
         self._check()
 
     def finished(self, key: Key) -> None:
-        """An episode has ended, wherever it was. Raises ValueError for one that is not being played."""
+        """Note that an episode ended, wherever it was. Raises ValueError for an episode that is not played."""
         if key not in self._where:
             raise ValueError(f"Episode {key!r} is {'parked' if key in self._parked else 'not known'} and cannot have finished.")
         del self._where[key]
@@ -120,7 +120,7 @@ class Multiplexer:
         self.settle()
 
     def settle(self) -> None:
-        """Move what can be moved by now: call it whenever steps have come back. Costs nothing while all generate and none is parked."""
+        """Move what can be moved now; call it after each step. Costs nothing while all hosts generate and no episode is parked."""
         if self.shrunk:
             for number in sorted(self.train_on):
                 self._vacate(number)
@@ -128,7 +128,7 @@ class Multiplexer:
         self._check()
 
     def give_up(self, key: Key) -> Any:
-        """Drop a parked episode that is not needed any more: it counts as finished. Returns its state.
+        """Drop a parked episode that is no longer needed, which counts as finished. Returns its state.
 
         Raises ValueError for one that is not parked.
         """
@@ -140,9 +140,9 @@ class Multiplexer:
         return state
 
     def drop(self, key: Key) -> None:
-        """An episode is given up wherever it is, its host having forgotten it; it counts as finished, and nothing moves.
+        """Note that an episode was given up and its host has forgotten it; it counts as finished, and nothing moves.
 
-        Raises ValueError for one that is not known.
+        Raises ValueError for an unknown episode.
         """
         if key not in self._where and key not in self._parked:
             raise ValueError(f"Episode {key!r} is not being played.")
@@ -152,7 +152,7 @@ class Multiplexer:
         self._check()
 
     def host_of(self, key: Key) -> int | None:
-        """Where an episode is being played; None: it is parked. Raises ValueError for one that is not known."""
+        """Number of the host that plays an episode; None: it is parked. Raises ValueError for an unknown episode."""
         if key in self._parked:
             return None
         if key not in self._where:
@@ -162,12 +162,12 @@ class Multiplexer:
     # ---- the trainer's side -----------------------------------------------------------------------------------------
 
     def shrink(self) -> None:
-        """Have the hosts of `train_on` vacated; training may begin there when `vacated`. Does nothing when it was asked for before."""
+        """Vacate the hosts of `train_on`; training may begin there once `vacated`. Does nothing if they are already leaving."""
         self.shrunk = True
         self.settle()
 
     def expand(self) -> None:
-        """All hosts generate again."""
+        """Let all hosts generate again."""
         self.shrunk = False
         self.settle()
 
@@ -178,7 +178,7 @@ class Multiplexer:
 
     @property
     def vacated(self) -> bool:
-        """Whether the hosts that are to leave play nothing any more."""
+        """Whether the hosts that must leave play nothing any more."""
         return self.shrunk and all(not self.hosts[number].running for number in self.train_on)
 
     @property
@@ -187,7 +187,7 @@ class Multiplexer:
         return [number for number in range(len(self.hosts)) if not (self.shrunk and number in self.train_on)]
 
     def counts(self) -> MultiplexCounts:
-        """Over the whole run."""
+        """Counts over the whole run."""
         return MultiplexCounts(self._started, self._finished, len(self._where), len(self._parked), self._moves)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Multiplexer:
         if not keys:
             return
         for key, state in host.take(keys).items():
-            # Parked first, so that nothing is lost should the next host fail.
+            # Parked first, so that nothing is lost if the next host fails.
             del self._where[key]
             self._parked[key] = state
 
@@ -213,7 +213,7 @@ class Multiplexer:
             self._moves += len(keys)
 
     def _fair_share(self, number: int) -> int:
-        """So that a handful of parked episodes is spread over all hosts with room, and many go in a few messages."""
+        """Number of parked episodes for a host: few are spread over all hosts with room, many go in few messages."""
         free = [self._free(other) for other in self.active if self._free(other) > 0]
         return max(1, min(self._free(number), -(-len(self._parked) // len(free))))
 
@@ -231,7 +231,7 @@ class Multiplexer:
         assert not self._parked.keys() & self._where.keys(), "an episode is played and parked at the same time"
 
 
-# ---- What each host did when ----------------------------------------------------------------------------------------
+# ---- times of each host's states -------------------------------------------------------------------------------------
 
 
 HostState = Literal["generation", "training", "idle"]
@@ -243,7 +243,7 @@ class HostTimes:
     """Adds up the time of each state, over all hosts; call `note` at every change."""
 
     def __init__(self, num_hosts: int, *, keep_spans: bool = False, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        """`keep_spans`: for a timeline; `take_spans` hands them out."""
+        """`keep_spans`: keep spans for a timeline, which `take_spans` returns."""
         self._clock_ns, self._keep_spans = clock_ns, keep_spans
         self._states: list[HostState] = ["idle"] * num_hosts
         self._since_ns = [clock_ns()] * num_hosts
@@ -253,7 +253,7 @@ class HostTimes:
         self._spans: list[Span] = []
 
     def note(self, states: Sequence[HostState]) -> None:
-        """The hosts' states from now on."""
+        """Note the hosts' states from now on."""
         now = self._clock_ns()
         passed, self._last_ns = now - self._last_ns, now
         for state in self._states:
@@ -266,8 +266,8 @@ class HostTimes:
         self._states = list(states)
 
     def take(self) -> dict[str, float]:
-        """Since the last call: ``multiplex/overlap_s`` (some hosts generated while others trained), and ``multiplex/bubble`` (idle share of
-        all hosts' time)."""
+        """Figures since the last call: ``multiplex/overlap_s`` (time in which some hosts generated while others trained), and
+        ``multiplex/bubble`` (idle share of all hosts' time)."""
         self.note(self._states)
         total = sum(self._of.values())
         figures = {"multiplex/overlap_s": self._both_ns / 1e9, "multiplex/bubble": self._of["idle"] / total if total else 0.0}
@@ -275,7 +275,7 @@ class HostTimes:
         return figures
 
     def take_spans(self) -> list[Span]:
-        """What ended since the last call; states that go on are cut here, so that nothing is late."""
+        """Spans that ended since the last call; running states are cut here, so that no span is late."""
         self.note(self._states)
         for number, state in enumerate(self._states):
             self._keep(number, state, self._last_ns)

@@ -1,4 +1,4 @@
-"""Roles and devices: what a configured placement means on a described cluster, and why it is impossible there.
+"""Roles and devices: what a configured placement means on a described cluster, or why it is impossible there.
 
 Devices are named ``node/kind:index``, such as ``0/gpu:3`` or ``12/cpu``; a machine's cores are one device.
 """
@@ -47,11 +47,11 @@ class Cluster:
 
     @property
     def compute(self) -> list[Device]:
-        """What policies run on: the GPUs, or the processors where there is none."""
+        """Devices that policies run on: the GPUs, or the processors if there are none."""
         return self.gpus or self.cpus
 
     def device(self, name: str) -> Device:
-        """Raises UserError for a device that does not exist, with the nearest one that does."""
+        """The device of this name. Raises UserError for an unknown device, with the nearest one."""
         if name in self._known:
             return self._known[name]
         counts = f"{len(self.nodes)} machines (0-{len(self.nodes) - 1}) with {len(self.gpus)} GPUs in all"
@@ -59,7 +59,7 @@ class Cluster:
         raise UserError(f"Device '{name}' does not exist: '{self.config.name}' has {counts}. The nearest that does: '{near.name}'.")
 
     def select(self, patterns: Sequence[str] | str) -> tuple[Device, ...]:
-        """The devices of patterns such as ``0/gpu:0-3``, ``*/gpu:*``, ``2-5/cpu``. Raises UserError for a wrong or repeated one."""
+        """Devices of patterns such as ``0/gpu:0-3``, ``*/gpu:*``, ``2-5/cpu``. Raises UserError for a wrong or repeated pattern."""
         found: list[Device] = []
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             match = _DEVICE.match(str(pattern))
@@ -90,29 +90,29 @@ class Placement:
     roles: Mapping[Role, tuple[Device, ...]]
     num_pipeline_stages: int = 1
     num_takeover: int = 0
-    """Of kind multiplexed: generating GPUs that leave for training and come back."""
+    """For kind multiplexed: number of generating GPUs that leave for training and come back."""
 
     def __getitem__(self, role: Role) -> tuple[Device, ...]:
         return self.roles[role]
 
     @property
     def trains_apart(self) -> bool:
-        """Training has devices on which nothing is generated or simulated."""
+        """Whether training has devices on which nothing is generated or simulated."""
         return not set(self["train"]) & (set(self["generation"]) | {device for device in self["env"] if device.kind == "gpu"})
 
     @property
     def simulates_apart(self) -> bool:
-        """No simulator runs where actions are generated."""
+        """Whether no simulator runs on a device that generates actions."""
         return not set(self["env"]) & set(self["generation"])
 
     @property
     def label(self) -> str:
-        """Short, for tables: ``hybrid, 2 stages``."""
+        """Short label for tables: ``hybrid, 2 stages``."""
         stages = f", {self.num_pipeline_stages} stages" if self.num_pipeline_stages > 1 else ""
         return f"{self.kind}{stages}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What ``hybrid.placement`` takes: devices by role, or how many leave for training where some do."""
+        """The value of ``hybrid.placement``: devices by role, or for multiplexed the number that leave for training."""
         if self.kind == "multiplexed":
             return {"kind": self.kind, "num_train_gpus": self.num_takeover, "num_pipeline_stages": self.num_pipeline_stages}
         roles: dict[str, Any] = {role: describe(devices) for role, devices in self.roles.items()}
@@ -120,10 +120,10 @@ class Placement:
 
 
 def resolve(config: PlacementConfig, cluster: Cluster, *, simulator: Literal["cpu", "gpu"] = "cpu") -> Placement:
-    """The devices that a configured placement means on this cluster.
+    """Devices of a configured placement on this cluster.
 
-    `simulator`: what simulators run on.
-    Raises UserError: the cluster cannot have it; with the reason and the nearest placement that it can have.
+    `simulator`: kind of device that simulators run on.
+    Raises UserError: the cluster cannot have it; with the reason and the nearest possible placement.
     """
     if simulator == "gpu" and not cluster.gpus:
         raise UserError(f"The simulator runs on GPUs and '{cluster.config.name}' has none. Take a cluster with GPUs, or a CPU simulator.")
@@ -137,7 +137,7 @@ def resolve(config: PlacementConfig, cluster: Cluster, *, simulator: Literal["cp
     num = len(cluster.compute)
     apart = 1 if simulator == "gpu" and config.kind in ("disaggregated", "hybrid") else 0
     if config.kind == "hybrid" and simulator == "cpu":
-        # Simulators are on processors in any case: what remains of the kind is the pipeline.
+        # Simulators are on processors in any case, so only the pipeline remains of this kind.
         return _roles(config, cluster.cpus, cluster.compute, cluster.compute)
     if config.kind == "collocated":
         return _roles(config, cluster.compute if simulator == "gpu" else cluster.cpus, cluster.compute, cluster.compute)

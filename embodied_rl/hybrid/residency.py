@@ -1,13 +1,13 @@
-"""What lies on the device and what does not: a memory account, and the moving between the turns of generation and training.
+"""Memory of the device: an account of it, and moves to and from the host between the turns of generation and training.
 
 ```
                  parameters*  gradients  optimizer  key-value cache  simulators
  generation        out          out        out          in              in
  training          in           in         in           out             out          * of a trained copy (sharding)
 ```
-Only what is registered here moves. Tensors are moved by storage: every view, tied weight and sharded part of it goes along, and comes back
-in its place bit for bit. On a GPU the host side is pinned and copies run on a separate stream. On a CPU, "out" is a store beside the
-tensors, whose own memory is given back: reading a tensor that is out is an error of the caller, as it is on a GPU.
+Only registered objects move. Tensors move by storage, with every view, tied weight and sharded part, and return to the same place bit for
+bit. On a GPU the host side is pinned and copies run on a separate stream. On a CPU, "out" is a store beside the tensors, whose own
+memory is freed: a caller must not read a tensor that is out, as on a GPU.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ WANTED: dict[str, frozenset[str]] = {
     "generation": frozenset({"kv_cache", "simulators", "buffers"}),
     "training": frozenset({"parameters", "gradients", "optimizer", "buffers"}),
 }
-"""What a turn needs; everything else that is registered is out during it."""
+"""Kinds that a turn needs; all other registered kinds are out during it."""
 HOST = "host"
 
 
 class Resident(Protocol):
-    """Something that takes memory and can be put aside."""
+    """An object with memory that can be moved off the device."""
 
     def num_bytes(self) -> dict[str, int]:
-        """{place: bytes} now."""
+        """{place: bytes} at present."""
 
     def offload(self) -> int:
-        """Put it aside; bytes that the device got back. Nothing happens the second time."""
+        """Move it out; return the bytes that the device gained. Does nothing if it is out."""
 
     def onload(self) -> int:
-        """Bring it back; bytes that the device gave."""
+        """Bring it back; return the bytes that it takes on the device."""
 
 
 class Residency:
-    """Everything that moves between the turns."""
+    """All objects that move between the turns."""
 
     def __init__(self) -> None:
         self._residents: dict[str, list[Resident]] = {}
@@ -56,7 +56,7 @@ class Residency:
         self._moved_bytes, self._moved_s = 0, 0.0
 
     def register(self, kind: Kind, resident: Resident) -> None:
-        """From now on `resident` is out while its turn is not on."""
+        """Move `resident` out during turns that do not need its kind."""
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
         self._residents.setdefault(kind, []).append(resident)
@@ -67,7 +67,7 @@ class Residency:
         return bool(self._out)
 
     def begin(self, turn: str) -> None:
-        """Make room, then bring in what the turn needs. Raises what a resident raises."""
+        """Move out what the turn does not need, then bring in what it needs. Raises what a resident raises."""
         wanted = WANTED[turn]
         for kind in self._residents:
             if kind not in wanted and kind not in self._out:
@@ -83,7 +83,7 @@ class Residency:
             self._out.discard(kind)
 
     def onload_all(self, *, but: tuple[str, ...] = ()) -> None:
-        """Bring everything back, `but` these kinds: before a checkpoint is written, or at the end."""
+        """Bring everything back, except the kinds in `but`: before a checkpoint is written, or at the end."""
         for kind in sorted(self._out.difference(but)):
             self.onload(kind)
 
@@ -98,7 +98,7 @@ class Residency:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """The memory in use, and what was moved since the last call with the time that this process waited for it."""
+        """Memory in use, bytes moved since the last call, and the time that this process waited for the moves."""
         if not self._residents:
             return {}
         figures = {f"residency/{kind}_{place}_bytes": float(n) for kind, row in self.memory_usage().items() for place, n in row.items()}
@@ -113,14 +113,14 @@ class Residency:
 
 
 class Tensors(Resident):
-    """Tensors that are moved to the host and back."""
+    """Tensors that move to the host and back."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """`tensors` lists them anew each time: optimizer state, for one, is made at the first step."""
+        """`tensors` lists them at each call, because optimizer state, for example, only exists after the first step."""
         self._tensors = tensors
         self._aside: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._pinned: dict[int, Tensor] = {}
-        """{bytes: host buffers that are kept}: pinning memory costs more than copying it."""
+        """{bytes: host buffers for reuse}: pinning memory costs more than copying it."""
         self._stream: torch.cuda.Stream | None = None
 
     def num_bytes(self) -> dict[str, int]:
@@ -141,14 +141,14 @@ class Tensors(Resident):
                 host.copy_(_as_bytes(storage), non_blocking=True)
                 self._aside.append((storage, host))
         if self._stream is not None:
-            self._stream.synchronize()  # a storage may be freed when its copy is there, not before
+            self._stream.synchronize()  # a storage may be freed only after it is copied
         for storage, _ in self._aside:
             storage.resize_(0)
         return sum(host.numel() for _, host in self._aside)
 
     @torch.no_grad()
     def onload(self) -> int:
-        """See `Resident.onload`. On a GPU it returns while copies still run; kernels that are queued later wait for them."""
+        """See `Resident.onload`. On a GPU it returns while copies still run; later kernels wait for them."""
         storages = [storage for storage, _ in self._aside]
         for storage, host in self._aside:
             storage.resize_(host.numel())
@@ -162,7 +162,7 @@ class Tensors(Resident):
         return moved
 
     def _copying(self, storages: list[torch.UntypedStorage]) -> Any:
-        """The side stream of the storages' GPU; nothing on a CPU."""
+        """The side stream of the storages' GPU; does nothing on a CPU."""
         device = next((storage.device for storage in storages if storage.device.type == "cuda"), None)
         if device is None:
             return torch.no_grad()
@@ -180,7 +180,7 @@ class Tensors(Resident):
 
 
 class Gradients(Resident):
-    """Gradients, which no turn takes over: they are freed."""
+    """Gradients, which are freed because no turn needs those of another."""
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
         self._parameters = parameters
@@ -198,12 +198,12 @@ class Gradients(Resident):
         return freed
 
     def onload(self) -> int:
-        """They come with the next backward pass."""
+        """Nothing to bring back: the next backward pass makes new ones."""
         return 0
 
 
 class Hooks(Resident):
-    """Frees memory by given functions: simulators (`EnvManager.offload` and `onload`), a generator's cache."""
+    """Memory that given functions free: simulators (`EnvManager.offload` and `onload`), a generator's cache."""
 
     def __init__(
         self, offload: Callable[[], int], onload: Callable[[], Any], num_bytes: Callable[[], dict[str, int]] | None = None
@@ -211,7 +211,7 @@ class Hooks(Resident):
         """
         Args:
             offload: returns the bytes that it keeps on the host instead.
-            num_bytes: {place: bytes} now; None: only what is kept on the host is known.
+            num_bytes: {place: bytes} at present; None: only what is kept on the host is known.
         """
         self._offload, self._onload, self._num_bytes = offload, onload, num_bytes
         self._kept: int | None = None
@@ -220,7 +220,7 @@ class Hooks(Resident):
         return {HOST: self._kept or 0} | ({} if self._num_bytes is None else self._num_bytes())
 
     def offload(self) -> int:
-        """See `Resident.offload`; here: the bytes that are kept."""
+        """See `Resident.offload`; returns the bytes kept on the host."""
         if self._kept is not None:
             return 0
         self._kept = int(self._offload())
@@ -235,7 +235,7 @@ class Hooks(Resident):
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Each storage once: views and tied weights share theirs."""
+    """Each storage once, because views and tied weights share theirs."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = local_part(tensor).detach().untyped_storage()

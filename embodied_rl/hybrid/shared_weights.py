@@ -3,9 +3,9 @@
 ```
  header │ layout (JSON) │ buffer 0: version v │ buffer 1: version v − 1, or v + 1 being written
 ```
-The publisher writes into the buffer that is not the newest and then marks it as the newest. A reader holds a lock on its buffer, so
-that the publisher never writes under it; a lock goes when its process ends. A reader therefore sees one whole version or the next.
-The memory has no name (memfd): it goes with its last user.
+The publisher writes into the older buffer and then marks it as the newest. A reader locks its buffer, so that the publisher never
+writes into it; the lock ends with the reader's process. A reader therefore sees one whole version or the next.
+The memory has no name (memfd) and is freed with its last user.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from embodied_rl.hybrid.weight_sync import NamedTensors
 _MAGIC = 0x454D4257
 _PAGE = 4096
 _MAGIC_WORD, _LAYOUT_BYTES, _ACTIVE, _VERSION, _BUFFER_BYTES, _CLOSED = 0, 1, 2, 3, 5, 6
-"""Words of the header; _VERSION and the word after it belong to the two buffers."""
+"""Indices of the header's words; _VERSION and the word after it belong to the two buffers."""
 _ALIGNMENT = 64
 _NAP_S = 0.0005
 _LIBC = ctypes.CDLL(None)
@@ -50,12 +50,12 @@ class _Place:
 
 
 class SharedWeightsPublisher:
-    """The side that trains; one process, one thread."""
+    """The training side; one process, one thread."""
 
     def __init__(self, specs: Mapping[str, Tensor], *, timeout_s: float = 60.0) -> None:
         """Lay out shared memory for tensors of these names, shapes and types, twice.
 
-        `timeout_s`: how long `publish` waits for readers of an older version.
+        `timeout_s`: longest wait of `publish` for readers of an older version.
         Raises UserError: there is not enough memory, or the system has no memfd (it is not Linux).
         """
         if not hasattr(os, "memfd_create"):
@@ -82,20 +82,20 @@ class SharedWeightsPublisher:
 
     @property
     def path(self) -> str:
-        """What readers open; for processes of the same user, while this one lives."""
+        """Path that readers open; works for processes of the same user while this one lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @torch.no_grad()
     def publish(self, version: int, tensors: NamedTensors, *, only_changed: bool = False) -> int:
-        """Write every tensor of the layout, then let readers see them; returns how many bytes were written.
+        """Write every tensor of the layout, then show them to readers; returns the number of bytes written.
 
         Args:
-            only_changed: compare first and write what differs from the version that this buffer held. Reading is cheaper than writing where
-                most is frozen; what lies on a GPU is written whole, which is faster than bringing it here to be compared.
+            only_changed: compare first and write only what differs from this buffer's last version. Reading is cheaper than writing if most
+                is frozen; tensors on a GPU are written whole, which is faster than copying them here to compare.
 
         Raises:
             ValueError: a tensor is missing, unknown or of another shape; readers keep the version before.
-            TimeoutError: a reader did not let go of the older version.
+            TimeoutError: a reader did not release the older version.
         """
         target = 1 - int(self._header[_ACTIVE]) if self._header[_ACTIVE] >= 0 else 0
         _lock(self._fd, target, fcntl.F_WRLCK, self._timeout_s, f"a reader still holds version {self._header[_VERSION + target]}")
@@ -126,7 +126,7 @@ class SharedWeightsPublisher:
         return written
 
     def close(self) -> None:
-        """Signal to readers that nothing follows; what they hold stays valid. May be called twice."""
+        """Tell readers that nothing follows; what they hold stays valid. May be called twice."""
         if self._fd >= 0:
             self._header[_CLOSED] = 1
             _unpin(self._pinned)
@@ -136,20 +136,20 @@ class SharedWeightsPublisher:
 
 @dataclass(frozen=True)
 class HeldWeights:
-    """One version, whole, for as long as it is held."""
+    """One whole version, valid while it is held."""
 
     version: int
     tensors: dict[str, Tensor]
-    """Views of the shared memory: read them, do not write."""
+    """Views of the shared memory, to be read only."""
 
 
 class SharedWeightsReader:
-    """The side that generates."""
+    """The generating side."""
 
     def __init__(self, path: str) -> None:
-        """Open a publisher's `path`. Raises UserError where there is none."""
+        """Open a publisher's `path`. Raises UserError if there is none."""
         try:
-            # Opened anew, never inherited: locks belong to what `open` returns.
+            # Opened here, never inherited, because locks belong to the result of `open`.
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
         except (OSError, ValueError) as error:
@@ -172,12 +172,12 @@ class SharedWeightsReader:
 
     @property
     def closed(self) -> bool:
-        """Whether the publisher said that nothing follows."""
+        """Whether the publisher has said that nothing follows."""
         return bool(self._header[_CLOSED])
 
     @contextmanager
     def hold(self, timeout_s: float = 60.0) -> Iterator[HeldWeights]:
-        """The newest version. The publisher can publish one further version meanwhile, and waits with the one after it.
+        """Hold the newest version. Meanwhile the publisher can publish one further version, and waits with the one after it.
 
         Raises TimeoutError: nothing has been published yet.
         """
@@ -186,7 +186,7 @@ class SharedWeightsReader:
             active = int(self._header[_ACTIVE])
             if active >= 0:
                 _lock(self._fd, active, fcntl.F_RDLCK, max(deadline - time.monotonic(), 0.0), "weights are being written")
-                # The lock may have come when this buffer was no longer the newest, or a writer gave up half way.
+                # The lock may have come after this buffer was the newest, or after a writer gave up half way.
                 if active == int(self._header[_ACTIVE]) and self._header[_VERSION + active] >= 0:
                     break
                 _unlock(self._fd, active)
@@ -194,14 +194,14 @@ class SharedWeightsReader:
                 raise TimeoutError(f"no weights were published within {timeout_s:g} s.")
             time.sleep(_NAP_S)
         try:
-            if torch.cuda.is_initialized():  # what loads them copies to a GPU
+            if torch.cuda.is_initialized():  # their loader copies them to a GPU
                 self._pinned = self._pinned or _pin(self._map)
             yield HeldWeights(int(self._header[_VERSION + active]), self._buffers[active])
         finally:
             _unlock(self._fd, active)
 
     def close(self) -> None:
-        """Let go of the memory. May be called twice."""
+        """Release the memory. May be called twice."""
         if self._fd >= 0:
             _unpin(self._pinned)
             os.close(self._fd)
@@ -209,7 +209,7 @@ class SharedWeightsReader:
 
 
 class AnnouncedWeights:
-    """Of publishers whose path comes with each version: another path is another publisher."""
+    """Reader for publishers whose path comes with each version: a new path means a new publisher."""
 
     def __init__(self) -> None:
         self._reader: tuple[str, SharedWeightsReader] | None = None
@@ -249,7 +249,7 @@ def _views(memory: mmap.mmap, start: int, places: Mapping[str, _Place]) -> dict[
 
 
 def _pin(memory: mmap.mmap) -> int:
-    """Have the GPU's driver hold these pages in place, so that copies run at the speed of the link; its address, to be let go by `_unpin`.
+    """Make the GPU's driver lock these pages in place, so that copies run at the speed of the link; returns the address for `_unpin`.
 
     -1: the system refuses, and copies are slower.
     """
@@ -263,12 +263,12 @@ def _unpin(address: int) -> None:
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors of one size have the same bits; NaN equals itself. At the speed of memory, unlike `torch.equal`."""
+    """Whether two contiguous tensors of one size have the same bits; NaN equals itself. Runs at memory speed, unlike `torch.equal`."""
     return a.nbytes == 0 or _LIBC.memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
 
 
 def _lock(fd: int, number: int, kind: int, timeout_s: float, what: str) -> None:
-    """Lock buffer `number` for this opening of the file; the kernel takes it back when its process ends."""
+    """Lock buffer `number` for this opening of the file; the kernel releases it when the process ends."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

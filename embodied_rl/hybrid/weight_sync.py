@@ -1,8 +1,8 @@
-"""Publishing weights: a stream of (name, tensor) with a version, to the generators.
+"""Publishing weights to generators: a stream of (name, tensor) with a version.
 
 Sources stream parameter by parameter (`fsdp.gather_named`, `LanguagePolicy.named_weights`), so that a sharded model is never whole in one
-place. Destinations differ in where they live: another process of this machine (`shared_weights`), other machines (`RayPublisher`). What is
-sent may be everything, only the LoRA weights, or what changed.
+place. Destinations are another process on this machine (`shared_weights`) or other machines (`RayPublisher`). A stream contains all
+weights, only the LoRA weights, or the changes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from embodied_rl.errors import from_extra
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 INDEX, VALUE, BASE = "::index", "::value", "::base_version"
-"""Endings of the names in a stream of differences."""
+"""Suffixes of the names in a stream of differences."""
 
 
 # ---- what is sent -------------------------------------------------------------------------------------------------------
 
 
 def buckets(tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Neighbours of a stream together, `bucket_bytes` at most, or one larger tensor: fewer and larger messages, bounded memory."""
+    """Group neighbours of a stream up to `bucket_bytes`, or one larger tensor: fewer and larger messages, bounded memory."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be >= 1, got {bucket_bytes}.")
     bucket: list[tuple[str, Tensor]] = []
@@ -43,21 +43,21 @@ def buckets(tensors: NamedTensors, bucket_bytes: int) -> Iterator[list[tuple[str
 
 
 class DeltaSource:
-    """Streams what changed since the last publication, bit for bit.
+    """Streams the changes since the last publication, bit for bit.
 
     With small learning rates most bfloat16 weights keep their bits in one update. Entries are compared as integers, so that NaN and -0
-    travel like any number. A copy of what was last sent is kept on the host.
+    are sent like any number. The host keeps a copy of what was last sent.
     """
 
     def __init__(self, *, dense_share: float = 0.5) -> None:
-        """`dense_share`: a tensor goes whole when the changed entries with their indices would take more than this share of it."""
+        """`dense_share`: a tensor is sent whole if its changed entries with their indices would take more than this share of it."""
         self._last: dict[str, Tensor] = {}
         self._last_version = -1
         self._dense_share = dense_share
 
     @torch.no_grad()
     def stream(self, version: int, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """The first stream is whole. Exhaust it: only then are the differences those to `version`."""
+        """Stream `version`; the first stream is whole. Exhaust it: only then is `version` the base of the next differences."""
         base, self._last_version = self._last_version, version
         yield BASE, torch.tensor([base], dtype=torch.int64)
         for name, tensor in tensors:
@@ -82,10 +82,10 @@ class DeltaSource:
 
 @torch.no_grad()
 def apply_delta(target: Mapping[str, Tensor], present_version: int, stream: NamedTensors) -> int:
-    """Bring tensors from `present_version` to the stream's; returns how many entries were written.
+    """Bring tensors from `present_version` to the stream's version; returns the number of entries written.
 
-    `target`: {name: tensor} as at the version that the stream is a difference to; written in place. A first stream (base -1) fits any.
-    Raises ValueError: the stream is a difference to another version, or names a tensor that is not there.
+    `target`: {name: tensor} at the version that the stream is based on; written in place. A first stream (base -1) fits any version.
+    Raises ValueError: the stream is based on another version, or names an unknown tensor.
     """
     written, index = 0, torch.empty(0)
     for name, tensor in stream:
@@ -109,7 +109,7 @@ def apply_delta(target: Mapping[str, Tensor], present_version: int, stream: Name
 
 
 class DeltaSink:
-    """The other end of a `DeltaSource`: holds whole tensors on the host."""
+    """The receiver of a `DeltaSource`: holds whole tensors on the host."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
@@ -117,9 +117,9 @@ class DeltaSink:
 
     @torch.no_grad()
     def take(self, version: int, stream: NamedTensors) -> dict[str, Tensor]:
-        """{name: tensor} of `version`, to be copied: the next stream changes them in place.
+        """{name: tensor} of `version`; copy them, because the next stream changes them in place.
 
-        Raises ValueError: the stream is a difference to another version than the one taken last, or is none of a `DeltaSource`.
+        Raises ValueError: the stream is based on another version than the one taken last, or is not from a `DeltaSource`.
         """
         parts = iter(stream)
         name, base = next(parts, ("nothing", torch.tensor(-1)))
@@ -140,23 +140,23 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(_INTEGERS[tensor.element_size()])
 
 
-# ---- Through Ray's object store -------------------------------------------------------------------------------------
+# ---- Ray's object store ---------------------------------------------------------------------------------------------
 
 
 BUCKET_BYTES = 256 * 2**20
 
 
 class RayPublisher:
-    """Buckets in Ray's object store: readers on one node share one copy. The objects go when the next version is published."""
+    """Buckets in Ray's object store: readers on one node share one copy. Publishing the next version deletes the objects."""
 
     def __init__(self, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Raises MissingExtraError without Ray."""
+        """Raise MissingExtraError without Ray."""
         self._ray = _import_ray()
         self._bucket_bytes = bucket_bytes
         self._references: list[Any] = []
 
     def publish(self, tensors: NamedTensors) -> tuple[list[Any], int]:
-        """(references, which `ray_tensors` reads, bytes) of tensors, which may be overwritten afterwards."""
+        """Publish tensors, which may be overwritten afterwards; return (references for `ray_tensors`, bytes)."""
         references, size = [], 0
         for bucket in buckets(tensors, self._bucket_bytes):
             text, payload = pack_tensors(bucket, torch.device("cpu"))
@@ -167,7 +167,7 @@ class RayPublisher:
 
 
 def ray_tensors(references: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of what a `RayPublisher` published, bucket by bucket."""
+    """(name, tensor) of a `RayPublisher`'s publication, bucket by bucket."""
     ray = _import_ray()
     for reference in references:
         text, payload = ray.get(reference)
@@ -184,17 +184,17 @@ def _import_ray() -> Any:
 def pack_tensors(bucket: Sequence[tuple[str, Tensor]], device: torch.device) -> tuple[bytes, Tensor]:
     """Names, shapes and types as JSON, and the contents as one block of bytes, [n] uint8 on `device`."""
     text = json.dumps([[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in bucket]).encode()
-    # One without entries, as numpy gives it, has a stride of 0, of which no bytes can be seen.
+    # A tensor without entries, as numpy gives it, has a stride of 0 and cannot be viewed as bytes.
     parts = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in bucket if tensor.numel()]
     return text, torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def unpack_tensors(text: bytes, payload: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of what `pack_tensors` gave."""
+    """The inverse of `pack_tensors`: (name, tensor)."""
     offset = 0
     for name, shape, dtype_name in json.loads(text):
         dtype = getattr(torch, dtype_name)
         size = prod(shape) * dtype.itemsize
-        # Copied: a tensor of eight bytes needs an address that is a multiple of eight.
+        # Copied, because a tensor of eight-byte numbers needs an address that is a multiple of eight.
         yield name, payload[offset : offset + size].clone().view(dtype).view(shape)
         offset += size

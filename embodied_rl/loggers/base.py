@@ -1,4 +1,4 @@
-"""What every logger is, and the group of those that a run's configuration names."""
+"""The base of every logger, and the group of a run's configured loggers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOGGERS = Registry(
     },
 )
 _BUILT_IN = frozenset(LOGGERS.built_in) - {"mlflow", "trackio"}
-"""Those that take keys of the configuration; all others take ``logger.options``, as a logger of the user's own does."""
+"""Loggers with their own keys in the configuration; all others, including users' own, take ``logger.options``."""
 _OFFERED = ("run_dir", "run_config", "total_steps", "resume_step")
 
 
@@ -39,25 +39,25 @@ class LoggedRun:
     """What a logger may know of the run."""
 
     run_dir: Path
-    """Everything is written below it."""
+    """The run's folder; loggers write only inside it."""
     run_config: Mapping[str, Any]
     """The whole resolved configuration, for loggers that keep it."""
     total_steps: int
     """Environment steps that the run aims at."""
     resume_step: int | None = None
-    """The step that the run continues from: what was logged after it is dropped, so that no curve is doubled. None: a new run."""
+    """The step that the run continues from; later rows are dropped, so that no curve is doubled. None: a new run."""
 
 
 class Logger(ABC):
     """Takes a run's metrics. Names are grouped by a slash: ``episode/success``, ``speed/steps_per_s``, ``time/simulate_s``.
 
-    A logger of the user's own is a subclass. Its constructor gets what it takes of ``run_dir`` (the run's folder), ``run_config`` (the
-    whole configuration, plain), ``total_steps`` and ``resume_step`` (None: a new run), and what ``logger.options`` gives it.
+    A user's own logger is a subclass. Its constructor gets those of these arguments that it takes: ``run_dir`` (the run's folder),
+    ``run_config`` (the whole configuration, plain), ``total_steps``, ``resume_step`` (None: a new run), and its ``logger.options``.
     """
 
     @classmethod
     def from_config(cls, config: LoggerConfig, run: LoggedRun) -> Logger:
-        """Made for a run, of what its constructor takes of `run`."""
+        """Make the logger for a run, with the parts of `run` that its constructor takes."""
         return _made(cls, run)
 
     @abstractmethod
@@ -65,23 +65,23 @@ class Logger(ABC):
         """Record the metrics of one iteration, after `step` environment steps. Values may be NaN or infinite."""
 
     def log_video(self, step: int, path: Path) -> None:
-        """Record a video file; loggers without a place for it leave it where it is."""
+        """Record a video file; loggers that cannot store it ignore it."""
         return
 
     def message(self, text: str) -> None:
-        """One line for the person who watches; loggers without a screen drop it."""
+        """Show one line to the user; loggers without a screen ignore it."""
         return
 
     def log_checkpoint(self, step: int, path: Path) -> None:
-        """Record the final checkpoint, a folder; loggers without a store leave it where it is."""
+        """Record the final checkpoint, a folder; loggers that cannot store it ignore it."""
         return
 
     def training_ended(self) -> None:
-        """No more metrics come; the final evaluation and films do."""
+        """Called after the last metrics of training; the final evaluation and films follow."""
         return
 
     def rescue(self, folder: Path) -> None:
-        """The run's folder is gone: leave what is still known of the history in another. Those that know nothing leave nothing."""
+        """Called when the run's folder is gone: write what is still known of the history into another folder, if anything."""
         return
 
     @abstractmethod
@@ -123,7 +123,7 @@ class LoggerGroup(Logger):
             logger.rescue(folder)
 
     def close(self) -> None:
-        """Close every logger, also when one of them fails, and only once."""
+        """Close every logger, even if one of them fails, and only once."""
         if self._closed:
             return
         self._closed = True
@@ -147,12 +147,12 @@ def make_loggers(
     resume_step: int | None = None,
     further: Sequence[Logger] = (),
 ) -> LoggerGroup:
-    """Build the loggers that ``config.names`` lists; `further` ones come last, and the other arguments are those of `LoggedRun`.
-    Raises MissingExtraError: a logger's packages are not installed; UserError: a logger is not known, or the folder cannot be written."""
+    """Build the loggers in ``config.names``; `further` ones come last, and the other arguments are those of `LoggedRun`.
+    Raises MissingExtraError: a logger's packages are not installed; UserError: an unknown logger, or a folder that cannot be written."""
     check_loggers(config)
     run, loggers = LoggedRun(run_dir, run_config, total_steps, resume_step), list[Logger]()
     try:
-        # The plot reads the curve so far from metrics.jsonl, so that file is put right first.
+        # The plot reads the curve so far from metrics.jsonl, so the jsonl logger repairs that file first.
         for name in sorted(config.names, key=lambda name: name != "jsonl"):
             cls: type[Logger] = LOGGERS.load(name)
             own = name not in _BUILT_IN
@@ -160,18 +160,18 @@ def make_loggers(
     except BaseException:
         LoggerGroup(loggers).close()
         raise
-    # Last: what they raise leaves nothing unwritten.
+    # Last, so that an exception in one leaves nothing unwritten.
     return LoggerGroup([*loggers, *further])
 
 
 def _made(cls: type[Logger], run: LoggedRun, options: Mapping[str, Any] | None = None) -> Logger:
-    """A logger of what its constructor takes of the run, and of its options."""
+    """Make a logger from the parts of the run that its constructor takes, and its options."""
     taken = {name: value for name, value in vars(run).items() if name in _OFFERED and name in inspect.signature(cls).parameters}
     return cls(**taken, **(options or {}))
 
 
 def check_loggers(config: LoggerConfig) -> None:
-    """Import the loggers of the user's own and hold their options against their signatures. Raises UserError."""
+    """Import users' own loggers and check their options against their signatures. Raises UserError."""
     from embodied_rl.config.building import check_constructor
 
     for name in config.names:

@@ -1,4 +1,4 @@
-"""The console: a progress bar and a grouped table on a terminal, a sober line now and then everywhere else."""
+"""The console: a progress bar and a grouped table on a terminal, elsewhere a plain line at intervals."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LINE_METRICS = ("episode/success", "episode/return", "episode/length", "eval/su
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends a run beside its steps, and what comes after them."""
+    """Limits of a run beside its steps, and the work after training."""
 
     max_s: float | None = None
-    """Of wall-clock, from the user's command to the end."""
+    """Wall-clock seconds from the user's command to the end; None: no limit."""
     may_end_early: bool = False
-    """On success or return."""
+    """Whether the run may end at a success rate or return."""
     final_episodes: int = 0
-    """Of the final evaluation."""
+    """Episodes of the final evaluation."""
 
     @staticmethod
     def of(run_config: Mapping[str, Any]) -> Limits:
@@ -40,15 +40,15 @@ class Limits:
         return Limits(None if minutes is None else 60.0 * minutes, early, int(evaluation.get("num_episodes", 0)))
 
     def bound(self, training_s: float, metrics: Mapping[str, float], elapsed_s: float) -> float:
-        """Seconds to the end of the run, where training takes `training_s` more."""
+        """Seconds to the end of the run, if training takes `training_s` more."""
         length, speed = metrics.get("episode/length"), metrics.get("speed/steps_per_s", 0.0)
-        # The final evaluation takes steps as training does.
+        # The final evaluation steps as fast as training.
         whole = training_s + (self.final_episodes * length / speed if length is not None and speed > 0 else 0.0)
         return whole if self.max_s is None else max(0.0, min(whole, self.max_s - elapsed_s))
 
 
 class ConsoleLogger(Logger):
-    """Shows how far the run is, how long it still takes and how well it goes."""
+    """Shows how far the run is, how long it still takes and how well it performs."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class ConsoleLogger(Logger):
         caption: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`title` stands before the bar, `caption` below the table; without a terminal a line comes every `line_interval_s`. `limits`: what
-        else ends the run."""
+        """`title` is shown before the bar, `caption` below the table; without a terminal a line is printed every `line_interval_s`.
+        `limits`: other ends of the run."""
         from rich.console import Console
 
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
@@ -72,9 +72,9 @@ class ConsoleLogger(Logger):
         self._limits, self._caption = limits or Limits(), caption
         self._latest: dict[str, float] = {}
         self._first: tuple[int, float] | None = None
-        """Step and time of the first iteration that was logged: its own time is that of compiling kernels."""
+        """Step and time of the first logged iteration, whose own time includes compiling kernels."""
         self._step, self._logged_s = self._start_step, self._started_s
-        """The last ones logged: the last line may be printed when the run has long been evaluated and filmed."""
+        """Step and time of the last log call; the last line may be printed long after, when the run has been evaluated and filmed."""
         self._next_line_s = -float("inf")
         self._pending = False
         self._is_shown = False
@@ -90,7 +90,7 @@ class ConsoleLogger(Logger):
         self._step, self._logged_s = step, self._clock()
         if self._first is None and step > self._start_step:
             self._first = step, self._logged_s
-        # What is not measured in every iteration (interim evaluations) stays in view.
+        # Metrics that are not measured in every iteration (interim evaluations) stay visible.
         self._latest.update(metrics)
         if self._console.is_terminal:
             self._is_shown = True
@@ -101,7 +101,7 @@ class ConsoleLogger(Logger):
             self._print_line()
 
     def message(self, text: str) -> None:
-        # Between words on a terminal; into a file as it is.
+        # Wrapped between words on a terminal; unchanged in a file.
         lines = wrapped_lines(text, self._console.width) if self._console.is_terminal else [text]
         self._console.print("\n".join(lines), markup=False)
 
@@ -115,7 +115,7 @@ class ConsoleLogger(Logger):
             end_board(self._board)
 
     def seconds_left(self) -> float | None:
-        """Wall-clock seconds to go: the steps at this run's own pace and the final evaluation, within max_minutes; None before the first
+        """Wall-clock seconds left: the steps at this run's own pace and the final evaluation, within max_minutes; None before the first
         step."""
         done, began = self._step - self._start_step, self._started_s
         if done <= 0:
@@ -126,7 +126,7 @@ class ConsoleLogger(Logger):
         return self._limits.bound(training, self._latest, self._elapsed_s())
 
     def _elapsed_s(self) -> float:
-        """Since the user's command, start-up included; without a trainer's clock, since the logger was made."""
+        """Seconds since the user's command, with start-up; without a trainer's clock, since the logger was made."""
         return self._latest.get("speed/wall_clock_s", self._logged_s - self._started_s)
 
     def _left_text(self) -> str:
@@ -168,8 +168,8 @@ class ConsoleLogger(Logger):
 
 
 def metrics_table(metrics: Mapping[str, float], width: int = 120) -> Table:
-    """A table with one column per group of metrics: episodes, time by phase, training; where that is wider than `width`, the first two
-    stand in one column."""
+    """Table with one column per group of metrics: episodes, time by phase, training; if it is wider than `width`, the first two groups
+    share a column."""
     from rich import box
     from rich.console import Console, Group
     from rich.table import Table
@@ -191,7 +191,7 @@ def metrics_table(metrics: Mapping[str, float], width: int = 120) -> Table:
 
 
 def _cell(metrics: Mapping[str, float], prefixes: Sequence[str]) -> Table:
-    """The metrics of these groups, one below the other."""
+    """The metrics of these groups, one per line."""
     from rich.table import Table
 
     cell, shares = Table.grid(padding=(0, 2)), time_shares(metrics)
@@ -205,7 +205,7 @@ def _cell(metrics: Mapping[str, float], prefixes: Sequence[str]) -> Table:
 
 
 def time_shares(metrics: Mapping[str, float]) -> dict[str, float]:
-    """{phase: its share of all ``time/<phase>_s``}, which sum to 1; empty where nothing was timed. Wall-clock is no phase."""
+    """{phase: its share of all ``time/<phase>_s``}, which sum to 1; empty if nothing was timed. Wall-clock time is no phase."""
     phases = [name for name in metrics if name.startswith("time/") and name != "time/wall_clock_s"]
     times = {name.removeprefix("time/").removesuffix("_s"): metrics[name] for name in phases}
     total = sum(times.values())

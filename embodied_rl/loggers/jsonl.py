@@ -1,4 +1,4 @@
-"""metrics.jsonl, one JSON object per iteration and whole after every line; and curves.png, redrawn of it while the run goes on."""
+"""metrics.jsonl, one JSON object per iteration and whole after every line; and curves.png, redrawn from it during the run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlLogger(Logger):
-    """Appends ``{"step": 1024, "time_unix_s": …, "episode/success": 0.5, …}``; what is not finite becomes null."""
+    """Appends ``{"step": 1024, "time_unix_s": …, "episode/success": 0.5, …}``; non-finite numbers become null."""
 
     def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
-        """Open the file: continued up to `resume_step`, or new, with an earlier run's file kept under the next free name."""
+        """Open the file: an existing one up to `resume_step`, or a new one, after renaming an earlier run's file to the next free name."""
         self.path = run_dir / METRICS_FILE
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ class JsonlLogger(Logger):
         append_whole(self._file, line, self.path)
 
     def rescue(self, folder: Path) -> None:
-        # What was removed is there for as long as it is open.
+        # A removed file is readable as long as it is open.
         self._file.seek(0)
         write_atomic(folder / METRICS_FILE, self._file.read())
 
@@ -50,12 +50,12 @@ class JsonlLogger(Logger):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl (or of the one in a run's folder); a last line that a crash cut off is left out."""
+    """The rows of a metrics.jsonl (or of the one in a run's folder), without a last line that a crash cut off."""
     return [json.loads(line) for line in _whole_lines(path / METRICS_FILE if path.is_dir() else path)]
 
 
 def logged_steps(run_dir: Path) -> set[int]:
-    """Steps that a run's metrics.jsonl has rows of; empty where there is none."""
+    """Steps with rows in a run's metrics.jsonl; empty if there is no such file."""
     try:
         return {step for step, _ in _rows(run_dir / METRICS_FILE)}
     except OSError:
@@ -63,7 +63,7 @@ def logged_steps(run_dir: Path) -> set[int]:
 
 
 def history_until(run_dir: Path, step: int) -> str | None:
-    """The lines of a run's metrics.jsonl up to a step; None where there is no such file."""
+    """Lines of a run's metrics.jsonl up to a step; None if there is no such file."""
     try:
         return "".join(line for logged, line in _rows(run_dir / METRICS_FILE) if logged <= step)
     except OSError:
@@ -71,7 +71,7 @@ def history_until(run_dir: Path, step: int) -> str | None:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, str]]:
-    """(step, line) of all whole lines that have one."""
+    """(step, line) of all whole lines with a step."""
     for line in _whole_lines(path):
         row = json.loads(line)
         if isinstance(row, dict) and type(row.get("step")) is int:
@@ -103,7 +103,7 @@ _NUM_TRAIN_PANELS = 6
 
 
 class PlotLogger(Logger):
-    """Draws every `interval_s`, less often where drawing is slow (never more than 2% of the time), and at the end."""
+    """Draws every `interval_s`, less often if drawing is slow (never more than 2% of the time), and at the end."""
 
     def __init__(
         self, run_dir: Path, resume_step: int | None = None, *, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic
@@ -140,7 +140,7 @@ class PlotLogger(Logger):
 
 
 def draw_curves(curves: Mapping[str, Curve], path: Path) -> Path:
-    """Draw {metric: (steps, values)} as panels into a PNG. Raises UserError where it cannot be written."""
+    """Draw {metric: (steps, values)} as panels into a PNG. Raises UserError if it cannot be written."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -176,7 +176,7 @@ def draw_curves(curves: Mapping[str, Curve], path: Path) -> Path:
 
 
 def choose_panels(names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """[(title, metrics drawn together)] out of the metrics that a run has."""
+    """[(title, metrics drawn together)] from the metrics that a run has."""
     losses = sorted((n for n in names if n.startswith("train/") and n not in _SKIPPED_TRAIN), key=lambda n: ("loss" not in n, n))
     train = [(name.removeprefix("train/").replace("_", " ").capitalize(), (name,)) for name in losses[:_NUM_TRAIN_PANELS]]
     chosen = [(title, [name for name in wanted if name in names]) for title, wanted in (*_FIRST_PANELS, *_LAST_PANELS, *train)]

@@ -1,4 +1,4 @@
-"""What each figure of a run means, in one sentence, and what other libraries call it: for the console, the report, W&B and TensorBoard."""
+"""Meaning of each figure of a run, in one sentence, and its name in other libraries: for the console, the report, W&B and TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 SUCCESS_ENDS = (
     "Success ends an episode here: the better the policy, the shorter its episodes, so that the return may fall while it improves."
 )
-"""The caption below return and length where that is so."""
+"""Caption below return and length if success ends an episode."""
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """Of one metric, or of all whose names begin so."""
+    """Meaning of one metric, or of all metrics with a common prefix."""
 
     label: str
-    """On the console and above charts; empty: the metric's own name."""
+    """Label on the console and above charts; empty: the metric's own name."""
     text: str
-    """One sentence; empty where we know none (a metric of the user's own)."""
+    """One sentence; empty if unknown (a user's own metric)."""
     alias: str = ""
-    """The name that stable-baselines3 logs the same figure under."""
+    """Name of the same figure in stable-baselines3's logs."""
 
 
 REWARD_PER_STEP = "episode/reward_per_step"
-"""Not measured but derived, see `derived`."""
+"""Derived, not measured; see `derived`."""
 
 MEANINGS = {
     "episode/success": Meaning(
@@ -105,7 +105,7 @@ MEANINGS = {
     "multiplex/": Meaning("", "How simulators of several kinds share the slots."),
     "utilisation/": Meaning("", "Shares of the time in which devices worked or waited."),
 }
-"""{metric, or the beginning of names up to a slash: what it means}"""
+"""{metric, or prefix of metrics up to a slash: its meaning}"""
 
 
 FIGURES = {
@@ -155,11 +155,11 @@ OFFLINE = {
     "always the most frequent": "What saying the most frequent action, or bin, every time would reach.",
     "log-likelihood per step": "Of the recorded actions under the policy, mean over steps: higher is nearer.",
 }
-"""Figures of an offline evaluation."""
+"""{figure of an offline evaluation: its meaning}"""
 
 
 def explain_text(width: int) -> str:
-    """All figures and what they mean, one below the other in lines of at most `width` characters: ``--explain``."""
+    """All figures and their meanings, in lines of at most `width` characters: ``--explain``."""
 
     def rows(title: str, entries: Mapping[str, str]) -> list[str]:
         lines = ["", f"{title}:"]
@@ -182,15 +182,15 @@ def explain_text(width: int) -> str:
 
 
 def meaning_of(name: str) -> Meaning:
-    """Of a metric; with an empty text where we know none. Of several domains' metrics (``train/robot/entropy``) that of the last part."""
+    """Meaning of a metric; its text is empty if unknown. For several domains' metrics (``train/robot/entropy``): that of the last part."""
     group, _, rest = name.partition("/")
     found = MEANINGS.get(name) or MEANINGS.get(f"{group}/{rest.rpartition('/')[2]}") or MEANINGS.get(f"{group}/") or Meaning("", "")
     return found if found.label and name in MEANINGS else Meaning(rest.removesuffix("_s").replace("_", " "), found.text, found.alias)
 
 
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`metrics` with the reward per step behind the return, where return and length are there: the ratio of their means, which is the
-    rewards of those episodes over their steps."""
+    """`metrics` with the reward per step after the return, if return and length are there: the ratio of their means, i.e. those episodes'
+    rewards divided by their steps."""
     total, length = metrics.get("episode/return"), metrics.get("episode/length")
     if total is None or not length:
         return dict(metrics)
@@ -203,6 +203,6 @@ def derived(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def with_aliases(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`derived` metrics, and those that stable-baselines3 has a name for under that name too, so that its users' boards show them."""
+    """`derived` metrics, plus those with a name in stable-baselines3 under that name, so that its users' boards show them."""
     aliases = {meaning.alias: metrics[name] for name, meaning in MEANINGS.items() if meaning.alias and name in metrics}
     return {**aliases, **derived(metrics)}

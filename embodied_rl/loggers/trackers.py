@@ -1,6 +1,6 @@
-"""Trackers: MLflow, TensorBoard, trackio and Weights & Biases, each library imported by its own logger only.
+"""Trackers: MLflow, TensorBoard, trackio and Weights & Biases; each library is imported only by its own logger.
 
-MLflow: a run of its experiment per run folder; without a server its files lie in ``<run_dir>/mlflow.db``. TensorBoard: through
+MLflow: one run of its experiment per run folder; without a server its files are in ``<run_dir>/mlflow.db``. TensorBoard: through
 tensorboard's own writer, without torch, TensorFlow or moviepy. trackio, Hugging Face's: a folder; ``trackio show`` opens the board.
 Weights & Biases: the offline mode needs no account and no network.
 """
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 
 _MAX_PARAMS = 100
-"""MLflow takes so many parameters at a time."""
+"""Most parameters that MLflow takes in one call."""
 
 
 class MlflowLogger(Logger):
-    """A resumed run continues the same MLflow run. ``logger.options.mlflow.{tracking_uri,experiment}``."""
+    """Logs to MLflow; a resumed run continues the same MLflow run. ``logger.options.mlflow.{tracking_uri,experiment}``."""
 
     def __init__(
         self, run_dir: Path, run_config: Mapping[str, Any], resume_step: int | None, tracking_uri: str = "", experiment: str = "embodied_rl"
     ) -> None:
         """
         Args:
-            tracking_uri: of a server or store; empty: MLFLOW_TRACKING_URI, or a file in the run's folder.
-            experiment: its name there.
+            tracking_uri: address of a server or store; empty: MLFLOW_TRACKING_URI, or a file in the run's folder.
+            experiment: name of the experiment there.
         """
         with from_extra("Logger 'mlflow'", "mlflow"):
             from mlflow import MlflowClient
@@ -67,11 +67,11 @@ class MlflowLogger(Logger):
         self._client.log_batch(self._run_id, [Metric(name, value, now, step) for name, value in with_aliases(metrics).items()])
 
     def log_video(self, step: int, path: Path) -> None:
-        """See `Logger.log_video`: an artefact below ``videos``."""
+        """See `Logger.log_video`: an artefact in ``videos``."""
         self._client.log_artifact(self._run_id, str(path), "videos")
 
     def log_checkpoint(self, step: int, path: Path) -> None:
-        """See `Logger.log_checkpoint`: an artefact below ``model``."""
+        """See `Logger.log_checkpoint`: an artefact in ``model``."""
         self._client.log_artifacts(self._run_id, str(path.resolve()), "model")
 
     def close(self) -> None:
@@ -108,9 +108,9 @@ class TensorBoardLogger(Logger):
         self._event, self._summary = Event, Summary
         folder = run_dir / "tensorboard"
         if resume_step is None and folder.exists():
-            folder.rename(next_free(folder))  # of an earlier attempt at this run, as `metrics.jsonl` is kept
-        # tensorboard's own EventFileWriter writes in a thread, some time later, and names files of one second in the order of their
-        # process's numbers: a run that is killed would lose what it logged before its checkpoint, or what follows be read before it.
+            folder.rename(next_free(folder))  # kept from an earlier attempt at this run, as `metrics.jsonl` is
+        # tensorboard's own EventFileWriter writes later, in a thread, and orders files of the same second by process number. A killed
+        # run would lose what it logged before its checkpoint, or its continuation would be read first.
         self._file = _EventFile(folder)
         self._writer = RecordWriter(self._file)
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -122,7 +122,7 @@ class TensorBoardLogger(Logger):
         self._add(step, [self._summary.Value(tag=name, simple_value=value) for name, value in with_aliases(metrics).items()])
 
     def log_video(self, step: int, path: Path) -> None:
-        """Show an mp4 or a GIF in TensorBoard's "Images", which plays GIFs. An mp4 is shown as the GIF beside it, or made one.
+        """Show an mp4 or a GIF under "Images" in TensorBoard, which plays GIFs. An mp4 is shown as the GIF beside it, or converted to one.
         Raises UserError: the mp4 cannot be read."""
         beside = path.with_suffix(".gif")
         data = beside.read_bytes() if beside.is_file() else mp4_as_gif(path)
@@ -141,7 +141,7 @@ class TensorBoardLogger(Logger):
 
 
 class _EventFile:
-    """A new event file that TensorBoard reads after all others of its folder; a record is in it when `write` returns."""
+    """A new event file that TensorBoard reads after all others in its folder; a record is in it when `write` returns."""
 
     def __init__(self, folder: Path) -> None:
         seconds = [int(match[1]) for path in folder.glob("*tfevents*") if (match := re.search(r"tfevents\.(\d+)\.", path.name))]
@@ -168,8 +168,8 @@ class TrackioLogger(Logger):
     ) -> None:
         """
         Args:
-            project: its name; TRACKIO_DIR says where projects lie.
-            space_id: a Hugging Face Space that shows the run while it goes on; empty: none.
+            project: name of the project; TRACKIO_DIR says where projects are.
+            space_id: a Hugging Face Space that shows the run while it continues; empty: none.
         """
         with from_extra("Logger 'trackio'", "trackio"):
             import trackio
@@ -195,7 +195,7 @@ class TrackioLogger(Logger):
 
 
 class WandbLogger(Logger):
-    """Logs to one W&B run per run folder; a resumed run continues the same one. Offline files lie in ``<run_dir>/wandb``."""
+    """Logs to one W&B run per run folder; a resumed run continues it. Offline files are in ``<run_dir>/wandb``."""
 
     def __init__(self, run_dir: Path, project: str, mode: str, run_config: Mapping[str, Any], resume_step: int | None = None) -> None:
         with from_extra("Logger 'wandb'", "wandb"):
@@ -221,7 +221,7 @@ class WandbLogger(Logger):
                 f"Logger 'wandb' cannot start: {error}. Log in with `wandb login`, or use logger.wandb_mode=offline."
             ) from error
         write_atomic(remembered, f"{self._run.id}\n")
-        # Everything is drawn against environment steps; W&B's own counter only ever grows and would refuse a resumed step.
+        # Everything is plotted against environment steps; W&B's own counter only grows and would refuse a resumed step.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -233,7 +233,7 @@ class WandbLogger(Logger):
         self._run.log({"step": step, **with_aliases(metrics)})
 
     def log_video(self, step: int, path: Path) -> None:
-        # By path: arrays would need moviepy.
+        # By path, because arrays would need moviepy.
         if path.suffix in (".mp4", ".gif"):
             self._run.log({"step": step, "video": self._wandb.Video(str(path), format="gif" if path.suffix == ".gif" else "mp4")})
 
