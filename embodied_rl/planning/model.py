@@ -27,7 +27,7 @@ class Costs:
     publish_s: float
     """Seconds to publish weights, once per iteration; generation stands still."""
     switch_s: float
-    """Seconds to move weights out and in if generation and training do not fit together, and twice `WorkloadConfig.switch_s`."""
+    """Seconds to move one side out and in if generation and training do not fit together, and twice `WorkloadConfig.switch_s`."""
     gpu_gib: float
     """GiB on the fullest compute device; the larger of both phases if something moves out."""
     offloads: bool

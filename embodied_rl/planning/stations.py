@@ -218,9 +218,9 @@ class EpisodeRun:
     num_cores: float
     """Cores of the cell; below 1: a core is shared with other cells."""
     num_devices: int
-    """Devices, each with a copy of the policy."""
+    """Copies of the policy, each a server of the simulation."""
     devices_while_training: int
-    """Devices that generate during training: all if training is separate, none if it alternates, some if they are multiplexed."""
+    """Copies that generate during training: all if training is separate, none if it alternates, some if they are multiplexed."""
     groups_per_batch: int
     group_size: int
     length: SpreadConfig

@@ -123,7 +123,7 @@ class SlotRunner:
         }
         self._progress = memory_of(arrays["progress"][self.index, :1]).cast("B").cast("I")
         self._stepping = arrays["stepping"][self.index]
-        # Of the running episodes:
+        # State of the running episodes:
         self.returns = np.zeros(self.num_envs, np.float64)
         self._lengths, self._owed = np.zeros(self.num_envs, np.int64), 0
         self.success_once = np.zeros(self.num_envs, bool)

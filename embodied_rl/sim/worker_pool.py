@@ -196,7 +196,7 @@ class WorkerPool:
         return False
 
     def remove(self, index: int) -> None:
-        """End a failed worker and clear its words in the slab, so that it writes nothing afterwards."""
+        """End a failed worker, which then writes nothing more, and clear its words in the slab."""
         worker = self.workers[index]
         worker.kill()
         if worker in self._processes:

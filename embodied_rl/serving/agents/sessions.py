@@ -32,7 +32,7 @@ _OF_TURN: Mapping[str, type[np.generic] | None] = {
     **dict.fromkeys(("log_prob", "sampling_log_prob"), np.float32),
     "version": np.int64,
 }
-"""{field in a file: dtype of its array}; in the file's order."""
+"""{field in a file: dtype of its array, None for a plain value}; in the file's order."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
