@@ -84,8 +84,7 @@ def reset_mode(*paths: Path) -> None:
 
 
 def require_writable(folder: Path) -> Path:
-    """Check that files can be written there, before long work that ends in them. Leaves nothing behind.
-    Raises UserError: they cannot."""
+    """Check that files can be written there, before long work that ends in them. Leaves nothing behind. Raises UserError: they cannot."""
     probe = folder / f".write_test-{os.getpid()}"
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     try:

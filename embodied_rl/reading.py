@@ -58,9 +58,7 @@ def parse_json(data: str | bytes) -> Any:
 
 def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
     """(location, value) of every non-empty line of a .jsonl file.
-
-    Raises UserError, which begins with `what`: the file cannot be read, or a line is not JSON.
-    """
+    Raises UserError, which begins with `what`: the file cannot be read, or a line is not JSON."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -94,9 +92,7 @@ def _inside(value: object) -> Iterator[object]:
 
 def parse_yaml(text: str | bytes) -> Any:
     """Parse YAML with YAML's own types only, by libyaml if PyYAML has it (a fifth of the time).
-
-    Raises ValueError, in one short line: it is no YAML, or its aliases expand too far.
-    """
+    Raises ValueError, in one short line: it is no YAML, or its aliases expand too far."""
     import yaml
 
     loader_of = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader

@@ -234,11 +234,8 @@ def sweep_table(folders: Sequence[Path]) -> str:
 
 
 def write_results(summary: RunSummary, *, whole_wall_clock_s: float | None = None) -> dict[str, Any]:
-    """Write ``<run_dir>/results.json``: figures, seeds, time, command, configuration, versions, machine.
-
-    `whole_wall_clock_s`: from the user's command to the end of filming; None: not known yet. Returns what was written. Raises
-    UserError: the file cannot be written.
-    """
+    """Write ``<run_dir>/results.json``: figures, seeds, time, command, configuration, versions, machine. `whole_wall_clock_s`: from the
+    user's command to the end of filming; None: not known yet. Returns what was written. Raises UserError: the file cannot be written."""
     config = summary.config
     results = {
         "task": summary.spec.task,

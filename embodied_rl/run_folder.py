@@ -224,9 +224,7 @@ def _holds_files(run_dir: Path) -> bool:
 
 def _claim(run_dir: Path) -> IO[bytes] | None:
     """Lock the folder for this process until the file is closed or the process ends; None if another process has it.
-
-    Raises UserError if nothing can be written.
-    """
+    Raises UserError if nothing can be written."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / ".write_test"

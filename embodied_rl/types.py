@@ -258,9 +258,7 @@ class Episode:
 @dataclass(frozen=True, eq=False)
 class EpisodeGroup:
     """G episodes from the same initial state: advantages compare them with each other, and training batches consist of such groups.
-
-    Raises ValueError if there is no episode, or if seeds or domains differ (episodes of several groups were mixed).
-    """
+    Raises ValueError if there is no episode, or if seeds or domains differ (episodes of several groups were mixed)."""
 
     number: int
     """Number of the group in its run; the seed and the domain follow from it."""

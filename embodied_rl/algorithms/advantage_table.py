@@ -215,9 +215,7 @@ _NAMES = Registry("advantage", "advantages", {name: info.target for name, info i
 
 def advantage_info(name: str) -> AdvantageInfo:
     """The advantage of that name, from an installed package (entry points ``embodied_rl.advantages``), or at ``package.module:function``.
-
-    Raises UserError with the nearest name, or with what a user's own function lacks.
-    """
+    Raises UserError with the nearest name, or with what a user's own function lacks."""
     return ADVANTAGES[name] if name in ADVANTAGES else _own(name, _NAMES.target(name))
 
 

@@ -403,9 +403,7 @@ def _reorder_final(truncated: Array, terminated: Array, last: Array, final_value
 
 def reverse_scan(x: Tensor, decay: Tensor) -> Tensor:
     """y_t = x_t + decay_t y_(t+1) along the first axis, with y_T = 0.
-
-    `x`, `decay`: [T, ...] of one floating type; NaN in x spreads to everything before it, decay 0 or not.
-    """
+    `x`, `decay`: [T, ...] of one floating type; NaN in x spreads to everything before it, decay 0 or not."""
     reach = 1
     while reach < x.shape[0]:
         # Each entry holds the sum over `reach` successors; it now adds the sums that as many later entries hold.

@@ -87,9 +87,7 @@ class EpisodeBatch:
     @staticmethod
     def of(groups: Sequence[EpisodeGroup], prepare: Callable[[dict[str, Any]], dict[str, Tensor]] | None = None) -> EpisodeBatch:
         """Rows in the order of groups and members.
-
-        `prepare`: turns {key: array [n, ...]}, texts included, into inputs of networks. None: arrays as they are, without texts.
-        """
+        `prepare`: turns {key: array [n, ...]}, texts included, into inputs of networks. None: arrays as they are, without texts."""
         episodes = [episode for group in groups for episode in group.episodes]
         masks = [episode.mask for episode in episodes]
         unit_mask = None if any(own is None for own in masks) else np.concatenate([own for own in masks if own is not None])
@@ -206,9 +204,7 @@ class Credit:
 
 class EpisodeMethod(StepRewards):
     """Credit of episodes. Pure except for its state across updates: running moments of the returns, and an adaptive KL coefficient.
-
-    Raises UserError for an impossible combination.
-    """
+    Raises UserError for an impossible combination."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         super().__init__(config)
@@ -220,9 +216,7 @@ class EpisodeMethod(StepRewards):
         self, advantage: Tensor, log_prob: Tensor | None, *, behaviour_log_prob: Tensor, mask: Tensor, chunk_id: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
         """Multiply advantages by the configured importance weights; return them with metrics of the weights.
-
-        `log_prob`: shaped as `advantage`, of the policy at the start of the update; None if nothing is corrected.
-        """
+        `log_prob`: shaped as `advantage`, of the policy at the start of the update; None if nothing is corrected."""
         if not self.config.correction.enabled:
             return advantage, {}
         assert log_prob is not None, "the learner computes it"

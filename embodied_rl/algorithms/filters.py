@@ -114,9 +114,7 @@ FILTERS: dict[str, Callable[..., GroupFilter]] = {"zero_variance": zero_variance
 
 def build_filters(settings: Sequence[Mapping[str, Any]]) -> tuple[GroupFilter, ...]:
     """Filters from a configuration: ``[{name: zero_variance}, {name: mean_score, minimum: 0.1, maximum: 0.9}]``.
-
-    Raises UserError for an unknown or invalid name or argument.
-    """
+    Raises UserError for an unknown or invalid name or argument."""
     built = []
     for number, setting in enumerate(settings):
         name, arguments = str(setting.get("name")), {key: value for key, value in setting.items() if key != "name"}

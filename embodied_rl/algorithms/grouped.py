@@ -302,10 +302,9 @@ def check_finite(score: Tensor, rows: Tensor | None, name: str) -> None:
 
 # ---- Credit by chunks of a row's action units: the tokens between two interactions with the environment, one turn of an agent ----
 
-# Here a row [L] is a whole episode. `chunk_id` [B, L] integers give the chunk of each unit: units of a row with the same number,
-# adjacent or not, in the order in which they first appear. Without it, the chunks are the runs of the mask, because tokens that an
-# agent did not write separate its turns. Units outside the mask may hold any number, and chunks without a unit in the mask are not
-# counted.
+# Here a row [L] is a whole episode. `chunk_id` [B, L] integers give the chunk of each unit: units of a row with the same number, adjacent
+# or not, in the order in which they first appear. Without it, the chunks are the runs of the mask, because tokens that an agent did not
+# write separate its turns. Units outside the mask may hold any number, and chunks without a unit in the mask are not counted.
 
 
 @torch.no_grad()

@@ -22,9 +22,8 @@ def kl_estimate(*, log_prob: Tensor, reference_log_prob: Tensor, kind: str) -> T
     """Estimators of KL(pi || reference) from samples of pi, entry by entry (Schulman, "Approximating KL divergence", 2020).
 
     With d = log pi - log reference: k1 = d (unbiased), k2 = d^2 / 2, k3 = exp(-d) - 1 + d (unbiased, never negative). k3 grows
-    exponentially with -d: at d = -10 one entry would weigh 22,015 and dominate a clipped gradient. Where its slope would exceed
-    `K3_SLOPE`, its tangent replaces it, so that value and gradient stay finite and a far entry is still pulled back.
-    Raises ValueError: unknown `kind`.
+    exponentially with -d: at d = -10 one entry would weigh 22,015 and dominate a clipped gradient. Where its slope would exceed `K3_SLOPE`,
+    its tangent replaces it, so that value and gradient stay finite and a far entry is still pulled back. Raises ValueError: unknown `kind`.
     """
     d = log_prob - reference_log_prob
     if kind == "k1":

@@ -159,9 +159,7 @@ _NAMES = Registry("loss", "losses", {name: info.target for name, info in LOSSES.
 
 def loss_info(name: str) -> LossInfo:
     """The policy loss of that name, from an installed package (entry points ``embodied_rl.losses``), or at ``package.module:function``.
-
-    Raises UserError with the nearest name, or with what a user's own function lacks.
-    """
+    Raises UserError with the nearest name, or with what a user's own function lacks."""
     return LOSSES[name] if name in LOSSES else _own(name, _NAMES.target(name))
 
 

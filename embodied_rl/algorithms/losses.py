@@ -1,10 +1,9 @@
 """Losses and diagnostics of policy gradients: pure functions with an explicit mask, aggregation and denominator.
 
-Every tensor of one call has the same shape, [B, L] (B rows, L action units) or [B]; with log-probabilities [B, L], an advantage or
-weight [B] applies to the whole row. A masked entry does not count, even if it is NaN, and its gradient is exactly 0. Sums are divided
-by the denominator: by default the count in this mask. For micro-batches or ranks pass `aggregation.Aggregation.count`, so that the
-parts of a batch add up to the whole.
-Each loss returns ``(loss, metrics)``; metrics are detached and add up over parts in the same manner.
+Every tensor of one call has the same shape, [B, L] (B rows, L action units) or [B]; with log-probabilities [B, L], an advantage or weight
+[B] applies to the whole row. A masked entry does not count, even if it is NaN, and its gradient is exactly 0. Sums are divided by the
+denominator: by default the count in this mask. For micro-batches or ranks pass `aggregation.Aggregation.count`, so that the parts of a
+batch add up to the whole. Each loss returns ``(loss, metrics)``; metrics are detached and add up over parts in the same manner.
 
 This module holds the losses that most algorithms share. Off-policy corrections are in `off_policy`, ratios of sequences and chunks in
 `sequence_losses`, divergences in `kl`; `loss_table` lists them all.

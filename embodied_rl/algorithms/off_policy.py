@@ -156,8 +156,7 @@ def cispo_loss(
 ) -> tuple[Tensor, Metrics]:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: CISPO (MiniMax 2025, arXiv:2506.13585).
 
-    The ratio's weight is clipped instead of its gradient, so that every entry keeps its pull. The paper has no lower bound:
-    clip_low = 1.
+    The ratio's weight is clipped instead of its gradient, so that every entry keeps its pull. The paper has no lower bound: clip_low = 1.
 
     Returns the loss, and ``policy_loss``, ``approx_kl`` (k3) and ``clip_fraction``.
     """

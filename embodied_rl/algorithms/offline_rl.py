@@ -87,9 +87,8 @@ def advantage_weights(
 ) -> tuple[Tensor, Metrics]:
     """exp(A / λ) [B], at most `max_weight`, detached: weights for imitating recorded actions.
 
-    Advantage-weighted regression (Peng et al. 2019, arXiv:1910.00177, algorithm 1); in AWAC (Nair et al. 2020, arXiv:2006.09359,
-    algorithm 1) with A = Q(s, a) - V(s), V the mean of Q over the policy; in implicit Q-learning (its eq. 7) with the expectile V and
-    β = 1/λ.
+    Advantage-weighted regression (Peng et al. 2019, arXiv:1910.00177, algorithm 1); in AWAC (Nair et al. 2020, arXiv:2006.09359, algorithm
+    1) with A = Q(s, a) - V(s), V the mean of Q over the policy; in implicit Q-learning (its eq. 7) with the expectile V and β = 1/λ.
 
     Returns the weights, and ``weight_mean`` and ``weight_bounded_fraction`` (share at the bound).
     """

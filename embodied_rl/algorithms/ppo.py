@@ -76,9 +76,7 @@ class PPO(StepRewards):
 
     def shaped(self, rollout: Rollout, kl: torch.Tensor | None) -> tuple[Rollout, dict[str, float]]:
         """Apply the configured reward changes except normalisation; return the rollout and metrics of the divergence.
-
-        `kl`: [B, K] of `KlTerm.divergence` for each step of a chunk (K = 1 for single steps); None: the reward has no KL term.
-        """
+        `kl`: [B, K] of `KlTerm.divergence` for each step of a chunk (K = 1 for single steps); None: the reward has no KL term."""
         if kl is None and self.config.reward == RewardConfig():
             return rollout, {}
         of_chunks, executed = rollout.chunk_reward, rollout.executed

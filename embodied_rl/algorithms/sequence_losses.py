@@ -1,7 +1,6 @@
 """Losses whose ratio belongs to a whole sequence or a chunk of it. Shapes and denominators are those of `losses`.
 
-A chunk is what an agent does between two observations: the tokens of one turn, or the K·D action units of one chunk of a robot's
-actions.
+A chunk is what an agent does between two observations: the tokens of one turn, or the K·D action units of one chunk of a robot's actions.
 """
 
 from __future__ import annotations

@@ -46,9 +46,7 @@ def mask_at_level(mask: Tensor | None, level: Level, steps: Tensor) -> Tensor | 
 
 def spread(x: Tensor, level: Level, steps: Tensor) -> Tensor:
     """Bring advantages [B] or [B, K] to the shape of `level`: each number for all of its units; [B, L] stays.
-
-    Raises ValueError: numbers of single steps, with a level that has one number for the whole decision.
-    """
+    Raises ValueError: numbers of single steps, with a level that has one number for the whole decision."""
     if x.dim() == 1:
         return x  # losses give a row's number to all its entries
     if level == "chunk":

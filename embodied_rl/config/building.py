@@ -25,9 +25,7 @@ def require(condition: bool, where: str, rule: str, got: object) -> None:
 
 class Config:
     """A part of a configuration: a frozen dataclass whose numbers are within the bounds of their types, however it is made.
-
-    ``class SimConfig(Config, place="sim")`` names its key, for messages about values that were not read from a file.
-    """
+    ``class SimConfig(Config, place="sim")`` names its key, for messages about values that were not read from a file."""
 
     _place: ClassVar[str] = ""
 

@@ -171,8 +171,7 @@ def _choices(overrides: Sequence[str]) -> list[list[str]]:
 
 def with_sweeper_params(overrides: Sequence[str], sweep: bool) -> list[str]:
     """Replace ``hydra.sweeper.params={seed: '1,2'}`` and ``hydra.sweeper.params.seed=1,2`` by what Hydra's own sweeper makes of them:
-    ``seed=1,2``, before the other words. Raises UserError: there is no sweep, or the value is no mapping of keys to texts.
-    """
+    ``seed=1,2``, before the other words. Raises UserError: there is no sweep, or the value is no mapping of keys to texts."""
     first: list[str] = []
     others: list[str] = []
     for override in overrides:
@@ -351,9 +350,8 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
 
     Composes each value of a sweep once. Searches a user's own folder (``--config-dir``) like ours.
 
-    `check`: checks the configurations of a sweep before its first run starts.
-    Raises UserError: an invalid flag or argument, an unknown key or choice, a value that does not fit; and whatever `check`
-    raises.
+    `check`: checks the configurations of a sweep before its first run starts. Raises UserError: an invalid flag or argument, an unknown key
+    or choice, a value that does not fit; and whatever `check` raises.
     """
     flags, overrides = split_flags(arguments)
     sweep = bool({"-m", "--multirun"} & set(flags))

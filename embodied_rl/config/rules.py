@@ -558,8 +558,7 @@ WARNINGS = (
 
 def resolve(config: TrainConfig) -> TrainConfig:
     """Check every rule, and return the configuration with everything that follows from it. Starts nothing.
-    Raises UserError: an impossible combination, an unknown name, or a placement that this machine cannot have.
-    """
+    Raises UserError: an impossible combination, an unknown name, or a placement that this machine cannot have."""
     config = _with_tokens(_with_one_staleness(_without_idle_queue(_with_stages(_with_domains(config)))))
     run = Run(config)
     refuse(OF_RUNS, run)

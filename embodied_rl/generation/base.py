@@ -108,9 +108,7 @@ class Generator:
 
     def at_temperature(self, temperature: float) -> AbstractContextManager[ActionLayout]:
         """Act at another temperature inside the context; draw noise as the layout that it gives says. Training uses the policy's own.
-
-        Raises UserError: it does not sample action tokens.
-        """
+        Raises UserError: it does not sample action tokens."""
         raise UserError("evaluation.temperature is of action tokens; language agents have agent.evaluation_temperature. Set it null.")
 
     def figures(self) -> dict[str, float]:

@@ -108,9 +108,7 @@ class Trains(Protocol):
 
 def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, method: Trains, simulators: Simulators) -> HybridEngine:
     """Make the engine, with residency for a method's learner.
-
-    Raises UserError: the method has nothing that `config` wants to move, or cannot train on several ranks.
-    """
+    Raises UserError: the method has nothing that `config` wants to move, or cannot train on several ranks."""
     sharded = method.sharded
     if config.sharding is not None and sharded is None:
         raise UserError(f"hybrid.sharding: {type(method).__name__} has no policy that is divided over ranks. Set hybrid=local.")
@@ -135,9 +133,7 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
 
 def residency_of_playing(offload: Sequence[str], simulators: Simulators, caches: Sequence[TokenCache], acting: object) -> Residency:
     """Residency of what plays in this process; key-value caches keep nothing on the host.
-
-    Raises UserError: there is no cache that can be freed; the message names `acting` if there is no cache at all.
-    """
+    Raises UserError: there is no cache that can be freed; the message names `acting` if there is no cache at all."""
     residency = Residency()
     if "simulators" in offload:
         residency.register("simulators", Hooks(simulators.offload, simulators.onload))

@@ -129,9 +129,7 @@ class Multiplexer:
 
     def give_up(self, key: Key) -> Any:
         """Drop a parked episode that is no longer needed, which counts as finished. Returns its state.
-
-        Raises ValueError for one that is not parked.
-        """
+        Raises ValueError for one that is not parked."""
         if key not in self._parked:
             raise ValueError(f"Episode {key!r} is not parked.")
         state = self._parked.pop(key)
@@ -141,9 +139,7 @@ class Multiplexer:
 
     def drop(self, key: Key) -> None:
         """Note that an episode was given up and its host has forgotten it; it counts as finished, and nothing moves.
-
-        Raises ValueError for an unknown episode.
-        """
+        Raises ValueError for an unknown episode."""
         if key not in self._where and key not in self._parked:
             raise ValueError(f"Episode {key!r} is not being played.")
         self._where.pop(key, None)

@@ -120,11 +120,8 @@ class Placement:
 
 
 def resolve(config: PlacementConfig, cluster: Cluster, *, simulator: Literal["cpu", "gpu"] = "cpu") -> Placement:
-    """Devices of a configured placement on this cluster.
-
-    `simulator`: kind of device that simulators run on.
-    Raises UserError: the cluster cannot have it; with the reason and the nearest possible placement.
-    """
+    """Devices of a configured placement on this cluster. `simulator`: kind of device that simulators run on. Raises UserError: the cluster
+    cannot have it; with the reason and the nearest possible placement."""
     if simulator == "gpu" and not cluster.gpus:
         raise UserError(f"The simulator runs on GPUs and '{cluster.config.name}' has none. Take a cluster with GPUs, or a CPU simulator.")
     if config.kind == "explicit":

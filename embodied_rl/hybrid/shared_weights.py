@@ -53,11 +53,8 @@ class SharedWeightsPublisher:
     """The training side; one process, one thread."""
 
     def __init__(self, specs: Mapping[str, Tensor], *, timeout_s: float = 60.0) -> None:
-        """Lay out shared memory for tensors of these names, shapes and types, twice.
-
-        `timeout_s`: longest wait of `publish` for readers of an older version.
-        Raises UserError: there is not enough memory, or the system has no memfd (it is not Linux).
-        """
+        """Lay out shared memory for tensors of these names, shapes and types, twice. `timeout_s`: longest wait of `publish` for readers of
+        an older version. Raises UserError: there is not enough memory, or the system has no memfd (it is not Linux)."""
         if not hasattr(os, "memfd_create"):
             raise UserError("Publishing weights to other processes needs Linux (memfd).")
         places, size = _lay_out(specs)
@@ -178,9 +175,7 @@ class SharedWeightsReader:
     @contextmanager
     def hold(self, timeout_s: float = 60.0) -> Iterator[HeldWeights]:
         """Hold the newest version. Meanwhile the publisher can publish one further version, and waits with the one after it.
-
-        Raises TimeoutError: nothing has been published yet.
-        """
+        Raises TimeoutError: nothing has been published yet."""
         deadline = time.monotonic() + timeout_s
         while True:
             active = int(self._header[_ACTIVE])

@@ -118,9 +118,7 @@ class DeltaSink:
     @torch.no_grad()
     def take(self, version: int, stream: NamedTensors) -> dict[str, Tensor]:
         """{name: tensor} of `version`; copy them, because the next stream changes them in place.
-
-        Raises ValueError: the stream is based on another version than the one taken last, or is not from a `DeltaSource`.
-        """
+        Raises ValueError: the stream is based on another version than the one taken last, or is not from a `DeltaSource`."""
         parts = iter(stream)
         name, base = next(parts, ("nothing", torch.tensor(-1)))
         if name != BASE:

@@ -82,10 +82,9 @@ def num_cores() -> int:
 def compute_threads(num_threads: int) -> Iterator[None]:
     """Run the block with this many threads in torch's operations and numpy's matrix products, then restore the old numbers.
 
-    Both libraries keep their threads spinning for a while after each operation, on cores that simulators need, and wait for
-    all of them at its end: with more threads than free cores, an update of a small network took a hundred times as long.
-    torch's own setting does not reach numpy, whose wheels bring their own OpenBLAS. If numpy uses another library,
-    only torch is limited.
+    Both libraries keep their threads spinning for a while after each operation, on cores that simulators need, and wait for all of them at
+    its end: with more threads than free cores, an update of a small network took a hundred times as long. torch's own setting does not
+    reach numpy, whose wheels bring their own OpenBLAS. If numpy uses another library, only torch is limited.
     """
     before = set_compute_threads(num_threads, num_threads)
     try:

@@ -36,10 +36,8 @@ class EpisodeObjective(objectives.ActingObjective[EpisodeRows]):
         return None if log_prob is None else batch.scatter(at_level(log_prob, level, batch.unit_mask, self.steps(_HOST)))
 
     def rows_of(self, batch: EpisodeBatch, credit: Credit, present: Tensor | None, reference: Tensor | None) -> EpisodeRows:
-        """Episodes with the inputs that losses request by name.
-
-        `present`, `reference`: [M, L] log-probabilities of the policy at the start of the update, and of the first one; None: not needed.
-        """
+        """Episodes with the inputs that losses request by name. `present`, `reference`: [M, L] log-probabilities of the policy at the start
+        of the update, and of the first one; None: not needed."""
         columns = torch.arange(batch.shape[1]).expand(batch.shape)
         of_decisions = {"advantage": credit.advantage, "chunk_id": columns, "mask": credit.mask}
         inputs = {"positive": credit.positive, "value": credit.value, "decisions": credit.mask}

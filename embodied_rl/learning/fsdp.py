@@ -204,9 +204,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def gather_named(module: nn.Module, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of parameters and buffers, one at a time; a collective call that every rank must exhaust.
-
-    `wanted`: names; None: all names.
-    """
+    `wanted`: names; None: all names."""
     reshard(module)
     for name, tensor in module.state_dict(keep_vars=True).items():
         if wanted is None or name in wanted:

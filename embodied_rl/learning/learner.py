@@ -130,9 +130,7 @@ class Learner:
 
     def clone(self, sequences: Sequence[TokenSequence], *, num_epochs: int, minibatch_rows: int, learning_rate: float, seed: int) -> float:
         """Learn the masked tokens by cross-entropy; return the last epoch's mean loss. The optimizer's state is cleared afterwards.
-
-        Raises NonFiniteLossError: as `update`.
-        """
+        Raises NonFiniteLossError: as `update`."""
         rows, objective = TokenBatch.of_cloning(sequences), TokenCloning(cast("LanguagePolicy", self.policy), self.config)
         generator = np.random.default_rng(np.random.SeedSequence([seed, len(sequences)]))
         total = num_epochs * -(-len(sequences) // minibatch_rows)

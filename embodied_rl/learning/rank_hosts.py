@@ -147,9 +147,7 @@ class LocalRanks:
 
 def listening_store(address: str, num_ranks: int, timeout_s: float) -> tuple[str, Store]:
     """(address for the others' `open_store`, the store), on a free port of this address only: torch would listen on all of a machine's.
-
-    Raises OSError: the address does not belong to this machine.
-    """
+    Raises OSError: the address does not belong to this machine."""
     listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = listening.getsockname()[1]
     store = TCPStore(
@@ -186,9 +184,7 @@ def interface_of(address: str) -> str | None:
 
 def listen_on(address: str) -> None:
     """Make this process's gloo use the interface of an address, unless the environment already names one.
-
-    Raises UserError: no interface has it, so that gloo would give the other ranks an address that they cannot reach.
-    """
+    Raises UserError: no interface has it, so that gloo would give the other ranks an address that they cannot reach."""
     if os.environ.get(_INTERFACE):
         return
     name = interface_of(address)

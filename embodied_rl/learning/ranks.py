@@ -76,9 +76,7 @@ class Rank:
         self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float, seed: int | None = None
     ) -> Figures:
         """Take one step on this rank's rows in these micro-batches (`Part`); return figures of the whole minibatch.
-
-        `seed`: seeds the draws of the policy's loss from torch's global generators, whose state is restored afterwards.
-        """
+        `seed`: seeds the draws of the policy's loss from torch's global generators, whose state is restored afterwards."""
         own, device = rows.staged(self.device), self.device
         with torch.random.fork_rng(enabled=seed is not None):
             if seed is not None:

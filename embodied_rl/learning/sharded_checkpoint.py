@@ -62,8 +62,7 @@ class SavingCheckpoint:
 
     def wait(self, timeout_s: float | None = None) -> Path:
         """Wait for the whole folder and return it.
-        Raises UserError: it cannot be written, or a rank did not write its part in time; TimeoutError: it is not finished yet.
-        """
+        Raises UserError: it cannot be written, or a rank did not write its part in time; TimeoutError: it is not finished yet."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"checkpoint '{self.folder}' is still being written.")

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 def parallelize(module: nn.Module, mesh: DeviceMesh) -> list[str]:
-    """Divide the linear layers of the transformers models inside `module`, in place; return their names.
-    Raises UserError: no model has a plan, the plan has an unknown style, a size is not a multiple of the ranks, or the layers
-    carry LoRA.
-    """
+    """Divide the linear layers of the transformers models inside `module`, in place; return their names. Raises UserError: no model has a
+    plan, the plan has an unknown style, a size is not a multiple of the ranks, or the layers carry LoRA."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     cut: list[str] = []

@@ -116,9 +116,7 @@ class Method(Generic[Played, Prepared]):
 
     def running_episodes(self) -> dict[str, Tensor]:
         """{slot: running episode as bytes [n] uint8}; empty if none runs between two batches, or all begin again from their seeds.
-
-        Raises UserError if the simulator cannot save episodes.
-        """
+        Raises UserError if the simulator cannot save episodes."""
         saved = enumerate(self.collector.episodes())
         return {str(slot): torch.frombuffer(bytearray(episode), dtype=torch.uint8) for slot, episode in saved}
 

@@ -35,9 +35,7 @@ _TRIES = 3
 
 def training_sim(config: TrainConfig) -> SimConfig:
     """Configuration of the run's simulator, with the expert's action in its observation if the run needs an expert.
-
-    Raises UserError if the task has no expert.
-    """
+    Raises UserError if the task has no expert."""
     needed = _needs_expert(config)
     return instrumented(config.sim, expert=expert_of(config), reconfigure=False) if needed else config.sim
 
@@ -66,11 +64,8 @@ class Demonstrations:
         is_over: Callable[[], bool] = lambda: False,
         shown: bool = True,
     ) -> None:
-        """Open and check the given recordings. Raises UserError.
-
-        `domain`: domain of the expert, in a run with several. `is_over`: whether the run's time is over, checked while the expert plays.
-        `shown`: whether progress is shown.
-        """
+        """Open and check the given recordings. Raises UserError. `domain`: domain of the expert, in a run with several. `is_over`: whether
+        the run's time is over, checked while the expert plays. `shown`: whether progress is shown."""
         self._is_over, self._shown = is_over, shown
         self.config, self.manager, self.policy = config, manager, policy
         self.spec = plain_spec(manager.spec)
@@ -85,9 +80,7 @@ class Demonstrations:
 
     def load(self) -> list[EpisodeRef]:
         """The episodes to learn from; without a given recording the expert plays first, and the manager's running episodes are lost.
-
-        Raises UserError: there are no such episodes.
-        """
+        Raises UserError: there are no such episodes."""
         recorded = self.config.algorithm.recorded
         if not self._recordings:
             self._record_expert()

@@ -67,9 +67,7 @@ def make_language_policy(
 
 def read_language_policy(config: TrainConfig, folder: Path, *, base: Path | None = None) -> LanguagePolicy:
     """The policy that a checkpoint's model folder describes, with random weights, or with those of the model in `base`.
-
-    Raises IncompatibleCheckpointError: the folder is not a language policy's.
-    """
+    Raises IncompatibleCheckpointError: the folder is not a language policy's."""
     language = config.language
     if base is not None:
         return build_language_policy(dataclasses.replace(language, model=str(base)))

@@ -126,9 +126,7 @@ def played_by(config: TrainConfig, player: str) -> tuple[str, ...]:
 
 def streams_of(config: TrainConfig, start: Callable[[TrainConfig, int | None], Simulators]) -> list[Stream]:
     """All streams of a run, in order.
-
-    `start`: makes a stream's simulators from its domain's configuration, and the number of slots if that is not the domain's.
-    """
+    `start`: makes a stream's simulators from its domain's configuration, and the number of slots if that is not the domain's."""
     found: list[Stream] = []
     with ExitStack() as stack:
         for domain in domains_of(config):
@@ -144,9 +142,7 @@ def streams_of(config: TrainConfig, start: Callable[[TrainConfig, int | None], S
 
 def streams_elsewhere(config: TrainConfig, specs: Sequence[SimSpec], worker: StreamWorker | None = None) -> list[Stream]:
     """Streams that another process plays; `specs`: specs of all streams' simulators, in order.
-
-    `worker`: plays them (`roles.remote.RemoteWorker`); None: this process requests nothing of them.
-    """
+    `worker`: plays them (`roles.remote.RemoteWorker`); None: this process requests nothing of them."""
     left = list(specs)
     streams = streams_of(config, lambda own, num_slots: SimulatorsElsewhere(left.pop(0)))
     if worker is not None:
@@ -338,8 +334,7 @@ def episode_figures(finished: Sequence[tuple[bool, float, int]]) -> dict[str, fl
 
 def start_recorders(config: TrainConfig, recordable: Sequence[Recordable], run_dir: Path, command: str) -> list[TrainingRecorder]:
     """Record a share of the training episodes in ``<run_dir>/episodes``, or in each collector's folder there.
-    Raises UserError: no episodes are played; RecordingError: see `TrainingRecorder`.
-    """
+    Raises UserError: no episodes are played; RecordingError: see `TrainingRecorder`."""
     if not recordable:
         raise UserError(f"record.share={config.record.share:g}: algorithm={config.algorithm.name} plays no episodes. Set record.share=0.")
 

@@ -72,8 +72,7 @@ class WarmStart:
 
     def sequences(self) -> list[TokenSequence]:
         """Token rows of the player's successful episodes.
-        Raises UserError: there is no such player, or it does not succeed; SimFault: see EnvManager.
-        """
+        Raises UserError: there is no such player, or it does not succeed; SimFault: see EnvManager."""
         # If another process plays, the agent is there.
         self._episodes = self._stream.manager.demonstrate() if self._stream.agent is None else play_script(self._stream)
         return [TokenSequence(row.token_ids, row.mask, row.images) for episode in self._episodes for row in rows_of(episode.turns)]
@@ -108,8 +107,7 @@ class WarmStart:
 
 def play_script(stream: Stream) -> list[AgentEpisode]:
     """Successful episodes of a stream's scripted player, through a collector as in training; its simulators' running episodes are lost.
-    Raises UserError: there is no such player, or it does not succeed; SimFault: see EnvManager.
-    """
+    Raises UserError: there is no such player, or it does not succeed; SimFault: see EnvManager."""
     config, manager, options = stream.config, stream.manager, stream.config.algorithm.warm_start
     assert options is not None, "there is a warm start"
     wanted = options.episodes

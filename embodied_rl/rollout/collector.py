@@ -51,9 +51,7 @@ class CollectorTimes:
 
 class Collector:
     """Collects what a method learns from: a rollout of all slots, or groups of episodes. Each collector fills one kind of batch.
-
-    `NOT_PLAYED` is the collector of methods that play nothing, or whose playing happens in another process.
-    """
+    `NOT_PLAYED` is the collector of methods that play nothing, or whose playing happens in another process."""
 
     plays: bool = True
     """Whether the collector plays; False: it has nothing to hand out."""
@@ -110,9 +108,7 @@ class Collector:
 
     def episodes(self) -> list[bytes]:
         """Running episodes of all slots, between two batches; empty if batches consist of whole episodes.
-
-        Raises UserError if the simulator cannot save episodes.
-        """
+        Raises UserError if the simulator cannot save episodes."""
         return []
 
     def take_up(self, episodes: Sequence[bytes]) -> None:

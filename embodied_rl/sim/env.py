@@ -33,11 +33,8 @@ class SimEnv(ABC):
 
     @abstractmethod
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
-        """Start new episodes; the same seed gives the same episode. Fills ``out.observation`` only.
-
-        ``options={"reconfigure": True}`` asks for an episode that does not depend on earlier ones, for simulators whose plain
-        reset keeps something (ManiSkill).
-        """
+        """Start new episodes; the same seed gives the same episode. Fills ``out.observation`` only. ``options={"reconfigure": True}`` asks
+        for an episode that does not depend on earlier ones, for simulators whose plain reset keeps something (ManiSkill)."""
 
     # ---- a control step, whole or in two parts ----------------------------------------------------------------------
 

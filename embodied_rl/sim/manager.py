@@ -109,9 +109,7 @@ class EnvManager(WorkerSimulators):
         chunk_size: int = 1,
     ) -> EnvManager:
         """Build the manager that a configuration describes.
-
-        ``num_workers=auto`` takes the number that a training run measured at its start, else one per core.
-        """
+        ``num_workers=auto`` takes the number that a training run measured at its start, else one per core."""
         slots = num_slots or config.num_slots
         return EnvManager(
             SimFactory(config.target, config.task, config.kwargs, config.extra),
@@ -189,11 +187,8 @@ class EnvManager(WorkerSimulators):
             self.core_binding.look(self.worker_pids())
 
     def begin(self, slots: Slots, seeds: Sequence[int] | np.ndarray) -> None:
-        """Start new episodes with the given seeds in these slots, and drop the running ones; never waits.
-
-        `recv` then returns the slots as after a step, with the first observation, reward 0 and no end.
-        Raises ValueError: a slot that is still stepping.
-        """
+        """Start new episodes with the given seeds in these slots, and drop the running ones; never waits. `recv` then returns the slots as
+        after a step, with the first observation, reward 0 and no end. Raises ValueError: a slot that is still stepping."""
         pool = self._live_pool()
         assert pool.slab is not None, "the manager is closed"
         ordered, chosen = ascending(slots, seeds)
