@@ -12,10 +12,8 @@ _BYTE_4, _BYTES_2367, _BYTES_1357 = np.uint64(1 << 32), np.uint64(0xFFFF_0000_FF
 @numba.njit(cache=True, nogil=True)
 def find_cuts(truncated: np.ndarray, terminated: np.ndarray, cut: np.ndarray) -> int:
     """Write the flat positions of steps that are truncated and not terminated to `cut`, ascending; return their number.
-
-    `truncated` and `terminated` [T * N] bool. Positions that do not fit into `cut` are only counted. Sixty-four steps, which rarely
-    contain one, are checked as eight words: six times as fast as `np.flatnonzero`.
-    """
+    `truncated` and `terminated` [T * N] bool. Positions that do not fit into `cut` are only counted. Sixty-four steps, which rarely contain
+    one, are checked as eight words: six times as fast as `np.flatnonzero`."""
     found, whole = 0, truncated.size // 64 * 8
     ends, others = truncated[: 8 * whole].view(np.uint64), terminated[: 8 * whole].view(np.uint64)
     for block in range(0, whole, 8):

@@ -83,10 +83,8 @@ class DeltaSource:
 @torch.no_grad()
 def apply_delta(target: Mapping[str, Tensor], present_version: int, stream: NamedTensors) -> int:
     """Bring tensors from `present_version` to the stream's version; returns the number of entries written.
-
-    `target`: {name: tensor} at the version that the stream is based on; written in place. A first stream (base -1) fits any version.
-    Raises ValueError: the stream is based on another version, or names an unknown tensor.
-    """
+    `target`: {name: tensor} at the version that the stream is based on; written in place. A first stream (base -1) fits any version. Raises
+    ValueError: the stream is based on another version, or names an unknown tensor."""
     written, index = 0, torch.empty(0)
     for name, tensor in stream:
         if name == BASE:

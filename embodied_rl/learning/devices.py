@@ -38,10 +38,8 @@ VERY_WIDE_LAYER = 512
 
 def training_device(hybrid: HybridConfig, policy: TrainedModule, widest: int, gpu: int | None = None) -> torch.device:
     """Device to train a policy on whose widest layer has `widest` outputs; a GPU is the one the policy is on, or `gpu`.
-
-    `hybrid.device=auto` leaves the GPU free if a small policy's update would mostly wait for kernel calls: an MLP of (64, 64) takes
-    78 ms there and 38 ms on a processor, one of (1024, 1024) 95 and 451 (benchmarks/gpu_small.py).
-    """
+    `hybrid.device=auto` leaves the GPU free if a small policy's update would mostly wait for kernel calls: an MLP of (64, 64) takes 78 ms
+    there and 38 ms on a processor, one of (1024, 1024) 95 and 451 (benchmarks/gpu_small.py)."""
     if hybrid.device == "auto" and hybrid.sharding is None and policy.work == "vectors" and widest < VERY_WIDE_LAYER:
         return torch.device("cpu")
     device, present = resolve_device(hybrid.device), next(policy.parameters()).device

@@ -147,10 +147,8 @@ class Learner:
 
     def step(self, rows: Rows, learning_rate: float, objectives: Sequence[Objective[Any, Any]] = ()) -> Figures:
         """Take one step of each objective, in order, on all of these rows, for methods that learn from a stream of minibatches.
-
-        `objectives`: empty: the learner's own. Returns the figures of all; ``loss`` only if an objective shows it.
-        Raises NonFiniteLossError: as `update`; the steps before it were taken.
-        """
+        `objectives`: empty: the learner's own. Returns the figures of all; ``loss`` only if an objective shows it. Raises
+        NonFiniteLossError: as `update`; the steps before it were taken."""
         taken: Figures = {}
         with compute_threads(self.compute_threads):
             for objective in objectives or (self.objective,):

@@ -122,10 +122,8 @@ def save_sharded(
 
 def load_sharded(folder: Path | str, tensors: Mapping[str, Tensor], *, verify: bool = True) -> dict[str, Any]:
     """Fill plain and sharded tensors in place, each rank its own part, from any number of writing ranks; return the metadata.
-
-    `verify`: check the SHA-256 of the files that are read.
-    Raises IncompatibleCheckpointError: missing, damaged, of another format version, or with other tensors.
-    """
+    `verify`: check the SHA-256 of the files that are read. Raises IncompatibleCheckpointError: missing, damaged, of another format version,
+    or with other tensors."""
     folder = Path(folder)
     index = read_index(folder)
     for name, tensor in tensors.items():

@@ -256,10 +256,8 @@ def blank_policy(config: LanguageConfig, folder: Path) -> LanguagePolicy:
 
 def blank_backend(config: TrainConfig, folder: Path, device: torch.device) -> TokenBackend:
     """The token backend of a configuration, with random weights; `load_weights` takes the whole policy's `LanguagePolicy.named_weights`.
-
-    `folder`: a folder of `write_model_files`; vLLM writes its model into it.
-    Raises UserError: the backend cannot run this model, or is not installed.
-    """
+    `folder`: a folder of `write_model_files`; vLLM writes its model into it. Raises UserError: the backend cannot run this model, or is not
+    installed."""
     # Published weights have their adapter merged in.
     plain = dataclasses.replace(config.language, model=str(folder), adapter=None, lora_rank=0, value_head="none")
     policy = build_language_policy(plain, device, weights=False)
