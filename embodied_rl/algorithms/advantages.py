@@ -181,7 +181,7 @@ def chunk_gae(
 
     Returns advantages and returns of the chunks, both [T, N].
 
-    Raises ValueError: as `gae`.
+    Raises ValueError as `gae` does.
     """
     _check_chunks(reward, executed, terminated)
     counted: Any = executed.any(-1)
@@ -247,7 +247,7 @@ def action_gae(
 
     Returns advantages and returns, both [T, N, K], 0 where not executed.
 
-    Raises ValueError: as `gae`.
+    Raises ValueError as `gae` does.
     """
     _check_chunks(reward, executed, terminated)
     if tuple(value.shape) != tuple(reward.shape):

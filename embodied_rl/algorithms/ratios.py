@@ -66,7 +66,7 @@ def log_ratio_at(
     """Detached log(pi / pi_old) of the unit that each entry belongs to, for use as a weight.
 
     ``token``: the entry itself. ``sequence``: the whole row, summed over its entries; the exact importance weight of the row.
-    ``geometric``: the row's mean over entries, i.e. the geometric mean of the ratios, which does not grow with the length. ``chunk``:
+    ``geometric``: the row's mean over entries, that is the geometric mean of the ratios, which does not grow with the length. ``chunk``:
     the mean over the entry's chunk.
 
     Args:

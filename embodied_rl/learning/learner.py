@@ -130,7 +130,7 @@ class Learner:
 
     def clone(self, sequences: Sequence[TokenSequence], *, num_epochs: int, minibatch_rows: int, learning_rate: float, seed: int) -> float:
         """Learn the masked tokens by cross-entropy; return the last epoch's mean loss. The optimizer's state is cleared afterwards.
-        Raises NonFiniteLossError: as `update`."""
+        Raises NonFiniteLossError as `update` does."""
         rows, objective = TokenBatch.of_cloning(sequences), TokenCloning(cast("LanguagePolicy", self.policy), self.config)
         generator = np.random.default_rng(np.random.SeedSequence([seed, len(sequences)]))
         total = num_epochs * -(-len(sequences) // minibatch_rows)
@@ -148,7 +148,7 @@ class Learner:
     def step(self, rows: Rows, learning_rate: float, objectives: Sequence[Objective[Any, Any]] = ()) -> Figures:
         """Take one step of each objective, in order, on all of these rows, for methods that learn from a stream of minibatches.
         `objectives`: empty: the learner's own. Returns the figures of all; ``loss`` only if an objective shows it. Raises
-        NonFiniteLossError: as `update`; the steps before it were taken."""
+        NonFiniteLossError as `update` does; earlier steps were taken."""
         taken: Figures = {}
         with compute_threads(self.compute_threads):
             for objective in objectives or (self.objective,):

@@ -31,7 +31,7 @@ class StoredRows(TensorRows):
 
     @property
     def num_rows(self) -> int:
-        """B"""
+        """B: number of rows."""
         return int(self.action.shape[0])
 
     @property
@@ -131,7 +131,7 @@ class EpisodeRows(Rows):
 
     @property
     def num_rows(self) -> int:
-        """B"""
+        """B: number of rows."""
         return int(self.inputs["decisions"].shape[0])
 
     def with_targets(self) -> EpisodeRows:
@@ -245,7 +245,7 @@ class TokenBatch(Rows):
 
     @property
     def num_rows(self) -> int:
-        """R"""
+        """R: number of rows."""
         return len(self.sequences)
 
     def chosen(self, rows: Tensor) -> TokenBatch:

@@ -189,7 +189,7 @@ def meaning_of(name: str) -> Meaning:
 
 
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`metrics` with the reward per step after the return, if return and length are there: the ratio of their means, i.e. those episodes'
+    """`metrics` with the reward per step after the return, if return and length are there: the ratio of their means, which is those episodes'
     rewards divided by their steps."""
     total, length = metrics.get("episode/return"), metrics.get("episode/length")
     if total is None or not length:

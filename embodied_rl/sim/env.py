@@ -123,5 +123,5 @@ class SimEnv(ABC):
         raise UserError(f"Simulator '{self.spec.task}' does not show its physical state.")
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
-        """Set a state that `physics` returned, in a running episode of the same seed. Raises UserError as `physics`."""
+        """Set a state that `physics` returned, in a running episode of the same seed. Raises UserError as `physics` does."""
         raise UserError(f"Simulator '{self.spec.task}' does not take a physical state.")
