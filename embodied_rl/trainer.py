@@ -40,8 +40,8 @@ _WINDOW = 100
 _EPISODE = "episode."
 """Prefix of the names of running episodes in a checkpoint."""
 _PATIENCE_S, _PATIENCE_WITHIN_S = 5.0, 20.0
-"""Seconds that a run that must end waits for an unfinished rollout or evaluation; the second with `checkpoint.within_episodes`, which saves
-the running episodes. Schedulers kill after about 30 s."""
+"""Seconds that a run that is to end waits for its rollout or evaluation; the second with `checkpoint.within_episodes`, which saves the
+running episodes. Schedulers kill after about 30 s."""
 _INTERIM_SEEDS = 2**28
 """Offset of the seeds of interim evaluations, so that choosing a checkpoint by them does not use the final held-out seeds."""
 
@@ -263,7 +263,7 @@ class Trainer:
             "speed/steps_per_s": experience.num_steps / seconds,
             "time/simulate_s": times.simulate_s,
             "time/act_s": times.act_s,
-            "time/update_s": max(seconds - times.simulate_s - times.act_s, 0.0),  # what was played ahead counts a rollout later
+            "time/update_s": max(seconds - times.simulate_s - times.act_s, 0.0),  # time of playing ahead counts in the next rollout
             "speed/wall_clock_s": self.wall_clock_s(),
             **{f"train/{name}": value for name, value in stats.items()},
             **self.method.metrics(),
@@ -292,7 +292,7 @@ class Trainer:
         self._faults_logged = len(records)
 
     def _evaluate_and_save_when_due(self) -> None:
-        """Evaluate and save if due. All slots then begin new episodes, resumed or not, so that a resumed run continues bit for bit."""
+        """Evaluate and save if due. Then all slots begin new episodes (unless `checkpoint.within_episodes`): a resume is exact."""
         evaluate_now, save_now = self._due(self.config.evaluation.every_steps), self._due(self.config.checkpoint.every_steps)
         if self._finished() or not (evaluate_now or save_now):
             return

@@ -147,7 +147,7 @@ def corrected(
 ) -> tuple[Batch, dict[str, float]]:
     """Weigh the batch's advantages for the policy that acted: decoupled PPO (Hilton et al. 2021, arXiv:2110.00641).
 
-    With w = sg(present / behaviour) > 0, w · min(r A, clip(r) A) = min(r (w A), clip(r) (w A)): the present policy becomes the old one,
+    With w = sg(present / behaviour) > 0, w · min(r A, clip(r) A) = min(r (w A), clip(r) (w A)): the present policy replaces the old one,
     and the advantage is weighed. Rejected rows get an advantage of 0 and still count in the mean.
 
     Args:

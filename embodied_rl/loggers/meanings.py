@@ -189,8 +189,8 @@ def meaning_of(name: str) -> Meaning:
 
 
 def derived(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`metrics` with the reward per step after the return, if return and length are there: the ratio of their means, which is those episodes'
-    rewards divided by their steps."""
+    """`metrics` with the reward per step after the return, if return and length are there: the ratio of their means, which is those
+    episodes' rewards divided by their steps."""
     total, length = metrics.get("episode/return"), metrics.get("episode/length")
     if total is None or not length:
         return dict(metrics)
