@@ -394,6 +394,7 @@ def _draw_mujoco() -> str:
 
 def _draw_sapien() -> str:
     from embodied_rl.sim.rendering import vulkan_device
+    from embodied_rl.sim.robots.maniskill_patches import without_environment_light
 
     device = vulkan_device()
     if device is None:
@@ -406,6 +407,7 @@ def _draw_sapien() -> str:
     builder.add_sphere_visual(radius=0.3, material=[1.0, 0.0, 0.0])
     builder.build_static(name="ball").set_pose(sapien.Pose([1.0, 0.0, 0.0]))
     camera = scene.add_camera("camera", width=64, height=64, fovy=1.0, near=0.1, far=10.0)
+    without_environment_light(camera)
     scene.update_render()
     camera.take_picture()
     return f"{describe_picture(camera.get_picture('Color')[..., :3] * 255)} on {device}"

@@ -14,9 +14,12 @@ import numpy as np
 from embodied_rl.errors import MissingAssetsError
 
 if TYPE_CHECKING:
+    import sapien
     import torch
+    from mani_skill.envs.scene import ManiSkillScene
     from mani_skill.utils.building._mjcf_loader import MJCFLoader
-    from mani_skill.utils.structs import Articulation, ArticulationJoint, Pose
+    from mani_skill.utils.structs import Actor, Articulation, ArticulationJoint, Link, Pose
+    from mani_skill.utils.structs.render_camera import RenderCamera
 
 
 class _NullMaterial:
@@ -89,6 +92,40 @@ def contacts_of_their_own() -> None:
 
     loader.MJCFLoader._parse_mjcf = parse_alone
     loader.MJCFLoader._embodied_rl_own_options = True
+
+
+def without_environment_light(camera: sapien.render.RenderCameraComponent) -> None:
+    """Give the camera of a scene without an environment map a reflectance table with one entry instead of SAPIEN's.
+
+    SAPIEN computes its table of 512 x 512 entries before a process draws its first picture: 3 to 7 s of a core without a GPU. Shaders
+    multiply an entry by the light of the environment map, which is 0 without a map, so pictures stay equal bit for bit.
+    """
+    import sapien
+
+    camera.set_texture("BRDFLUT", sapien.render.RenderTexture(np.zeros((1, 1, 2), np.float32), 2, "R32G32Sfloat"))
+
+
+def quick_first_picture() -> None:
+    """Apply `without_environment_light` to the cameras of all scenes made from now on that are drawn on the CPU."""
+    from mani_skill.utils.structs.render_camera import RenderCamera
+
+    if "_embodied_rl_quick" in vars(RenderCamera):
+        return
+    slow_create = RenderCamera.create.__func__
+
+    def create(
+        cls: type[RenderCamera],
+        render_cameras: list[sapien.render.RenderCameraComponent],
+        scene: ManiSkillScene,
+        mount: Actor | Link | None = None,
+    ) -> RenderCamera:
+        if not scene.gpu_sim_enabled and all(one.render_system.cubemap is None for one in scene.sub_scenes):
+            for camera in render_cameras:
+                without_environment_light(camera)
+        return slow_create(cls, render_cameras, scene, mount)
+
+    RenderCamera.create = classmethod(create)
+    RenderCamera._embodied_rl_quick = True
 
 
 def fast_tensors() -> None:

@@ -18,6 +18,7 @@ from embodied_rl.sim.robots.maniskill_patches import (
     fast_tensors,
     no_asset_prompt,
     no_render_materials,
+    quick_first_picture,
     quick_torch,
 )
 from embodied_rl.sim.robots.maniskill_state import (
@@ -86,6 +87,7 @@ class ManiSkillBase(SimEnv):
         self._render = observes_pictures or render
         if self._render:
             require_vulkan(task)
+            quick_first_picture()
             made |= {"render_mode": "rgb_array", "human_render_camera_configs": {"width": render_size, "height": render_size}}
             if not observes_pictures and not self.steps_together:  # only `film_from` uses the task's own cameras
                 made.setdefault("sensor_configs", {"width": render_size, "height": render_size})

@@ -78,6 +78,49 @@ except UserError as error:
 """
 
 
+PICTURES = """
+import os, sys, tempfile
+import gymnasium, numpy as np
+from PIL import Image
+from embodied_rl.sim.rendering import configure_rendering
+configure_rendering()
+import mani_skill.envs, sapien
+from mani_skill.envs.tasks import PushCubeEnv
+from mani_skill.utils.registration import register_env
+from embodied_rl.sim.robots import maniskill_patches
+
+@register_env("Sky-v1", max_episode_steps=50)
+class Sky(PushCubeEnv):
+    def _load_lighting(self, options):
+        super()._load_lighting(options)
+        files = [f"{folder}/{side}.png" for side in range(6)]
+        for file, side in zip(files, np.random.default_rng(0).integers(0, 255, (6, 8, 8, 3), np.uint8)):
+            Image.fromarray(side).save(file)
+        for scene in self.scene.sub_scenes:
+            scene.set_environment_map_from_files(*files)
+
+def drawn():
+    env = gymnasium.make(sys.argv[1], obs_mode="rgb", render_mode="rgb_array", sim_backend="physx_cpu", render_backend="cpu")
+    seen = [env.reset(seed=1)[0]["sensor_data"]["base_camera"]["rgb"].numpy()]
+    for _ in range(3):
+        seen.append(env.step(np.full(env.action_space.shape, 0.3, np.float32))[0]["sensor_data"]["base_camera"]["rgb"].numpy())
+    return [*seen, env.render().numpy()]
+
+with tempfile.TemporaryDirectory() as folder:
+    theirs = drawn()
+    maniskill_patches.quick_first_picture()
+    given = []
+    original = maniskill_patches.without_environment_light
+    maniskill_patches.without_environment_light = lambda camera: given.append(original(camera))
+    ours = drawn()
+assert all(picture.std() > 5 for picture in theirs)
+assert bool(given) is (sys.argv[1] != "Sky-v1")
+assert all((one == other).all() for one, other in zip(theirs, ours, strict=True))
+print("equal", len(ours), flush=True)
+os._exit(0)
+"""
+
+
 @pytest.fixture(scope="module")
 def pushcube() -> ManiSkillSim:
     try:
@@ -247,3 +290,14 @@ def test_pictures(pushcube: ManiSkillSim) -> None:
     assert out.observation["rgb"].std() > 5
     assert sim.render(0).shape == (64, 64, 3)
     assert sim.render(0).std() > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["PushCube-v1", "PegInsertionSide-v1", "Sky-v1"])
+def test_pictures_are_maniskills_own_with_and_without_an_environment_map(task: str, pushcube: ManiSkillSim) -> None:
+    """SAPIEN's table of reflectances counts only where light comes from an environment map: elsewhere one entry replaces it."""
+    if not vulkan_available():
+        pytest.skip("no Vulkan device")
+    done = subprocess.run([sys.executable, "-c", PICTURES, task], capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1].startswith("equal"), done.stdout
