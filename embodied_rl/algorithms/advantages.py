@@ -295,7 +295,7 @@ def returns_to_go(
     return gae(
         reward=reward,
         value=zeros(reward),
-        last_value=zeros(reward[0]) if last_value is None else last_value,
+        last_value=zeros(reward[:1].sum(0)) if last_value is None else last_value,
         terminated=terminated,
         truncated=truncated,
         final_value=zeros(reward[cut]) if final_value is None else final_value,

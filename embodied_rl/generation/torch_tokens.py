@@ -36,7 +36,7 @@ from embodied_rl.generation.tokens import (
 )
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language_weights import load_named_weights
-from embodied_rl.policies.model_folder import max_context, text_config, value_of
+from embodied_rl.policies.model_folder import caps_attention, max_context, text_config, value_of
 from embodied_rl.policies.packed_attention import registered
 from embodied_rl.policies.structures import Matcher, Structures
 from embodied_rl.policies.vision_inputs import VisionInputs
@@ -404,7 +404,9 @@ class TorchTokens(Stepwise):
         super().__init__()
         self._config = model.config
         _check_layers(self._config)
-        if model.config._attn_implementation != "eager":
+        if caps_attention(self._config):
+            model.set_attn_implementation("eager")
+        if self._config._attn_implementation != "eager":
             # Other implementations take no mask with a separate length for each row.
             model.set_attn_implementation(registered("sdpa_by_group", attention_by_group))
         self._model = model.eval()

@@ -91,7 +91,7 @@ class Learner:
         """Run the epochs of one iteration; return metrics averaged over the minibatches that were stepped on.
 
         Each epoch shuffles the rows anew, with a generator seeded by `seed` only, so that a resumed run continues with the same bits. The
-        update stops before a further epoch if the last one's mean KL divergence exceeds ``target_kl``.
+        update stops before a further epoch if the last one's mean KL divergence exceeds ``target_kl``. If no row counts, it takes no step.
 
         Args:
             minibatch_rows: approximate rows of one step.
@@ -106,6 +106,8 @@ class Learner:
         generator = np.random.default_rng(np.random.SeedSequence(list(seed)))
         epochs: list[list[Figures]] = []
         counted = rows.counted()
+        if counted.num_rows == 0:
+            return {"minibatches": 0.0, "learning_rate": rate}
         with compute_threads(self.compute_threads):
             self.executor.begin(self.objective, counted)
             batch = self._adjusted(counted.num_rows, max(minibatch_rows, 1), seed)

@@ -151,7 +151,7 @@ class EpisodeRows(Rows):
         place[rows] = torch.arange(len(rows))
         flat = (place[self.row] >= 0).nonzero().squeeze(-1)
         column = self.column[flat]
-        longest, steps = int(column.max()) + 1, self.inputs["decisions"].shape[1]
+        longest, steps = int(column.max()) + 1 if len(column) else 1, self.inputs["decisions"].shape[1]
         inputs = {}
         for name, value in self.inputs.items():
             part = value[rows]

@@ -97,7 +97,8 @@ def load_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sdp
     Raises MissingExtraError; UserError: see `check_model_folder`; also an unknown kind of model, or missing weights.
     """
     folder = Path(folder)
-    with _model_kind(folder, f"Cannot load the {check_model_folder(folder)['model_type']} model in '{folder}'") as (config, auto):
+    failure = f"Cannot load the {check_model_folder(folder)['model_type']} model in '{folder}'"
+    with _model_kind(folder, attention, failure) as (config, auto):
         model, report = auto.from_pretrained(
             folder,
             config=config,
@@ -116,7 +117,8 @@ def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sd
     """Make the model of a folder's config.json with random weights; otherwise as `load_model`.
     Raises MissingExtraError; UserError: config.json is missing or damaged, or the kind of model is unknown."""
     folder = Path(folder)
-    with _model_kind(folder, f"Cannot build the {read_config(folder)['model_type']} model of '{folder}'") as (config, auto):
+    failure = f"Cannot build the {read_config(folder)['model_type']} model of '{folder}'"
+    with _model_kind(folder, attention, failure) as (config, auto):
         chosen = config.dtype or torch.float32 if dtype == "auto" else torch_dtype(dtype)
         with torch.random.fork_rng(devices=[]):
             model = auto.from_config(config, dtype=chosen, attn_implementation=attention, trust_remote_code=False)
@@ -126,12 +128,17 @@ def empty_model(folder: str | Path, *, dtype: str = "auto", attention: str = "sd
 
 
 @contextmanager
-def _model_kind(folder: Path, failure: str) -> Iterator[tuple[PretrainedConfig, type[_BaseAutoModelClass]]]:
+def _model_kind(folder: Path, attention: str, failure: str) -> Iterator[tuple[PretrainedConfig, type[_BaseAutoModelClass]]]:
     """Yield a folder's configuration, without dropout, and its model class; errors in the block become UserError, after `failure`."""
     transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         auto = _auto_class(transformers, config)
+        if attention == "sdpa" and caps_attention(config):
+            raise UserError(
+                f"{failure}: it caps its attention (attn_logit_softcapping), and sdpa would leave that out without a word. "
+                "Set policy.attention=eager."
+            )
         _without_dropout(config)
         yield config, auto
     except UserError:
@@ -163,6 +170,11 @@ def value_of(config: PretrainedConfig, name: str) -> Any:
 def is_vision_language(config: PretrainedConfig) -> bool:
     """Whether a transformers configuration has a vision tower beside its language model."""
     return value_of(config, "vision_config") is not None
+
+
+def caps_attention(config: PretrainedConfig) -> bool:
+    """Whether scores are capped before the softmax (Gemma 2): transformers' sdpa leaves that out, and computes another model."""
+    return value_of(text_config(config), "attn_logit_softcapping") is not None
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -109,6 +109,18 @@ def test_eager_attention(policies: dict[str, LanguagePolicy], kind: str) -> None
         np.testing.assert_allclose(got[one.request_id].log_prob, wanted, atol=1e-4)
 
 
+def test_attention_that_is_capped_stays_capped(tmp_path: Path) -> None:
+    """flash_attention_2 caps too, and the backend takes another kernel in its place; sdpa stands for it here."""
+    policy = build_language_policy(LanguageConfig(str(make_model("gemma2_capped", tmp_path / "model")), attention="eager"))
+    model = policy.generation_model()
+    model.set_attn_implementation("sdpa")
+    backend, asked = TorchTokens(model, max_batch=3), requests(6, new=15)
+    backend.submit(asked)
+    got = finish(backend, 6)
+    for one, wanted in zip(asked, log_probs(policy, asked, got), strict=True):
+        np.testing.assert_allclose(got[one.request_id].log_prob, wanted, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2_sliding", "gpt2"])
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
 def test_what_prompts_share_is_run_once(policies: dict[str, LanguagePolicy], kind: str, on_update: Any) -> None:

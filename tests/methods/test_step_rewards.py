@@ -139,3 +139,17 @@ def test_critics_of_stored_steps_are_trained_first(tmp_path: Path) -> None:
     for name in (name for name in first if name.startswith("actor.")):
         np.testing.assert_allclose(only[name], first[name], rtol=0, atol=1e-20)
         assert not np.allclose(weights(warm)[name], first[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gigpo"])
+def test_a_batch_of_episodes_that_were_all_cut_off_changes_no_weight(algorithm: str, tmp_path: Path) -> None:
+    """CartPole never falls within 4 steps: one such iteration or three are the same weights, and the run goes on."""
+    words = ("sim=cartpole", "sim.max_episode_steps=4", f"algorithm={algorithm}", "algorithm.num_epochs=1")
+    groups = ("algorithm.groups.group_size=2", "algorithm.groups.groups_per_step=2", "algorithm.minibatch_size=8")
+    learns = ("algorithm.reward.truncated=mask", "algorithm.entropy_coef=0.1")
+    runs = [shortly(tmp_path / str(steps), *words, *groups, *learns, f"total_steps={steps}") for steps in (16, 48)]
+    assert [row["train/minibatches"] for row in read_metrics(runs[1]) if "train/minibatches" in row] == [0.0] * 3
+    first, last = map(weights, runs)
+    assert first.keys() == last.keys()
+    learned = [name for name in first if not name.startswith("normalizer.")]
+    assert all(np.array_equal(first[name], last[name]) for name in learned)

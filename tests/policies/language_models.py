@@ -54,6 +54,8 @@ def configs(vocab_size: int) -> dict[str, Any]:
             moe_intermediate_size=16,
             shared_expert_intermediate_size=16,
         ),
+        # Scores within ±1.
+        "gemma2_capped": transformers.Gemma2Config(**sizes, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=1.0),
         # Learned positions, and dropout of 0.1 unless it is switched off.
         "gpt2": transformers.GPT2Config(
             vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.2, bos_token_id=2, eos_token_id=2
@@ -97,6 +99,6 @@ def alone(model: Any, sequence: TokenSequence, excluded: int | None = None, **in
     return log_probs[np.arange(len(log_probs)), sequence.token_ids[1:]], -(np.exp(log_probs) * log_probs).sum(-1)
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, **options: Any) -> Any:
     """The model by transformers alone."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()

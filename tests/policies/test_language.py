@@ -69,6 +69,15 @@ def test_eager_attention(folders: dict[str, Path], layout: Layout) -> None:
     check(build(folders["qwen2_sliding"], layout=layout, attention="eager").evaluate(sequences), sequences, load(folders["qwen2_sliding"]))
 
 
+def test_sdpa_is_refused_where_it_would_leave_out_the_cap_of_attention(tmp_path: Path) -> None:
+    folder, sequences = make_model("gemma2_capped", tmp_path / "model"), random_sequences(2, LENGTHS)
+    with pytest.raises(UserError, match=r"attn_logit_softcapping.*policy\.attention=eager"):
+        build(folder)
+    check(build(folder, attention="eager").evaluate(sequences), sequences, load(folder, attn_implementation="eager"))
+    without = alone(load(folder, attn_implementation="sdpa"), sequences[0])[0]
+    assert np.abs(without - alone(load(folder, attn_implementation="eager"), sequences[0])[0]).max() > 100 * TOLERANCE
+
+
 def test_micro_batches_change_nothing(folders: dict[str, Path]) -> None:
     sequences = random_sequences(3, LENGTHS * 2)
     whole, parts = build(folders["llama"]), build(folders["llama"], max_tokens_per_micro_batch=20)
