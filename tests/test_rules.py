@@ -85,6 +85,7 @@ EXAMPLES = (
         "has no ratio, so it cannot correct for episodes of older weights",
     ),
     ("aggregation_horizon", f"{GROUPS} algorithm.horizon=9", "got aggregation=None and horizon=9"),
+    ("aggregation_horizon", f"{CARTPOLE} algorithm.aggregation=seq-mean-token-sum-norm", "and horizon=None"),
     ("adapted_from_zero", f"{GROUPS} algorithm.kl.target=0.1", "set algorithm.kl.coef above 0"),
     # divergence
     ("kl_of_recordings", f"{CARTPOLE} algorithm=iql algorithm.kl.coef=0.1", "its objective already keeps the policy near"),

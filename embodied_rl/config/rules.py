@@ -185,7 +185,7 @@ _WHOLE_EPISODES = (
     ),
     Rule(
         "aggregation_horizon",
-        _with_groups(lambda run, groups: (run.algorithm.aggregation == "seq-mean-token-sum-norm") != (run.algorithm.horizon is not None)),
+        lambda run: (run.algorithm.aggregation == "seq-mean-token-sum-norm") != (run.algorithm.horizon is not None),
         "algorithm.aggregation=seq-mean-token-sum-norm needs algorithm.horizon (the most steps of an episode), and other aggregations do "
         "not use it: got aggregation={algorithm.aggregation} and horizon={algorithm.horizon}.",
     ),

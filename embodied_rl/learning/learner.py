@@ -314,7 +314,7 @@ def _fused(
     rates = config.value_learning_rate is not None or config.head_learning_rate is not None
     if rates or config.micro_batch_size is not None or objective.precision != "float32":
         return None
-    ppo = objective.of_rollouts and (config.loss, config.value_loss, config.ratio) == ("ppo_clip", "mse", "chunk")
+    ppo = objective.of_rollouts and (config.loss, config.value_loss, config.ratio, config.horizon) == ("ppo_clip", "mse", "chunk", None)
     sac = objective.name == "critics" and config.off_policy is not None and config.off_policy.update == "sac"
     if not sac and (not ppo or (config.kl.coef > 0 and config.kl.place == "loss")):
         return None

@@ -63,6 +63,13 @@ def test_hand_derived_gradients_equal_autograd(algorithm: dict[str, Any], policy
         assert fused_metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
 
 
+def test_a_horizon_divides_the_policys_loss_in_every_executor() -> None:
+    whole = replace(CONFIG, num_epochs=1, minibatch_size=300)
+    divided = replace(whole, aggregation="seq-mean-token-sum-norm", horizon=9)
+    losses = [update(rollout_learner(make_policy(), config))["policy_loss"] for config in (whole, divided)]
+    assert losses[1] == pytest.approx(losses[0] / 9, rel=1e-5)
+
+
 def test_one_step_is_adam_by_hand() -> None:
     """The first Adam step moves each parameter by lr * g / (|g| + eps), g clipped by its global norm."""
     config = replace(CONFIG, num_epochs=1, minibatch_size=10_000, max_grad_norm=0.1, adam_eps=1e-3, learning_rate=0.01)
