@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from embodied_rl.commands.train import help_text
+from embodied_rl.config import group_names
+from embodied_rl.config.compose import compose_config
 from embodied_rl.config.describing import described_keys
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,3 +57,17 @@ def test_every_key_is_described_and_the_help_fits_a_terminal() -> None:
     assert all(key.name in text for key in keys)
     assert [line for line in text.splitlines() if len(line) > 80 and not line.startswith("  python -m ")] == []
     assert re.search(r"  total_steps  \(int, between 1 and [\d,]+: 250000\)\n      Environment steps to train for, at most\.", text)
+
+
+def test_every_key_of_the_tables_can_be_typed() -> None:
+    """Some choice of files has it; but for what is open, and parts that are set whole."""
+    files = ["algorithm=bc", "algorithm=iql", "algorithm=grpo", "generation=vllm", "hybrid=fsdp2"]
+    files += [f"policy={name}" for name in group_names("policy")]
+    composed = [compose_config("train", ["sim=pendulum", file, *["policy.target=a.b:c"] * (file == "policy=custom")]) for file in files]
+
+    def has(there: Any, parts: list[str]) -> bool:
+        return not parts or (isinstance(there, dict) and parts[0] in there and has(there[parts[0]], parts[1:]))
+
+    whole = ("algorithm.warm_start.", "hybrid.placement.", "hybrid.reward_worker.", "domains.NAME", "generation.mix.NAME", "logger.options")
+    keys = [key.name for group in described_keys().values() for key in group if not key.name.startswith(whole)]
+    assert [key for key in keys if not any(has(one, key.split(".")) for one in composed)] == []

@@ -193,12 +193,13 @@ def with_sweeper_params(overrides: Sequence[str], sweep: bool) -> list[str]:
 
 
 _OPEN = (
-    *("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options.", "algorithm.loss_options.", "logger.options.", "policy.options."),
+    *("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options.", "algorithm.loss_options.", "logger.options", "policy.options."),
     *("domains.", "domains=", "generation.mix.", "generation.mix="),
 )
 
 _MOST_COMPOSED = 16
 """Runs of a sweep that are checked before the first starts."""
+_ABSENT = object()
 _MAIN_JOB = "experiment=maniskill_pushcube"
 _TASKS = {"experiment", "sim", "policy", "algorithm", "resume"}
 """Keys that, beside ``domains``, choose a run's task."""
@@ -450,6 +451,24 @@ def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
     if here is None and walked == ["algorithm", "groups"]:
         who = f"algorithm={composed['algorithm']['name']}"
         return f"{shown(key)}: {who} learns from rollouts of all slots and has no groups. Choose a method on groups: algorithm=grpo, say."
-    if here is None and walked:
-        return f"{shown(key)} sets a part of {'.'.join(walked)}, which is null here: choose a file that has it. See docs/configuration.md."
-    return f"Configuration key '{key}' is not known: {place}there is no '{missing}'.{did_you_mean(missing, choices)}"
+    files = " or ".join(f"{walked[0]}={file}" for file in _files_with(key)) if walked else ""
+    if (there := ".".join(walked)) == "hybrid.placement" or (here is None and walked):
+        typed = f"{there}={{{'' if here is None else f'kind: {here}, '}{missing}: …}}"
+        known = f"choose a file that has it ({files}), or set" if files else "set"
+        return f"{shown(key)} sets a part of {there}, which is {shown(here)} here: {known} it whole, '{typed}'. See docs/configuration.md."
+    known = f" Files that have it: {files}." if files else did_you_mean(missing, choices)
+    return f"Configuration key '{key}' is not known: {place}there is no '{missing}'.{known}"
+
+
+def _files_with(key: str) -> list[str]:
+    """Choices of the key's group whose files have it."""
+    import yaml
+
+    group, *parts = key.split(".")
+    found = []
+    for file in group_names(group):
+        here: object = yaml.safe_load(path.read_text(encoding="utf-8")) if (path := config_file(group, file)) is not None else None
+        for part in parts:
+            here = here.get(part, _ABSENT) if isinstance(here, Mapping) else _ABSENT
+        found += [file] if here is not _ABSENT else []
+    return found
