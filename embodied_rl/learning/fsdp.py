@@ -88,13 +88,13 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
     data_mesh = mesh["shard"] if config.num_replicas == 1 else mesh["replicate", "shard"]
     offload = CPUOffloadPolicy(pin_memory=True) if config.cpu_offload and mesh.device_type == "cuda" else OffloadPolicy()
     low = torch.bfloat16 if config.precision == "bfloat16" else None
-    # A transformer continues in the precision of its layers; the modules around an MLP (heads, normalisation) compute in float32.
-    sequences = bool(blocks) and all(isinstance(block, nn.Sequential) for block in blocks)
-    inner = MixedPrecisionPolicy(low, torch.float32, output_dtype=torch.float32 if sequences and low else None)
-    outer = MixedPrecisionPolicy(None if sequences else low, torch.float32, cast_forward_inputs=False)
+    # A model of transformers continues in its layers' precision; the modules around ours (heads, normalisation) compute in float32.
+    ours = bool(blocks) and not any(type(part).__module__.startswith("transformers.") for part in module.modules())
+    inner = MixedPrecisionPolicy(low, torch.float32, output_dtype=torch.float32 if ours and low else None)
+    outer = MixedPrecisionPolicy(None if ours else low, torch.float32, cast_forward_inputs=False)
     for block in blocks:
         fully_shard(block, mesh=data_mesh, mp_policy=inner, offload_policy=offload, reshard_after_forward=config.reshard_after_forward)
-    for head in () if sequences or not blocks else _beside(module, blocks):  # value heads read float32
+    for head in () if ours or not blocks else _beside(module, blocks):  # value heads read float32
         fully_shard(head, mesh=data_mesh, mp_policy=MixedPrecisionPolicy(None, torch.float32), offload_policy=offload)
     fully_shard(module, mesh=data_mesh, mp_policy=outer, offload_policy=offload)
     for part in sharded_parts(module):

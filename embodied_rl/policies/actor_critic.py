@@ -136,7 +136,7 @@ class ImageTrunk(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         # Channels first as a view: convolutions use the channels-last memory directly.
         pixels = image.permute(0, 3, 1, 2).to(dtype=torch.float32, memory_format=torch.channels_last, copy=True)
-        return self.layers(pixels.div_(255.0).sub_(0.5))
+        return self.layers(pixels.div_(255.0).sub_(0.5).to(next(self.parameters()).dtype))
 
 
 class MixedTrunk(nn.Module):

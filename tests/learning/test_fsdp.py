@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed as dist
 
-from embodied_rl.config import ShardingConfig
+from embodied_rl.config import PolicyConfig, ShardingConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.learning import fsdp
 from embodied_rl.learning.sharded_checkpoint import load_sharded, read_index, read_whole, save_sharded
@@ -21,6 +21,7 @@ from embodied_rl.learning.tensor_parallel import parallelize
 from tests.forks import start_forked
 from tests.learning.fsdp_rank import CASES, MAX_NORM, MICRO_BATCHES, losses, make, make_folder, train
 from tests.learning.samples import make_policy, prepare_optimizer, training_tensors
+from tests.policies import test_actor_critic, test_tiny_vla
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -273,3 +274,29 @@ def test_a_block_that_no_forward_runs_is_no_obstacle_to_micro_batches() -> None:
             assert found[name] is None or not found[name].any()
         else:
             torch.testing.assert_close(found[name], one.grad, atol=0.3, rtol=0.05, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "tiny_vla"])
+def test_our_networks_of_pictures_in_bfloat16_are_near(kind: str) -> None:
+    """Pictures, buffers and what stands between the blocks are float32 there."""
+    noise = torch.rand(4, 6, generator=torch.Generator().manual_seed(1))
+    if kind == "mixed":
+        sim = test_actor_critic.spec(test_actor_critic.BOTH)
+        policy: Any = test_actor_critic.make(PolicyConfig(encoder="mixed", hidden_sizes=(8,), normalize_observation=True), sim)
+        ready = test_actor_critic.observe(sim, 4)
+    else:
+        policy = test_tiny_vla.make(state_key="state")
+        ready = policy.prepare(test_tiny_vla.observe())
+    action = policy.act(ready, noise[:, : policy.noise_width]).action
+    wanted = policy.evaluate(ready, action)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = ShardingConfig(num_shards=1, precision="bfloat16")
+        found = fsdp.shard(policy, fsdp.make_mesh(config, "cpu"), config).evaluate(ready, action)
+        found.log_prob.sum().backward()
+    finally:
+        dist.destroy_process_group()
+    for exact, rough in ((wanted.log_prob, found.log_prob), (wanted.value, found.value)):
+        assert rough.dtype == torch.float32
+        torch.testing.assert_close(rough, exact, atol=0.2, rtol=0.05)
+        assert not torch.equal(rough, exact)
