@@ -557,7 +557,7 @@ def choose_episodes(recordings: Sequence[Recording], *, only_success: bool = Fal
             reason = "its simulator does not report success" if silent else f"none of its {len(found)} episodes succeeded"
             raise UserError(
                 f"Recording {names} has no successful episode: {reason}. "
-                "Set algorithm.recorded.only_success=false to learn from all, or record a better policy."
+                "Record a better policy, or learn from all episodes: algorithm.recorded.only_success=false, or no algorithm.warm_start."
             )
         found = good
     return found[:max_episodes]

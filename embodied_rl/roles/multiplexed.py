@@ -54,11 +54,11 @@ class MultiplexedSimulators(Simulators):
                 f"hybrid.placement=multiplexed moves single episodes, and those of task '{manager.spec.task}' step together. The nearest "
                 "possible: hybrid.placement=disaggregated."
             )
-        if min(manager.num_slots, manager.num_workers) < lease.plan.num_hosts:
+        if min(manager.num_slots, manager.num_workers) < (hosts := lease.plan.num_hosts):
+            slots = f"sim.num_slots={hosts} " if manager.num_slots < hosts else ""
             raise UserError(
-                f"hybrid.placement=multiplexed has {lease.plan.num_hosts} hosts, each with its own simulators, and there are "
-                f"{manager.num_workers} workers with {manager.num_slots} slots. The nearest possible: "
-                f"sim.num_workers={lease.plan.num_hosts}."
+                f"hybrid.placement=multiplexed has {hosts} hosts, each with its own simulators, and there are {manager.num_workers} "
+                f"workers with {manager.num_slots} slots. The nearest possible: {slots}sim.num_workers={hosts}."
             )
         self.manager, self.lease = manager, lease
         parts = [[slot for worker in workers for slot in worker] for workers in _dealt(manager, lease.plan.num_hosts)]

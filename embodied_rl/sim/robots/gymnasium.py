@@ -451,5 +451,6 @@ def _disable_autoreset(env: VectorEnv) -> None:
     if mode is not AutoresetMode.DISABLED and mode != "Disabled":
         raise UserError(
             f"Vector environment {type(base).__name__} resets by itself (autoreset mode {mode}). "
-            "Make it with autoreset_mode='Disabled' (gymnasium.make_vec: vector_kwargs={'autoreset_mode': 'Disabled'})."
+            "Make it with autoreset_mode='Disabled' (gymnasium.make_vec: vectorization_mode='sync'; "
+            "vector_kwargs={'autoreset_mode': 'Disabled'} for 'async')."
         )
