@@ -347,6 +347,7 @@ class EpisodeMethod(StepRewards):
             std=config.std,
             group=group_ids(rows, config.group_by) if "group" in (config.mean, config.std) else None,
             mask=counted,
+            others=batch.greedy,
             running=self.moments,
         )
         lengths = mask.sum(1).to(reward.dtype)
@@ -357,7 +358,9 @@ class EpisodeMethod(StepRewards):
     def _row_arrays(self, batch: EpisodeBatch, reward: Tensor) -> dict[str, Tensor]:
         score = reward.sum(1)
         mask = self._counted(batch)
-        arrays = {"score": score, "group": batch.group, "mask": mask, "reward": reward, "length": batch.mask.sum(1)}
+        arrays = {"score": score, "group": batch.group, "mask": mask, "reward": reward}
+        # A language agent's action units are its tokens.
+        arrays["length"] = (batch.mask if batch.num_tokens is None else batch.num_tokens).sum(1)
         arrays["chunk_id"] = torch.arange(batch.shape[1]).expand(batch.shape)  # every step is a separate decision
         if batch.greedy.any():
             of_group = {int(number): float(score[row]) for row, number in enumerate(batch.group) if batch.greedy[row]}

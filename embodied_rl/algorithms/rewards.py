@@ -143,6 +143,7 @@ def normalize_reward(
     std: Statistic = "none",
     group: Tensor | None = None,
     mask: Tensor | None = None,
+    others: Tensor | None = None,
     running: Moments | None = None,
     eps: float = MIN_STD,
 ) -> Tensor:
@@ -155,6 +156,7 @@ def normalize_reward(
         reward: [B], one number per row (an episode's or a turn's).
         group: [B] integers, any values, in any order; see `group_ids`. Only for ``group``.
         mask: [B] bool; rows that count. Other rows get 0 and may be NaN.
+        others: [B] bool; rows that enter no statistic and are normalised by those of the rows that count (a greedy baseline).
         running: the record for ``running``; merge this batch into it first, so that one number divides the whole batch.
 
     Returns [B] of the type of `reward`.
@@ -165,7 +167,8 @@ def normalize_reward(
     """
     _check_normalize(reward, mean, std, group, mask, running)
     shown = torch.ones_like(reward, dtype=torch.bool) if mask is None else mask
-    values = torch.where(shown, reward, torch.zeros_like(reward)).double()
+    given = shown if others is None else shown | others
+    values = torch.where(given, reward, torch.zeros_like(reward)).double()
     if not bool(torch.isfinite(values).all()):
         row = int(torch.argmin(torch.isfinite(values).int()))
         raise NonFiniteError(f"The reward of row {row} is {float(values[row])}; rewards are normalised over rows, so it would spoil all.")
@@ -175,7 +178,7 @@ def normalize_reward(
             assert group is not None, "checked above"
             found = group_statistics(score=values, group=group, rows=shown)
             # The mean of equal values is rounded and would leave a difference in their last bit.
-            sources[name] = (torch.where(found.equal[found.index], values, found.mean[found.index]), found.std[found.index])
+            sources[name] = (torch.where(found.equal[found.index] & shown, values, found.mean[found.index]), found.std[found.index])
         else:
             moments = running if name == "running" else Moments.of(values, shown)
             assert moments is not None, "checked above"
@@ -184,7 +187,7 @@ def normalize_reward(
     if std != "none":
         spread = torch.as_tensor(sources[std][1], dtype=torch.float64, device=values.device)
         centred = torch.where(spread > MIN_STD, centred / (spread + eps), torch.zeros_like(centred))
-    return torch.where(shown, centred, torch.zeros_like(centred)).to(reward.dtype)
+    return torch.where(given, centred, torch.zeros_like(centred)).to(reward.dtype)
 
 
 def _check_normalize(reward: Tensor, mean: str, std: str, group: Tensor | None, mask: Tensor | None, running: Moments | None) -> None:

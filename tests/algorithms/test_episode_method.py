@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +127,22 @@ def test_a_greedy_episode_is_a_baseline_and_is_not_learned_from() -> None:
     _, found, _ = credit(config, group(0, episode([2], 0, greedy=True), episode([5, 1], 0), episode([1], 0)))
     assert found.advantage.tolist() == [[0, 0], [4, 4], [-1, 0]]
     assert found.mask.tolist() == [[False, False], [True, True], [True, False]]
+
+
+@pytest.mark.parametrize("kinds", [("none", "batch"), ("batch", "batch"), ("group", "batch"), ("group", "group"), ("running", "running")])
+def test_a_greedy_baseline_is_normalised_as_the_rewards_that_it_is_compared_with(kinds: tuple[Any, Any]) -> None:
+    """(s - μ) / σ - (s_greedy - μ) / σ = (s - s_greedy) / σ, σ of the sampled episodes."""
+    config = replace(CONFIG, advantage="remax", reward=RewardConfig(mean=kinds[0], std=kinds[1]))
+    _, found, _ = credit(config, group(0, episode([2], 0, greedy=True), episode([5, 1], 0), episode([1], 0)))
+    np.testing.assert_allclose(found.advantage, np.array([[0, 0], [4, 4], [-1, 0]]) / np.sqrt(12.5), rtol=1e-5)
+
+
+def test_lengths_of_answers_are_tokens() -> None:
+    batch = replace(EpisodeBatch.of([GROUPS[0]]), num_tokens=torch.tensor([[5, 3, 2], [30, 0, 0]]))
+    method = EpisodeMethod(replace(CONFIG, advantage="opo"))
+    found = method.prepare(batch, EpisodeValues(torch.zeros(2, 3), torch.zeros(2)))
+    # Returns 6 of 10 tokens and 4 of 30: a baseline of (60 + 120) / 40 = 4.5.
+    np.testing.assert_allclose(found.advantage, [[1.5, 1.5, 1.5], [-0.5, 0, 0]], rtol=1e-6)
 
 
 def test_rewards_are_clipped_penalised_and_normalised_in_this_order() -> None:
