@@ -110,7 +110,7 @@ def simulate(table: np.ndarray, num_steps: int, *, num_slots: int = 10**6, train
 
 @pytest.mark.parametrize("kind", ["lognormal", "pareto"])
 def test_synchronous_time_and_what_redundancy_saves_are_those_of_order_statistics(kind: str) -> None:
-    steps, table = 400, draw(kind, (1600, 6), seed=1)
+    steps, table = 200, draw(kind, (800, 6), seed=1)
     measured, expected = {}, {}
     for redundancy in (0, 1, 2):
         times = simulate(table, steps, redundancy=redundancy).step_times_s
@@ -144,13 +144,13 @@ def test_one_version_of_staleness_gains_a_half_with_exponential_latencies() -> N
     """One episode a batch, no training time. Steps D_n = max(0, L_n - D_(n-1)): the next episode has run all the while. For L ~ Exp(1)
     P(D > x) = E[exp(-(x + D))] = p exp(-x) with p = E[exp(-D)] = (1 - p) + p/2, so that p = 2/3 and E[D] = p · 1 = 2/3 against E[L] = 1.
     """
-    steps = 3000
+    steps = 1500
     table = draw("exponential", (steps + 2, 1), seed=3)
     means = {}
     for staleness in (0, 1):
         simulation = simulate(table, steps, group_size=1, groups_per_step=1, max_staleness=staleness, overtaking="never")
         means[staleness] = simulation.step_times_s.mean()
-    # Standard errors: 1/sqrt(3000) = 0.018, and less with S = 1 (steps are then negatively correlated).
+    # Standard errors: 1/sqrt(1500) = 0.026, and less with S = 1 (steps are then negatively correlated).
     assert means[0] == pytest.approx(1.0, abs=0.08)
     assert means[1] == pytest.approx(2 / 3, abs=0.05)
 
@@ -158,7 +158,7 @@ def test_one_version_of_staleness_gains_a_half_with_exponential_latencies() -> N
 @pytest.mark.parametrize("kind", ["lognormal", "pareto"])
 def test_staleness_and_overtaking_raise_throughput_up_to_the_slots_capacity(kind: str) -> None:
     """48 slots, 16 episodes a batch: work alone needs 16 E[L] / 48 a step; nobody can be faster than that, nor than the trainer."""
-    steps, train_s, slots = 150, 0.2, 48
+    steps, train_s, slots = 90, 0.2, 48
     table = draw(kind, (steps * 16, 4), seed=4)
     mean_latency = {"lognormal": math.exp(0.5), "pareto": 1.5}[kind]
     times = {}

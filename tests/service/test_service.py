@@ -259,7 +259,7 @@ def test_an_environment_that_fails_is_a_typed_error_and_stays_one(
 
 
 def test_cpu_time_is_limited() -> None:
-    with served(cpu_s=4.0) as running:
+    with served(cpu_s=3.0) as running:
         env = f"/v1/environments/{make(running.url, 'busy')}"
         ask(running.url, f"{env}/reset", {"seed": 1})
         status, answer = ask(running.url, f"{env}/step", {"action": [1.0]})

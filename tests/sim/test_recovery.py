@@ -382,10 +382,10 @@ def test_asynchronous_play_gives_every_slot_what_lockstep_gives_it(workers: int)
 @pytest.mark.parametrize("learned", [True, False])
 def test_a_worker_that_is_stopped_in_a_reset_is_found_by_the_deadline_of_resets(learned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if learned:
-        monkeypatch.setattr(process, "_FLOOR_S", 6.0)
+        monkeypatch.setattr(process, "_FLOOR_S", 3.0)
         monkeypatch.setattr(process, "_FACTOR", 0.0)
     factory = SimFactory(COUNTING, kwargs={"length": 7})
-    with EnvManager(factory, 4, num_workers=2, reset_timeout_s=None if learned else 6.0) as manager:
+    with EnvManager(factory, 4, num_workers=2, reset_timeout_s=None if learned else 3.0) as manager:
         manager.reset()
         stopped = manager.worker_pids()[1]
         os.kill(stopped, signal.SIGSTOP)
@@ -393,11 +393,11 @@ def test_a_worker_that_is_stopped_in_a_reset_is_found_by_the_deadline_of_resets(
         seeds = EpisodeSeeds.training(0)
         assert batch.observation["state"].tolist() == [[SeedStream(seeds, 1, slot, 4).seed(0), 0.0, 0.0] for slot in range(4)]
         (detail,) = [record.detail for record in manager.fault_records if record.pid == stopped]
-        assert detail.startswith("No answer within 6 s while it should reset.")
+        assert detail.startswith("No answer within 3 s while it should reset.")
 
 
 def test_a_worker_that_is_stopped_in_its_very_first_reset_is_found_long_before_the_start_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_FIRST_FLOOR_S", 6.0)
+    monkeypatch.setattr(process, "_FIRST_FLOOR_S", 3.0)
     monkeypatch.setattr(process, "_FACTOR", 0.1)
     with EnvManager(SimFactory(COUNTING, kwargs={"length": 7}), 4, num_workers=2, start_timeout_s=600.0) as manager:
         stopped = manager.worker_pids()[1]

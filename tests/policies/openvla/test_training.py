@@ -311,12 +311,12 @@ def test_fine_tuning_on_recorded_episodes_then_recording_and_scoring(folder: Pat
     ]  # fmt: skip
     demonstrations, recorded = tmp_path / "demonstrations", tmp_path / "recorded"
     record.main(
-        ["sim=custom", "sim.name=points", "sim.target=tests.vla.toys:PointSim", "sim.kwargs.dim=7", "sim.num_slots=2", "num_episodes=2",
+        ["sim=custom", "sim.name=points", "sim.target=tests.vla.toys:PointSim", "sim.kwargs.dim=7", "sim.num_slots=2", "num_episodes=1",
          "expert=tests.vla.toys:PointExpert", f"output={demonstrations}"]
     )  # fmt: skip
     run_dir = train(
         load_train_config(
-            [*common, *model, "algorithm=bc", f"recording=[{demonstrations}]", "total_steps=30", "algorithm.minibatch_size=10",
+            [*common, *model, "algorithm=bc", f"recording=[{demonstrations}]", "total_steps=16", "algorithm.minibatch_size=10",
              "algorithm.learning_rate=0.01", "algorithm.cloning.validation_share=0", "algorithm.cloning.patience=null",
              "policy.value_head=false", f"run_dir={tmp_path / 'run'}"]
         )
