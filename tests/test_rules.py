@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -270,6 +271,15 @@ def test_the_page_says_of_every_rule_why_it_stays() -> None:
     rows = re.findall(r"^\| (`.+`) \| (mathematics|simulator|reproducibility|meaning|machine|file format|missing) \| (.+) \|$", table, re.M)
     names = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
     assert sorted(names) == sorted(rule.name for rule in RULES)
+
+
+def test_a_run_says_that_its_answers_are_not_drawn_from_what_it_trains() -> None:
+    for words in ("agent.temperature=0.7", "agent.top_k=5", "agent.top_p=0.9"):
+        with pytest.warns(UserWarning, match="the policy's gradient is biased"):
+            resolve(load_train_config(f"{TEXTS} {words}".split()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve(load_train_config(f"{TEXTS} agent.evaluation_temperature=0.5".split()))
 
 
 def test_names_that_nothing_has_are_refused() -> None:

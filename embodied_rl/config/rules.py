@@ -552,6 +552,17 @@ WARNINGS = (
         "hybrid.sharding.cpu_offload has no effect: training runs on the CPU here ({run.no_gpu}), where all weights are in host memory "
         "already.",
     ),
+    Rule(
+        "other_distribution",
+        lambda run: any(
+            task.speaks and task.groups is not None and (own.temperature, own.top_p, own.top_k) != (1.0, 1.0, 0)
+            for task in run.tasks
+            for own in (task.config.agent,)
+        ),
+        "agent.temperature, .top_p or .top_k sample answers from another distribution than the one that is trained: log-probabilities, "
+        "ratios and gradients are the model's own, so the policy's gradient is biased, and algorithm.correction does not see it. Set "
+        "temperature=1, top_p=1 and top_k=0 for an unbiased one.",
+    ),
 )
 """Rules that only warn."""
 
