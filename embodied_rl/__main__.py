@@ -10,23 +10,23 @@ from embodied_rl.errors import require_known
 
 COMMANDS = {
     "train": "train a policy",
-    "tune": "search values of the configuration, a training run for each trial",
+    "tune": "search configuration values with Optuna, one training run per trial",
     "evaluate": "play a checkpoint on held-out seeds, or compare two",
     "render": "film episodes of a checkpoint",
-    "record": "store episodes of a checkpoint, an expert or chance",
+    "record": "record episodes of a checkpoint, an expert or random actions",
     "replay": "play a recording's actions again in its simulator",
-    "episodes": "look at recordings, check, convert, merge and split them",
-    "offline_eval": "judge a checkpoint from a recording, without a simulator",
-    "report": "write a run's page again",
+    "episodes": "inspect, check, convert, merge and split recordings",
+    "offline_eval": "estimate a checkpoint's return from a recording, without a simulator",
+    "report": "write the report page of one or several runs",
     "plan": "predict memory and time of a placement",
-    "catalog": "list what exists, and check a simulator",
-    "doctor": "what this machine can do, and what it lacks",
-    "serve_envs": "offer simulators over HTTP",
-    "serve_agent": "offer a language model to agent programs over HTTP",
+    "catalog": "list simulators, policies and algorithms; check a simulator",
+    "doctor": "check what this machine can run and what is missing",
+    "serve_envs": "serve simulators over HTTP",
+    "serve_agent": "serve a language model to agent programs over HTTP",
 }
 
 
-_COMPLETION = 'Tab completes after: eval "$(embodied-rl completion bash)"; zsh and fish have one too.'
+_COMPLETION = 'Tab completes after: eval "$(embodied-rl completion bash)"; zsh and fish likewise.'
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def _run() -> None:
 
 def usage() -> str:
     rows = [f"  {name:<14}{text}" for name, text in COMMANDS.items()]
-    return "\n".join(["usage: embodied-rl COMMAND key=value …", "", *rows, "", "embodied-rl COMMAND --help tells the rest.", _COMPLETION])
+    return "\n".join(["usage: embodied-rl COMMAND key=value …", "", *rows, "", "Options: embodied-rl COMMAND --help", _COMPLETION])
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def test_words_become_typed_values_and_the_rest_keeps_its_default() -> None:
         (["wall=a", "width_m=inf"], "width_m must be above 0 and at most 100, got inf"),
         (["wall=a", "dry=perhaps"], "dry must be true or false, got 'perhaps'"),
         (["wall=a", "colour=gren"], "colour=gren is not a choice. Did you mean 'green'?"),
-        (["wall=a", "num_coats=2", "num_coats=3"], "'num_coats' is given twice: '2' and '3'. Leave one out."),
+        (["wall=a", "num_coats=2", "num_coats=3"], "'num_coats' is given twice: '2' and '3'. Remove one."),
         (["wall=a", "brush.size=3", "brush.size=4"], "'brush.size' is given twice"),
         (["wall="], "wall must have a value"),
         (["north"], "'north' is not of the form key=value"),

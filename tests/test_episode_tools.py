@@ -79,7 +79,7 @@ def test_convert_there_and_back(native: Path, tmp_path: Path, capsys: pytest.Cap
     for name in FORMATS:
         assert tools("convert", native, f"output={tmp_path / name}", f"format={name}", "video=png") == 0
         out = capsys.readouterr().out
-        assert f"What became of each field in {name}:" in out
+        assert f"Fields in {name}:" in out
         assert f"6 episodes: {tmp_path / name}" in out
         assert tools("convert", tmp_path / name, f"output={tmp_path / name}-native", "format=native", "video=raw") == 0
         capsys.readouterr()
@@ -100,18 +100,18 @@ def test_convert_tells_as_json_and_says_what_mp4_does(native: Path, tmp_path: Pa
     ("words", "message"),
     [
         (["convert", "{native}", "output={out}", "format=lerobt"], "Did you mean 'lerobot'"),
-        (["convert", "{native}", "output={out}", "format=minari", "video=raw"], "video=raw is for format=native"),
+        (["convert", "{native}", "output={out}", "format=minari", "video=raw"], "video=raw needs format=native"),
         (["convert", "{native}", "output={native}", "format=minari"], "is there already, and is not an empty folder"),
         (["convert", "output={out}", "format=native"], "Argument PATH is missing"),
         (["info", "{native}2"], "Did you mean 'native'"),
         (["inf", "{native}"], "'inf' is not a subcommand. Did you mean 'info'"),
-        (["merge", "{native}", "output={out}"], "merge takes two recordings or more"),
-        (["split", "{native}", "output={out}"], "split takes either fractions=0.9,0.1 or by=success|task"),
-        (["split", "{native}", "output={out}", "by=success", "fractions=0.5,0.5"], "split takes either"),
-        (["split", "{native}", "output={out}", "fractions=0.5,0.4"], "must be two numbers or more above 0 that add up to 1"),
-        (["split", "{native}", "output={out}", "fractions=half"], "must be two numbers or more"),
+        (["merge", "{native}", "output={out}"], "merge needs two or more recordings"),
+        (["split", "{native}", "output={out}"], "split needs either fractions=0.9,0.1 or by=success|task"),
+        (["split", "{native}", "output={out}", "by=success", "fractions=0.5,0.5"], "split needs either"),
+        (["split", "{native}", "output={out}", "fractions=0.5,0.4"], "must be two or more numbers above 0 with sum 1"),
+        (["split", "{native}", "output={out}", "fractions=half"], "must be two or more numbers"),
         (["split", "{native}", "output={out}", "fractions=0.99,0.01"], "'test' would get none of the 6 episodes"),
-        (["split", "{native}", "output={out}", "fractions=0.5,0.5", "names=a,../b"], "must be 2 different names of folders"),
+        (["split", "{native}", "output={out}", "fractions=0.5,0.5", "names=a,../b"], "must be 2 different folder names"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, native: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +151,7 @@ def test_merge_counts_the_same_episode_once(native: Path, tmp_path: Path, capsys
     other = replace(info_of(STATE), policy={"kind": "expert"})
     record(tmp_path / "expert", other, [make_episode(STATE, 5, 2)]).close()
     assert tools("merge", native, tmp_path / "more", tmp_path / "expert", f"output={tmp_path / 'all'}") == 0
-    assert "8 episodes, 2 left out that were there already" in capsys.readouterr().out
+    assert "8 episodes, 2 duplicates left out" in capsys.readouterr().out
     with open_recording(tmp_path / "all") as recording:
         # Seed 5 twice: another policy played it the second time. Episodes of other columns lie in a part of their own.
         assert sorted(recording.seeds.tolist()) == [0, 1, 2, 3, 4, 5, 5, 6]

@@ -379,7 +379,7 @@ def test_lists_and_patterns_of_checkpoints(tmp_path: Path, monkeypatch: pytest.M
             expand_checkpoints(bad)
     for number in range(65):
         (tmp_path / f"run{number}").mkdir()
-    with pytest.raises(UserError, match="names 65 checkpoints; between 1 and 64"):
+    with pytest.raises(UserError, match="names 65 checkpoints; one evaluation plays 1 to 64"):
         expand_checkpoints("run*")
 
 

@@ -119,7 +119,7 @@ def test_chance_balances_as_long_as_chance_does(tmp_path: Path) -> None:
         (["sim=cartpole", "policy=mlp", "temperature=-1"], "temperature must be between 0 and 1,000"),
         (["sim=pixel_tasks", "policy=openvla", "policy.path=nowhere"], "policy.path='nowhere' is not a folder"),
         (["sim=pixel_tasks", "policy=openvla", "policy.pth=nowhere"], "Did you mean 'path'?"),
-        (["sim=cartpole", "policy=random", "against=random"], "against=random goes with checkpoint=…"),
+        (["sim=cartpole", "policy=random", "against=random"], "against=random needs checkpoint=…"),
         (["sim=cartpole", "policy=random", "protocol=liber"], "Protocol 'liber' is not known. Did you mean 'libero'?"),
     ],
 )

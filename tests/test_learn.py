@@ -72,7 +72,7 @@ def test_an_env_class_is_learned_and_its_policy_plays_as_the_run_was_evaluated(t
     for wrong, message in (
         (np.zeros(3), r"'state' must be \[2\] or \[n, …\], got \[3\]\. Expected: \{'state': \[2\] float32\}, or a batch"),
         ({"position": rows}, r"The observation lacks 'state'; it has position\."),
-        (np.array(["a", "b"]), r"'state' must hold float32, got <U1"),
+        (np.array(["a", "b"]), r"'state' must have dtype float32, got <U1"),
     ):
         with pytest.raises(UserError, match=message):
             policy.predict(wrong)
@@ -121,7 +121,7 @@ def test_what_cannot_be_sent_to_a_process_is_one_line(tmp_path: Path) -> None:
     script = "import embodied_rl\nlock = __import__('threading').Lock()\nclass Env:\n    def step(self, action):\n        return lock\n"
     (tmp_path / "script.py").write_text(script + "embodied_rl.learn(Env)\n", encoding="utf-8")
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert "UserError: 'Env' names 'lock', a lock, which cannot be sent along. Write it into a file" in done.stderr
+    assert "UserError: 'Env' uses 'lock', a lock, which no other process can get. Write it into a file" in done.stderr
 
 
 def test_importing_the_package_brings_nothing_heavy() -> None:

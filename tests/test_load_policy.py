@@ -87,11 +87,11 @@ def test_a_loaded_policy_plays_as_the_run_was_evaluated(kind: str, tmp_path: Pat
 def test_parts_of_different_batches_and_wrong_kinds_are_one_line(tmp_path: Path) -> None:
     policy = train_points(tmp_path, *KINDS["tiny_vla"]).load_policy()
     rows, batch = batch_of(16)
-    with pytest.raises(UserError, match=r"must be of the same batch, got 3 rows, a single one\. Expected: .*'instruction': text"):
+    with pytest.raises(UserError, match=r"must have the same batch size, got 3 rows, a single one\. Expected: .*'instruction': text"):
         policy.predict({**batch, "instruction": WORDS[0]})
-    with pytest.raises(UserError, match=r"'rgb' must hold uint8, got float64"):
+    with pytest.raises(UserError, match=r"'rgb' must have dtype uint8, got float64"):
         policy.predict({**rows[0], "rgb": np.zeros((16, 16, 3))})
-    with pytest.raises(UserError, match=r"'instruction' must be a text, got int"):
+    with pytest.raises(UserError, match=r"'instruction' must be text, got int"):
         policy.predict({**rows[0], "instruction": 3})
     with pytest.raises(UserError, match=r"An observation must name its parts\. The policy expects \{'rgb': \[16, 16, 3\] uint8"):
         policy.predict(np.zeros(3))

@@ -172,7 +172,7 @@ def test_refusals_are_printed_once_with_their_reason(folder: Path, tmp_path: Pat
     printed = " ".join(capsys.readouterr().out.split())
     reason = "refused: deterministic behaviour: the recording says that the policy that acted played its mode"
     assert printed.count(reason) == 4, "for weights and for fitted values, for two policies"
-    assert "nothing ranks them" in printed
+    assert "The policies are not ranked" in printed
     document = json.loads((tmp_path / "out" / "offline_eval.json").read_text(encoding="utf-8"))
     assert document["ranked_by"] is None
     assert all(estimate["value"] is None for estimate in document["policies"][0]["estimates"].values())
@@ -183,7 +183,7 @@ MISTAKES = [
     (["recording=nowhere"], r"There is no recording 'nowhere'"),
     (["estimators=wis,fque"], r"'fque' is not a choice. Did you mean 'fqe'\?"),
     (["checkpoint={run},{run}"], r"are the same checkpoint"),
-    (["checkpoint=,"], r"checkpoint= names none"),
+    (["checkpoint=,"], r"checkpoint= is empty"),
     (["checkpoint=nothing"], r"Checkpoint 'nothing' does not exist"),
     (["gamma=1.5"], r"gamma must be between 0 and 1, got 1.5"),
     (["confidence=95"], r"confidence must be between 0.5 and 0.999, got 95"),

@@ -69,7 +69,7 @@ def test_home_is_the_users_and_lists_stay_lists(monkeypatch: pytest.MonkeyPatch)
         (["--config-name=nope"], "Choose its parts"),
         (["--cfg", "nope"], "Known: all, hydra, job"),
         (["--cfg"], "--cfg job"),
-        (["--config-dir=/nowhere", "seed=1"], "no folder"),
+        (["--config-dir=/nowhere", "seed=1"], "not a folder"),
         (["a=[1"], "Type: 'a=\"[1\"'"),
         (["sim==x"], "sim must be the name of one file of configs/sim, got '=x'"),
         (["sim={a:1}"], "sim must be the name of one file"),
@@ -85,11 +85,11 @@ def test_home_is_the_users_and_lists_stay_lists(monkeypatch: pytest.MonkeyPatch)
         (["+seed=5"], "leave out the '+'"),
         (
             ["sim=cartpole", "seed=1", "sim=fetch_reach"],
-            "'sim' is given twice: 'cartpole' and 'fetch_reach'. Leave one out. For a run with each",
+            "'sim' is given twice: 'cartpole' and 'fetch_reach'. Remove one. For a run with each",
         ),
         (["sim=cartpole", "sim=fetch_reach"], "type: -m sim=cartpole,fetch_reach"),
         (["-m", "seed=1,2", "seed=3"], "'seed' is given twice"),
-        (["sim=cartpole", "sim.kwargs.a=1", "++sim.kwargs.a=2"], "'sim.kwargs.a' is given twice: '1' and '2'. Leave one out."),
+        (["sim=cartpole", "sim.kwargs.a=1", "++sim.kwargs.a=2"], "'sim.kwargs.a' is given twice: '1' and '2'. Remove one."),
     ],
 )
 def test_mistakes_are_told_in_our_words(words: list[str], part: str) -> None:

@@ -75,14 +75,14 @@ def test_one_kind_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     known = ["cluster=8x8", "workload=agents"]
-    assert "either workload=NAME" in error_of(capsys, "cluster=8x8")
-    assert "either workload=NAME" in error_of(capsys, *known, "measure=true")
+    assert "workload=NAME (known times)" in error_of(capsys, "cluster=8x8")
+    assert "workload=NAME (known times)" in error_of(capsys, *known, "measure=true")
     assert "Did you mean '8x8'?" in error_of(capsys, "cluster=8x9", "workload=agents")
     assert "Did you mean 'agents'?" in error_of(capsys, "cluster=8x8", "workload=agent")
-    assert "there is no such file" in error_of(capsys, "cluster=no/such.yaml", "workload=agents")
+    assert "the file does not exist" in error_of(capsys, "cluster=no/such.yaml", "workload=agents")
     assert "'workload.num_slot' is not known" in error_of(capsys, *known, "workload.num_slot=3")
-    assert "goes with measure=true" in error_of(capsys, *known, "sim.num_slots=4")
-    assert "goes with measure=true" in error_of(capsys, *known, "experiment=cartpole")
+    assert "needs measure=true" in error_of(capsys, *known, "sim.num_slots=4")
+    assert "needs measure=true" in error_of(capsys, *known, "experiment=cartpole")
     assert "rows must be between 1 and" in error_of(capsys, *known, "rows=0")
     (tmp_path / "one.yaml").write_text("nodes: [{gpus: 1, gpu_memory_gib: 300}]", encoding="utf-8")
     told = error_of(capsys, f"cluster={tmp_path / 'one.yaml'}", "workload=agents", "placement=multiplexed")

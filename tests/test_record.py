@@ -184,7 +184,7 @@ def num_lines(folder: Path) -> int:
 def test_only_successes_of_random_play_would_take_for_ever(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["sim=key_door", "policy=random", "only_success=true", "num_episodes=2", "max_seeds=4", "sim.max_episode_steps=20"]
     assert fails([*argv, f"output={tmp_path / 'r'}"]) == 1
-    assert "Only 0 of 4 seeds succeeded. Raise max_seeds" in capsys.readouterr().err
+    assert "Only 0 of 4 seeds succeeded. Increase max_seeds" in capsys.readouterr().err
     outcomes = [json.loads(line) for line in (tmp_path / "r" / "attempts.jsonl").read_text().splitlines()]
     assert sorted(line["seed"] for line in outcomes) == [0, 1, 2, 3]
 
@@ -196,7 +196,7 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     main([*argv, "seed=1"])
     assert sorted(path.name for path in (tmp_path / "recordings").iterdir()) == ["key_door-expert", "key_door-expert_2"]
     taken = f"output={tmp_path / 'recordings' / 'key_door-expert'}"
-    assert "holds a recording already. Go on with it (resume=true)" in one_line_error(main, [*argv, taken], capsys)
+    assert "already has a recording. Continue it with resume=true" in one_line_error(main, [*argv, taken], capsys)
     other = ["sim=key_door", "policy=random", "num_episodes=1", "sim.max_episode_steps=5", taken, "resume=true"]
     assert "policy" in one_line_error(main, other, capsys)
 
@@ -208,15 +208,15 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (["sim=key_dor"], "Did you mean 'key_door'?"),
         (["sim=halfcheetah"], "Task 'HalfCheetah-v5' of sim=halfcheetah has no expert"),
         (["sim=key_door", "policy=checkpoint"], "policy=checkpoint needs checkpoint=…"),
-        (["sim=key_door", "sample=true"], "sample=true goes with policy=checkpoint, not with policy=expert"),
-        (["sim=key_door", "policy=random", "expert=a:b"], "expert=a:b goes with policy=expert, not with policy=random"),
+        (["sim=key_door", "sample=true"], "sample=true needs policy=checkpoint, got policy=expert"),
+        (["sim=key_door", "policy=random", "expert=a:b"], "expert=a:b needs policy=expert, got policy=random"),
         (["sim=key_door", "expert=embodied_rl.sim:nothing"], "has no 'nothing'"),
         (["sim=key_door", "num_episodes=0"], "num_episodes must be between 1"),
-        (["sim=key_door", "max_seeds=5"], "max_seeds goes with only_success=true"),
+        (["sim=key_door", "max_seeds=5"], "max_seeds needs only_success=true"),
         (["sim=key_door", "only_success=true", "max_seeds=5"], "max_seeds must be at least num_episodes (100), got 5"),
-        (["sim=key_door", "states=snapshots"], "states=snapshots must say after how many steps"),
+        (["sim=key_door", "states=snapshots"], "states=snapshots needs the number of steps"),
         (["sim=key_door", "states=all"], "states=all is not a choice. Known: none, physics, snapshots:K"),
-        (["sim=key_door", "images=big"], "images=big must be none, or the pixels"),
+        (["sim=key_door", "images=big"], "images=big must be none, or the longer side"),
         (["sim=key_door", "cameras=top"], "cameras=top needs images=SIZE"),
         (["sim=key_door", "images=32", "cameras=top,top"], "cameras=top,top must be different names"),
         (["sim=key_door", "images=32", "cameras=top"], "Task 'KeyDoor' has no camera 'top'"),

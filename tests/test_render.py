@@ -381,7 +381,7 @@ def test_a_task_without_pictures_is_one_line_and_leaves_no_file(tmp_path: Path, 
     run = train_shortly(tmp_path / "run", "sim=custom", "sim.target=tests.sim.toy:NoOpSim", "sim.max_episode_steps=8")
     capsys.readouterr()
     line = one_line_error(main, [f"checkpoint={run}", f"output={tmp_path / 'films'}"], capsys)
-    assert "Task 'no-op' offers no pictures" in line
+    assert "Task 'no-op' has no pictures" in line
     assert not (tmp_path / "films").exists()
 
 
@@ -398,7 +398,7 @@ def test_a_task_without_pictures_is_one_line_and_leaves_no_file(tmp_path: Path, 
         (["episodes=3"], "Argument 'episodes' is not known. Did you mean 'num_episodes'?"),
         (["sim=pendulum", "num_episodes=1"], "was made for another simulator"),
         (["output=FILE", "num_episodes=1", "size=32"], "Cannot write"),
-        ([], "Nothing to film: give checkpoint=… (a run's folder, say) or recording=…"),
+        ([], "Nothing to film: give checkpoint=… (for example the folder of a run) or recording=…"),
         (["select=bets:2"], "select=bets:2: 'bets' is not a choice. Did you mean 'best'?"),
         (["select=best:two"], "'two' is not a number of episodes; write select=best:4, say"),
         (["select=worst:9", "among=5"], "select=worst:9: between 1 and among=5 episodes can be shown"),
@@ -408,7 +408,7 @@ def test_a_task_without_pictures_is_one_line_and_leaves_no_file(tmp_path: Path, 
         (["cameras=default,default"], "name up to 8, each once"),
         (["cameras=top", "num_episodes=1"], "Task 'CartPole-v1' has no camera 'top': it is drawn one way only, which is cameras=default"),
         (["log=tensorbord"], "log=tensorbord: 'tensorbord' is not a choice. Did you mean 'tensorboard'?"),
-        (["recording=nowhere"], "recording= and checkpoint= do not go together"),
+        (["recording=nowhere"], "checkpoint= cannot be used with recording="),
         (["against=nowhere"], "Checkpoint 'nowhere' does not exist"),
         (["sim.target=tests.test_render:BrokenScreen", "num_episodes=1"], "cannot be drawn on this machine (RuntimeError: no driver)"),
         (["sim.target=tests.test_render:DyingDriver", "num_episodes=1"], "Filming failed: simulator worker 0 died (killed by SIGSEGV)"),

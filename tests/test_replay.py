@@ -200,12 +200,12 @@ def test_mistakes_are_one_line(key_door: Path, tmp_path: Path, capsys: pytest.Ca
     named = rewritten(key_door, tmp_path / "named", lambda episode: dataclasses.replace(episode, state=None))
     for argv, message in (
         ([f"recording={tmp_path / 'keydoor'}"], "There is no recording"),
-        ([f"recording={bare}"], "does not say in which simulator it was recorded (task 'KeyDoor'). Name it: sim="),
+        ([f"recording={bare}"], "does not name its simulator (task 'KeyDoor'). Give it, for example sim="),
         ([f"recording={named}", "by=state"], "was recorded without states"),
         ([f"recording={key_door}", "sim=pendulum"], "are not those of task 'Pendulum-v1'"),
         ([f"recording={key_door}", "by=seed"], "by=seed is not a choice"),
-        ([f"recording={key_door}", "output=x"], "output goes with render=true"),
-        ([f"recording={key_door}", "render=true", f"output={key_door}"], "holds a recording already"),
+        ([f"recording={key_door}", "output=x"], "output needs render=true"),
+        ([f"recording={key_door}", "render=true", f"output={key_door}"], "already has a recording"),
         ([f"recording={key_door}", "num_episodes=0"], "num_episodes must be between 1 and"),
         ([f"recording={key_door}", "tolerance=-1"], "tolerance must be between 0 and"),
     ):

@@ -222,12 +222,12 @@ def test_a_real_run_ends_with_its_report(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_task_that_cannot_be_filmed_is_trained_all_the_same(tmp_path: Path, enabled: str, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["sim=custom", "sim.target=tests.sim.toy:NoOpSim", "sim.max_episode_steps=8", f"video.enabled={enabled}"]
     if enabled == "yes":
-        with pytest.raises(UserError, match="Task 'no-op' offers no pictures"):
+        with pytest.raises(UserError, match="Task 'no-op' has no pictures"):
             train_shortly(tmp_path / "run", *overrides)
     else:
         train_shortly(tmp_path / "run", *overrides)
     text = capsys.readouterr().out
-    assert "  no video    Task 'no-op' offers no pictures" in text
+    assert "  no video    Task 'no-op' has no pictures" in text
     assert "more videos" not in text
     assert json.loads((tmp_path / "run/results.json").read_text(encoding="utf-8"))["length_mean"] == 8
     assert (tmp_path / "run/report.html").is_file()

@@ -42,11 +42,11 @@ def test_what_is_searched_is_told_from_what_stays() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["experiment=cartpole"], "Nothing is searched"),
-        (["algorithm.gamma=interval(0.9"], "'algorithm.gamma' is searched in 'interval(0.9', which cannot be read"),
-        (["algorithm.gamma=interval(0.9,0.8)"], "'algorithm.gamma' cannot be searched so"),
+        (["experiment=cartpole"], "No search space"),
+        (["algorithm.gamma=interval(0.9"], "'algorithm.gamma': the search space 'interval(0.9' cannot be read"),
+        (["algorithm.gamma=interval(0.9,0.8)"], "'algorithm.gamma': invalid search space"),
         (["algorithm.learning_rate=tag(log,interval(0,0.1))"], "above 0 with tag(log,…)"),
-        (["algorithm.num_epochs=range(3,3)"], "'algorithm.num_epochs' cannot be searched so"),
+        (["algorithm.num_epochs=range(3,3)"], "'algorithm.num_epochs': invalid search space"),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(words: list[str], message: str) -> None:

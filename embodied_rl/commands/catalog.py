@@ -36,14 +36,14 @@ _WITH = "With: "
 _WIDE = 140
 """Columns of a terminal with room for a command in each row."""
 
-_WORDS = """List what there is: names, tasks, a line about each, which packages it needs and whether they are installed. Without a kind:
-everything. `algorithms` also lists the advantages, losses and loss terms that a configuration can name, with their formulas, what each
-needs, and where it comes from.
+_WORDS = """List the entries of a kind with their tasks, descriptions and packages, and whether the packages are installed. Without a kind:
+list all kinds. `algorithms` also lists the advantages, losses and loss terms that a configuration can name, with their formulas, needs and
+sources.
 
-tasks: every task of a simulator, not only the configured ones (sim.task=NAME takes any of them). SIM is a name of the list.
+tasks: list all tasks of a simulator (sim.task=NAME selects one). SIM is a name from the list of simulators.
 
-check: play a simulator and prove what training relies on (determinism, seeds, snapshots, rows, ...); exit status 1 where something does not
-hold. SIM is a name of the list or package.module:Class."""
+check: play a simulator and test the properties that training needs (determinism, seeds, snapshots, rows, ...). The exit status is 1 if a
+test fails. SIM is a name from the list of simulators, or package.module:Class."""
 _EXAMPLES = ("maniskill_pushcube", "halfcheetah task=Ant-v5 steps=200", "custom target=my_package.my_module:MyEnv kwargs.gravity=1.6")
 
 
@@ -54,8 +54,8 @@ def usage() -> str:
     lines += ["       python -m embodied_rl.catalog check SIM [KEY=VALUE ...] [--json]"]
     for paragraph in _WORDS.split("\n\n"):
         lines += ["", *wrapped_lines(paragraph, width)]
-    keys = [("task=NAME kwargs.KEY=VALUE target=MODULE:CLASS", "as sim.KEY=VALUE of the training command")]
-    keys += [("num_envs=3 steps=100 seed=0", "environments in the process, length of the compared episodes, seed")]
+    keys = [("task=NAME kwargs.KEY=VALUE target=MODULE:CLASS", "the same as sim.KEY=VALUE of the training command")]
+    keys += [("num_envs=3 steps=100 seed=0", "number of environments, length of the compared episodes, and their seed")]
     examples = [f"  python -m embodied_rl.catalog check {words}" for words in _EXAMPLES]
     return "\n".join([*lines, "", *columns(keys, width), "", "examples:", *examples])
 
@@ -214,7 +214,7 @@ def print_entries(kind: str) -> None:
     table = Table(title=f"{kind} ({len(found)})", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
     # Eighty columns have no room for a command in each row; it is the same for all, and printed below.
     narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE
-    for column in ("name", *(("task",) if with_tasks and not narrow else ()), "what it is", "needs", *(() if narrow else ("command",))):
+    for column in ("name", *(("task",) if with_tasks and not narrow else ()), "description", "needs", *(() if narrow else ("command",))):
         table.add_column(column, overflow="fold", no_wrap=column == "name")
     for entry in found:
         needs = "" if entry.extra is None else f"{entry.extra} {'✓' if entry.installed else '✗ not installed'}"
@@ -225,7 +225,7 @@ def print_entries(kind: str) -> None:
     if narrow:
         print(f"Use one: python -m embodied_rl.train {KINDS[_ALSO.get(kind, kind)]}=NAME")
     if kind == "simulators":
-        print("Each has more tasks (sim.task=NAME): python -m embodied_rl.catalog tasks SIM lists them.")
+        print("To list all tasks of a simulator (sim.task=NAME): python -m embodied_rl.catalog tasks SIM")
     if kind == "algorithms":
         for table_name in METHODS:
             print_methods(table_name)
@@ -304,9 +304,9 @@ def _check(arguments: Sequence[str], as_json: bool) -> None:
     if config.target == "embodied_rl.sim.robots.maniskill:make" and config.task is not None:
         from embodied_rl.sim.robots.maniskill import batch_verdict
 
-        print(f"As a batch: {batch_verdict(config.task, config.kwargs)}", file=sys.stderr if as_json else sys.stdout)
+        print(f"In a batch: {batch_verdict(config.task, config.kwargs)}", file=sys.stderr if as_json else sys.stdout)
     if not report.ok:
-        fail(f"'{config.name}' does not hold: {', '.join(report.failed)}.", 1)
+        fail(f"'{config.name}' fails these tests: {', '.join(report.failed)}.", 1)
 
 
 def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
@@ -338,5 +338,5 @@ def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
         else:
             raise UserError(f"Argument '{key}' is not known.{did_you_mean(key, keys)}")
     if data["target"] == "???":
-        raise UserError(f"'{name}' needs a target, such as target=my_package.my_module:MyEnv.")
+        raise UserError(f"'{name}' needs a target, for example target=my_package.my_module:MyEnv.")
     return SimConfig.from_dict(data), numbers

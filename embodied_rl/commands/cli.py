@@ -147,7 +147,7 @@ def run_command(body: Callable[[], object]) -> None:
         fail(f"{brief(error.filename)}: {error.strerror}.", 2)
     except Exception as error:
         if isinstance(error, MemoryError) or _TORCH_HAS_NO_MEMORY in str(error):
-            fail(f"This machine has too little memory: {brief(error) or 'it gives no more'}. Make sizes, slots or batches smaller.", 1)
+            fail(f"This machine has too little memory: {brief(error) or 'an allocation failed'}. Use fewer slots or smaller batches.", 1)
         # A simulator's fault has the worker's own traceback, which ours would hide. If one was raised, its module is loaded.
         faults = sys.modules.get("embodied_rl.sim.faults")
         if faults is None or not isinstance(error, faults.SimFault):
@@ -187,7 +187,7 @@ def serve_until_stopped(close: Callable[[], object], message: str, new_token: st
         print(f"{for_what}:\nexport {TOKEN_VARIABLE}={new_token}")
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    print(f"{message}  (Ctrl-C ends it)", flush=True)
+    print(f"{message}  (Ctrl-C to stop)", flush=True)
     try:
         ended.wait()
     finally:
@@ -204,7 +204,7 @@ def expand_paths(text: str, what: str, example: str, keep: Callable[[str], bool]
         is_pattern = any(letter in word for letter in "*?[") and not Path(word).exists()
         found = [path for path in sorted(glob.glob(word)) if keep(path)] if is_pattern else [word]
         if not found:
-            raise UserError(f"No {what} matches '{word}'. Patterns are those of the shell: {example}.")
+            raise UserError(f"No {what} matches '{word}'. Patterns follow the shell, for example {example}.")
         paths += found
     return list(dict.fromkeys(paths))
 
@@ -239,7 +239,7 @@ class Written:
         if self.kind == "file" and path.is_dir():
             raise UserError(f"{name} must be a file, but {brief(text)} is a folder. Name a file in it: {name}={brief(path / 'NAME')}")
         if self.kind == "folder" and path.exists() and not path.is_dir():
-            raise UserError(f"{name} must be a folder, but {brief(text)} is a file. Name another place.")
+            raise UserError(f"{name} must be a folder, but {brief(text)} is a file. Choose another folder.")
 
 
 WrittenFile = Annotated[str, Written("file")]
@@ -276,10 +276,10 @@ class Argument:
 
 def server_arguments(port: int) -> tuple[Argument, ...]:
     """Arguments of every server; default port `port`."""
-    meaning = "none: ask for none; default: what EMBODIED_RL_TOKEN holds, or a new token, which is printed"
+    meaning = "none: no token is required; default: the value of EMBODIED_RL_TOKEN, or a new token, which is printed"
     return (
-        Argument("host", str, "address to listen on; one that other machines can reach needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
-        Argument("port", Port, "0 takes a free one", port),
+        Argument("host", str, "address to listen on; beyond this machine it needs a token in EMBODIED_RL_TOKEN", "127.0.0.1"),
+        Argument("port", Port, "port to listen on; 0: any free port", port),
         Argument("token", str, meaning, None, ("none",)),
     )
 
@@ -334,7 +334,7 @@ class Command:
             if not equals:
                 raise UserError(f"Argument '{word}' is not of the form key=value. {self._keys()} See --help.")
             if given.setdefault(key, text) != text:
-                raise UserError(f"{shown(key)} is given twice: {shown(given[key])} and {shown(text)}. Leave one out.")
+                raise UserError(f"{shown(key)} is given twice: {shown(given[key])} and {shown(text)}. Remove one.")
             if any(key.startswith(prefix) and key != prefix for prefix in self.prefixes or {}):
                 further[key] = _yaml_value(key, text)
             elif key in known:

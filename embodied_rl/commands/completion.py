@@ -37,7 +37,7 @@ def script(shell: str) -> str:
     """Completion script of a shell. Raises UserError for an unsupported shell."""
     if shell not in SCRIPTS:
         typed = 'Type: eval "$(embodied-rl completion bash)"'
-        raise UserError(f"embodied-rl completion {shell}: there is none for that shell.{did_you_mean(shell, SCRIPTS)} {typed}")
+        raise UserError(f"embodied-rl completion {shell}: this shell is not supported.{did_you_mean(shell, SCRIPTS)} {typed}")
     return SCRIPTS[shell]
 
 

@@ -38,10 +38,10 @@ PROBE_TIMEOUT_S = 120.0
 
 COMMAND = Command(
     name="doctor",
-    summary="Say what this machine can run, what is missing, and the command that brings it.",
+    summary="Check what this machine can run, what is missing, and how to install it.",
     arguments=(
         Argument("json", bool, "print the report as JSON (--json does too)", False),
-        Argument("export", bool, "print only what other programs need to draw here, as lines for a shell's eval", False),
+        Argument("export", bool, "print only the environment variables that rendering needs here, for a shell's eval", False),
     ),
     examples=("", "json=true", "export=true"),
 )
@@ -155,7 +155,7 @@ def print_report(checks: Sequence[Check]) -> None:
     print_tables(table)
     wanting = [check for check in checks if check.fix]
     if wanting:
-        print("What is missing, and what brings it:")
+        print("Missing, and how to install it:")
         for check in wanting:
             # A command stays on one line for copying.
             print(f"  {check.name}: {check.fix}")
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in exports().items()))
         return 0
-    with progress_bar("trying what this machine can do", len(PROBES)) as advance:
+    with progress_bar("checking this machine", len(PROBES)) as advance:
         checks = examine(on_probe=lambda name: advance(1, name))
     if values["json"]:
         print(json.dumps({"can_train": can_train(checks), "checks": [asdict(check) for check in checks]}, indent=2))

@@ -24,59 +24,59 @@ from embodied_rl.errors import UserError, require_known
 from embodied_rl.progress import progress_bar
 
 FORMAT_NAMES = ("lerobot", "maniskill", "minari", "native", "robomimic")
-_PATH = Argument("path", str, "a recording: our own folder, or ManiSkill's, LeRobot's, robomimic's, LIBERO's or Minari's")
+_PATH = Argument("path", str, "recording: a native folder, or a recording of ManiSkill, LeRobot, robomimic, LIBERO or Minari")
 _VIDEO = Argument(
-    "video", str, "how pictures are stored (native, lerobot); raw is only for native, mp4 of lerobot is not exact", "mp4", VIDEO_FORMATS
+    "video", str, "storage of pictures (formats native and lerobot); raw: only native; mp4: not exact in lerobot", "mp4", VIDEO_FORMATS
 )
 _SPLIT_NAMES = {2: ("train", "test"), 3: ("train", "val", "test")}
 
 INFO = Command(
     name="episodes info",
-    summary="Say what a recording holds: task, simulator, policy, episodes, success, fields, and what its format does not say.",
+    summary="Describe a recording: task, simulator, policy, episodes, success, fields, and facts that its format lacks.",
     arguments=(Argument("json", bool, "print JSON instead of text", False),),
     examples=("recordings/pickcube",),
     paths=(_PATH,),
 )
 VALIDATE = Command(
     name="episodes validate",
-    summary="Read every episode and compare it with what the recording says about itself; exit status 1 where something is wrong.",
-    arguments=(Argument("pictures", bool, "decode every picture too, which takes most of the time", True),),
+    summary="Read every episode and compare it with the recording's metadata. The exit status is 1 if something is wrong.",
+    arguments=(Argument("pictures", bool, "also decode every picture (slow)", True),),
     examples=("recordings/pickcube", "trajectory.h5 pictures=false"),
     paths=(_PATH,),
 )
 CONVERT = Command(
     name="episodes convert",
-    summary="Write a recording in another format, and say of every field what became of it.",
+    summary="Convert a recording to another format, and report what happened to each field.",
     arguments=(
-        Argument("output", WrittenFolder, "a new folder"),
-        Argument("format", str, "of the output", choices=FORMAT_NAMES),
+        Argument("output", WrittenFolder, "new folder"),
+        Argument("format", str, "format of the output", choices=FORMAT_NAMES),
         _VIDEO,
-        Argument("json", bool, "print the fields' fates as JSON", False),
+        Argument("json", bool, "print the report on the fields as JSON", False),
     ),
     examples=("recordings/pickcube output=exports/pickcube format=lerobot", "demos/trajectory.h5 output=recordings/demos format=native"),
     paths=(_PATH,),
 )
 MERGE = Command(
     name="episodes merge",
-    summary="Put the episodes of several recordings into one; an episode of the same seed, policy and task counts once.",
+    summary="Merge several recordings. Episodes with the same seed, policy and task are kept once.",
     arguments=(
-        Argument("output", WrittenFolder, "a new folder, in our own format"),
-        Argument("ignore_sim", bool, "merge recordings of differently configured simulators too; the result cannot be replayed", False),
+        Argument("output", WrittenFolder, "new folder, in the native format"),
+        Argument("ignore_sim", bool, "also merge recordings with different simulator configurations; the result cannot be replayed", False),
         _VIDEO,
     ),
     examples=("recordings/day1 recordings/day2 output=recordings/both",),
-    paths=(Argument("path", str, "two recordings or more, of the same observations and actions"),),
+    paths=(Argument("path", str, "two or more recordings with the same observations and actions"),),
     many_paths=True,
 )
 SPLIT = Command(
     name="episodes split",
-    summary="Divide a recording into several, each a folder below output; episodes of the same seed and task stay together.",
+    summary="Split a recording into several folders below output. Episodes with the same seed and task stay together.",
     arguments=(
-        Argument("output", WrittenFolder, "a new folder"),
-        Argument("fractions", str, "shares such as 0.9,0.1 or 0.8,0.1,0.1, drawn at random", None),
-        Argument("names", str, "of the folders; default: train,test or train,val,test", None),
-        Argument("by", str, "divide by success (at any step) or by task instead", None, choices=("success", "task")),
-        Argument("seed", Seed, "of the draw", 0),
+        Argument("output", WrittenFolder, "new folder"),
+        Argument("fractions", str, "fractions for a random split, such as 0.9,0.1 or 0.8,0.1,0.1", None),
+        Argument("names", str, "names of the folders; default: train,test or train,val,test", None),
+        Argument("by", str, "split by success (at any step) or by task instead", None, choices=("success", "task")),
+        Argument("seed", Seed, "seed of the random split", 0),
         _VIDEO,
     ),
     examples=("recordings/pickcube output=recordings/parts fractions=0.9,0.1", "recordings/pickcube output=recordings/outcomes by=success"),
@@ -89,7 +89,7 @@ def usage() -> str:
     """The text of ``--help`` without a subcommand."""
     lines = [f"usage: python -m embodied_rl.episodes {{{'|'.join(COMMANDS)}}} PATH key=value …", ""]
     lines += columns([(name, command.summary) for name, command in COMMANDS.items()], terminal_width())
-    return "\n".join([*lines, "", "python -m embodied_rl.episodes convert --help explains one of them."])
+    return "\n".join([*lines, "", "Options of a command: python -m embodied_rl.episodes convert --help"])
 
 
 @as_command
@@ -160,7 +160,7 @@ def _info(values: dict[str, Any]) -> None:
     width = max(len(name) for name, _ in rows)
     print(f"{data['path']} ({data['format']})")
     print(*(f"  {name:<{width}}  {text}" for name, text in rows), sep="\n")
-    _print_notes("What the files do not say:", data["notes"])
+    _print_notes("Not in the files:", data["notes"])
 
 
 def _info_rows(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -237,7 +237,7 @@ def convert(source: Recording, output: Path, format_name: str, video: str = "mp4
 
 def _native_notes(source: Recording, video: str) -> tuple[FieldNote, ...]:
     images = source.episode(0).images if len(source) and video == "mp4" else {}
-    return tuple(FieldNote(f"images.{name}", "changed", "as H.264, which is not exact (video=png is)") for name in images)
+    return tuple(FieldNote(f"images.{name}", "changed", "stored as H.264, which is not exact (video=png is)") for name in images)
 
 
 def _write_native(
@@ -283,8 +283,8 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
                 if not ignore_sim:
                     ours, theirs = (f"{recording.info.sim.get(key)!r:.100}" for recording in (first, other))
                     raise RecordingError(
-                        f"sim.{key} is {ours} in '{first.path}' and {theirs} in '{other.path}': episodes of the one are not replayed in "
-                        "the other. ignore_sim=true merges them without a simulator's configuration."
+                        f"sim.{key} is {ours} in '{first.path}' and {theirs} in '{other.path}': an episode of one cannot be replayed in "
+                        "the other. ignore_sim=true merges them without the simulator's configuration."
                     )
     metadata = {**first.info.metadata, "merged": [str(source.path) for source in sources]}
     info = dataclasses.replace(first.info, metadata=metadata, sim=first.info.sim if same else {})
@@ -326,14 +326,14 @@ def _convert(values: dict[str, Any]) -> None:
     output = Path(values["output"])
     with open_recording(values["path"]) as source:
         if values["video"] == "raw" and values["format"] != "native":
-            raise UserError("video=raw is for format=native; lerobot stores pictures as mp4 or png, the others always exactly.")
+            raise UserError("video=raw needs format=native; lerobot stores pictures as mp4 or png, other formats always exactly.")
         read, written = source.notes, convert(source, output, values["format"], values["video"])
         count = len(source)
     if values["json"]:
         print(json.dumps({"episodes": count, "read": [vars(note) for note in read], "written": [vars(note) for note in written]}, indent=1))
         return
-    _print_notes(f"What '{values['path']}' does not say:", [vars(note) for note in read])
-    _print_notes(f"What became of each field in {values['format']}:", [vars(note) for note in written])
+    _print_notes(f"Not in '{values['path']}':", [vars(note) for note in read])
+    _print_notes(f"Fields in {values['format']}:", [vars(note) for note in written])
     if not written:
         print("Every field is kept.")
     print(f"{count:,} episodes: {output}")
@@ -351,11 +351,11 @@ def _print_notes(title: str, notes: Sequence[Mapping[str, str]]) -> None:
 def _merge(values: dict[str, Any]) -> None:
     paths = values["path"]
     if len(paths) < 2:
-        raise UserError("merge takes two recordings or more: python -m embodied_rl.episodes merge A B output=C.")
+        raise UserError("merge needs two or more recordings: python -m embodied_rl.episodes merge A B output=C.")
     with ExitStack() as stack:
         sources = [stack.enter_context(open_recording(path)) for path in paths]
         written, skipped = merge(sources, Path(values["output"]), values["ignore_sim"], values["video"])
-    print(f"{written:,} episodes, {skipped:,} left out that were there already: {values['output']}")
+    print(f"{written:,} episodes, {skipped:,} duplicates left out: {values['output']}")
 
 
 def _split(values: dict[str, Any]) -> None:
@@ -369,7 +369,7 @@ def _split(values: dict[str, Any]) -> None:
 def parts_of(recording: Recording, fractions: str | None, names: str | None, by: str | None, seed: int) -> dict[str, list[int]]:
     """{folder: numbers of its episodes} from the command's arguments. Raises UserError if they contradict each other."""
     if (fractions is None) == (by is None):
-        raise UserError("split takes either fractions=0.9,0.1 or by=success|task.")
+        raise UserError("split needs either fractions=0.9,0.1 or by=success|task.")
     if by is not None:
         labels = _labels(recording, by)
         found = {label: [number for number, other in enumerate(labels) if other == label] for label in sorted(set(labels))}
@@ -377,7 +377,7 @@ def parts_of(recording: Recording, fractions: str | None, names: str | None, by:
         shares = _fractions(str(fractions))
         folders = names.split(",") if names else _SPLIT_NAMES.get(len(shares), tuple(f"part_{index}" for index in range(len(shares))))
         if len(folders) != len(shares) or len(set(folders)) != len(folders) or any(Path(name).name != name for name in folders):
-            raise UserError(f"names={names} must be {len(shares)} different names of folders, separated by commas.")
+            raise UserError(f"names={names} must be {len(shares)} different folder names, separated by commas.")
         found = dict(zip(folders, split_numbers(recording, shares, seed), strict=True))
     if empty := [name for name, numbers in found.items() if not numbers]:
         raise UserError(f"'{empty[0]}' would get none of the {len(recording)} episodes. Choose larger fractions.")
@@ -398,5 +398,5 @@ def _fractions(text: str) -> list[float]:
     except ValueError:
         shares = []
     if len(shares) < 2 or not all(share > 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
-        raise UserError(f"fractions={text} must be two numbers or more above 0 that add up to 1, separated by commas.")
+        raise UserError(f"fractions={text} must be two or more numbers above 0 with sum 1, separated by commas.")
     return shares

@@ -43,43 +43,47 @@ MAX_CHECKPOINTS = 64
 
 COMMAND = Command(
     name="evaluate",
-    summary="Play held-out seeds, which training never saw, with the policies of checkpoints, model folders or servers, and report success "
-    "and return.",
+    summary="Play held-out seeds with policies from checkpoints, model folders or servers, and report success and return.",
     arguments=(
         Argument(
-            "checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's; several: separated by commas, or a pattern", None
+            "checkpoint", str, "folder of a run (its last checkpoint) or of a checkpoint; several: separated by commas, or a pattern", None
         ),
-        Argument("against", str, "play the same seeds with this checkpoint too, or with 'random', and compare seed by seed", None),
-        Argument("domain", str, "of a run with several domains: which one to play", None),
-        Argument("num_episodes", Episodes, "episodes to play with each, one per seed; default: 100, or what the protocol says", None),
+        Argument("against", str, "also play the same seeds with this checkpoint, or with 'random', and compare seed by seed", None),
+        Argument("domain", str, "domain to play, if the run has several", None),
+        Argument("num_episodes", Episodes, "episodes per policy, one per seed; default: 100, or the protocol's number", None),
         Argument("seed", HeldOutSeed, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …", 0),
         Argument(
             "policy",
             str,
-            "with a checkpoint: checkpoint or random. Without: a kind (openvla, openvla_oft, pi0, language, …) whose folder policy.path or "
-            "policy.model names; openai: a server; or random",
+            "with a checkpoint: checkpoint or random. Without: random, openai (a server), or a kind of policy (openvla, openvla_oft, "
+            "pi0, language, …) with its folder in policy.path or policy.model",
             None,
         ),
-        Argument("sim", str, "the simulator; of a checkpoint another one with the same spaces, by default its own", None),
-        Argument("protocol", str, "how it is measured: libero, libero_published, maniskill_rl4vla, …", None),
-        Argument("temperature", Temperature, "of drawn action tokens; 0: the likeliest; default: the run's or the protocol's", None),
-        Argument("trust", str, "code that the checkpoints may name beside what is registered: package.module:Attribute, or a list", None),
-        Argument("experiment", str, "without a checkpoint: take simulator, policy and prompts from an experiment's configuration", None),
-        Argument("generation", str, "without a checkpoint: where a language model samples, tokens_torch or vllm", None),
+        Argument("sim", str, "simulator; with a checkpoint: one with the same spaces, default: the checkpoint's own", None),
+        Argument("protocol", str, "evaluation protocol: libero, libero_published, maniskill_rl4vla, …", None),
+        Argument(
+            "temperature",
+            Temperature,
+            "temperature of action tokens; 0: most likely; default: the run's or protocol's",
+            None,
+        ),
+        Argument("trust", str, "code that the checkpoints may name beside registered code: package.module:Attribute, or a list", None),
+        Argument("experiment", str, "without a checkpoint: experiment to take simulator, policy and prompts from", None),
+        Argument("generation", str, "without a checkpoint: sampling backend of a language model, tokens_torch or vllm", None),
         Argument(
             "output",
             WrittenFile,
-            "where to write JSON, with a CSV of all episodes of the same name beside it; default: evaluation.json in the run's folder, "
-            "or the next free comparison.json where several are played",
+            "JSON file to write, with a CSV file of all episodes beside it; default: evaluation.json in the run's folder, or for several "
+            "checkpoints the next free comparison.json",
             None,
         ),
     ),
     prefixes={
         "sim.": "change a value of the simulator's configuration, e.g. sim.num_slots=4",
-        "policy.": "without a checkpoint: a value of the policy's configuration, e.g. policy.path=checkpoints/openvla-7b",
-        "agent.": "without a checkpoint: a value of a language agent's, e.g. agent.answer=tag",
-        "openai.": "of policy=openai: base_url, model, api (chat or completions), api_key_env, timeout_s",
-        "hybrid.": "without a checkpoint: hybrid.device=cuda, say",
+        "policy.": "without a checkpoint: change a value of the policy's configuration, e.g. policy.path=checkpoints/openvla-7b",
+        "agent.": "without a checkpoint: change a value of a language agent's configuration, e.g. agent.answer=tag",
+        "openai.": "with policy=openai: base_url, model, api (chat or completions), api_key_env, timeout_s",
+        "hybrid.": "without a checkpoint: the device, e.g. hybrid.device=cuda",
     },
     examples=(
         "checkpoint=runs/maniskill_pushcube/20260101-120000-seed1",
@@ -295,7 +299,7 @@ def expand_checkpoints(text: str) -> list[str]:
     matches, or more than `MAX_CHECKPOINTS`."""
     paths = expand_paths(text, "checkpoint", "runs/fetch_reach/*, …/checkpoints/step_*")
     if not 1 <= len(paths) <= MAX_CHECKPOINTS:
-        raise UserError(f"checkpoint={text} names {len(paths)} checkpoints; between 1 and {MAX_CHECKPOINTS} can be played at once.")
+        raise UserError(f"checkpoint={text} names {len(paths)} checkpoints; one evaluation plays 1 to {MAX_CHECKPOINTS}.")
     return paths
 
 
@@ -331,7 +335,7 @@ def _check_of_checkpoint(values: Mapping[str, Any], overrides: Mapping[str, Any]
     own = [name for name in ("experiment", "generation") if values[name] is not None]
     own += [key for key in overrides if not key.startswith("sim.")]
     if own:
-        raise UserError(f"{own[0]}=… goes without checkpoint=…, which brings its own. Simulators can be changed: sim.KEY=VALUE.")
+        raise UserError(f"{own[0]}=… has no effect with checkpoint=…, which has its own. Only the simulator can be changed: sim.KEY=VALUE.")
 
 
 @dataclass(frozen=True)
@@ -410,7 +414,7 @@ def _tell(
     print_tables(*tables, *([] if by_task is None else [by_task]))
     if len(results) == 1 and (shares := results[0].answers):
         named = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
-        print(f"Of the answers: {named}")
+        print(f"Answers: {named}")
     write_atomic(path, json.dumps(document(), indent=1) + "\n")
     write_atomic(path.with_suffix(".csv"), output.episodes_csv(names, steps, results))
     seconds = sum(result.wall_clock_s for result in results)
@@ -468,7 +472,7 @@ def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: 
         raise UserError("Argument checkpoint=… is missing. Without one, name a simulator and a policy: sim=… policy=…. See --help.")
     for name in ("against", "domain"):
         if values[name] is not None:
-            raise UserError(f"{name}={values[name]} goes with checkpoint=…: what is compared, or chosen from, is a run.")
+            raise UserError(f"{name}={values[name]} needs checkpoint=….")
     known = [*group_names("policy"), "openai", "random"]
     if kind not in (None, *known) or (kind is None and experiment is None):
         given = "is missing" if kind is None else f"'{kind}' is not known"
@@ -497,7 +501,7 @@ def _server(overrides: Mapping[str, Any]) -> PlayerConfig:
     given = {key.removeprefix("openai."): value for key, value in overrides.items() if key.startswith("openai.")}
     missing = [f"openai.{name}=…" for name in ("base_url", "model") if name not in given]
     if missing:
-        raise UserError(f"policy=openai needs {' and '.join(missing)}: where the server is, with its version, and its name of the model.")
+        raise UserError(f"policy=openai needs {' and '.join(missing)}: the server's address, with its version, and its name of the model.")
     return build(PlayerConfig, {"share": 0.5, "backend": "openai", **given}, "openai")
 
 

@@ -83,7 +83,7 @@ def _source_with_names(thing: Callable[..., Any]) -> str:
         elif _is_plain(value):
             values[name] = f"{name} = {value!r}"
         else:
-            raise UserError(f"'{thing.__name__}' names {shown(name)}, a {type(value).__name__}, which cannot be sent along. {_FIX}")
+            raise UserError(f"'{thing.__name__}' uses {shown(name)}, a {type(value).__name__}, which no other process can get. {_FIX}")
 
     need(thing)
     parts = ["\n".join(["from __future__ import annotations", "", *imports.values()]), "\n".join(values.values()), *definitions.values()]
@@ -102,7 +102,7 @@ def _definition(thing: Callable[..., Any]) -> str:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == thing.__name__:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             return "".join(lines[first - 1 : node.end_lineno]).rstrip()
-    raise UserError(f"The source of '{thing.__name__}' is not known here. {_FIX}")
+    raise UserError(f"The source code of '{thing.__name__}' was not found. {_FIX}")
 
 
 def _code_of(member: object) -> CodeType | None:
@@ -186,7 +186,7 @@ class LoadedPolicy:
             sizes.add(size)
         if len(sizes) > 1:
             found = ", ".join("a single one" if size is None else f"{size} rows" for size in sorted(sizes, key=str))
-            raise UserError(f"The parts of an observation must be of the same batch, got {found}. Expected: {self.expects}.")
+            raise UserError(f"All parts of an observation must have the same batch size, got {found}. Expected: {self.expects}.")
         return parts, sizes.pop()
 
     def _part(self, key: str, value: object) -> tuple[np.ndarray, int | None]:
@@ -194,14 +194,14 @@ class LoadedPolicy:
         if not isinstance(part, TensorSpec):
             rows = list(value) if isinstance(value, list | tuple | np.ndarray) else [value]
             if part.kind == "text" and (wrong := [row for row in rows if not isinstance(row, str)]):
-                raise UserError(f"{shown(key)} must be a text, got {type(wrong[0]).__name__}. Expected: {self.expects}.")
+                raise UserError(f"{shown(key)} must be text, got {type(wrong[0]).__name__}. Expected: {self.expects}.")
             return np.fromiter(rows, object), None if rows and rows[0] is value else len(rows)
         array = np.asarray(value)
         single = array.shape == part.shape
         if not single and array.shape[1:] != part.shape:
             raise UserError(f"{shown(key)} must be {list(part.shape)} or [n, …], got {list(array.shape)}. Expected: {self.expects}.")
         if not np.can_cast(array.dtype, part.dtype, "same_kind"):
-            raise UserError(f"{shown(key)} must hold {part.dtype}, got {array.dtype}. Expected: {self.expects}.")
+            raise UserError(f"{shown(key)} must have dtype {part.dtype}, got {array.dtype}. Expected: {self.expects}.")
         array = np.ascontiguousarray(array, part.dtype)
         return (array[None], None) if single else (array, len(array))
 
@@ -235,7 +235,7 @@ class Run:
         """Content of results.json. Raises UserError if the run has not ended with an evaluation."""
         file = self.path / "results.json"
         if not file.is_file():
-            raise UserError(f"{brief(self.path)} holds no results.json yet: the run was not evaluated to its end. Go on with run.resume().")
+            raise UserError(f"{brief(self.path)} has no results.json: the final evaluation did not finish. Continue with run.resume().")
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return found
 

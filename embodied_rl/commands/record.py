@@ -39,29 +39,24 @@ COMMAND = Command(
     name="record",
     summary="Play seeds with a checkpoint's policy, a scripted expert or random actions, and write the episodes into a folder.",
     arguments=(
-        Argument("checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's; its policy acts, in its simulator", None),
-        Argument("sim", str, "the simulator; default: the checkpoint's own", None),
-        Argument("policy", str, "who acts; default: the checkpoint's policy, or the expert where there is no checkpoint", None, POLICIES),
-        Argument("expert", str, "package.module:Attribute of an expert of your own; default: the one that we have for the task", None),
-        Argument("sample", bool, "sample the checkpoint's actions, and keep their log-probabilities; false: its mode", False),
+        Argument("checkpoint", str, "folder of a run (its last checkpoint) or of a checkpoint, whose policy plays its simulator", None),
+        Argument("sim", str, "simulator; default: the checkpoint's own", None),
+        Argument("policy", str, "default: the checkpoint's policy; without a checkpoint the expert", None, POLICIES),
+        Argument("expert", str, "your own expert, package.module:Attribute; default: the built-in expert of the task", None),
+        Argument("sample", bool, "sample actions and record their log-probabilities; false: the most likely actions", False),
         Argument("num_episodes", Episodes, "episodes to record, one per seed", 100),
         Argument("seed", HeldOutSeed, "the seeds are seed, seed + 1, …", 0),
-        Argument("held_out", bool, "add 2**30 to the seeds, which training then never sees: those of evaluate and render", False),
-        Argument("only_success", bool, "keep only successful episodes, and go on until there are num_episodes of them", False),
-        Argument("max_seeds", Episodes, "with only_success: give up after so many seeds; default: 10 times num_episodes", None),
-        Argument("states", str, "the simulator's state beside the observations: none, physics, or snapshots:K (one every K steps)", "none"),
-        Argument("images", str, "a picture of every step for people: none, or the pixels of its longer side", "none"),
-        Argument(
-            "cameras",
-            str,
-            "of images=SIZE: the simulator's cameras, separated by commas; an unknown one lists them",
-            "default",
-        ),
-        Argument("video", str, "how pictures are stored; mp4 keeps those that a policy saw exactly", "mp4", VIDEO_FORMATS),
-        Argument("noise_seed", Seed, "of random and sampled actions", 0),
-        Argument("resume", bool, "go on with what is in output: seeds that are there are not played again", False),
-        Argument("output", WrittenFolder, "the recording's folder; default: the next free recordings/SIM-POLICY", None),
-        Argument("trust", str, "code that the checkpoint may name beside what is registered: package.module:Attribute, or a list", None),
+        Argument("held_out", bool, "add 2**30 to the seeds: the held-out seeds of evaluate and render, which training never uses", False),
+        Argument("only_success", bool, "keep only successful episodes, and play until there are num_episodes of them", False),
+        Argument("max_seeds", Episodes, "with only_success: stop after this many seeds; default: 10 times num_episodes", None),
+        Argument("states", str, "simulator state to record: none, physics, or snapshots:K (one every K steps)", "none"),
+        Argument("images", str, "a picture of every step, for viewing: none, or the longer side in pixels", "none"),
+        Argument("cameras", str, "cameras for images=SIZE, separated by commas; an unknown name lists the cameras", "default"),
+        Argument("video", str, "storage of pictures; mp4 keeps the policy's own observations exact", "mp4", VIDEO_FORMATS),
+        Argument("noise_seed", Seed, "seed of random and sampled actions", 0),
+        Argument("resume", bool, "continue the recording in output: recorded seeds are not played again", False),
+        Argument("output", WrittenFolder, "folder of the recording; default: the next free recordings/SIM-POLICY", None),
+        Argument("trust", str, "code that the checkpoint may name beside registered code: package.module:Attribute, or a list", None),
     ),
     prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.kwargs.control_mode=pd_ee_delta_pos"},
     examples=(
@@ -89,17 +84,17 @@ class Showing:
         kind, _, number = states.partition(":")
         if kind == "snapshots":
             if not number.isdigit() or int(number) < 1:
-                raise UserError(f"states={states} must say after how many steps a snapshot is taken: states=snapshots:10, say.")
+                raise UserError(f"states={states} needs the number of steps between snapshots, for example states=snapshots:10.")
             every = int(number)
         elif states not in ("none", "physics"):
             raise UserError(f"states={states} is not a choice. Known: none, physics, snapshots:K.")
         if images != "none" and not (images.isdigit() and 16 <= int(images) <= 2048):
-            raise UserError(f"images={images} must be none, or the pixels of a picture's longer side, between 16 and 2048.")
+            raise UserError(f"images={images} must be none, or the longer side of a picture in pixels, between 16 and 2048.")
         names = tuple(name.strip() for name in cameras.split(","))
         if not all(names) or len(set(names)) < len(names):
             raise UserError(f"cameras={cameras} must be different names separated by commas.")
         if names != ("default",) and images == "none":
-            raise UserError(f"cameras={cameras} needs images=SIZE: the pixels of their pictures' longer side.")
+            raise UserError(f"cameras={cameras} needs images=SIZE, the longer side of their pictures in pixels.")
         return Showing(states == "physics", every, None if images == "none" else int(images), () if names == ("default",) else names)
 
 
@@ -197,11 +192,11 @@ def _player(
         return ExpertPlayer(), {"kind": "expert", "target": expert}
     if policy == "random":
         if spec.action.kind == "text":
-            raise UserError(f"Task '{spec.task}' is answered in text, and there is no random text. Give an expert: expert=….")
+            raise UserError(f"Task '{spec.task}' needs text answers, which cannot be random. Give an expert: expert=….")
         return GeneratorPlayer(RandomGenerator(spec), spec.action, draws=True), {"kind": "random", "noise_seed": noise_seed}
     assert checkpoint is not None, "a policy comes from a checkpoint"
     if checkpoint.config.policy.name == "language":
-        raise UserError("record writes vectors and choices; policy.name='language' answers in tokens. Use evaluate or render.")
+        raise UserError("record cannot store the tokens of policy.name='language'. Use evaluate or render.")
     module = make_policy(checkpoint, spec, same_task=is_own_task(checkpoint, sim))
     layout = module.action_layout if module.translates else None
     version = int(checkpoint.state.get("iteration", 0))
@@ -276,13 +271,13 @@ def main(argv: Sequence[str]) -> None:
 def _policy_of(values: Mapping[str, Any]) -> str:
     """Kind of player. Raises UserError for an invalid combination."""
     if values["checkpoint"] is None and values["sim"] is None:
-        raise UserError("Give checkpoint=… (its policy plays its simulator) or sim=… (an expert or random actions play). See --help.")
+        raise UserError("Give checkpoint=… (its policy plays its simulator) or sim=… (an expert or random actions play it). See --help.")
     policy = values["policy"] or ("expert" if values["expert"] is not None or values["checkpoint"] is None else "checkpoint")
     if policy == "checkpoint" and values["checkpoint"] is None:
-        raise UserError("policy=checkpoint needs checkpoint=…: a run's folder, or one of its checkpoints.")
+        raise UserError("policy=checkpoint needs checkpoint=…: the folder of a run or of a checkpoint.")
     for name, needed in (("expert", "expert"), ("sample", "checkpoint")):
         if values[name] and policy != needed:
-            raise UserError(f"{name}={str(values[name]).lower()} goes with policy={needed}, not with policy={policy}.")
+            raise UserError(f"{name}={str(values[name]).lower()} needs policy={needed}, got policy={policy}.")
     return policy
 
 
@@ -290,11 +285,11 @@ def _check(values: Mapping[str, Any]) -> None:
     """Raise UserError for contradictory arguments."""
     if values["max_seeds"] is not None:
         if not values["only_success"]:
-            raise UserError("max_seeds goes with only_success=true: otherwise as many seeds are played as episodes recorded.")
+            raise UserError("max_seeds needs only_success=true. Otherwise each seed gives one recorded episode.")
         if values["max_seeds"] < values["num_episodes"]:
             raise UserError(f"max_seeds must be at least num_episodes ({values['num_episodes']}), got {values['max_seeds']}.")
     if values["resume"] and values["output"] is None:
-        raise UserError("resume=true needs output=…: the folder of the recording to go on with.")
+        raise UserError("resume=true needs output=…: the folder of the recording to continue.")
 
 
 def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Checkpoint | None, SimConfig]:
@@ -314,7 +309,7 @@ def _folder(values: Mapping[str, Any], sim: SimConfig, policy: str) -> Path:
         return next_free(Path("recordings") / f"{sim.name}-{policy}")
     folder = Path(values["output"])
     if (folder / RECORDING_FILE).exists() and not values["resume"]:
-        raise UserError(f"'{folder}' holds a recording already. Go on with it (resume=true), or choose another output=….")
+        raise UserError(f"'{folder}' already has a recording. Continue it with resume=true, or choose another output=….")
     return folder
 
 
@@ -332,9 +327,9 @@ def _tell(recorded: Recorded, plan: RecordingPlan) -> None:
     )
     if result.missing:
         fail(
-            f"The simulator failed {plan.max_retries + 1} times in {len(result.missing)} episodes, which are not recorded: seeds "
+            f"The simulator failed {plan.max_retries + 1} times in {len(result.missing)} episodes, which were not recorded: seeds "
             f"{list(result.missing)}. resume=true tries them again.",
             1,
         )
     if not result.complete:
-        fail(f"Only {result.num_recorded} of {plan.seed_limit} seeds succeeded. Raise max_seeds, with resume=true.", 1)
+        fail(f"Only {result.num_recorded} of {plan.seed_limit} seeds succeeded. Increase max_seeds, and add resume=true.", 1)

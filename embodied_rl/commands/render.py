@@ -50,36 +50,36 @@ _MAX_SLOTS = 4
 
 COMMAND = Command(
     name="render",
-    summary="Film policies on held-out seeds, or show recorded episodes: one mp4 and one GIF with all of them side by side.",
+    summary="Film policies on held-out seeds, or show recorded episodes, side by side in one mp4 and one GIF.",
     arguments=(
-        Argument("checkpoint", str, "a run's folder (its last checkpoint), or a checkpoint's", None),
-        Argument("domain", str, "of a run with several domains: which one to film", None),
-        Argument("against", str, "film the same seeds with this checkpoint too, or with 'random', in a row below", None),
-        Argument("recording", str, "show recorded episodes instead; those without pictures are replayed in the simulator", None),
-        Argument("tokenizer", str, "of a folder of captured sessions (serve_agent): the folder of the model that was served", None),
+        Argument("checkpoint", str, "folder of a run (its last checkpoint) or of a checkpoint", None),
+        Argument("domain", str, "domain to film, if the run has several", None),
+        Argument("against", str, "also film the same seeds with this checkpoint, or with 'random', in a row below", None),
+        Argument("recording", str, "show recorded episodes instead; episodes without pictures are replayed in the simulator", None),
+        Argument("tokenizer", str, "folder of the served model, for captured sessions of serve_agent", None),
         Argument("num_episodes", ShownEpisodes, "episodes to show", 4),
-        Argument("select", str, "which: first, best, worst or random, of those that are played or recorded; best:9 shows nine", "first"),
+        Argument("select", str, "episodes to show: first, best, worst or random; best:9 shows nine", "first"),
+        Argument("among", PlayedEpisodes, "episodes to select from; default: four times the number shown, or the whole recording", None),
+        Argument("seed", HeldOutSeed, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; also the seed of select=random", 0),
         Argument(
-            "among", PlayedEpisodes, "episodes to select from; default: four times those that are shown, or the whole recording", None
+            "cameras", str, "cameras of the simulator or the recording, separated by commas; an unknown name lists the cameras", "default"
         ),
-        Argument("seed", HeldOutSeed, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; also what select=random draws from", 0),
-        Argument("cameras", str, "the simulator's cameras, or those recorded, separated by commas; an unknown one lists them", "default"),
         Argument(
             "overlay",
             str,
-            "what is drawn into the pictures: task, instruction, step, reward, value, actions, answer, success; default, all or none",
+            "text in the pictures: task, instruction, step, reward, value, actions, answer, success; default, all or none",
             "default",
         ),
         Argument("output", WrittenFolder, "folder to write to; default: videos in the run's folder, or beside the recording", None),
-        Argument("size", PictureSize, "pixels a side of each picture", 384),
-        Argument("fps", FilmRate, "pictures a second, one for each control step; episodes shorter than two seconds are played slower", 20),
+        Argument("size", PictureSize, "side of each picture in pixels", 384),
+        Argument("fps", FilmRate, "pictures per second, one per control step; short episodes (< 2 s) are played slower", 20),
         Argument("format", str, "mp4, gif or both, separated by a comma", "mp4,gif"),
-        Argument("log", str, "also put the video into the run's logs: tensorboard, wandb or both", None),
+        Argument("log", str, "also add the video to the run's logs: tensorboard, wandb or both", None),
         Argument(
             "policy", str, "the checkpoint's policy, or random actions for comparison", "checkpoint", choices=("checkpoint", "random")
         ),
-        Argument("sim", str, "another simulator with the same spaces; default: the checkpoint's own", None),
-        Argument("trust", str, "code that the file may name beside what is registered: package.module:Attribute, or a list", None),
+        Argument("sim", str, "simulator with the same spaces; default: the checkpoint's own", None),
+        Argument("trust", str, "code that the file may name beside registered code: package.module:Attribute, or a list", None),
     ),
     prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.kwargs.camera_name=track"},
     examples=(
@@ -146,8 +146,8 @@ def film_players(
     except SimFault as error:
         # A graphics driver may end a process without an exception.
         raise UserError(
-            f"Filming failed: simulator worker {error.worker} {error.kind.value} ({_cause(error)}). "
-            "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
+            f"Filming failed: simulator worker {error.worker} {error.kind.value} ({_cause(error)}). `python -m embodied_rl.doctor` tests "
+            "each renderer and names the packages to install."
         ) from error
     base = output / _name(players, spec, film)
     paths = write_videos(_pictures(rows, spec, film, film.cameras), base, film)
@@ -175,7 +175,7 @@ def _play(players: Sequence[tuple[Checkpoint, str]], sim: SimConfig, film: Film)
         config, EpisodeSeeds.held_out(film.seed), num_slots=min(len(seeds), _MAX_SLOTS), autoreset=False
     ) as manager:
         if not manager.spec.can_render:
-            raise UserError(f"Task '{manager.spec.task}' offers no pictures (no render mode 'rgb_array'), so it cannot be filmed.")
+            raise UserError(f"Task '{manager.spec.task}' has no pictures (no render mode 'rgb_array'), so it cannot be filmed.")
         actors = [_actor(checkpoint, policy, sim, manager, film) for checkpoint, policy in players]
         shown = [_film_one(manager, *actors[0], seeds, film, selection)]
         chosen = [episode.seed for episode in shown[0]]
@@ -266,7 +266,7 @@ def film_recording(
     Raises UserError: there is no episode; a replay is needed but impossible; the files cannot be written.
     """
     if len(recording) == 0:
-        raise UserError(f"'{recording.path}' holds no episode.")
+        raise UserError(f"'{recording.path}' has no episodes.")
     selection = film.selection(len(recording))
     numbers = selection.positions(film.seed) if selection.is_known_before else selection.ranked(summaries(recording)[: selection.among])
     known = recorded_cameras(recording.episode(numbers[0]))
@@ -310,9 +310,7 @@ def _replayed(recording: Recording, numbers: Sequence[int], film: Film, stride: 
                 different += not replay.success_matches
                 advance(1)
     if different and film.show_progress:
-        print(
-            f"{different} of {len(numbers)} episodes came out otherwise than they were recorded: see embodied_rl.replay.", file=sys.stderr
-        )
+        print(f"{different} of {len(numbers)} episodes differ from the recording when replayed: see embodied_rl.replay.", file=sys.stderr)
     return [sink.filmed for sink in sinks]
 
 
@@ -342,7 +340,7 @@ def log_videos(checkpoint: Checkpoint, paths: Sequence[Path], names: Sequence[st
 
 def _cause(fault: SimFault) -> str:
     """Most informative line: of a traceback the last, else the first (the signal, or the elapsed time)."""
-    lines = fault.detail.strip().splitlines() or ["nothing more is known"]
+    lines = fault.detail.strip().splitlines() or ["no details"]
     return lines[-1 if fault.kind.name == "RAISED" else 0].strip().rstrip(".")
 
 
@@ -372,7 +370,7 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
     from embodied_rl.commands.evaluate import choose_sim, load_to_play
 
     if values["checkpoint"] is None:
-        raise UserError("Nothing to film: give checkpoint=… (a run's folder, say) or recording=…. See --help.")
+        raise UserError("Nothing to film: give checkpoint=… (for example the folder of a run) or recording=…. See --help.")
     logs = _words(values["log"] or "")
     for word in logs:
         require_known(word, LOGGERS, f"log={values['log']}: '{word}' is not a choice.")
@@ -396,7 +394,7 @@ def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], fil
 
     for name in ("checkpoint", "against", "log"):
         if values[name] is not None:
-            raise UserError(f"recording= and {name}= do not go together: recorded episodes are shown as they are.")
+            raise UserError(f"{name}= cannot be used with recording=, which shows the recorded episodes unchanged.")
     folder = Path(values["recording"])
     if is_captured(folder):
         output = Path(values["output"]) if values["output"] else folder.resolve().parent / "videos"

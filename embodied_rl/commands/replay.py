@@ -41,25 +41,25 @@ _SHOWN = 10
 
 COMMAND = Command(
     name="replay",
-    summary="Play recorded episodes again in their simulator, compare every observation, and check that success comes out the same.",
+    summary="Play recorded episodes again in their simulator, compare every observation, and check that success is the same.",
     arguments=(
-        Argument("recording", str, "the recording: a folder of ours, or a file of another format"),
+        Argument("recording", str, "recording: a native folder, or a file of another format"),
         Argument(
             "by",
             str,
-            "action: from the seed, by the actions; state: from state to state, where these were recorded",
+            "action: start at the seed and play the actions. state: restore each recorded state and play one action",
             "action",
             ("action", "state"),
         ),
-        Argument("num_episodes", Episodes, "replay the first so many; default: all", None),
-        Argument("tolerance", Coefficient, "also fail where an observation differs by more; default: only success decides", None),
-        Argument("render", bool, "draw a picture of every step, and write the episodes with them into output", False),
-        Argument("size", PictureSize, "pixels of a picture's longer side", 256),
-        Argument("video", str, "how pictures are stored", "mp4", VIDEO_FORMATS),
-        Argument("sim", str, "the simulator; default: the recording's own", None),
-        Argument("trust", str, "code that the recording may name beside what is registered: package.module:Attribute, or a list", None),
-        Argument("report", WrittenFile, "where to write the report as JSON; default: replay-BY.json in the recording's folder", None),
-        Argument("output", WrittenFolder, "with render: folder of the new recording; default: the recording's name with -rendered", None),
+        Argument("num_episodes", Episodes, "number of episodes to replay, from the first; default: all", None),
+        Argument("tolerance", Coefficient, "also fail if an observation differs by more; default: only success decides", None),
+        Argument("render", bool, "render a picture of every step, and write the episodes with pictures into output", False),
+        Argument("size", PictureSize, "longer side of a picture in pixels", 256),
+        Argument("video", str, "storage of pictures", "mp4", VIDEO_FORMATS),
+        Argument("sim", str, "simulator; default: the recording's own", None),
+        Argument("trust", str, "code that the recording may name beside registered code: package.module:Attribute, or a list", None),
+        Argument("report", WrittenFile, "JSON file for the report; default: replay-BY.json in the recording's folder", None),
+        Argument("output", WrittenFolder, "with render=true: the new recording; default: the recording's name with -rendered", None),
     ),
     prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.num_slots=4"},
     examples=(
@@ -115,10 +115,10 @@ def replay(
     started = time.perf_counter()
     wanted = sim_of(recording) if sim is None else sim
     if is_program(wanted):
-        raise UserError(f"'{recording.path}' holds dialogues of an agent program, which is no simulator that could be reset to a seed.")
+        raise UserError(f"'{recording.path}' has dialogues of an agent program, which cannot be reset to a seed and replayed.")
     count = len(recording) if num_episodes is None else min(num_episodes, len(recording))
     if count == 0:
-        raise UserError(f"'{recording.path}' holds no episode.")
+        raise UserError(f"'{recording.path}' has no episodes.")
     # Checked before any simulator is started; the first episode represents all, and each is checked again in its turn.
     physics = by == "state" and recording.episode(0).state is not None
     shown = instrumented(wanted, physics=physics, image_size=image_size)
@@ -154,8 +154,7 @@ def sim_of(recording: Recording, trust: Sequence[str] = (), replaced: Sequence[s
     """
     if not recording.info.sim:
         raise UserError(
-            f"'{recording.path}' does not say in which simulator it was recorded (task '{recording.spec.task}'). "
-            "Name it: sim=maniskill_pushcube, say."
+            f"'{recording.path}' does not name its simulator (task '{recording.spec.task}'). Give it, for example sim=maniskill_pushcube."
         )
     info = recording.info
     named, signature = {"sim": info.sim}, info.signature
@@ -244,7 +243,7 @@ def tables(report: ReplayReport) -> list[Table]:
     worst = sorted((episode for episode in report.episodes if not episode.is_exact), key=lambda e: (e.success_matches, -e.max_drift))
     if not worst:
         return [parts]
-    title = f"Farthest off{f' ({_SHOWN} of {len(worst)})' if len(worst) > _SHOWN else ''}"
+    title = f"Largest differences{f' ({_SHOWN} of {len(worst)})' if len(worst) > _SHOWN else ''}"
     columns = ("episode", "seed", "steps", "largest difference", "first step that differs", "success recorded", "replayed")
     single = figure_table(title, columns, leading=0)
     for episode in worst[:_SHOWN]:
@@ -269,7 +268,7 @@ def main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
 
     if values["output"] is not None and not values["render"]:
-        raise UserError("output goes with render=true: without pictures there is nothing to write but the report (report=…).")
+        raise UserError("output needs render=true. Without pictures, replay writes only the report (report=…).")
     with progress_bar(f"replaying {values['recording']}: starting simulators"):
         recording = open_recording(Path(values["recording"]))
         sim = chosen_sim(recording, values["sim"], overrides, trusted_names(values["trust"]))
@@ -311,7 +310,7 @@ def _output(values: Mapping[str, Any], recording: Recording) -> Path:
         return next_free(recording.path.with_name(f"{recording.path.stem}-rendered"))
     folder = Path(values["output"])
     if (folder / RECORDING_FILE).exists():
-        raise UserError(f"'{folder}' holds a recording already. Choose another output=….")
+        raise UserError(f"'{folder}' already has a recording. Choose another output=….")
     return folder
 
 

@@ -12,13 +12,13 @@ from embodied_rl.reports import write_report
 
 COMMAND = Command(
     name="report",
-    summary="Write one self-contained page about a run, or about several together: curves, tables, videos, timeline, failures.",
+    summary="Write one self-contained page about one or several runs: curves, tables, videos, timeline, failures.",
     arguments=(
-        Argument("run", str, "a run's folder; several: separated by commas, or a pattern; also without 'run='"),
+        Argument("run", str, "folder of a run; several: separated by commas, or a pattern; 'run=' may be left out"),
         Argument(
             "output",
             WrittenFile,
-            "the page; default: report.html in the run's folder, or of several in the folder that holds them",
+            "page to write; default: report.html in the run's folder, or for several runs in their common folder",
             None,
         ),
     ),

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 COMMAND = Command(
     name="serve_agent",
-    summary="Serve a language model to agent programs (POST /v1/chat/completions) and write down token ids, log-probabilities and rewards.",
+    summary="Serve a language model to agent programs (POST /v1/chat/completions) and record token ids, log-probabilities and rewards.",
     arguments=(
         Argument("model", str, "folder with a Hugging Face model, its tokenizer and chat template"),
-        Argument("name", str, "what clients call the model; default: the folder's name", None),
+        Argument("name", str, "model name for clients; default: the folder's name", None),
         Argument("adapter", str, "folder of a LoRA adapter", None),
         Argument("device", str, "cpu, cuda, cuda:1, …", "cpu"),
         *server_arguments(8710),
-        Argument("output", WrittenFolder, "folder for ended sessions, one JSON file each", "captured"),
-        Argument("max_new_tokens", Tokens, "of one answer, whatever a client asks for", 1024),
-        Argument("max_batch", Slots, "answers that are sampled side by side", 64),
-        Argument("stop", str, "tokens that end an answer, beside the end of a sequence, separated by commas", None),
-        Argument("policy_sampling", bool, "temperature 1 and nothing cut off, whatever a client asks for", False),
-        Argument("max_sessions", Slots, "sessions at a time", 1024),
-        Argument("idle_s", Seconds, "a session without a request for so long is ended", 3600.0),
-        Argument("seed", Seed, "of requests that bring none", 0),
+        Argument("output", WrittenFolder, "folder for finished sessions, one JSON file each", "captured"),
+        Argument("max_new_tokens", Tokens, "most tokens of one answer; clients can ask for fewer", 1024),
+        Argument("max_batch", Slots, "answers that are sampled at the same time", 64),
+        Argument("stop", str, "tokens that end an answer besides the end-of-sequence token, separated by commas", None),
+        Argument("policy_sampling", bool, "always sample at temperature 1 without top-p or top-k, ignoring the client's settings", False),
+        Argument("max_sessions", Slots, "most sessions at a time", 1024),
+        Argument("idle_s", Seconds, "end a session after this long without a request", 3600.0),
+        Argument("seed", Seed, "seed for requests without one", 0),
     ),
     examples=("model=models/qwen3-0.6b", "model=models/qwen3-0.6b port=8710 output=captured policy_sampling=true"),
 )
@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> None:
     values, _ = COMMAND.parse(argv)
     with progress_bar(f"loading {values['model']} to serve it on port {values['port']}"):
         proxy, token = start(values)
-    message = f"Serving at {proxy.base_url}; ended sessions go to {values['output']}"
-    serve_until_stopped(proxy.close, message, token, "Sessions are opened with this token")
+    message = f"Serving at {proxy.base_url}; finished sessions are written to {values['output']}"
+    serve_until_stopped(proxy.close, message, token, "Token for opening sessions")
 
 
 def start(values: dict[str, Any]) -> tuple[AgentProxy, str | None]:

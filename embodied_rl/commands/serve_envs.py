@@ -14,17 +14,17 @@ from embodied_rl.serving.http_server import ServerLimits
 
 COMMAND = Command(
     name="serve_envs",
-    summary="Offer registered simulators over HTTP: make, reset, step, snapshot, restore, render and close, one by one or in batches.",
+    summary="Serve registered simulators over HTTP: make, reset, step, snapshot, restore, render and close, singly or in batches.",
     arguments=(
         *server_arguments(8700),
-        Argument("sims", str, "what to offer, separated by commas; all: every simulator whose arguments name no code", "all"),
-        Argument("max_environments", Processes, "environments at a time", 64),
-        Argument("memory_mb", Megabytes, "resident memory of one environment's process, beyond which it is ended", 4096.0),
-        Argument("cpu_s", Seconds, "CPU seconds of one environment's process in all; default: no limit", None),
-        Argument("idle_s", Seconds, "an environment that gets no request for so long is closed", 600.0),
-        Argument("step_timeout_s", Seconds, "a step that takes longer ends its environment", 60.0),
-        Argument("start_timeout_s", Seconds, "the same for building a simulator", 180.0),
-        Argument("max_body_mb", Megabytes, "size of one request (2**20 bytes)", 32.0),
+        Argument("sims", str, "simulators to serve, separated by commas; all: every simulator whose arguments name no code", "all"),
+        Argument("max_environments", Processes, "most environments at a time", 64),
+        Argument("memory_mb", Megabytes, "end an environment's process above this resident memory", 4096.0),
+        Argument("cpu_s", Seconds, "end an environment's process after this many CPU seconds; default: no limit", None),
+        Argument("idle_s", Seconds, "close an environment after this long without a request", 600.0),
+        Argument("step_timeout_s", Seconds, "close an environment whose step takes longer", 60.0),
+        Argument("start_timeout_s", Seconds, "close an environment whose simulator takes longer to build", 180.0),
+        Argument("max_body_mb", Megabytes, "largest size of a request, in units of 2**20 bytes", 32.0),
     ),
     examples=(
         "",
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     with progress_bar(f"starting the service of sims={values['sims']} on port {values['port']}"):
         service, token = start(values)
     message = f"Serving {len(service.hub.names)} simulators at {service.url}"
-    serve_until_stopped(service.close, message, token, "Clients need this token")
+    serve_until_stopped(service.close, message, token, "Token for clients")
 
 
 def start(values: dict[str, Any]) -> tuple[EnvironmentService, str | None]:

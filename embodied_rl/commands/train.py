@@ -64,7 +64,7 @@ def help_text(width: int | None = None) -> str:
     composed = compose_config("train", [])
     lines = ["usage: python -m embodied_rl.train [-m] [group=name …] [key=value …]", ""]
     lines += [
-        wrapped("Train a policy in a simulator. -m runs one after the other where values are separated by commas.", 0),
+        wrapped("Train a policy in a simulator. With -m, values separated by commas give one run each, one after another.", 0),
         "",
         "examples:",
     ]
@@ -79,7 +79,7 @@ def help_text(width: int | None = None) -> str:
             lines += [wrapped(f"{key.name}  ({what})", 6, 2), wrapped(key.text.replace("``", ""), 6, 6)]
     lines += [
         "",
-        wrapped("Values of this run's files: python -m embodied_rl.train --cfg job. The same keys, to search: docs/configuration.md.", 0),
+        wrapped("To print these values: python -m embodied_rl.train --cfg job. All keys on one page: docs/configuration.md.", 0),
     ]
     return "\n".join(lines)
 
@@ -189,7 +189,7 @@ def train(
             config = _continued(config, checkpoint, overrides)
             announce(f"Resuming {checkpoint.path} at {checkpoint.step:,} of {config.total_steps:,} steps.")
             if checkpoint.step >= config.total_steps:
-                announce("Nothing is left to train; it is evaluated again. To train on, set a larger total_steps.")
+                announce("The training is complete; the run is only evaluated again. To train longer, set a larger total_steps.")
         if Path(config.run_dir).resolve() != run_dir.resolve():
             # A checkpoint names its run's folder, and the default folder may be taken: other processes write here too.
             config = dataclasses.replace(config, run_dir=str(run_dir))
@@ -245,10 +245,10 @@ def _run(
                 raise
             # A user who stops a run may stop its machines too: nothing is restarted.
             go_on = resume_command(command, run_dir)
-            raise UserError(f"{lost} The run was to end; what came after its last checkpoint is lost. Go on with: {go_on}") from lost
+            raise UserError(f"{lost} The run was stopping; work after its last checkpoint is lost. Continue with: {go_on}") from lost
         if trainer.interrupted:
             trainer.close()
-            announce(f"Interrupted and saved at {trainer.steps:,} steps. Go on with: {resume_command(command, run_dir)}")
+            announce(f"Interrupted and saved at {trainer.steps:,} steps. Continue with: {resume_command(command, run_dir)}")
             return
         episodes = trainer.evaluate(config.evaluation.num_episodes, first_seed=config.evaluation.seed)
         if not episodes:
@@ -270,10 +270,10 @@ def _last_before(lost: Exception, config: TrainConfig, run_dir: Path, num_restar
 
     last = find_last(run_dir)
     if last is None or num_restarts >= config.hybrid.max_restarts:
-        why = "There is no checkpoint yet" if last is None else f"It was begun anew {num_restarts} times already (hybrid.max_restarts)"
-        raise UserError(f"{lost} {why}. Go on with run_dir={run_dir} resume=auto.") from lost
+        why = "There is no checkpoint yet" if last is None else f"The run has already restarted {num_restarts} times (hybrid.max_restarts)"
+        raise UserError(f"{lost} {why}. Continue with run_dir={run_dir} resume=auto.") from lost
     checkpoint = load_checkpoint(last, trust=code_names(config.to_dict()))  # of this very run
-    announce(f"{lost} The run goes on from {last}, at {checkpoint.step:,} steps.")
+    announce(f"{lost} The run continues from {last}, at {checkpoint.step:,} steps.")
     return checkpoint
 
 

@@ -27,15 +27,15 @@ Value = str | int | float | bool
 COMMAND = Command(
     name="tune",
     summary=(
-        "Search values of the configuration with Optuna, a training run for each trial. What is searched is written as Hydra writes "
-        "it: choice(a,b,c), range(1,10), interval(0.9,0.999), tag(log,interval(1e-5,1e-2)). All other keys and groups are those of "
-        "train. A study goes on where it ended when the same command is typed again."
+        "Search configuration values with Optuna, one training run per trial. Write search spaces in Hydra's syntax: choice(a,b,c), "
+        "range(1,10), interval(0.9,0.999), tag(log,interval(1e-5,1e-2)). All other keys and groups are those of train. To continue a "
+        "study, run the same command again."
     ),
     arguments=(
-        Argument("trials", PlayedEpisodes, "runs of the study, those of earlier calls included", 20),
-        Argument("study", WrittenFolder, "folder for the study and its runs", "runs/tune"),
-        Argument("prune", bool, "end trials whose interim evaluation is below the median of earlier ones at that step", True),
-        Argument("sampler_seed", Seed, "of what the sampler draws", 0),
+        Argument("trials", PlayedEpisodes, "trials of the study, including earlier ones", 20),
+        Argument("study", WrittenFolder, "folder of the study and its runs", "runs/tune"),
+        Argument("prune", bool, "stop a trial whose interim evaluation is below the median of earlier trials at that step", True),
+        Argument("sampler_seed", Seed, "seed of the sampler", 0),
     ),
     examples=(
         "experiment=cartpole 'algorithm.learning_rate=tag(log,interval(1e-4,1e-2))' 'algorithm.num_epochs=choice(2,4,8)' trials=10",
@@ -89,10 +89,10 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[Range]]:
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException as error:
-            raise UserError(f"{shown(key)} is searched in {shown(text)}, which cannot be read ({brief(error)}).") from error
+            raise UserError(f"{shown(key)}: the search space {shown(text)} cannot be read ({brief(error)}).") from error
         ranges.append(_range(key, override.value()))
     if not ranges:
-        raise UserError("Nothing is searched. Give a key choices or a range, e.g. 'algorithm.learning_rate=tag(log,interval(1e-4,1e-2))'.")
+        raise UserError("No search space. Give a key choices or a range, e.g. 'algorithm.learning_rate=tag(log,interval(1e-4,1e-2))'.")
     return fixed, ranges
 
 
@@ -113,7 +113,8 @@ def _range(key: str, sweep: object) -> Range:
         if last >= 0 and sweep.step > 0:
             return Range(key, low=sweep.start, high=sweep.start + last * sweep.step, step=sweep.step)
     raise UserError(
-        f"{shown(key)} cannot be searched so: choices are words and numbers, intervals ascend (above 0 with tag(log,…)), ranges are whole."
+        f"{shown(key)}: invalid search space. Choices must be words or numbers, intervals ascending (above 0 with tag(log,…)), and ranges "
+        "whole numbers."
     )
 
 
@@ -125,7 +126,7 @@ def main(argv: Sequence[str]) -> None:
     fixed, ranges = split_words([word for word in argv if word not in ours])
     for key in ("run_dir", "resume"):
         if any(word.startswith(f"{key}=") for word in fixed):
-            raise UserError(f"{key}= is the study's to set: runs lie in study={values['study']}.")
+            raise UserError(f"{key}= is set by the study, which keeps its runs in study={values['study']}.")
     if importlib.util.find_spec("optuna") is None:
         raise MissingExtraError("Command 'tune'", "tune")
     folder, trials = Path(values["study"]), values["trials"]
@@ -185,7 +186,7 @@ def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[R
         else:
             if results is None:
                 study.tell(trial, state=TrialState.FAIL)
-                print("Interrupted. The same command goes on with the study.")
+                print("Interrupted. Run the same command again to continue the study.")
                 break
             study.tell(trial, float(results["return_mean"] if results["success"] is None else results["success"]))
             finished.append(run_dir)
@@ -256,7 +257,7 @@ def _tell(study: Study, folder: Path, fixed: Sequence[str], finished: Sequence[P
     done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     ended = len(study.get_trials(deepcopy=False, states=(TrialState.PRUNED,)))
     if not done:
-        print(f"\nNo trial of {folder} was finished.")
+        print(f"\nNo trial of {folder} finished.")
         return
     folders = [_run_dir(folder, trial.number) for trial in sorted(done, key=lambda trial: -(trial.value or 0.0))]
     there = [path for path in folders if path.is_dir()]

@@ -247,7 +247,7 @@ def _check_given_once(overrides: Sequence[str]) -> None:
         if equals and values.setdefault(key, value) != value:
             both = shlex.quote(f"{key}={values[key]},{value}")
             raise UserError(
-                f"{shown(key)} is given twice: {shown(values[key])} and {shown(value)}. Leave one out. For a run with each, type: -m {both}"
+                f"{shown(key)} is given twice: {shown(values[key])} and {shown(value)}. Remove one. For a run with each, type: -m {both}"
             )
 
 

@@ -98,7 +98,7 @@ def open_loop(study: OfflineStudy) -> Shown:
     columns = ("policy", *distances, "same bin" if first.num_bins else "accuracy", "always the most frequent", "log-likelihood per step")
     asked = "step" if first.horizon == 1 else f"{first.horizon} steps"
     bins = f", {first.num_bins} bins" if first.num_bins else ""
-    return Shown(f"Open loop, {first.num_episodes} episodes, asked every {asked}{bins}", columns, rows)
+    return Shown(f"Open loop, {first.num_episodes} episodes, one decision every {asked}{bins}", columns, rows)
 
 
 def by_dimension(policies: Sequence[PolicyResult]) -> Shown:
@@ -142,7 +142,7 @@ def write_offline_report(path: Path, study: OfflineStudy, recording: Recording, 
     rows = {
         "recording": document["recording"],
         "played by": ", ".join(f"{key} {value}" for key, value in document["recorded_policy"].items()) or "not known",
-        "episodes": episodes + f", {study.num_incomplete} more without an end" * bool(study.num_incomplete),
+        "episodes": episodes + f", {study.num_incomplete} more unfinished" * bool(study.num_incomplete),
     }
     notes = "".join(f'<p class="note">{text(note)}.</p>' for note in study.notes)
     sections = [
@@ -155,7 +155,7 @@ def write_offline_report(path: Path, study: OfflineStudy, recording: Recording, 
     return write_atomic(path, html_page(title, subtitle, sections))
 
 
-_END = {"end": "ended where they were cut", "bootstrap": "continued by the fitted values where they were cut"}
+_END = {"end": "ended at a cut", "bootstrap": "continued by the fitted value after a cut"}
 
 
 # ---- sections ---------------------------------------------------------------------------------------------------------
@@ -165,33 +165,31 @@ def _ranking(study: OfflineStudy) -> str:
     if len(study.policies) < 2 or not study.settings.estimators:
         return ""
     if study.ranked_by is None:
-        return card('<p class="bad">No estimator has a value for every policy, so that nothing ranks them.</p>')
+        return card('<p class="bad">The policies are not ranked, because no estimator has a value for every policy.</p>')
     return card(_grid(ranking(study)), f"By {study.ranked_by}")
 
 
 def _values(study: OfflineStudy) -> str:
     if not study.settings.estimators:
         return ""
-    meaning = (
-        "A point is an estimate, its line the bootstrap interval, pale the guaranteed one; the dashed line is the recorded policy's value."
-    )
+    meaning = "Point: estimate. Line: bootstrap interval. Pale line: concentration interval. Dashed line: value of the recorded policy."
     parts = [_picture(draw_values(study), "Estimates", meaning)]
     for policy in study.policies:
         remarks = [_remarks(estimate) for estimate in all_estimates(study, policy)]
         parts.append(card(_grid(estimates(study, policy), remarks), policy.label))
     if any(policy.ess_by_step is not None for policy in study.policies):
-        meaning = "Of the importance weights up to each step; below the dotted line estimates are refused."
+        meaning = "Effective sample size of the importance weights up to each step. Below the dotted line, estimates are refused."
         parts.append(_picture(draw_ess(study), "Effective sample size", meaning))
     parts.append(card(f'<p class="note">{text(_EXPLANATION)}</p>'))
     return "".join(parts)
 
 
 _EXPLANATION = (
-    "The bootstrap resamples episodes and aims at its coverage; where few episodes carry the weight it misses it. Of fitted values it "
-    "holds the spread over fits, and not what all fits get wrong alike. A concentration interval "
-    "holds for any weights, given that the episodes are independent, that the recorded log-probabilities are true and that every reward "
-    "lies in the stated range; self-normalised and fitted estimates have none, and those of is and pdis hold for the same value. ESS is "
-    "the effective sample size: as many episodes of equal weight would be as good."
+    "The bootstrap resamples episodes; its coverage is too low if few episodes carry most of the weight. For fitted values it covers the "
+    "spread over fits, but not the errors that all fits share. A concentration interval holds for any weights if the episodes are "
+    "independent, the recorded log-probabilities are right, and every reward lies in the stated range; self-normalised and fitted "
+    "estimates have none, but those of is and pdis bound the same value. ESS, the effective sample size, is the number of equally "
+    "weighted episodes with the same precision."
 )
 
 
@@ -207,10 +205,10 @@ def _remarks(estimate: Estimate) -> str:
 def _open_loop(study: OfflineStudy) -> str:
     first, shown = study.policies[0].open_loop, _grid(open_loop(study))
     if first.mse is not None:
-        bins = f" A bin is one of {first.num_bins} equal ones of a dimension." if first.num_bins else ""
+        bins = f" Each dimension has {first.num_bins} equal bins." if first.num_bins else ""
         shown += f"<details><summary>By dimension</summary>{_grid(by_dimension(study.policies))}</details>"
-        shown += f'<p class="note">{first.bound_share:.1%} of the recorded entries lie at the simulator\'s bounds.{bins}</p>'
-    meaning = "Lines are what the policy would do in the recorded states, dots what was done; each row is a dimension of the action."
+        shown += f'<p class="note">{first.bound_share:.1%} of the recorded action values lie at the simulator\'s bounds.{bins}</p>'
+    meaning = "Lines: the policy's actions in the recorded states. Dots: recorded actions. Each row is a dimension of the action."
     return card(shown) + "".join(_picture(draw_open_loop(policy), f"{policy.label}: actions", meaning) for policy in study.policies)
 
 

@@ -66,7 +66,7 @@ def write_report(run_dirs: Sequence[Path | str], output: Path | None = None) -> 
     Raises UserError: a folder is not a run's, or the page cannot be written.
     """
     if not 1 <= len(run_dirs) <= MAX_RUNS:
-        raise UserError(f"A report is of 1 to {MAX_RUNS} runs, got {len(run_dirs)}.")
+        raise UserError(f"A report needs 1 to {MAX_RUNS} runs, got {len(run_dirs)}.")
     runs = [load_run(path) for path in run_dirs]
     target = output or _folder_of(runs) / REPORT_FILE
     return write_atomic(target, page_of(runs, target.parent))
@@ -90,7 +90,7 @@ def html_page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *,
         f'<header><div><h1>{text(title)}{badge}</h1><p class="under">{text(subtitle)}</p></div>'
         '<button type="button" class="theme">Dark</button></header>'
         f"<nav>{links}</nav>{tiles}\n{body}\n"
-        f"<footer>Written by embodied_rl {__version__}. Everything on this page is inside it.</footer>"
+        f"<footer>Written by embodied_rl {__version__}. This page is self-contained.</footer>"
         f"</main>\n<script>{script()}</script></body></html>\n"
     )
 

@@ -107,7 +107,7 @@ def load_run(path: Path | str) -> RunData:
     checkpoint_config = _read(folder / "checkpoints" / "last" / "config.yaml", parse_yaml, problems)
     metrics = _metrics(folder, problems)
     if not (results or checkpoint_config or metrics):
-        raise UserError(f"'{path}' is not a run's folder: it holds neither {RESULTS_FILE} nor {METRICS_FILE} nor a checkpoint.")
+        raise UserError(f"'{path}' is not the folder of a run: it has no {RESULTS_FILE}, {METRICS_FILE} or checkpoint.")
     curves = folder / CURVES_FILE
     return RunData(
         path=folder,
@@ -152,7 +152,7 @@ def _read(path: Path, parse: Callable[[bytes], object], problems: list[str]) -> 
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
     if not isinstance(content, dict):
-        problems.append(f"{path.name} does not hold an object")
+        problems.append(f"{path.name} is not a JSON object")
         return {}
     return content
 

@@ -89,7 +89,7 @@ def curve_charts(runs: Sequence[RunData]) -> str:
     main = [_panel(title, metrics, groups, ends) for title, metrics in panels]
     rest = [_panel(name, [name], groups, ends) for name in sorted(moving - shown)]
     several = any(len(group.runs) > 1 for group in groups)
-    note = '<p class="note">Line: mean over seeds. Band: from the lowest to the highest. Thin: each run.</p>' if several else ""
+    note = '<p class="note">Line: mean over seeds. Band: lowest to highest. Thin lines: single runs.</p>' if several else ""
     page = f'{note}<div class="charts">{"".join(main)}</div>' if main else ""
     if rest:
         page += details(f"{len(rest)} more curve{'s' * (len(rest) > 1)}", f'<div class="charts">{"".join(rest)}</div>')
@@ -176,9 +176,7 @@ def _short(key: str, value: object) -> str:
 MAX_STRETCHES = 120
 OTHER = "other (start-up, evaluation, saving)"
 _WALL, _TIME = "speed/wall_clock_s", "time/"
-_MEANING = (
-    "What the run waited for: simulators that step, the policy that acts, the update that learns; dashed lines are evaluations and faults."
-)
+_MEANING = "Time spent on simulators (simulate), the policy (act) and the update; dashed lines are evaluations and faults."
 
 
 @dataclass(frozen=True)
@@ -226,7 +224,7 @@ def timeline_section(run: RunData) -> str:
     colours = {name: NUM_COLOURS - 1 if name == OTHER else number % (NUM_COLOURS - 1) for number, name in enumerate(timeline.phases)}
     shares = [(colours[name], name, (values / spans).tolist()) for name, values in timeline.phases.items()]
     minutes = (timeline.edges_s / 60).tolist()
-    chart = stacked_chart("Time by phase", minutes, shares, marks_of(run), note="share of each stretch of the run", meaning=_MEANING)
+    chart = stacked_chart("Time by phase", minutes, shares, marks_of(run), note="share of the time", meaning=_MEANING)
     sums = {name: float(values.sum()) for name, values in timeline.phases.items()}
     whole = sum(sums.values())
     rows = [
@@ -263,8 +261,8 @@ MAX_PAGE_BYTES = 25_000_000
 """Most bytes of all embedded videos together."""
 _MAX_ROWS = 50
 _TWO_EVALUATIONS = (
-    "Interim evaluations, in the curves, and the final evaluation, here and at the top, play different held-out seeds; "
-    "training uses neither."
+    "The interim evaluations (in the curves) and the final evaluation (here and at the top) play different held-out seeds. Training uses "
+    "neither."
 )
 
 
@@ -306,7 +304,7 @@ def _tiles_of_one(run: RunData) -> list[str]:
     shown.append(
         tile("environment steps", trained, f"{number(results.get('steps_per_s'))} a second, {results.get('iterations')} iterations")
     )
-    note = f"{clock(results.get('train_wall_clock_s'))} until trained"
+    note = f"{clock(results.get('train_wall_clock_s'))} to the end of training"
     if (whole := results.get("whole_wall_clock_s")) is not None:
         note += f", {clock(whole)} with films"
     shown.append(tile("wall-clock", clock(results.get("wall_clock_s")), note))
@@ -439,7 +437,7 @@ def _episodes_chart(results: Mapping[str, Any]) -> str:
         colour = 0 if not has_success else 2 if row["success_once"] else 3
         points.append((float(row["length"]), float(row["return"]), colour, f"seed {row['seed']}: return {row['return']:.4g}{outcome}"))
     legend = [("success", 2), ("no success", 3)] if has_success else []
-    meaning = "Each point is an episode of the final evaluation: its seed, return and outcome are shown under the pointer."
+    meaning = "Each point is an episode of the final evaluation. Point at it to see its seed, return and outcome."
     return scatter_chart("Final evaluation: return and length", points, legend=legend, x_label="steps of the episode", meaning=meaning)
 
 
@@ -524,7 +522,7 @@ def _fault_row(fault: Mapping[str, Any]) -> list[str]:
     outcomes = [str(slot.get("outcome")) for slot in fault.get("slots") or []]
     counted = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes)) or "none"
     lines = str(fault.get("detail") or "").strip().splitlines()
-    cause = text(lines[-1] if lines else "nothing more is known")
+    cause = text(lines[-1] if lines else "no details")
     if len(lines) > 1:
         cause = details(lines[-1], f"<pre>{text(chr(10).join(lines))}</pre>")
     step = fault.get("step")

@@ -85,13 +85,13 @@ def test_the_best_recorded_episodes_are_shown(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no episode"):
+    with pytest.raises(UserError, match="has no episodes"):
         film_recording(InMemory(tmp_path / "toy", []), tmp_path, Film())
     recording = InMemory(tmp_path / "toy", [recorded_episode(1, 3)])
     with pytest.raises(UserError, match=r"no pictures of camera 'wirst'. Did you mean 'wrist'\? Known: front, wrist."):
         film_recording(recording, tmp_path, Film(cameras=("wirst",)))
     blind = InMemory(tmp_path / "toy", [recorded_episode(1, 3, images={})])
-    with pytest.raises(UserError, match="does not say in which simulator it was recorded"):
+    with pytest.raises(UserError, match="does not name its simulator"):
         film_recording(blind, tmp_path, Film())
     mixed = InMemory(tmp_path / "toy", [recorded_episode(1, 3), recorded_episode(3, 3, images={})])
     with pytest.raises(UserError, match=r"Episode 1 of '.*toy' has no pictures of camera 'front'"):

@@ -164,7 +164,7 @@ def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     (run / "evaluation_deep.json").write_text("[" * 100_000)
     _, parsed = page(write_report([run]))
     assert "evaluation.json cannot be read" in parsed.text
-    assert "comparison.json does not hold an object" in parsed.text
+    assert "comparison.json is not a JSON object" in parsed.text
     assert "evaluation_deep.json cannot be read: it is nested too deeply" in parsed.text
     assert "75.0%" in parsed.text
 
@@ -334,7 +334,7 @@ def test_runs_are_named_in_any_way(tmp_path: Path, capsys: pytest.CaptureFixture
         ([], "Argument run=… is missing"),
         (["run=runs/aa"], "There is no run 'runs/aa'. Did you mean 'a'?"),
         (["runs/x*"], "No run matches 'runs/x*'"),
-        (["runs"], "'runs' is not a run's folder: it holds neither results.json nor metrics.jsonl nor a checkpoint"),
+        (["runs"], "'runs' is not the folder of a run: it has no results.json, metrics.jsonl or checkpoint"),
         (["runs/a", "outptu=x.html"], "Argument 'outptu' is not known. Did you mean 'output'?"),
         (["runs/a", "output=runs/a/results.json/page.html"], "Cannot write"),
     ],
@@ -348,5 +348,5 @@ def test_a_mistake_is_one_line(
 
 
 def test_a_report_is_of_a_sane_number_of_runs() -> None:
-    with pytest.raises(UserError, match="of 1 to 64 runs, got 0"):
+    with pytest.raises(UserError, match="needs 1 to 64 runs, got 0"):
         write_report([])

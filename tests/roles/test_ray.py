@@ -341,6 +341,6 @@ def test_a_run_that_is_to_end_is_not_begun_anew_when_a_train_worker_ends_too(
         return update(self, prepared, iteration=iteration, steps=steps)
 
     monkeypatch.setattr(TrainedApart, "update", lose_all_then_update)
-    with pytest.raises(UserError, match=r"TrainWorker has ended.*was to end.*Go on with"):
+    with pytest.raises(UserError, match=r"TrainWorker has ended.*was stopping.*Continue with"):
         trained(tmp_path / "run", *GROUPS, "total_steps=1000", "checkpoint.every_steps=50", "hybrid=ray")
     assert (tmp_path / "run" / "checkpoints" / "last" / "policy.safetensors").is_file()

@@ -134,7 +134,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_from_its_checkpoint(
     assert_same_run(whole, again)
     told = capfd.readouterr().err
     assert "Rank 1 of training (node " in told
-    assert "The run goes on from" in told
+    assert "The run continues from" in told
 
 
 @pytest.mark.slow

@@ -356,7 +356,7 @@ def test_the_command_checks_and_its_exit_status_tells(capsys: pytest.CaptureFixt
     assert stopped.value.code == 1
     captured = capsys.readouterr()
     assert "  FAIL  other_rows" in captured.out
-    assert captured.err.splitlines()[-1] == "error: 'custom' does not hold: other_rows."  # A slow machine is told how far it is before.
+    assert captured.err.splitlines()[-1] == "error: 'custom' fails these tests: other_rows."  # A slow machine is told how far it is before.
 
 
 @pytest.mark.parametrize(
