@@ -16,6 +16,7 @@ from embodied_rl.algorithms.advantage_table import AdvantageInfo
 from embodied_rl.algorithms.advantages import sum_chunks, whiten
 from embodied_rl.algorithms.anchors import anchor_groups, step_returns
 from embodied_rl.algorithms.composition import Composition, compose, method_options
+from embodied_rl.algorithms.grouped import group_statistics, outcome_score
 from embodied_rl.algorithms.off_policy import correction_weights
 from embodied_rl.algorithms.rewards import Moments, group_ids, normalize_reward, penalize_overlong
 from embodied_rl.algorithms.step_rewards import StepRewards
@@ -232,7 +233,7 @@ class EpisodeMethod(StepRewards):
             kl: for a KL term in the reward: [B, L] `kl.divergence`, summed over the units or tokens of a step, or [B, L, K] of each
                 step of a chunk if `looks_into_chunks`.
         """
-        reward, metrics = self._reward(batch, kl)
+        reward, given, metrics = self._reward(batch, kl)
         counted = of_values = self._counted(batch)
         returns: Tensor | None = None
         info = self.composition.advantage
@@ -240,9 +241,9 @@ class EpisodeMethod(StepRewards):
         if info.layout == "time":
             advantage, returns = self._over_time(batch, reward, values, options)
         elif "anchors" in info.needs:
-            advantage = self._from_anchors(batch, reward, options)
+            advantage = self._from_anchors(batch, reward, self._score(batch, reward, given), options)
         else:
-            arrays = self._row_arrays(batch, reward)
+            arrays = self._row_arrays(batch, reward, self._score(batch, reward, given))
             advantage = info.load()(**_wanted(info, arrays), **options)
         of_steps = advantage.dim() == 3
         if of_steps:
@@ -291,8 +292,8 @@ class EpisodeMethod(StepRewards):
 
     # ---- rewards ----------------------------------------------------------------------------------------------------
 
-    def _reward(self, batch: EpisodeBatch, kl: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """[B, L] reward to learn from, or [B, L·K] of the steps of chunks; and its metrics."""
+    def _reward(self, batch: EpisodeBatch, kl: Tensor | None) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """[B, L] reward to learn from, or [B, L·K] of the steps of chunks; as it was before returns were normalised; and its metrics."""
         config, given, mask = self.config.reward, batch.reward, batch.mask
         if self.looks_into_chunks:
             assert batch.chunk_reward is not None, "the configuration was checked"
@@ -318,9 +319,8 @@ class EpisodeMethod(StepRewards):
             seen = decided.T.contiguous().numpy(), _ends(batch).T.contiguous().numpy(), batch.mask.T.contiguous().numpy()
             steps = reward.T.contiguous().numpy() if self.looks_into_chunks else None
             reward = torch.from_numpy(self.reward_normalizer(*seen, steps=steps)).T * mask
-        if config.mean != "none" or config.std != "none":
-            reward = self._normalized(batch, reward, mask)
-        return reward, metrics
+        normalizes = config.mean != "none" or config.std != "none"
+        return self._normalized(batch, reward, mask) if normalizes else reward, reward, metrics
 
     def _of_decisions(self, batch: EpisodeBatch, reward: Tensor) -> Tensor:
         """[B, L·K] → [B, L]: each chunk's return for an advantage that looks into chunks; [B, L] stays as it is."""
@@ -332,7 +332,7 @@ class EpisodeMethod(StepRewards):
 
     def _normalized(self, batch: EpisodeBatch, reward: Tensor, mask: Tensor) -> Tensor:
         """Normalise the returns of whole episodes, and spread the difference evenly over the steps in `mask`."""
-        config, whole = self.config.reward, reward.sum(1)
+        config, whole = self.config.reward, outcome_score(reward=reward)
         counted = self._counted(batch).any(1)
         if "running" in (config.mean, config.std):
             self.moments = self.moments.merge(Moments.of(whole, counted))
@@ -355,8 +355,14 @@ class EpisodeMethod(StepRewards):
 
     # ---- credit -----------------------------------------------------------------------------------------------------
 
-    def _row_arrays(self, batch: EpisodeBatch, reward: Tensor) -> dict[str, Tensor]:
-        score = reward.sum(1)
+    def _score(self, batch: EpisodeBatch, reward: Tensor, given: Tensor) -> Tensor:
+        """[B] returns; equal in a group whose returns were before they were normalised: rounding would look like a signal."""
+        score, counted = reward.sum(1), self._counted(batch).any(1)
+        found = group_statistics(score=outcome_score(reward=given), group=batch.group, rows=counted)
+        common = group_statistics(score=score, group=batch.group, rows=counted).mean[found.index]
+        return torch.where(counted & found.equal[found.index], common.to(score.dtype), score)
+
+    def _row_arrays(self, batch: EpisodeBatch, reward: Tensor, score: Tensor) -> dict[str, Tensor]:
         mask = self._counted(batch)
         arrays = {"score": score, "group": batch.group, "mask": mask, "reward": reward}
         # A language agent's action units are its tokens.
@@ -398,7 +404,7 @@ class EpisodeMethod(StepRewards):
             return result[0].transpose(0, 1).contiguous(), result[1].transpose(0, 1).contiguous()
         return result.T.contiguous(), None
 
-    def _from_anchors(self, batch: EpisodeBatch, reward: Tensor, options: dict[str, Any]) -> Tensor:
+    def _from_anchors(self, batch: EpisodeBatch, reward: Tensor, score: Tensor, options: dict[str, Any]) -> Tensor:
         """Apply GiGPO, whose rows are steps: [M], scattered to [B, L]."""
         kept = self._counted(batch).any(1)[batch.row]
         flat_reward = reward[batch.row, batch.column]
@@ -410,7 +416,7 @@ class EpisodeMethod(StepRewards):
                 raise UserError("algorithm.anchor_similarity compares texts, and these observations are none: set it to null.")
             anchors = [str(anchor["text"]) for anchor in anchors]
         arrays = {
-            "episode_return": reward.sum(1)[batch.row],
+            "episode_return": score[batch.row],
             "step_return": step_returns(reward=flat_reward, trajectory=batch.row, step=batch.column, gamma=self.config.gamma, rows=kept),
             "group": group,
             "trajectory": batch.row,

@@ -174,15 +174,15 @@ def normalize_reward(
         raise NonFiniteError(f"The reward of row {row} is {float(values[row])}; rewards are normalised over rows, so it would spoil all.")
     sources: dict[str, tuple[Tensor | float, Tensor | float]] = {"none": (0.0, 0.0)}
     for name in {mean, std} - {"none"}:
-        if name == "group":
-            assert group is not None, "checked above"
-            found = group_statistics(score=values, group=group, rows=shown)
+        if name == "running":
+            assert running is not None, "checked above"
+            sources[name] = (running.mean, running.std)
+        else:
+            ids = torch.zeros_like(values, dtype=torch.int64) if name == "batch" or group is None else group
+            # In the type that they came in, which says how far equal values may differ.
+            found = group_statistics(score=values.to(reward.dtype), group=ids, rows=shown)
             # The mean of equal values is rounded and would leave a difference in their last bit.
             sources[name] = (torch.where(found.equal[found.index] & shown, values, found.mean[found.index]), found.std[found.index])
-        else:
-            moments = running if name == "running" else Moments.of(values, shown)
-            assert moments is not None, "checked above"
-            sources[name] = (moments.mean, moments.std)
     centred = values - sources[mean][0]
     if std != "none":
         spread = torch.as_tensor(sources[std][1], dtype=torch.float64, device=values.device)

@@ -137,6 +137,22 @@ def test_a_greedy_baseline_is_normalised_as_the_rewards_that_it_is_compared_with
     np.testing.assert_allclose(found.advantage, np.array([[0, 0], [4, 4], [-1, 0]]) / np.sqrt(12.5), rtol=1e-5)
 
 
+@pytest.mark.parametrize("kinds", [("none", "none"), ("group", "none"), ("group", "batch"), ("batch", "batch"), ("none", "group")])
+@pytest.mark.parametrize("advantage", ["grpo", "gigpo"])
+def test_what_rounding_leaves_of_equal_returns_is_no_advantage(advantage: str, kinds: tuple[Any, Any]) -> None:
+    """Episodes of 2 to 39 dense rewards that all return 1.7: divided by a standard deviation of their own size, the last bits would be
+    advantages of up to 1."""
+    rng, other = np.random.default_rng(0), group(1, episode([1, 2], 1), episode([3.3], 1))
+    config = replace(CONFIG, advantage=advantage, reward=RewardConfig(mean=kinds[0], std=kinds[1]))
+    for _ in range(50):
+        drawn = [rng.normal(size=rng.integers(1, 39)) for _ in range(4)]
+        states = [[100 * number + step for step in range(len(part) + 1)] for number, part in enumerate(drawn)]  # no two are equal
+        equal = [episode([*part, 1.7 - part.sum()], 0, states=own) for part, own in zip(drawn, states, strict=True)]
+        _, found, _ = credit(config, group(0, *equal), other)
+        assert not found.advantage[:4].any()
+        assert found.advantage[4:].any()
+
+
 def test_lengths_of_answers_are_tokens() -> None:
     batch = replace(EpisodeBatch.of([GROUPS[0]]), num_tokens=torch.tensor([[5, 3, 2], [30, 0, 0]]))
     method = EpisodeMethod(replace(CONFIG, advantage="opo"))

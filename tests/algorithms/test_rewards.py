@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from dataclasses import dataclass
+from typing import Literal
 
 import gymnasium
 import numpy as np
@@ -237,3 +238,11 @@ def test_a_key_that_is_missing_is_named() -> None:
         group_ids(ROWS, "task.nam")
     with pytest.raises(UserError, match="Row 1 has no 'seed'"):
         group_ids([{"seed": 1}, {}], "seed")
+
+
+@pytest.mark.parametrize("source", ["batch", "group"])
+def test_returns_that_differ_by_rounding_are_equal(source: Literal["batch", "group"]) -> None:
+    """One unit in the last place of 100 is 7.6e-6, more than the 1e-6 below which a standard deviation is none."""
+    reward = torch.tensor([100.0, 100.0 + 2**-17, 100.0])
+    assert reward.std() > 1e-6
+    assert normalize_reward(reward=reward, mean=source, std=source, group=torch.zeros(3, dtype=torch.int64)).tolist() == [0, 0, 0]
