@@ -15,6 +15,7 @@ from embodied_rl.sim.instrumented import Expert, instrumented, needs_simulator
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
+from embodied_rl.sim.text.program import is_program
 from embodied_rl.types import SimSpec
 
 _EXPERT_TRIES = 3
@@ -103,10 +104,26 @@ class Starts:
 
 
 def give_starts(streams: Sequence[Stream]) -> Starts:
-    """Give each stream of the run's own player its start library, if configured. Raises UserError if its task does not allow it."""
+    """Give each stream of the run's own player its start library, if configured. Raises UserError if its task does not allow it, or its
+    running episodes cannot be saved and the run needs that."""
     for stream in streams:
+        _require_snapshots(stream.config, stream.manager.spec)
         stream.starts = make_starts(stream.config, stream.manager.spec) if stream.is_own else None
     return Starts(streams)
+
+
+def _require_snapshots(config: TrainConfig, spec: SimSpec) -> None:
+    """Raises UserError before anything is played: the first checkpoint, or the first update, would end the run."""
+    keys = []
+    if config.checkpoint.within_episodes and config.algorithm.groups is None and config.algorithm.plays:
+        keys.append("checkpoint.within_episodes=true")
+    if "simulators" in config.hybrid.offload:
+        keys.append("hybrid.offload=[simulators]")
+    if keys and spec.snapshots == "none" and not is_program(config.sim):  # programs keep no simulator
+        raise UserError(
+            f"{' and '.join(keys)}: running episodes are saved, and those of task '{spec.task}' cannot be (its spec has snapshots='none'). "
+            "Leave this out."
+        )
 
 
 def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 
-from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, trained
+from embodied_rl.errors import UserError
+from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, curve, trained
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -49,6 +51,15 @@ def check(tmp_path: Path, task: list[str], placement: list[str], like: list[str]
 @pytest.mark.parametrize("task", [pytest.param(GRPO, id="groups"), pytest.param(SAC, id="off_policy")])
 def test_here(tmp_path: Path, task: list[str]) -> None:
     check(tmp_path, task, [])
+
+
+@pytest.mark.parametrize("key", ["checkpoint.within_episodes=true", "hybrid.offload=[simulators]"])
+@pytest.mark.parametrize("placement", [[], ["hybrid=disaggregated"]], ids=["here", "apart"])
+def test_episodes_that_cannot_be_saved_are_refused_before_any_is_played(tmp_path: Path, placement: list[str], key: str) -> None:
+    task = ["sim=custom", "sim.name=forgotten", "sim.target=tests.sim.toy:ForgottenSim", "policy.observation_key=state", *ROLLOUTS[1:]]
+    with pytest.raises(UserError, match=rf"^{re.escape(key)}: running episodes are saved"):
+        trained(tmp_path / "run", *task, key, *placement)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not curve(tmp_path / "run")
 
 
 @pytest.mark.parametrize("task", [pytest.param(PPO, id="rollouts"), pytest.param(GRPO, id="groups")])
