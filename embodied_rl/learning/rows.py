@@ -343,7 +343,7 @@ def adjust_rows(num_rows: int, *, divisors: Sequence[int], mode: Adjustment, see
     if num_rows < multiple:
         raise UserError(
             f"Deleting rows of a batch of {num_rows} until {multiple} (the least common multiple of {list(divisors)}) divides their number "
-            "leaves none. Use mode 'copy' or 'auto', more groups per step, or smaller divisors."
+            "leaves none: set algorithm.adjust_batch=copy or auto, a larger algorithm.groups.groups_per_step, or a smaller minibatch_size."
         )
     kept = np.sort(rng.permutation(num_rows)[rest:])
     return AdjustedRows(kept, np.ones(kept.size, np.float32))

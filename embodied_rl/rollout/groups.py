@@ -718,7 +718,7 @@ class GroupQueue:
     def _raise_if_hopeless(self) -> None:
         if self._rejected > self.config.rejected_limit:
             raise BatchNeverFullError(
-                f"{self._rejected} groups were rejected since the last batch, more than groups.max_rejected_per_step allows "
+                f"{self._rejected} groups were rejected since the last batch, more than algorithm.groups.max_rejected_per_step allows "
                 f"({self.config.rejected_limit}). {self._history()} Loosen the filters, choose tasks of another difficulty, mend what "
                 "fails, or raise the limit."
             )

@@ -73,7 +73,7 @@ def test_the_seed_decides() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UserError, match=r"leaves none\. Use mode 'copy'"):
+    with pytest.raises(UserError, match=r"leaves none: set algorithm\.adjust_batch=copy"):
         adjust_rows(5, divisors=[8], mode="delete", seed=0)
 
 

@@ -120,7 +120,7 @@ def test_too_many_rejected_groups_stop_the_run_with_the_counts() -> None:
             for a, score in zip(assignments(queue), scores, strict=True):
                 queue.finished(a, answer(a, score))
     message = str(caught.value)
-    assert "3 groups were rejected since the last batch, more than groups.max_rejected_per_step allows (2)" in message
+    assert "3 groups were rejected since the last batch, more than algorithm.groups.max_rejected_per_step allows (2)" in message
     assert "admitted 3 = consumed 0 + filtered 3 + stale 0 + failed 0 + in flight 0" in message
     assert "2 × group filtered: zero_variance; 1 × group filtered: mean_score" in message
     with pytest.raises(BatchNeverFullError):
