@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from embodied_rl.bounds import Bounds, Coefficient, Episodes, Seed, Share, Steps
 from embodied_rl.checkpoint import Checkpoint, load_checkpoint
+from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, print_tables
 from embodied_rl.episodes.assessment import Assumptions, Estimate
 from embodied_rl.episodes.reader import open_recording
@@ -37,6 +38,7 @@ COMMAND = Command(
     arguments=(
         Argument("recording", str, "folder or file of a recording, in any format that `embodied_rl.episodes` reads"),
         Argument("checkpoint", str, "folder of a run (its last checkpoint) or of a checkpoint; several: separated by commas"),
+        Argument("domain", str, "domain whose policies are compared, if the runs have several", None),
         Argument("estimators", str, "is, wis, pdis, wpdis, dr, wdr, fqe (with commas); all; none: only open-loop figures", "all"),
         Argument("target", str, "sample: actions as in training; mode: the most likely action", "sample", ("sample", "mode")),
         Argument("gamma", Share, "discount of the value; 1 is the return that evaluate reports", 1.0),
@@ -64,13 +66,13 @@ COMMAND = Command(
 )
 
 
-def load_checkpoints(paths: str, trust: Sequence[str] = ()) -> list[tuple[str, Checkpoint]]:
-    """[(label, checkpoint)] of comma-separated paths; `trust` is `load_checkpoint`'s. Raises UserError: no path, or one named twice;
-    IncompatibleCheckpointError: one cannot be read."""
+def load_checkpoints(paths: str, domain: str | None = None, trust: Sequence[str] = ()) -> list[tuple[str, Checkpoint]]:
+    """[(label, checkpoint)] of comma-separated paths; `domain` is `domain_part`'s, `trust` `load_checkpoint`'s.
+    Raises UserError: no path, one named twice, or a domain; IncompatibleCheckpointError: one cannot be read."""
     words = [word.strip() for word in paths.split(",") if word.strip()]
     if not words:
         raise UserError("checkpoint= is empty. Give the folder of a run, or several separated by commas.")
-    loaded = [load_checkpoint(word, with_learner=False, trust=trust, replaced=["logger"]) for word in words]
+    loaded = [domain_part(load_checkpoint(word, with_learner=False, trust=trust, replaced=["logger"]), domain) for word in words]
     known: dict[Path, str] = {}
     for word, checkpoint in zip(words, loaded, strict=True):
         if checkpoint.path in known:
@@ -156,7 +158,7 @@ def main(argv: Sequence[str]) -> None:
 
     with progress_bar(f"offline evaluation of {values['checkpoint']} on {values['recording']}"):
         settings = settings_of(values, further)
-        checkpoints = load_checkpoints(values["checkpoint"], trusted_names(values["trust"]))
+        checkpoints = load_checkpoints(values["checkpoint"], values["domain"], trusted_names(values["trust"]))
     with open_recording(values["recording"]) as recording:
         study = _study(recording, checkpoints, settings)
         folder = Path(values["output"]) if values["output"] else next_free(checkpoints[0][1].run_dir / "offline_eval")

@@ -40,6 +40,7 @@ COMMAND = Command(
     summary="Play seeds with a checkpoint's policy, a scripted expert or random actions, and write the episodes into a folder.",
     arguments=(
         Argument("checkpoint", str, "folder of a run (its last checkpoint) or of a checkpoint, whose policy plays its simulator", None),
+        Argument("domain", str, "domain to play, if the checkpoint's run has several", None),
         Argument("sim", str, "simulator; default: the checkpoint's own", None),
         Argument("policy", str, "default: the checkpoint's policy; without a checkpoint the expert", None, POLICIES),
         Argument("expert", str, "your own expert, package.module:Attribute; default: the built-in expert of the task", None),
@@ -272,6 +273,8 @@ def _policy_of(values: Mapping[str, Any]) -> str:
     """Kind of player. Raises UserError for an invalid combination."""
     if values["checkpoint"] is None and values["sim"] is None:
         raise UserError("Give checkpoint=… (its policy plays its simulator) or sim=… (an expert or random actions play it). See --help.")
+    if values["domain"] is not None and values["checkpoint"] is None:
+        raise UserError(f"domain={values['domain']} needs checkpoint=…: the folder of a run with several domains, or of its checkpoint.")
     policy = values["policy"] or ("expert" if values["expert"] is not None or values["checkpoint"] is None else "checkpoint")
     if policy == "checkpoint" and values["checkpoint"] is None:
         raise UserError("policy=checkpoint needs checkpoint=…: the folder of a run or of a checkpoint.")
@@ -299,7 +302,7 @@ def _choose(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[Ch
         return None, override_sim(load_sim_config(values["sim"]), overrides)
 
     trust = trusted_names(values["trust"])
-    checkpoint = load_to_play(values["checkpoint"], sim=values["sim"], overrides=overrides, trust=trust)
+    checkpoint = load_to_play(values["checkpoint"], domain=values["domain"], sim=values["sim"], overrides=overrides, trust=trust)
     return checkpoint, choose_sim(checkpoint, values["sim"], overrides)
 
 

@@ -13,7 +13,10 @@ import torch
 
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.checkpoint.folder import domain_part
+from embodied_rl.commands.offline_eval import main as offline_eval
+from embodied_rl.commands.record import main as record
 from embodied_rl.compose import load_train_config
+from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.train import train
@@ -203,11 +206,21 @@ def test_domains_are_played_by_hosts_that_training_borrows(tmp_path: Path) -> No
     assert {tuple(row[f"domains/{name}/steps"] for name in ("near", "far", "arm")) for row in rows} == {(40, 80, 40)}
 
 
-def test_a_share_of_every_domain_s_episodes_is_recorded(tmp_path: Path) -> None:
+def test_a_share_of_every_domain_s_episodes_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = train(configured(tmp_path / "run", "total_steps=320", "record.share=1"))
     for domain in ("near", "far", "arm"):
         found = list((run / "episodes" / domain).rglob("episodes.jsonl"))
         assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in found) > 0, domain
+    # The policy of one domain plays for a recording, and is compared with what was recorded.
+    played, figures = tmp_path / "played", tmp_path / "figures"
+    record([f"checkpoint={run}", "domain=arm", "num_episodes=3", "sample=true", f"output={played}"])
+    assert len(open_recording(played)) == 3
+    offline_eval([f"checkpoint={run}", "domain=arm", f"recording={played}", "estimators=none", f"output={figures}"])
+    (scored,) = json.loads((figures / "offline_eval.json").read_text(encoding="utf-8"))["policies"]
+    assert scored["step"] == 320
+    with pytest.raises(SystemExit):
+        offline_eval([f"checkpoint={run}", f"recording={played}"])
+    assert "choose domain=near or domain=far or domain=arm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
