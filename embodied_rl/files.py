@@ -137,7 +137,7 @@ def fault_of(path: Path, expected: Mapping[str, Any]) -> str | None:
         return "it is missing"
     if (size := path.stat().st_size) != expected["bytes"]:
         return f"it has {size:,} bytes instead of {expected['bytes']:,}"
-    return None if sha256_of(path) == expected["sha256"] else "its content is not what was written (SHA-256 differs)"
+    return None if sha256_of(path) == expected["sha256"] else "its content has changed since it was written (SHA-256 differs)"
 
 
 def sum_of_document(document: Mapping[str, Any], but: str) -> str:
@@ -148,7 +148,7 @@ def sum_of_document(document: Mapping[str, Any], but: str) -> str:
 
 def cannot_write(path: Path, error: OSError) -> UserError:
     """One-line error for a path that cannot be written."""
-    return UserError(f"Cannot write '{path}': {error.strerror or error}. Choose another folder, or mend its permissions or free space.")
+    return UserError(f"Cannot write '{path}': {error.strerror or error}. Choose another folder, or check permissions and free space.")
 
 
 def finite(value: object) -> Any:

@@ -28,7 +28,7 @@ def require_memory(what: str, parts: Mapping[str, int], smaller: str) -> None:
         largest = max(parts, key=lambda name: parts[name])
         raise UserError(
             f"{what} takes {needed / 2**30:,.0f} GiB to train (weights, gradients and Adam's moments), and this machine has "
-            f"{there / 2**30:,.0f} GiB. Its largest layer is {largest}. Make {smaller} smaller."
+            f"{there / 2**30:,.0f} GiB. Its largest layer is {largest}. Reduce {smaller}."
         )
 
 

@@ -32,7 +32,7 @@ def open_regular(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 
@@ -107,7 +107,7 @@ def parse_yaml(text: str | bytes) -> Any:
         if root is None:
             return None
         if _expanded(root, {}) > MAX_YAML_NODES:
-            raise ValueError("its aliases stand for more than a million values")
+            raise ValueError("its aliases expand to more than a million values")
         found = loader.construct_document(root)
         require_shallow(found)
     except RecursionError:
@@ -157,5 +157,5 @@ def parse_npy(data: bytes) -> np.ndarray:
     if dtype.hasobject:
         raise ValueError("is an .npy file of objects, which are not read")
     if claimed != there:
-        raise ValueError(f"is not an .npy file: it claims {claimed} bytes of data, and has {there}")
+        raise ValueError(f"is not an .npy file: its header says {claimed} bytes of data, but it has {there}")
     return np.frombuffer(data, dtype, math.prod(shape), file.tell()).reshape(shape, order="F" if fortran else "C").copy()

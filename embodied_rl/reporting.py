@@ -181,8 +181,8 @@ def too_short(config: TrainConfig) -> list[str]:
     limit_s, final_s, number = 60 * config.max_minutes, episode_s * config.evaluation.num_episodes, config.evaluation.num_episodes
     if start_s + final_s < limit_s:
         return []
-    what = "nothing will be trained, if this one is no faster" if limit_s <= start_s else "little will be trained"
-    before = f"the last such run began to train after {clock_text(start_s)} and took {clock_text(final_s)} for {number} episodes at its end"
+    what = "nothing will be trained, unless this run is faster" if limit_s <= start_s else "little will be trained"
+    before = f"the last such run needed {clock_text(start_s)} to start and {clock_text(final_s)} to evaluate {number} episodes"
     enough = math.ceil((1.5 * start_s + final_s) / 6) / 10
     return [f"max_minutes={config.max_minutes:g} is short: {before}; {what}. Set max_minutes={enough:g} or more."]
 

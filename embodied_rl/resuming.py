@@ -50,8 +50,8 @@ def load_policy(policy: TrainedModule, checkpoint: Checkpoint) -> None:
     folder = policy.base_folder
     if folder is None:
         raise IncompatibleCheckpointError(
-            f"Checkpoint '{checkpoint.path}' holds only an adapter, and the policy has none: policy.lora_rank differs. "
-            "Leave it as the checkpoint's configuration has it."
+            f"Checkpoint '{checkpoint.path}' holds only an adapter, and the policy has none: policy.lora_rank differs. Use the value of "
+            "the checkpoint's configuration."
         )
     base_of(checkpoint, str(folder))
     check_tensors(checkpoint, saved_tensors(policy))

@@ -93,7 +93,7 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
             source, run_dir = checkpoint, _unused(run_dir, named)
     elif config.resume == "auto" and _holds_files(run_dir) and named:
         # Killed before its first checkpoint: start again, in its own folder.
-        announce(f"{run_dir} holds no checkpoint yet; its run begins again.")
+        announce(f"{run_dir} has no checkpoint yet; the run starts from the beginning.")
     else:
         run_dir = _unused(run_dir, named)
     while (claim := _claim(run_dir)) is None:
@@ -101,9 +101,9 @@ def find_run_folder(config: TrainConfig, overrides: Sequence[str]) -> RunFolder:
             raise UserError(f"Another process is writing the run in {run_dir}. Wait for it, end it, or choose another run_dir.")
         # Two runs that start within a second choose the same default folder.
         taken, run_dir = run_dir, next_free(Path(config.run_dir))
-        announce(f"{taken} is another run's; this run goes to {run_dir}.")
+        announce(f"{taken} belongs to another run; this run writes to {run_dir}.")
     if source is not None:
-        announce(f"{source.path} is not of a run in {run_dir}, which goes on there with a copy of its history.")
+        announce(f"{source.path} belongs to another folder's run; this run continues in {run_dir}, with a copy of its history.")
         copy_history(source, run_dir)
         checkpoint = _copied(source, run_dir)
     return RunFolder(run_dir, checkpoint, claim)
@@ -193,9 +193,9 @@ def _unused(run_dir: Path, named: bool) -> Path:
     if not _holds_files(run_dir):
         return run_dir
     if named and find_last(run_dir) is not None:
-        raise UserError(f"run_dir={run_dir} already holds a run. Continue it with resume=auto, or choose another folder.")
+        raise UserError(f"run_dir={run_dir} already has a run. Continue it with resume=auto, or choose another folder.")
     free = next_free(run_dir)
-    announce(f"{run_dir} is not empty; this run goes to {free}.")
+    announce(f"{run_dir} is not empty; this run writes to {free}.")
     return free
 
 

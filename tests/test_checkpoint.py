@@ -191,14 +191,14 @@ def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleCheckpointError, match="does not exist"):
         load_checkpoint(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(IncompatibleCheckpointError, match=r"holds no checkpoint \(state.json is missing\)"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"is not a checkpoint \(state.json is missing\)"):
         load_checkpoint(tmp_path / "empty")
     for step, run in enumerate(("b", "a")):
         save(tmp_path / "runs" / run, step)
-    with pytest.raises(IncompatibleCheckpointError, match=r"It holds runs, of which .*runs/a saved last: give one of them\."):
+    with pytest.raises(IncompatibleCheckpointError, match=r"The folder contains several runs \(.*runs/a saved last\): give one of them\."):
         load_checkpoint(tmp_path / "runs")
     save(tmp_path, 1000)
-    with pytest.raises(IncompatibleCheckpointError, match=r"does not exist\. Beside it lie: step_000001000"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"does not exist\. Checkpoints beside it: step_000001000"):
         load_checkpoint(tmp_path / "checkpoints" / "step_000009999")
 
 
@@ -394,7 +394,7 @@ def test_text_that_blows_up_is_one_line(tmp_path: Path, name: str, text: str, me
 def test_sums_that_are_none_are_damage(tmp_path: Path, files: Any) -> None:
     folder = save(tmp_path)
     _forge(folder, files=files)
-    with pytest.raises(IncompatibleCheckpointError, match="holds no sums of files"):
+    with pytest.raises(IncompatibleCheckpointError, match="has no checksums"):
         load_checkpoint(folder)
 
 
@@ -521,9 +521,7 @@ def test_the_base_of_an_adapter_is_looked_for_and_compared(tmp_path: Path) -> No
     checkpoint = load_checkpoint(save(run, base=note_base(base, run)))
     assert base_of(checkpoint) == base.resolve()
     base.rename(tmp_path / "moved")
-    with pytest.raises(
-        IncompatibleCheckpointError, match=r"holds only an adapter, and its base model is not there: .*/base'.*policy.model"
-    ):
+    with pytest.raises(IncompatibleCheckpointError, match=r"holds only an adapter, and its base model is missing: .*/base'.*policy.model"):
         base_of(checkpoint)
     assert base_of(checkpoint, str(tmp_path / "moved")) == tmp_path / "moved"
     (tmp_path / "moved" / "model.safetensors").write_bytes(b"Weights")

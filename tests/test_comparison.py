@@ -57,5 +57,5 @@ def test_without_success_there_is_none_and_without_pairs_nothing() -> None:
     comparison = compare(OURS, THEIRS, reports_success=False)
     assert comparison.success is None
     assert comparison.success_at_end is None
-    with pytest.raises(ValueError, match="no seed in common"):
+    with pytest.raises(ValueError, match="no common seed"):
         compare(make_episodes([True], first_seed=1), make_episodes([True], first_seed=2), reports_success=True)

@@ -101,7 +101,7 @@ def test_convert_tells_as_json_and_says_what_mp4_does(native: Path, tmp_path: Pa
     [
         (["convert", "{native}", "output={out}", "format=lerobt"], "Did you mean 'lerobot'"),
         (["convert", "{native}", "output={out}", "format=minari", "video=raw"], "video=raw needs format=native"),
-        (["convert", "{native}", "output={native}", "format=minari"], "is there already, and is not an empty folder"),
+        (["convert", "{native}", "output={native}", "format=minari"], "already exists and is not an empty folder"),
         (["convert", "output={out}", "format=native"], "Argument PATH is missing"),
         (["info", "{native}2"], "Did you mean 'native'"),
         (["inf", "{native}"], "'inf' is not a subcommand. Did you mean 'info'"),

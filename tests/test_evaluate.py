@@ -247,7 +247,7 @@ def test_a_task_asked_for_by_name_needs_equal_spaces_only(reach: Path) -> None:
         (["checkpoint=RUN", "sim=cartpol"], "Simulator 'cartpol' is not known. Did you mean 'cartpole'?"),
         (["checkpoint=RUN", "sim=pendulum"], "was made for another simulator: observation 'state' [4] float32 ≠ [3] float32; action"),
         (["checkpoint=RUN", "sim.task=CartPole-v9"], "CartPole-v9"),
-        (["checkpoint=RUN/checkpoints/step_000000512"], "does not exist. Beside it lie: step_000002048"),
+        (["checkpoint=RUN/checkpoints/step_000000512"], "does not exist. Checkpoints beside it: step_000002048"),
         (["checkpoint=nowhere"], "Checkpoint 'nowhere' does not exist"),
     ],
 )

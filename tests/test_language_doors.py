@@ -40,7 +40,7 @@ def refused(run_dir: Path, *words: str) -> str:
 
 
 def test_training_from_a_folder_without_tokenizer(folder: Path, tmp_path: Path) -> None:
-    assert f"Model folder '{folder}' holds no tokenizer" in refused(tmp_path / "run", f"policy.model={folder}")
+    assert f"Model folder '{folder}' has no tokenizer" in refused(tmp_path / "run", f"policy.model={folder}")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_folder_without_tokenizer(
     main: Callable[[Sequence[str]], None], words: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = one_line_error(main, [word.format(folder=folder, run=tmp_path / "run") for word in words], capsys)
-    assert f"Model folder '{folder}' holds no tokenizer (none of tokenizer.json, tokenizer.model" in line
+    assert f"Model folder '{folder}' has no tokenizer (none of tokenizer.json, tokenizer.model" in line
     assert line.endswith(f"hf download OWNER/MODEL --include 'tokenizer*' 'vocab*' 'merges*' --local-dir {folder}")
 
 

@@ -170,7 +170,7 @@ def test_refusals_are_printed_once_with_their_reason(folder: Path, tmp_path: Pat
     two = ",".join(str(folder / f"run/checkpoints/step_00000000{step}") for step in (0, 2))
     main([f"recording={mode}", f"checkpoint={two}", f"output={tmp_path / 'out'}", *QUICK])
     printed = " ".join(capsys.readouterr().out.split())
-    reason = "refused: deterministic behaviour: the recording says that the policy that acted played its mode"
+    reason = "refused: deterministic behaviour: the recording says that the policy took its most likely actions"
     assert printed.count(reason) == 4, "for weights and for fitted values, for two policies"
     assert "The policies are not ranked" in printed
     document = json.loads((tmp_path / "out" / "offline_eval.json").read_text(encoding="utf-8"))
@@ -180,7 +180,7 @@ def test_refusals_are_printed_once_with_their_reason(folder: Path, tmp_path: Pat
 
 
 MISTAKES = [
-    (["recording=nowhere"], r"There is no recording 'nowhere'"),
+    (["recording=nowhere"], r"Recording 'nowhere' does not exist"),
     (["estimators=wis,fque"], r"'fque' is not a choice. Did you mean 'fqe'\?"),
     (["checkpoint={run},{run}"], r"are the same checkpoint"),
     (["checkpoint=,"], r"checkpoint= is empty"),

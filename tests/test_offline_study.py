@@ -148,12 +148,12 @@ def test_a_policy_that_does_what_was_never_done_is_refused(vectors: dict[str, Pa
     assert any("these values are extrapolated" in note for note in fqe.notes)
     inner = [dataclasses.replace(e, action=np.clip(e.action, -0.5, 0.5)) for e in episodes]
     refused = study(VECTORS, inner, vectors, "far", estimators=("fqe",)).policies[0].estimate("fqe").refused
-    assert refused == "support mismatch: 100% of what the target policy would do lies outside of everything that was recorded"
+    assert refused == "support mismatch: 100% of the target policy's actions lie outside the recorded range"
 
 
 def test_modes_have_no_weights_but_choices_do(choices: dict[str, Path], vectors: dict[str, Path], recorded: list[RecordedEpisode]) -> None:
     found = study(VECTORS, play(vectors["behaviour"], 60), vectors, "near", target="mode")
-    assert "the target is the policy's mode, which has no density" in found.policies[0].estimate("wis").refused
+    assert "the target is the policy's most likely action, which has no density" in found.policies[0].estimate("wis").refused
     assert found.policies[0].estimate("fqe").value is not None
     # The mode of choices has probabilities 0 and 1: the weight is 1 / μ(a) as long as every choice is the mode's.
     own = study(
@@ -252,8 +252,8 @@ def test_episodes_without_an_end_are_in_the_open_loop_figures_alone(choices: dic
     assert (found.num_episodes, found.num_incomplete) == (149, 1)
     assert found.policies[0].open_loop.num_episodes == 150
     assert found.policies[0].estimate("wis").value == pytest.approx(np.mean([e.episode_return for e in recorded[1:]]), rel=1e-4)
-    assert any("1 episodes without an end" in note for note in found.notes)
-    with pytest.raises(UserError, match="No recorded episode came to an end"):
+    assert any("1 unfinished episodes" in note for note in found.notes)
+    with pytest.raises(UserError, match="No recorded episode ends"):
         study(CHOICES, [stopped], choices, "behaviour")
     alone = study(CHOICES, [stopped], choices, "behaviour", estimators=())
     assert alone.behaviour is None
@@ -265,7 +265,7 @@ def test_tasks_are_told_apart(choices: dict[str, Path], recorded: list[RecordedE
     assert any("mixes 2 tasks (even, odd)" in note for note in study(CHOICES, mixed, choices, "behaviour", estimators=("wis",)).notes)
     odd = study(CHOICES, mixed, choices, "behaviour", estimators=("wis",), task="odd")
     assert odd.num_episodes == 75
-    with pytest.raises(UserError, match=r"No episode of task 'od' is in the recording. Did you mean 'odd'\?"):
+    with pytest.raises(UserError, match=r"The recording has no episode of task 'od'. Did you mean 'odd'\?"):
         study(CHOICES, mixed, choices, "behaviour", task="od")
 
 
@@ -399,7 +399,7 @@ def test_what_does_not_fit_is_refused(choices: dict[str, Path], vectors: dict[st
     with pytest.raises(UserError, match="actions are texts"):
         load_target(load_checkpoint(choices["steady"], with_learner=False), "x", info_of(text))
     broken = dataclasses.replace(recorded[2], log_prob=np.where(np.arange(recorded[2].num_steps) == 1, np.nan, -0.7)[:, None])
-    with pytest.raises(UserError, match=rf"Episode 2 \(seed {recorded[2].seed}\) has a log_prob at step 1 that is not a finite number"):
+    with pytest.raises(UserError, match=rf"Episode 2 \(seed {recorded[2].seed}\) has a non-finite log_prob at step 1"):
         study(CHOICES, [*recorded[:2], broken], choices, "steady")
 
 

@@ -80,9 +80,9 @@ def test_home_is_the_users_and_lists_stay_lists(monkeypatch: pytest.MonkeyPatch)
         (["=5"], "no key of a configuration"),
         (["seed=1,2"], "-m seed=1,2"),
         (["-m", "sim=cartpole,nope"], "Simulator 'nope' is not known"),
-        (["~sim"], "takes away what a run needs"),
-        (["seed=${nothing}"], "refers to a value that is not there"),
-        (["+seed=5"], "leave out the '+'"),
+        (["~sim"], "removes a key that a run needs"),
+        (["seed=${nothing}"], "refers to a value that does not exist"),
+        (["+seed=5"], "remove the '+'"),
         (
             ["sim=cartpole", "seed=1", "sim=fetch_reach"],
             "'sim' is given twice: 'cartpole' and 'fetch_reach'. Remove one. For a run with each",

@@ -204,7 +204,10 @@ HERE = "tests.test_own_parts"
     [
         ({"loss": "my_parts.losses:spoo"}, "has no 'spoo'. Did you mean 'spo'"),
         ({"loss": "my_part.losses:spo"}, "Is its package installed"),
-        ({"loss": "my_parts.losses:spo", "loss_options": {"epsilo": 0.1}}, "no option of 'my_parts.losses:spo'. Did you mean 'epsilon'"),
+        (
+            {"loss": "my_parts.losses:spo", "loss_options": {"epsilo": 0.1}},
+            "not an option of 'my_parts.losses:spo'. Did you mean 'epsilon'",
+        ),
         ({"loss": "my_parts.losses:spo", "loss_options": {"epsilon": "a"}}, "algorithm.loss_options.epsilon must be a number"),
         ({"loss": "my_parts.losses:spo", "loss_options": {"epsilon": 7.0}}, "must be between 0.001 and 1"),
         ({"loss": f"{HERE}:of_success", "groups": None, "advantage": "gae"}, r"is offered on whole episodes \(it reads positive\)"),
@@ -213,9 +216,9 @@ HERE = "tests.test_own_parts"
         ({"loss": f"{HERE}:no_mask"}, "does not take 'mask'"),
         ({"loss": f"{HERE}:no_log_prob"}, "does not take 'log_prob'"),
         ({"loss": f"{HERE}:swallows"}, "takes 'rest' without a name"),
-        ({"loss": f"{HERE}:HERE"}, "is no function, but str"),
+        ({"loss": f"{HERE}:HERE"}, "must be a function, got str"),
         ({"advantage": f"{HERE}:of_both"}, r"takes value \[T, N\] and score \[B\]"),
-        ({"advantage": f"{HERE}:of_nothing"}, "takes none of the arrays"),
+        ({"advantage": f"{HERE}:of_nothing"}, "must take at least one array"),
         ({"advantage": "my_parts.advantages:median", "groups": GroupsConfig(group_size=1)}, "compares the episodes of a group"),
         ({"advantage": "my_parts.advantages:median", "groups": None}, "works on whole episodes"),
     ],
@@ -350,7 +353,7 @@ def test_an_own_policy_on_ranks_and_cloned(tmp_path: Path, monkeypatch: pytest.M
         ({"options": {"num_features": 0}}, r"policy\.options\.num_features must be between 1 and"),
         ({"options": {"key": "sate"}}, "policy.options.key='sate' is no vector .* Did you mean 'state'"),
         ({"target": f"{HERE}:Chunked", "options": {}}, "set policy.chunk=3"),
-        ({"target": f"{HERE}:Dreamer", "options": {}}, "reads 'sate', which task 't' does not show. Did you mean 'state'"),
+        ({"target": f"{HERE}:Dreamer", "options": {}}, "reads 'sate', which task 't' does not have. Did you mean 'state'"),
     ],
 )
 def test_mistakes_with_policies_are_one_line(changes: dict[str, Any], reason: str) -> None:
@@ -383,7 +386,7 @@ def test_an_own_logger_takes_the_metrics(tmp_path: Path) -> None:
         ({"names": ("my_parts.losses:spo",)}, "must be a subclass of embodied_rl.loggers.Logger"),
         ({"names": ("my_parts.loggers:CsvLogger",), "options": {"CsvLogger": {"colums": []}}}, "Did you mean 'columns'"),
         ({"names": ("my_parts.loggers:CsvLogger",), "options": {"CsvLogger": {"columns": 3}}}, "options.CsvLogger.columns must be a list"),
-        ({"names": ("my_parts.loggers:CsvLogger",), "options": {"Csv": {}}}, "is of no logger in logger.names"),
+        ({"names": ("my_parts.loggers:CsvLogger",), "options": {"Csv": {}}}, "logger.names does not contain this logger"),
     ],
 )
 def test_mistakes_with_loggers_are_one_line(changes: dict[str, Any], reason: str) -> None:

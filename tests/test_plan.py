@@ -86,7 +86,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "rows must be between 1 and" in error_of(capsys, *known, "rows=0")
     (tmp_path / "one.yaml").write_text("nodes: [{gpus: 1, gpu_memory_gib: 300}]", encoding="utf-8")
     told = error_of(capsys, f"cluster={tmp_path / 'one.yaml'}", "workload=agents", "placement=multiplexed")
-    assert "needs at least 2 GPUs, and 'one' has 1. The nearest possible: collocated" in told
+    assert "needs at least 2 GPUs, and 'one' has 1. Nearest valid choice: collocated" in told
     (tmp_path / "small.yaml").write_text("nodes: [{gpus: 2, gpu_memory_gib: 10}]", encoding="utf-8")
     assert "No placement is possible" in error_of(capsys, f"cluster={tmp_path / 'small.yaml'}", "workload=agents")
     (tmp_path / "list.yaml").write_text("- 1", encoding="utf-8")
@@ -138,5 +138,5 @@ def test_measuring_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert again["placements"] == document["placements"]
     assert {"collocated"} <= {one["kind"] for one in document["placements"] if one["steps_per_s"] > 0}
     assert cluster_of("here").nodes[0].count == 1
-    with pytest.raises(UserError, match="has no rollouts to be planned"):
+    with pytest.raises(UserError, match="has no rollouts to plan"):
         measure(load_train_config(["experiment=push_bc"]))

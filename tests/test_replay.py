@@ -199,7 +199,7 @@ def test_mistakes_are_one_line(key_door: Path, tmp_path: Path, capsys: pytest.Ca
     bare = rewritten(key_door, tmp_path / "bare", lambda episode: dataclasses.replace(episode, state=None), sim={})
     named = rewritten(key_door, tmp_path / "named", lambda episode: dataclasses.replace(episode, state=None))
     for argv, message in (
-        ([f"recording={tmp_path / 'keydoor'}"], "There is no recording"),
+        ([f"recording={tmp_path / 'keydoor'}"], "keydoor' does not exist"),
         ([f"recording={bare}"], "does not name its simulator (task 'KeyDoor'). Give it, for example sim="),
         ([f"recording={named}", "by=state"], "was recorded without states"),
         ([f"recording={key_door}", "sim=pendulum"], "are not those of task 'Pendulum-v1'"),

@@ -291,7 +291,7 @@ def test_names_that_nothing_has_are_refused() -> None:
         (f"{CARTPOLE} algorithm=bc", "expert"),
         (f"{CARTPOLE} hybrid.placement={{env:[1/cpu],generation:[0/cpu],train:[0/cpu]}}", "Device '1/cpu' does not exist"),
         (f"{GROUPS} hybrid.placement={{kind:multiplexed,num_train_gpus:2}}", "lends 2 of 2 hosts"),
-        (f"{GROUPS} {LENT} hybrid.placement={{kind:multiplexed,num_train_gpus:2}}", "The nearest possible: num_hosts=3"),
+        (f"{GROUPS} {LENT} hybrid.placement={{kind:multiplexed,num_train_gpus:2}}", "Nearest valid choice: num_hosts=3"),
         (f"{CARTPOLE} hybrid.placement={{env:[0/cpu],generatoin:[0/cpu],train:[0/cpu]}}", "Did you mean 'generation'"),
         (f"{CARTPOLE} hybrid.placement={{env:[0/cpu],generation:[0/cpu]}}", "lacks train"),
         (

@@ -79,5 +79,5 @@ def test_a_missing_tracker_names_its_extra(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=rf"Logger \'{name}\'.*embodied-rl\[{name}\]"):
         make_loggers(LoggerConfig(names=(name,)), tmp_path, {}, 10)
-    with pytest.raises(UserError, match=rf"logger\.options\.{name}\.projekt is no argument of"):
+    with pytest.raises(UserError, match=rf"logger\.options\.{name}\.projekt is not an argument of"):
         make_loggers(LoggerConfig(names=(name,), options={name: {"projekt": "arm"}}), tmp_path, {}, 10)

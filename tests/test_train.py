@@ -161,11 +161,11 @@ MISTAKES = [
     (["sim=halfcheetah", "sim.task=HalfCheeta-v5"], "Did you mean 'HalfCheetah-v5'?"),
     (["sim.target=nowhere.at:all"], "No module named 'nowhere'"),
     (["run_dir=/proc/no"], "Cannot write '/proc/no'"),
-    (["algorithm.groups.group_size=4"], "algorithm=ppo learns from rollouts of all slots and has no groups. Choose a method on groups"),
+    (["algorithm.groups.group_size=4"], "algorithm=ppo learns from fixed rollouts and has no groups. Choose a method with groups"),
     (["hybrid=multiplexed", "hybrid.placement.num_hosts=3"], "set it whole, 'hybrid.placement={kind: multiplexed, num_hosts: …}'"),
     (["algorithm.warm_start.episodes=3"], "null here: set it whole, 'algorithm.warm_start={episodes: …}'"),
     (["algorithm.cloning.loss=mse"], "choose a file that has it (algorithm=bc or algorithm=dagger), or set it whole"),
-    (["policy.num_bins=9"], "there is no 'num_bins'. Files that have it: policy=tiny_vla."),
+    (["policy.num_bins=9"], "'num_bins' does not exist. Files that have it: policy=tiny_vla."),
     (["experiment=halfcheetah", "protocol=null"], "to leave out an experiment's protocol, type '~protocol'"),
     (["sim=frozenlake"], "policy=language generation=tokens_torch algorithm=grpo"),
     (["resume=nothing"], "Checkpoint 'nothing' does not exist"),
@@ -174,7 +174,7 @@ MISTAKES = [
 MATHEMATICS = [
     (["algorithm.advantage=rloo"], "works on whole episodes"),
     (["algorithm=grpo", "algorithm.loss=ipa", "algorithm.loss_options.max_mismatch=2"], "set advantage=ipa"),
-    (["algorithm=grpo", "algorithm.loss_options.max_mismatch=2"], "is no option of 'ppo_clip'"),
+    (["algorithm=grpo", "algorithm.loss_options.max_mismatch=2"], "is not an option of 'ppo_clip'"),
 ]
 ONE_AFTER_THE_OTHER = """
 import contextlib, io, json, sys
@@ -228,7 +228,7 @@ def test_a_checkpoint_of_another_simulator_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
     overrides = [*PENDULUM, "total_steps=256", f"run_dir={tmp_path}/run"]
     train(load_train_config(overrides))
-    with pytest.raises(UserError, match=r"already holds a run\. Continue it with resume=auto"):
+    with pytest.raises(UserError, match=r"already has a run\. Continue it with resume=auto"):
         train(load_train_config(overrides))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
@@ -378,15 +378,15 @@ def test_a_run_says_first_what_it_will_do_and_that_its_time_is_too_short(tmp_pat
     assert line.endswith("Set a larger max_minutes.")
     # (1.5 * 30 + 20 * 0.5) / 60 = 0.92 minutes, rounded up.
     assert short.stdout.splitlines()[1] == (
-        "max_minutes=0.01 is short: the last such run began to train after 0:30 and took 0:10 for 20 episodes at its end; nothing will be "
-        "trained, if this one is no faster. Set max_minutes=1 or more."
+        "max_minutes=0.01 is short: the last such run needed 0:30 to start and 0:10 to evaluate 20 episodes; nothing will be "
+        "trained, unless this run is faster. Set max_minutes=1 or more."
     )
     assert not (tmp_path / "short" / "results.json").exists(), "an untrained policy has no success of 0.0%"
 
     remembered.write_text(json.dumps({"start_s": 0.5, "episode_s": 30.0}), encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (little,) = too_short(load_train_config(["experiment=cartpole", "max_minutes=9.9", "evaluation.num_episodes=20"]))
-    assert little.endswith("took 10:00 for 20 episodes at its end; little will be trained. Set max_minutes=10.1 or more.")
+    assert little.endswith("10:00 to evaluate 20 episodes; little will be trained. Set max_minutes=10.1 or more.")
     assert not too_short(load_train_config(["experiment=cartpole", "max_minutes=10.1", "evaluation.num_episodes=20"]))
     assert not too_short(load_train_config(["experiment=cartpole", "evaluation.num_episodes=20"])), "without a limit"
 

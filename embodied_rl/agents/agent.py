@@ -111,9 +111,9 @@ class Prompts:
             )
         if config.max_prompt_tokens is not None and config.max_prompt_tokens > room:
             raise UserError(
-                f"agent.max_prompt_tokens={config.max_prompt_tokens} is more than the {room} tokens that agent.max_new_tokens="
-                f"{config.max_new_tokens} leaves of the model's context of {max_context}: make one of them smaller, or set "
-                "agent.max_prompt_tokens=null (all that is left)."
+                f"agent.max_prompt_tokens={config.max_prompt_tokens} is more than the {room} tokens that "
+                f"agent.max_new_tokens={config.max_new_tokens} leaves of the model's context of {max_context}: lower one of them, or set "
+                "agent.max_prompt_tokens=null (all remaining tokens)."
             )
         self.limit = config.max_prompt_tokens or room
         """Most tokens of a prompt."""
@@ -137,8 +137,8 @@ class Prompts:
         else:
             said = f"The {self.limit} tokens that agent.max_new_tokens={self.config.max_new_tokens} leaves of {max_context} of context are"
         raise UserError(
-            f"{said} too few for a prompt: agent.system, agent.template, what is said of tools and the model's chat template make {needed} "
-            "of an observation of one letter. Allow more, or shorten these texts."
+            f"{said} too few for a prompt: agent.system, agent.template, the tool descriptions and the model's chat template need "
+            f"{needed} with an observation of one letter. Raise the limit, or shorten these texts."
         )
 
     def begin(self) -> Conversation:
@@ -198,7 +198,7 @@ class Prompts:
         token_ids = self.tokenizer.encode(text)
         if len(token_ids) == 0:
             raise UserError(
-                "A prompt is empty: agent.template must name {observation} or hold some text, and observations must not be empty."
+                "A prompt is empty: agent.template must contain {observation} or other text, and observations must not be empty."
             )
         return token_ids
 
@@ -333,7 +333,7 @@ class ImageInputs:
         placeholder."""
         text = str(observation["text"][row])
         if self.placeholder.strip() in text:
-            raise UserError(f"An observation's text holds '{self.placeholder.strip()}', which stands for a picture to this model.")
+            raise UserError(f"An observation's text contains '{self.placeholder.strip()}', which this model reads as a picture.")
         seen.extend(np.array(observation[key][row], np.uint8) for key in self.keys)
         return self.placeholders + text
 

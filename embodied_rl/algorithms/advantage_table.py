@@ -228,9 +228,9 @@ def _own(name: str, target: str) -> AdvantageInfo:
     taken = {*fields["inputs"], *fields["optional_inputs"]}
     if taken & over_time and taken & of_rows:
         mixed = f"{sorted(taken & over_time)[0]} [T, N] and {sorted(taken & of_rows)[0]} [B]"
-        raise UserError(f"'{target}' takes {mixed}: an advantage sees either steps over time or rows.")
+        raise UserError(f"'{target}' takes {mixed}: an advantage must take either steps over time or rows, not both.")
     if not taken - {"mask"}:
-        raise UserError(f"'{target}' takes none of the arrays that an advantage is made of: reward, score, group, value, ….")
+        raise UserError(f"'{target}' must take at least one array of an advantage: reward, score, group, value, ….")
     steps = bool(taken & (over_time | {"step_return", "anchor_group"}))
     return AdvantageInfo(
         **fields,

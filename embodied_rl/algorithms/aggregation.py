@@ -55,7 +55,7 @@ class Aggregation:
                     f"Aggregation '{self.mode}' needs horizon >= 1, the most entries that a sequence may have, got {self.horizon}."
                 )
         elif self.horizon is not None:
-            raise ValueError(f"horizon={self.horizon} means nothing to aggregation '{self.mode}'; leave it out.")
+            raise ValueError(f"horizon={self.horizon} has no effect with aggregation '{self.mode}': leave it out.")
 
     def count(self, mask: Tensor) -> Tensor:
         """Share of `mask` [B, L] or [B] in the denominator: its entries (token-mean) or its sequences; int64 scalar, may be 0."""

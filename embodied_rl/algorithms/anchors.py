@@ -58,7 +58,7 @@ def step_returns(
     if bool(twice.any()):
         place = kept[order[int(twice.nonzero()[0])]]
         raise ValueError(
-            f"Two rows are step {int(step[place])} of trajectory {int(trajectory[place])}; number the steps of a trajectory apart."
+            f"Two rows are step {int(step[place])} of trajectory {int(trajectory[place])}; give each step of a trajectory its own number."
         )
     # All trajectories one after another in a single column, each ended by its last step.
     column = reward.detach()[kept[order]][:, None].contiguous()
@@ -169,8 +169,8 @@ def _episode_part(
     if bool(differing.any()):
         row = int(differing.nonzero()[0])
         raise ValueError(
-            f"Row {row} says its episode returned {float(stated[row])}, another row of the same trajectory {float(of_trajectory[row])}. "
-            "episode_return is that of the whole episode, in each of its rows."
+            f"Row {row} has episode_return {float(stated[row])}, and another row of the same trajectory {float(of_trajectory[row])}. All "
+            "rows of an episode must have the return of the whole episode."
         )
     entering = rows
     if statistics == "trajectory":

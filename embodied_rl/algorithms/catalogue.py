@@ -48,14 +48,14 @@ def described(name: str, target: str, *, arrays: Collection[str], shared: Collec
     """
     function = load_target(target)
     if not callable(function):
-        raise UserError(f"'{target}' is no function, but {type(function).__name__}.")
+        raise UserError(f"'{target}' must be a function, got {type(function).__name__}.")
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except NameError as error:
-        raise UserError(f"The types in the signature of '{target}' cannot be read: {error}. Import what they name.") from error
+        raise UserError(f"The types in the signature of '{target}' cannot be read: {error}. Import the names that they use.") from error
     unnamed = [p.name for p in parameters.values() if p.kind not in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if unnamed:
-        raise UserError(f"'{target}' takes '{unnamed[0]}' without a name: give each argument one, so that options can be checked.")
+        raise UserError(f"'{target}' takes '{unnamed[0]}' without a name: name each argument, so that options can be checked.")
     missing = [wanted for wanted in shared if wanted not in parameters]
     if missing:
         raise UserError(f"'{target}' does not take '{missing[0]}'. Its arguments must include {', '.join(shared)}.")

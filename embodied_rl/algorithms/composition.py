@@ -54,7 +54,7 @@ def _check_options(info: MethodInfo, given: dict[str, object], where: str, confi
     for name in given:
         if name in OF_CONFIG:
             raise UserError(f"{where}.{name} has its own key: set algorithm.{name}.")
-        require_known(name, allowed, f"{where}.{name} is no option of '{info.name}'.")
+        require_known(name, allowed, f"{where}.{name} is not an option of '{info.name}'.")
     missing = [name for name in info.required_options if name not in OF_CONFIG and name not in given]
     if missing:
         raise UserError(f"'{info.name}' needs {where}.{missing[0]}.")

@@ -267,9 +267,9 @@ class EpisodeMethod(StepRewards):
         self._num_even = 0 if bool(advantage.any()) else self._num_even + 1
         if self._num_even == _EVEN_UPDATES:
             warnings.warn(
-                f"In {_EVEN_UPDATES} updates in a row every advantage was 0: the episodes of each group had equal returns, and their "
-                "rewards taught nothing. algorithm.groups.filters=[{name: zero_variance}] plays on until groups differ. More of them do "
-                "with an easier task, rewards on the way, algorithm.warm_start, or a larger algorithm.groups.group_size.",
+                f"In {_EVEN_UPDATES} updates in a row every advantage was 0, because the episodes of each group had equal returns. "
+                "Nothing was learned. algorithm.groups.filters=[{name: zero_variance}] plays until groups differ. An easier task, "
+                "intermediate rewards, algorithm.warm_start or a larger algorithm.groups.group_size makes more groups differ.",
                 stacklevel=2,
             )
 
@@ -413,7 +413,7 @@ class EpisodeMethod(StepRewards):
         similarity = self.config.anchor_similarity
         if similarity is not None:
             if any(set(anchor) != {"text"} for anchor in anchors):
-                raise UserError("algorithm.anchor_similarity compares texts, and these observations are none: set it to null.")
+                raise UserError("algorithm.anchor_similarity compares texts, and these observations are not texts: set it to null.")
             anchors = [str(anchor["text"]) for anchor in anchors]
         arrays = {
             "episode_return": score[batch.row],

@@ -96,7 +96,7 @@ def follow(start: object, dotted: str) -> Any:
     for name in dotted.split("."):
         if isinstance(value, Mapping):
             if name not in value:
-                raise UserError(f"'{dotted}' leads nowhere: there is no '{name}'.{did_you_mean(name, map(str, value))}")
+                raise UserError(f"'{dotted}' does not exist: '{name}' is missing.{did_you_mean(name, map(str, value))}")
             value = value[name]
         elif name and not name.startswith("_") and hasattr(value, name):
             value = getattr(value, name)
@@ -104,7 +104,7 @@ def follow(start: object, dotted: str) -> Any:
             public = (
                 [known for known in dir(value) if not known.startswith("_")] if type(value).__module__.startswith("embodied_rl") else []
             )
-            raise UserError(f"'{dotted}' leads nowhere: a {type(value).__name__} has no '{name}'.{did_you_mean(name, public)}")
+            raise UserError(f"'{dotted}' does not exist: a {type(value).__name__} has no '{name}'.{did_you_mean(name, public)}")
     return value
 
 

@@ -295,8 +295,8 @@ def check_finite(score: Tensor, rows: Tensor | None, name: str) -> None:
     if bool(wrong.any()):
         places = wrong.nonzero().flatten().tolist()
         raise NonFiniteError(
-            f"{name} is NaN or infinite in {len(places)} rows (row {', '.join(map(str, places[:5]))}). "
-            "Mask these rows, or look for what made their rewards."
+            f"{name} is NaN or infinite in {len(places)} rows (row {', '.join(map(str, places[:5]))}). Mask these rows, or check the "
+            "source of their rewards."
         )
 
 

@@ -171,7 +171,7 @@ def normalize_reward(
     values = torch.where(given, reward, torch.zeros_like(reward)).double()
     if not bool(torch.isfinite(values).all()):
         row = int(torch.argmin(torch.isfinite(values).int()))
-        raise NonFiniteError(f"The reward of row {row} is {float(values[row])}; rewards are normalised over rows, so it would spoil all.")
+        raise NonFiniteError(f"The reward of row {row} is {float(values[row])}; it would make other rows' rewards NaN.")
     sources: dict[str, tuple[Tensor | float, Tensor | float]] = {"none": (0.0, 0.0)}
     for name in {mean, std} - {"none"}:
         if name == "running":

@@ -93,8 +93,8 @@ class StepRewards:
         saved = state.get("reward_normalizer")
         if (saved is None) != (self.reward_normalizer is None):
             raise IncompatibleCheckpointError(
-                f"algorithm.normalize_reward={self.config.normalize_reward} now, but {saved is not None} in the checkpoint: "
-                "the value function would mean something else. Resume with the checkpoint's setting."
+                f"algorithm.normalize_reward={self.config.normalize_reward} now, but {saved is not None} in the checkpoint, whose value "
+                "function has that scale. Resume with the checkpoint's setting."
             )
         if self.reward_normalizer is not None and saved is not None:
             self.reward_normalizer.load_state_dict(saved)

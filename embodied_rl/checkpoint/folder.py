@@ -269,7 +269,7 @@ def load_checkpoint(path: Path | str, *, with_learner: bool = True, trust: Seque
         }
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise IncompatibleCheckpointError(
-            f"Checkpoint '{folder}': {STATE_FILE} lacks or misspells a part ({brief(repr(error))}). Use another checkpoint."
+            f"Checkpoint '{folder}': {STATE_FILE} has a missing or wrong entry ({brief(repr(error))}). Use another checkpoint."
         ) from error
     config = _read_config(folder / CONFIG_FILE, document.get(_SIGNATURE), trust, replaced)
     return Checkpoint(path=folder, policy=policy, learner=learner, config=config, **parts)
@@ -308,13 +308,13 @@ def resolve_checkpoint(path: Path | str) -> Path:
             return found
     if not given.exists():
         siblings = _by_age(given.parent) or _by_age(given.parent / "checkpoints")
-        choices = f" Beside it lie: {', '.join(folder.name for folder in siblings)}." if siblings else ""
+        choices = f" Checkpoints beside it: {', '.join(folder.name for folder in siblings)}." if siblings else ""
         raise IncompatibleCheckpointError(f"Checkpoint '{path}' does not exist.{choices} Give a run's folder or one of its checkpoints.")
     fix = "Give a run's folder or one of its checkpoints/step_… folders."
     if runs := [run_dir for run_dir in given.glob("*/") if find_last(run_dir) is not None]:
         newest = max(runs, key=lambda run_dir: (run_dir / "checkpoints").stat().st_mtime_ns)
-        fix = f"It holds runs, of which {newest} saved last: give one of them."
-    raise IncompatibleCheckpointError(f"'{path}' holds no checkpoint ({STATE_FILE} is missing). {fix}")
+        fix = f"The folder contains several runs ({newest} saved last): give one of them."
+    raise IncompatibleCheckpointError(f"'{path}' is not a checkpoint ({STATE_FILE} is missing). {fix}")
 
 
 def _plain(value: object) -> object:
@@ -359,7 +359,7 @@ def _way_out(folder: Path) -> str:
     others = [other for other in _by_age(folder.parent) if other.resolve() != folder.resolve()]
     if not others:
         return "The run has no other checkpoint: train again, or put the file back."
-    return f"Use the checkpoint before it: resume={others[-1]} (checkpoint= where it is evaluated)."
+    return f"Use the checkpoint before it: resume={others[-1]} (for an evaluation: checkpoint=)."
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -377,10 +377,10 @@ def _read_state(folder: Path) -> dict[str, Any]:
         )
     if _SUM in document and sum_of_document(document, _SUM) != document[_SUM]:
         raise IncompatibleCheckpointError(
-            f"Checkpoint file '{path}' is damaged: its content is not what was written (SHA-256 differs). {_way_out(folder)}"
+            f"Checkpoint file '{path}' is damaged: its content has changed since it was written (SHA-256 differs). {_way_out(folder)}"
         )
     if not _are_sums(document.get(_SUMS, {})):
-        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged: '{_SUMS}' holds no sums of files. {_way_out(folder)}")
+        raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged: '{_SUMS}' has no checksums. {_way_out(folder)}")
     return dict(document)
 
 
@@ -492,8 +492,8 @@ def base_of(checkpoint: Checkpoint, given: str | None = None, *, verify: bool = 
     who = f"Checkpoint '{checkpoint.path}' holds only an adapter"
     if not folder.is_dir():
         raise IncompatibleCheckpointError(
-            f"{who}, and its base model is not there: '{folder}'. Put that folder back (a link will do), or resume with policy.model "
-            "(policy.path of a vision-language-action model) naming where it lies now."
+            f"{who}, and its base model is missing: '{folder}'. Restore that folder (or a link to it), or set policy.model (policy.path "
+            "of a vision-language-action model) to its new location."
         )
     for name, expected in base["files"].items() if verify else ():
         if (fault := fault_of(folder / name, expected)) is not None:
@@ -594,7 +594,7 @@ def domain_part(checkpoint: Checkpoint, domain: str | None) -> Checkpoint:
     domains = checkpoint.config.domains
     if not domains:
         if domain is not None:
-            raise UserError(f"domain={domain}: checkpoint '{checkpoint.path}' is of a run with one domain. Leave it out.")
+            raise UserError(f"domain={domain}: checkpoint '{checkpoint.path}' is of a run with one domain: leave domain= out.")
         return checkpoint
     if domain is None:
         raise UserError(f"Checkpoint '{checkpoint.path}' is of a run with several domains: choose domain={' or domain='.join(domains)}.")
@@ -604,7 +604,7 @@ def domain_part(checkpoint: Checkpoint, domain: str | None) -> Checkpoint:
     try:
         spec = SimSpec.from_dict(checkpoint.state["algorithm"]["specs"][domain])
     except (KeyError, TypeError, ValueError) as error:
-        raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint.path}' says nothing of domain '{domain}' ({error!r}).") from error
+        raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint.path}' has no entry for domain '{domain}' ({error!r}).") from error
     tensors = {name.removeprefix(prefix): tensor for name, tensor in checkpoint.policy.items() if name.startswith(prefix)}
     config, place = checkpoint.config.for_domain(domain), model_place(role)
     return replace(checkpoint, config=config, policy=tensors, learner={}, spec=spec, place=place)
@@ -655,8 +655,8 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, Tensor]) -> Non
     ]
     if parts:
         raise IncompatibleCheckpointError(
-            f"Checkpoint '{checkpoint.path}' does not fit the policy: it {'; it '.join(parts)}. "
-            f"Build the policy from the checkpoint's own {CONFIG_FILE}, or use another checkpoint."
+            f"Checkpoint '{checkpoint.path}' does not fit the policy: it {'; it '.join(parts)}. Use the policy of the checkpoint's own "
+            f"{CONFIG_FILE}, or another checkpoint."
         )
 
 

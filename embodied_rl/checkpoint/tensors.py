@@ -59,7 +59,7 @@ def read_exported(document: object, path: Path) -> dict[str, tuple[str, str]]:
     exported: dict[str, tuple[str, str]] = {}
     for name, place in document.items() if isinstance(document, dict) else [("", None)]:
         if not (isinstance(place, list) and len(place) == 2 and _is_model_file(place[0]) and isinstance(place[1], str)):
-            raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged: 'exported' names no file of a model for a tensor.")
+            raise IncompatibleCheckpointError(f"Checkpoint file '{path}' is damaged: a tensor of 'exported' has no valid model file.")
         exported[name] = (place[0], place[1])
     return exported
 

@@ -412,11 +412,12 @@ def _preset(data: Mapping[str, Any]) -> dict[str, Any]:
     correction, options = dict(data.get("correction") or {}), dict(data.get("loss_options") or {})
     if correction.get("mode", "none") != "none" or correction.get("reject") is not None:
         raise UserError(
-            "algorithm.loss='decoupled_ppo' brings its own weights: set loss=ppo_clip with algorithm.correction, or correction.mode=none."
+            "algorithm.loss='decoupled_ppo' has its own importance weights: set algorithm.loss=ppo_clip, or algorithm.correction.mode=none."
         )
     if "weight_high" not in options:
         raise UserError(
-            "'decoupled_ppo' needs algorithm.loss_options.weight_high. The same: loss=ppo_clip correction={mode: mask, high: 5}."
+            "'decoupled_ppo' needs algorithm.loss_options.weight_high. Equivalent: algorithm.loss=ppo_clip algorithm.correction={mode: "
+            "mask, high: 5}."
         )
     named = {key: options.pop(f"weight_{key}") for key in ("low", "high", "mode", "level") if f"weight_{key}" in options}
     return {**data, "loss": "ppo_clip", "loss_options": options, "correction": {**correction, "mode": "mask", **named}}

@@ -120,7 +120,7 @@ def check_constructor(cls: type[Any], name: str, given: Mapping[str, Any], where
     parameters = inspect.signature(cls).parameters
     allowed = [key for key in parameters if key not in offered]
     for key in given:
-        require_known(key, allowed, f"{where}.{key} is no argument of '{name}'.")
+        require_known(key, allowed, f"{where}.{key} is not an argument of '{name}'.")
     missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in given]
     if missing:
         raise UserError(f"'{name}' needs {where}.{missing[0]}.")

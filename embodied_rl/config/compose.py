@@ -73,10 +73,10 @@ def split_flags(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def _no_flag(flag: str, value: str) -> str:
     name = flag.lstrip("-").replace("-", "_")
     if flag in ("--config-name", "-cn", "--config-path", "-cp"):
-        folder = "or bring files of your own with --config-dir FOLDER"
-        return f"{flag} is not taken: the configuration is configs/train.yaml. Choose its parts (experiment=…, sim=…), {folder}."
+        folder = "or add your own files with --config-dir FOLDER"
+        return f"{flag} is not supported: the configuration is always configs/train.yaml. Choose its parts (experiment=…, sim=…), {folder}."
     if not name:
-        return f"Argument {shown(flag)} says nothing. Settings are key=value, such as seed=5; see --help."
+        return f"Argument {shown(flag)} has no meaning. Settings are key=value, such as seed=5; see --help."
     typed = f"{name}={value}" if value else f"{name}=VALUE"
     return f"Flag {shown(flag)} is not known. Settings are key=value without dashes; type: {shlex.quote(typed)}"
 
@@ -132,19 +132,19 @@ def check_form(override: str, groups: Sequence[str], *, sweep: bool) -> None:
         near = f" Type: {name}=VALUE" if name in groups else did_you_mean(name, groups) if re.fullmatch(r"\w+", name) else ""
         raise UserError(f"Argument {shown(override)} is not of the form key=value, such as seed=5 or sim=cartpole.{near}")
     if not name or parsed(f"{name}=x") is None:
-        raise UserError(f"{shown(key)} in argument {shown(override)} is no key of a configuration. Settings are key=value, such as seed=5.")
+        raise UserError(f"{shown(key)} in argument {shown(override)} is not a configuration key. Settings are key=value, such as seed=5.")
     found = parsed(override)
     if found is None:
         typed = shlex.quote(f"{key}={quoted_value(value)}")
         raise UserError(
-            f"The value of {shown(key)} cannot be read: {shown(value)}. Lists are [1,2] and mappings {{a:1}}, closed; "
-            f"a text with such characters is quoted twice, for Hydra and for the shell. Type: {typed}"
+            f"The value of {shown(key)} cannot be read: {shown(value)}. Write lists as [1,2] and mappings as {{a:1}}. Quote text with "
+            f"such characters twice, for Hydra and for the shell. Type: {typed}"
         )
     if found.is_sweep_override() and not sweep:
         typed = shlex.quote(f"{key}={quoted_value(value)}")
         raise UserError(
-            f"{shown(override)} lists several values, which is a sweep: python -m embodied_rl.train -m {shlex.quote(override)}. "
-            f"A list is [1,2]; as one text, type: {typed}"
+            f"{shown(override)} has several values, which is a sweep: python -m embodied_rl.train -m {shlex.quote(override)}. Write a "
+            f"list as [1,2]. For one text, type: {typed}"
         )
 
 
@@ -180,7 +180,7 @@ def with_sweeper_params(overrides: Sequence[str], sweep: bool) -> list[str]:
             others.append(override)
             continue
         if not sweep:
-            raise UserError(f"{shown(override)} lists runs of a sweep. Add -m, which begins one.")
+            raise UserError(f"{shown(override)} defines a sweep. Add -m to run it.")
         if key != _SWEEPER:
             first.append(f"{key.removeprefix(_SWEEPER + '.')}={value.strip(chr(39) + chr(34))}")
             continue
@@ -409,16 +409,16 @@ def _explain(error: Exception, name: str, overrides: Sequence[str]) -> str:
     if twice := re.search(r"Multiple values for ([\w./-]+)", text):
         return f"'{twice[1]}' is chosen twice. Give it one value."
     if there := re.search(r"An item is already at '([^']+)'", text):
-        return f"'{there[1]}' is part of the configuration already: leave out the '+' before it."
+        return f"'{there[1]}' is already in the configuration: remove the '+' before it."
     culprit = next((override for override in overrides if not _composes(name, override)), None)
     if culprit is None:
         return f"These settings do not go together: {' '.join(map(shlex.quote, overrides))}. See python -m embodied_rl.train --cfg job."
     if culprit.startswith("~"):
-        return f"{shown(culprit)} takes away what a run needs, or what is not there. Leave it out, or set another value: {culprit[1:]}=…"
+        return f"{shown(culprit)} removes a key that a run needs or that does not exist. Remove it, or set a value: {culprit[1:]}=…"
     if "${" in culprit:
-        return f"{shown(culprit)} refers to a value that is not there. See all with: python -m embodied_rl.train --cfg job"
+        return f"{shown(culprit)} refers to a value that does not exist. All values: python -m embodied_rl.train --cfg job"
     hint = "python -m embodied_rl.train --cfg job shows all keys with their values"
-    return f"{shown(culprit)} does not fit the configuration: it needs an existing key and a value of its kind; {hint}."
+    return f"{shown(culprit)} does not fit the configuration: the key must exist and the value must have its type; {hint}."
 
 
 def _composes(name: str, override: str) -> bool:
@@ -450,14 +450,14 @@ def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
     choices = [str(choice) for choice in here] if isinstance(here, Mapping) else []
     if here is None and walked == ["algorithm", "groups"]:
         who = f"algorithm={composed['algorithm']['name']}"
-        return f"{shown(key)}: {who} learns from rollouts of all slots and has no groups. Choose a method on groups: algorithm=grpo, say."
+        return f"{shown(key)}: {who} learns from fixed rollouts and has no groups. Choose a method with groups, for example algorithm=grpo."
     files = " or ".join(f"{walked[0]}={file}" for file in _files_with(key)) if walked else ""
     if (there := ".".join(walked)) == "hybrid.placement" or (here is None and walked):
         typed = f"{there}={{{'' if here is None else f'kind: {here}, '}{missing}: …}}"
         known = f"choose a file that has it ({files}), or set" if files else "set"
         return f"{shown(key)} sets a part of {there}, which is {shown(here)} here: {known} it whole, '{typed}'. See docs/configuration.md."
     known = f" Files that have it: {files}." if files else did_you_mean(missing, choices)
-    return f"Configuration key '{key}' is not known: {place}there is no '{missing}'.{known}"
+    return f"Configuration key '{key}' is not known: {place}'{missing}' does not exist.{known}"
 
 
 def _files_with(key: str) -> list[str]:

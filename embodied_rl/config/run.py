@@ -307,7 +307,7 @@ class LoggerConfig(Config, place="logger"):
                 raise UserError(f"logger.names[{index}]={shown(name)} is not a choice.{did_you_mean(name, known)}")
         short = [name.rpartition(":")[2] for name in self.names]
         for name in self.options:
-            require_known(name, short, f"logger.options.{name} is of no logger in logger.names.")
+            require_known(name, short, f"logger.options.{name}: logger.names does not contain this logger.")
 
 
 @dataclass(frozen=True)

@@ -356,7 +356,7 @@ def note_contradictions(estimates: Sequence[Estimate]) -> list[Estimate]:
             if own is not None and other.bootstrap is not None and (own.high < other.bootstrap.low or own.low > other.bootstrap.high)
         ]
         if estimate.estimator in models and apart:
-            note = f"contradicts {', '.join(apart)}: one of them is off by more than its interval says"
+            note = f"contradicts {', '.join(apart)}: one of them has a larger error than its interval"
             estimate = dataclasses.replace(estimate, notes=(*estimate.notes, note))
         noted.append(estimate)
     return noted
@@ -364,7 +364,7 @@ def note_contradictions(estimates: Sequence[Estimate]) -> list[Estimate]:
 
 # ---- inside ---------------------------------------------------------------------------------------------------------
 
-_NO_RANGE = "rewards have no known bound: state one with reward_range=LOW,HIGH (and a horizon where gamma is 1)"
+_NO_RANGE = "rewards have no known bound: set reward_range=LOW,HIGH (and with gamma=1 also a horizon)"
 
 
 def _assess(
@@ -376,7 +376,7 @@ def _assess(
     refits: Sequence[estimators.OffPolicyEpisodes],
 ) -> Estimate:
     if estimator.needs_model and data.model_q is None:
-        reason = reason or "it needs the fitted model, which was refused or not asked for"
+        reason = reason or "it needs the fitted model, which was refused or not requested"
     if reason:
         return Estimate(estimator.name, None, refused=reason, no_concentration=reason)
     weights = describe_weights(data, given, per_decision=estimator.per_decision)
@@ -392,12 +392,12 @@ def _assess(
     if not math.isfinite(value):
         refused = "all weights are 0 at some step: the target policy would have played no episode as it was recorded"
         return Estimate(estimator.name, None, None, concentration, missing, weights, refused)
-    notes = () if given.max_weight is None else (f"weights cut at {given.max_weight:g} ({weights.cut_share:.1%} of the steps): biased",)
+    notes = () if given.max_weight is None else (f"weights clipped at {given.max_weight:g} ({weights.cut_share:.1%} of the steps): biased",)
     if estimator.needs_model and len(refits) > 1:
         values = [estimator.terms(refit, given.gamma, given.max_weight).value() for refit in refits]
         samples = samples + estimators.refit_errors(values, given.num_samples, given.seed)
     elif estimator.needs_model:
-        notes = (*notes, "the interval takes the fitted values for given: their error is not in it")
+        notes = (*notes, "the interval does not include the error of the fitted values")
     interval = _bootstrap(terms, value, samples, given)
     return Estimate(estimator.name, value, interval, concentration, missing, weights, notes=notes, samples=samples)
 
@@ -438,12 +438,12 @@ def ratio_mismatch(data: estimators.OffPolicyEpisodes) -> str:
     if mean + 4 * error < 1 - RATIO_TOLERANCE:
         return (
             f"support mismatch: the mean single-step ratio is {mean:.3g} ± {error:.1g} where 1 is expected, so that at least "
-            f"{1 - mean - 4 * error:.0%} of what the target policy would do was hardly ever done in these states"
+            f"{1 - mean - 4 * error:.0%} of the target policy's actions were almost never taken in these states"
         )
     if mean - 4 * error > 1 + RATIO_TOLERANCE:
         return (
-            f"the mean single-step ratio is {mean:.3g} ± {error:.1g} where 1 is expected: the recorded log-probabilities are not those "
-            "of the policy that acted"
+            f"the mean single-step ratio is {mean:.3g} ± {error:.1g} where 1 is expected: the recorded log-probabilities are not the "
+            "acting policy's"
         )
     return ""
 
@@ -508,8 +508,8 @@ def _check_rewards(data: estimators.OffPolicyEpisodes, reward_range: tuple[float
     slack = 1e-6 * max(1.0, abs(reward_range[0]), abs(reward_range[1]))
     if low < reward_range[0] - slack or high > reward_range[1] + slack:
         raise UserError(
-            f"reward_range={reward_range[0]:g},{reward_range[1]:g} is not so: recorded rewards reach from {low:g} to {high:g}. "
-            "State a range that holds for every reward that is possible."
+            f"reward_range={reward_range[0]:g},{reward_range[1]:g} is wrong: recorded rewards reach from {low:g} to {high:g}. Give a "
+            "range of all possible rewards."
         )
 
 

@@ -234,7 +234,7 @@ class VideoBuffer:
     def take_over(self, video: Path, num_rows: int) -> None:
         """Use a video that another process has encoded, in place of pictures. Raises RecordingError if there is none."""
         if not video.is_file():
-            raise RecordingError(f"Field '{self.column.name}': the video of {num_rows} pictures is not there ('{video}').")
+            raise RecordingError(f"Field '{self.column.name}': the video with {num_rows} pictures is missing ('{video}').")
         self.path, self.num_rows = video, num_rows
 
     def finish(self) -> Path:
@@ -312,7 +312,7 @@ class EpisodeRows:
 
 
 def _stuck() -> RecordingError:
-    return RecordingError(f"A video is not being encoded: nothing came of it within {_STUCK_S:g} s.")
+    return RecordingError(f"The video encoder made no progress within {_STUCK_S:g} s.")
 
 
 class Encoder:

@@ -228,7 +228,7 @@ class ReplayBuffer:
         except MemoryError as error:
             row = sum(part[:1].nbytes for part in like.values())
             raise UserError(
-                f"algorithm.off_policy.replay_capacity={self.capacity} transitions of {row:,} bytes each do not fit into memory: lower it."
+                f"algorithm.off_policy.replay_capacity={self.capacity} transitions of {row:,} bytes each do not fit into memory: reduce it."
             ) from error
 
     def sample(self, rng: np.random.Generator, size: int) -> Transitions:
@@ -438,7 +438,7 @@ class EpisodeDataset:
     ) -> None:
         """Prepare the dataset without reading. Raises UserError without any episode."""
         if not episodes:
-            raise UserError("There is no recorded episode to learn from.")
+            raise UserError("No recorded episodes to learn from.")
         self.spec, self.options = spec, options
         self._episodes, self._seed = list(episodes), seed
         self._steps = np.array([int(recording.lengths[number]) for recording, number in self._episodes], np.int64)

@@ -129,7 +129,7 @@ def read_info(folder: Path) -> RecordingInfo:
     except OSError as error:
         raise RecordingError(f"'{path}' cannot be read: {error.strerror or error}.") from error
     except KeyError as error:
-        raise RecordingError(f"'{path}' lacks the field {brief(error)}.") from error
+        raise RecordingError(f"'{path}' has no field {brief(error)}.") from error
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise RecordingError(f"'{path}' does not describe a recording: {brief(error)}.") from error
 
@@ -405,10 +405,10 @@ def _episode_problems(recording: Recording, number: int, episode: RecordedEpisod
         ("complete", bool(table.complete[number]), episode.complete),
     ):
         if said != found:
-            yield f"field '{name}': is said to be {said}, and is {found}."
+            yield f"field '{name}': has the value {said} in the metadata, but {found} in the data."
     said_return, found_return = float(table.returns[number]), episode.episode_return
     if not abs(said_return - found_return) <= _RETURN_TOLERANCE * max(1.0, float(np.abs(episode.reward, dtype=np.float64).sum())):
-        yield f"field 'return': is said to be {said_return:.6g}, and the rewards add up to {found_return:.6g}."
+        yield f"field 'return': is {said_return:.6g} in the metadata, but the rewards add up to {found_return:.6g}."
 
 
 def _shape_problems(name: str, rows: np.ndarray, dtype: str, shape: tuple[int, ...]) -> list[str]:

@@ -50,7 +50,7 @@ def open_recording(path: Path | str, *, verify: bool = True) -> Recording:
         return NativeRecording(path, verify=verify)
     if not path.exists():
         parent = path.parent if path.parent.is_dir() else Path()
-        raise RecordingError(f"There is no recording '{path}'.{did_you_mean(path.name, (entry.name for entry in parent.iterdir()))}")
+        raise RecordingError(f"Recording '{path}' does not exist.{did_you_mean(path.name, (entry.name for entry in parent.iterdir()))}")
     from embodied_rl.episodes.formats import open_foreign
 
     return open_foreign(path)
@@ -209,7 +209,7 @@ class PartReader:
         """Read a step. Raises IndexError, or RecordingError if its data are damaged."""
         length = int(self.index.table.lengths[number])
         if not 0 <= time < length:
-            raise IndexError(f"Episode {number} has {length} steps, there is no step {time}.")
+            raise IndexError(f"Episode {number} has {length} steps; step {time} does not exist.")
         read: dict[str, dict[str, Any]] = {"": {}, "observation": {}, "state": {}, "images": {}}
         after: dict[str, Any] = {}
         for column, room, key in self._places:
@@ -289,7 +289,7 @@ class PartReader:
         if offset < 0 or size < 0 or offset + size > len(blob):
             path = self.folder / f"{stem}.bin"
             raise RecordingError(
-                f"'{path}', episode {number}, field '{name}': bytes {offset} to {offset + size} are wanted, and the file has {len(blob)}."
+                f"'{path}', episode {number}, field '{name}': bytes {offset} to {offset + size} are needed, but the file has {len(blob)}."
             )
         return blob[offset : offset + size]
 
@@ -471,4 +471,4 @@ def _require_fit(folder: Path, columns: tuple[Column, ...], info: RecordingInfo)
         known = name.startswith(("state.", "images.")) and column.per == "observation"
         known |= name in OPTIONAL_COLUMNS and column.per == "step"
         if not known:
-            raise RecordingError(f"'{path}': the column '{brief(name, 60)}' is none of a recording.")
+            raise RecordingError(f"'{path}': the column '{brief(name, 60)}' does not belong to a recording.")

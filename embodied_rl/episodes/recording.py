@@ -492,14 +492,14 @@ class Recording(ABC):
         """Check, as `episode` does, that only the last step ends an episode."""
         early = block.first_early_end()
         if early is not None:
-            raise RecordingError(f"'{self.path}', episode {early}: it goes on after a step that ends it.")
+            raise RecordingError(f"'{self.path}', episode {early}: it continues after a step that ends it.")
         return block
 
     def _position(self, number: int) -> int:
         """Convert a negative `number` to a position. Raises IndexError."""
         position = number + len(self) if number < 0 else number
         if not 0 <= position < len(self):
-            raise IndexError(f"'{self.path}' has {len(self)} episodes, there is no episode {number}.")
+            raise IndexError(f"'{self.path}' has {len(self)} episodes; episode {number} does not exist.")
         return position
 
 
@@ -513,7 +513,7 @@ def last_only(length: int, value: bool) -> np.ndarray:
 def step_of(episode: RecordedEpisode, time: int) -> RecordedStep:
     """Step `time` of an episode in memory. Raises IndexError."""
     if not 0 <= time < episode.num_steps:
-        raise IndexError(f"The episode has {episode.num_steps} steps, there is no step {time}.")
+        raise IndexError(f"The episode has {episode.num_steps} steps; step {time} does not exist.")
 
     return RecordedStep.of(
         {name: rows[time] for name, rows in episode.per_step().items()},

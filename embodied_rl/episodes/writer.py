@@ -295,7 +295,7 @@ class RecordingWriter:
             return True
         raise RecordingError(
             f"'{self.folder}' holds an episode of seed {about.seed}, task '{about.task or self.info.spec.task}' and this policy already. "
-            "Take other seeds, or say that duplicates are to be skipped or allowed."
+            "Use other seeds, or choose to skip or allow duplicates."
         )
 
     # ---- inside ----
@@ -344,9 +344,9 @@ def _claim(folder: Path, info: RecordingInfo, resume: bool) -> None:
     except OSError as error:
         raise cannot_write(folder, error) from error
     except (TypeError, ValueError) as error:
-        raise RecordingError(f"What describes the recording must be what JSON can hold: {error}.") from error
+        raise RecordingError(f"The recording's metadata must be valid JSON: {error}.") from error
     if not resume:
-        raise RecordingError(f"'{folder}' holds a recording already. Resume it (resume=True), or take another folder.")
+        raise RecordingError(f"'{folder}' already has a recording. Resume it (resume=True), or use another folder.")
     _require_same(folder, read_info(folder), info)
 
 
@@ -363,7 +363,7 @@ def _require_same(folder: Path, there: RecordingInfo, here: RecordingInfo) -> No
         room, _, key = name.partition(".")
         here_value, there_value = (data[room][key] if key else data[room] for data in (ours, theirs))
         raise RecordingError(
-            f"'{folder}' holds a recording of another kind: {', '.join(differing)} differ ({name} is {there_value!r:.200} there and "
+            f"'{folder}' has a recording of another kind: {', '.join(differing)} differ ({name} is {there_value!r:.200} there and "
             f"{here_value!r:.200} here). Take another folder."
         )
 

@@ -184,8 +184,8 @@ class TokenTarget(TargetPolicy):
         self._layout = policy.action_layout
         if tokens is None or not hasattr(policy, "units_of") or self._layout.dtype != "int64":
             raise UserError(
-                f"offline_eval scores recorded actions by their likelihood, and the policy of '{label}' ({type(policy).__name__}) has no "
-                "closed form of it. Use evaluate, in the simulator."
+                f"offline_eval scores recorded actions by their likelihood, but the policy of '{label}' ({type(policy).__name__}) cannot "
+                "compute it. Use evaluate, with the simulator."
             )
         self.horizon, self.num_bins = self._layout.chunk_size, tokens.num_bins - 1
         self._steps = self._layout.unit_steps(spec.action.dim)
@@ -296,9 +296,7 @@ def score_recording(
     tasks = [str(name) for name in recording.tasks]
     numbers = [number for number, name in enumerate(tasks) if task is None or name == task][:max_episodes]
     if not numbers:
-        raise UserError(
-            f"No episode of task '{task}' is in the recording.{did_you_mean(str(task), tasks)}" if task else "No episode is left."
-        )
+        raise UserError(f"The recording has no episode of task '{task}'.{did_you_mean(str(task), tasks)}" if task else "No episodes left.")
     random = np.random.default_rng([seed, _DRAWING])
     played: list[PlayedEpisode] = []
     scores: dict[str, list[ScoredEpisode]] = {target.label: [] for target in targets}
@@ -332,7 +330,7 @@ def played_episode(episode: RecordedEpisode, number: int, spec: SimSpec, num_ste
     for name, part in (("log_prob", log_prob), ("reward", episode.reward[rows]), ("observation", vectors), ("sampled_action", drawn)):
         if part is not None and not np.isfinite(part).all():
             step = int(np.argwhere(~np.isfinite(part))[0][0])
-            raise UserError(f"Episode {number} (seed {episode.seed}) has a {name} at step {step} that is not a finite number.")
+            raise UserError(f"Episode {number} (seed {episode.seed}) has a non-finite {name} at step {step}.")
     return PlayedEpisode(
         number=number,
         seed=episode.seed,
@@ -390,7 +388,7 @@ def deterministic_behaviour(info: RecordingInfo, episodes: Sequence[PlayedEpisod
     step (that of the distribution's mode) other than the uniform one.
     """
     if info.policy.get("sample") is False or info.policy.get("deterministic") is True:
-        return "the recording says that the policy that acted played its mode"
+        return "the recording says that the policy took its most likely actions"
     known = [episode.log_prob for episode in episodes if episode.log_prob is not None]
     if not known or sum(map(len, known)) < 10:
         return ""
@@ -406,7 +404,7 @@ def selected_by_outcome(info: RecordingInfo) -> str:
     """Why the recording's episodes are a biased sample of the acting policy's behaviour; "" if they may be a fair one."""
     plan = info.metadata.get("plan")
     if isinstance(plan, Mapping) and plan.get("only_success"):
-        return "the recording keeps only successful episodes (only_success=true), so that no mean over its episodes is a value"
+        return "the recording keeps only successful episodes (only_success=true), so a mean over its episodes is not the policy's value"
     return ""
 
 
@@ -415,9 +413,9 @@ def weights_unsupported(info: RecordingInfo, episodes: Sequence[PlayedEpisode], 
     if reason := selected_by_outcome(info):
         return reason
     if reason := deterministic_behaviour(info, episodes):
-        return f"deterministic behaviour: {reason}, so that nothing else was ever tried in these states"
+        return f"deterministic behaviour: {reason}, so no other action was tried in these states"
     if drew_tokens(info) or isinstance(target, TokenTarget):
-        return "weights are ratios of densities of single actions; here a policy draws its own tokens or chunks, which are no such thing"
+        return "weights need densities of single actions, but a policy here samples tokens or chunks"
     missing = sum(episode.log_prob is None for episode in episodes)
     if missing:
         return (
@@ -425,7 +423,7 @@ def weights_unsupported(info: RecordingInfo, episodes: Sequence[PlayedEpisode], 
             "record with `python -m embodied_rl.record … sample=true`"
         )
     if any(episode.drawn is None for episode in episodes):
-        return "the recording lacks sampled_action, the vectors as they were drawn, which the log-probabilities are of"
+        return "the recording has no sampled_action, the sampled vectors that the log-probabilities belong to"
     if not target.has_density:
-        return "the target is the policy's mode, which has no density to weigh vectors with: use target=sample, or fqe"
+        return "the target is the policy's most likely action, which has no density for weights: use target=sample, or fqe"
     return ""

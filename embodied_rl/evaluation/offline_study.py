@@ -165,7 +165,7 @@ def study_recording(
     episodes = scored.episodes
     complete = [index for index, episode in enumerate(episodes) if episode.complete]
     if settings.estimators and not complete:
-        raise UserError("No recorded episode came to an end, so that no return is known. Use estimators=none for only open-loop figures.")
+        raise UserError("No recorded episode ends, so no return is known. Use estimators=none for open-loop figures only.")
     results = [_study_policy(recording, target, episodes, scored.scores[target.label], settings, on_fit) for target in targets]
     behaviour = None
     if settings.estimators:
@@ -243,7 +243,7 @@ def _estimate(
     if "fqe" in settings.estimators:
         values, notes = (np.zeros(0), ()) if fitted is None else (fitted.values, _fit_notes(fitted, episodes))
         if fitted is not None and not no_weights and assessment.ratio_mismatch(data):
-            notes = (*notes, "what the target policy does was hardly ever done in the recorded states: these values are extrapolated")
+            notes = (*notes, "the recording has few of the target policy's actions in these states: these values are extrapolated")
         estimates.append(assessment.assess_model(values, settings.given, refused=refused, notes=notes))
     return tuple(assessment.note_contradictions(estimates)), None if no_weights else effective_sample_size(
         log_weights(data, settings.given.max_weight)
@@ -275,7 +275,7 @@ def fit_target(
             on_step=on_step,
         )
     except FloatingPointError as error:
-        return None, f"{error}: give a smaller fqe.learning_rate"
+        return None, f"{error}: set a smaller fqe.learning_rate"
     return fitted, ""
 
 
@@ -328,16 +328,16 @@ def _fit_unsupported(
     if reason := offline_policy.selected_by_outcome(recording.info):
         return reason
     if target.horizon != 1:
-        return f"fitted values are of single decisions, and this policy decides {target.horizon} steps at once"
+        return f"fitted values need single decisions, and this policy decides {target.horizon} steps at once"
     if len(episodes) < MIN_FITTED:
         return f"{len(episodes)} episodes are too few to fit values to; at least {MIN_FITTED} are needed"
     if settings.given.gamma >= 1 and settings.truncation == "bootstrap":
         return "gamma must be below 1 where cut episodes are continued (truncation=bootstrap)"
     if reason := offline_policy.deterministic_behaviour(recording.info, episodes):
-        return f"deterministic behaviour: {reason}, so that no other action's value can be told"
+        return f"deterministic behaviour: {reason}, so the values of other actions are unknown"
     share = outside_share(episodes, scores)
     if share > MAX_OUTSIDE:
-        return f"support mismatch: {share:.0%} of what the target policy would do lies outside of everything that was recorded"
+        return f"support mismatch: {share:.0%} of the target policy's actions lie outside the recorded range"
     return ""
 
 
@@ -368,12 +368,12 @@ def _reachable(episodes: Sequence[offline_policy.PlayedEpisode], settings: Offli
 
 
 def _fit_notes(fitted: FittedQ, episodes: Sequence[offline_policy.PlayedEpisode]) -> tuple[str, ...]:
-    notes = ["the interval holds the choice of episodes and the chance of the fit; what every fit gets wrong alike is not in it"]
+    notes = ["the interval covers the choice of episodes and the randomness of the fit, but not the errors that all fits share"]
     spread = float(fitted.values.std(ddof=1)) if len(fitted.values) > 1 else 0.0
     if abs(fitted.drift) > max(spread, 1e-9):
-        notes.append(f"still moving at the end ({fitted.drift:+.3g} in the last steps): give fqe.num_steps more")
+        notes.append(f"not converged ({fitted.drift:+.3g} in the last steps): increase fqe.num_steps")
     if any(episode.log_prob is None for episode in episodes):
-        notes.append("how the recorded actions were drawn is not known: a player without randomness supports no other action's value")
+        notes.append("it is unknown how the recorded actions were sampled: a deterministic player gives no information on other actions")
     return tuple(notes)
 
 
@@ -420,8 +420,8 @@ def _cut_short(episodes: Sequence[offline_policy.PlayedEpisode], settings: Offli
     if not tails or max(tails) <= MAX_TAIL:
         return ""
     return (
-        f"{len(tails)} of {len(episodes)} episodes were cut with up to {max(tails):.0%} of their discount left, and weights say nothing "
-        "about what would have followed: use truncation=end, or fqe"
+        f"{len(tails)} of {len(episodes)} episodes were cut with up to {max(tails):.0%} of their discount left, and weights cannot "
+        "estimate the rest: use truncation=end, or fqe"
     )
 
 
@@ -444,12 +444,12 @@ def _notes(recording: Recording, episodes: Sequence[offline_policy.PlayedEpisode
     notes = []
     tasks = sorted({str(name) for name in recording.tasks})
     if len(tasks) > 1 and settings.task is None:
-        notes.append(f"the recording mixes {len(tasks)} tasks ({', '.join(tasks[:5])}): figures are of the mixture; task=NAME takes one")
+        notes.append(f"the recording mixes {len(tasks)} tasks ({', '.join(tasks[:5])}): figures are of the mixture; task=NAME selects one")
     if settings.target == "mode":
-        notes.append("targets are the policies' modes, as `evaluate` plays them")
+        notes.append("targets are the policies' most likely actions, as in `evaluate`")
     if settings.truncation == "bootstrap":
-        notes.append("values are of episodes without a step limit; `evaluate` plays with it")
+        notes.append("values are for episodes without a step limit, which `evaluate` has")
     incomplete = sum(not episode.complete for episode in episodes)
     if incomplete:
-        notes.append(f"{incomplete} episodes without an end are only in the open-loop figures")
+        notes.append(f"{incomplete} unfinished episodes are used only for the open-loop figures")
     return tuple(notes)

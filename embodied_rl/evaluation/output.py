@@ -74,7 +74,7 @@ def compare(episodes: Sequence[EpisodeSummary], against: Sequence[EpisodeSummary
     first, second = ({episode.seed: episode for episode in played} for played in (episodes, against))
     shared = sorted(first.keys() & second.keys())
     if not shared:
-        raise ValueError("the two evaluations have no seed in common")
+        raise ValueError("the two evaluations have no common seed")
     pairs = [(first[seed], second[seed]) for seed in shared]
     returns = np.array([ours.episode_return - theirs.episode_return for ours, theirs in pairs], np.float64)
     return Comparison(
@@ -129,7 +129,7 @@ class EvaluationResult:
 
 def result_table(result: EvaluationResult) -> Table:
     figures = result.figures
-    drawn = "" if result.temperature is None else f", drawn at temperature {result.temperature:g}"
+    drawn = "" if result.temperature is None else f", sampled at temperature {result.temperature:g}"
     title = f"{result.spec.task}, {result.policy} policy{drawn}, {figures.num_episodes} held-out seeds {_seed_range(figures)}"
     table = figure_table(title, ("", "value", "95% interval"))
     for label, rate, interval in (
@@ -190,7 +190,7 @@ def _one_comparison(title: str, comparison: Comparison) -> Table:
     table.add_row("episode length", f"{comparison.length_difference:+.1f}", "", "")
     if (rate := comparison.success) is not None:
         text = f"success: both {rate.both}, only this one {rate.only_policy}, only the other {rate.only_against}, neither {rate.neither}"
-        left_out = f"; {comparison.num_unpaired} seeds that only one finished are left out" if comparison.num_unpaired else ""
+        left_out = f"; {comparison.num_unpaired} seeds that only one policy finished are left out" if comparison.num_unpaired else ""
         table.caption = text + left_out
     return table
 
@@ -420,5 +420,5 @@ def _play(
         manager, generator, number, first_seed=seed, reconfigure=reconfigure, temperature=temperature, on_episode=on_episode
     )
     if not episodes:
-        raise UserError(f"None of the {number} episodes could be finished: the simulator failed in every one.")
+        raise UserError(f"None of the {number} episodes finished: the simulator failed in each.")
     return episodes

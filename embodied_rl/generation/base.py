@@ -109,7 +109,7 @@ class Generator:
     def at_temperature(self, temperature: float) -> AbstractContextManager[ActionLayout]:
         """Act at another temperature inside the context; draw noise as the layout that it gives says. Training uses the policy's own.
         Raises UserError: it does not sample action tokens."""
-        raise UserError("evaluation.temperature is of action tokens; language agents have agent.evaluation_temperature. Set it null.")
+        raise UserError("evaluation.temperature is for action tokens (language agents: agent.evaluation_temperature). Set it to null.")
 
     def figures(self) -> dict[str, float]:
         """Shares of language agents' answers since the last call; empty for other generators."""
@@ -127,5 +127,5 @@ class QueuedGenerator(Generator):
 
     def recv(self) -> ActedBatch:
         if not self._acted:
-            raise RuntimeError("recv was called although no observation had been sent.")
+            raise RuntimeError("recv was called before any observation was sent.")
         return self._acted.popleft()

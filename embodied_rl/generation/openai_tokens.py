@@ -155,7 +155,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         if not line.startswith("data:"):
             # Comments that keep the connection open, event names and blank lines are skipped; anything else is no event stream.
             if line.strip() and not line.startswith((":", "event:", "id:", "retry:")):
-                raise FailedAttemptError("bad_response", f"The stream holds a line that is no event: '{_short(line)}'", status=200)
+                raise FailedAttemptError("bad_response", f"The stream contains a line that is not an event: '{_short(line)}'", status=200)
             continue
         data = line[len("data:") :].strip()
         if data == "[DONE]":
@@ -169,7 +169,7 @@ def _parsed(text: str) -> dict[str, Any]:
     except ValueError:
         raise FailedAttemptError("bad_response", f"The answer is not JSON: '{_short(text)}'", status=200) from None
     if not isinstance(found, dict):
-        raise FailedAttemptError("bad_response", f"The answer is no JSON object: '{_short(text)}'", status=200)
+        raise FailedAttemptError("bad_response", f"The answer is not a JSON object: '{_short(text)}'", status=200)
     return found
 
 
@@ -325,7 +325,7 @@ class OpenAIOptions:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"base_url must be like http://127.0.0.1:8000/v1, got '{self.base_url}'.")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
-            raise UserError(f"The environment variable '{self.api_key_env}', which is to hold the API key, is not set.")
+            raise UserError(f"The environment variable '{self.api_key_env}', which should contain the API key, is not set.")
         if self.max_concurrent < 1 or self.timeout_s <= 0:
             raise UserError(f"max_concurrent must be >= 1 and timeout_s > 0, got {self.max_concurrent} and {self.timeout_s}.")
 
@@ -387,7 +387,7 @@ class OpenAITokens(tokens.TokenBackend):
                     f"Request {request.request_id} has no messages, which api 'chat' sends. Use api 'completions' with a tokenizer."
                 )
             if self._options.api != "token_ids" and request.top_k:
-                raise UserError(f"Request {request.request_id}: top_k is no part of OpenAI's interface; set it to 0.")
+                raise UserError(f"Request {request.request_id}: OpenAI's interface has no top_k; set it to 0.")
         with self._condition:
             tokens.check_new_ids(requests, self._in_flight)
             self._in_flight.update(request.request_id for request in requests)

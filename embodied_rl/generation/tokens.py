@@ -295,7 +295,7 @@ def refuse_structures(requests: Sequence[GenerationRequest]) -> None:
     for request in requests:
         if request.structure is not None or request.top_logprobs:
             asked = "top_logprobs" if request.structure is None else "an answer that keeps to a structure"
-            raise UserError(f"Request {request.request_id} asks for {asked}, which this backend does not give; torch and vllm do.")
+            raise UserError(f"Request {request.request_id} asks for {asked}, which this backend does not support; torch and vllm do.")
 
 
 def check_new_ids(requests: Sequence[GenerationRequest], in_flight: Iterable[int]) -> None:
@@ -303,7 +303,7 @@ def check_new_ids(requests: Sequence[GenerationRequest], in_flight: Iterable[int
     seen = set(in_flight)
     for request in requests:
         if request.request_id in seen:
-            raise UserError(f"Request id {request.request_id} is in flight already: ids must be unique until `poll` returned them.")
+            raise UserError(f"Request id {request.request_id} is already in flight: an id must be unique until `poll` has returned it.")
         seen.add(request.request_id)
 
 
@@ -345,8 +345,8 @@ def context_room(request: GenerationRequest, max_context: int) -> ContextRoom | 
     if room < 1:
         return Failure(
             "prompt_too_long",
-            f"The prompt has {used} tokens, but the model's context holds {max_context}, new ones included. "
-            "Shorten the history (a conversation strategy that forgets), or use a model with a longer context.",
+            f"The prompt has {used} tokens, but the model's context has {max_context}, new tokens included. Shorten the history with "
+            "another agent.strategy, or use a model with a longer context.",
         )
     if room < request.max_new_tokens:
         return ContextRoom(room, "context")

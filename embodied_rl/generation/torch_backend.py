@@ -67,7 +67,7 @@ class TorchGenerator(QueuedGenerator):
         if not modules:
             raise UserError(
                 "A temperature of evaluation needs a policy of action tokens (tiny_vla, openvla, openvla_oft), not "
-                f"{type(self._policy).__name__}: set it null (0 at embodied_rl.evaluate)."
+                f"{type(self._policy).__name__}: set it to null (0 in embodied_rl.evaluate)."
             )
         own = modules[0].temperature
         for module in modules:

@@ -784,9 +784,9 @@ def _check_layers(config: PretrainedConfig) -> None:
     if unknown or recurrent:
         reason = f"its layers ({', '.join(unknown or recurrent)}) keep a state that is not keys and values"
     elif "local" in (value_of(text, "attention_layers") or ()):
-        reason = "its local layers count their window from the longest row of a step"
+        reason = "its local layers measure their window from the longest row of a step"
     elif config.model_type == "bloom" or value_of(text, "alibi"):
-        reason = "it takes distances from a mask of whole prompts (ALiBi)"
+        reason = "it derives distances from a mask of whole prompts (ALiBi)"
     else:
         return
     raise UserError(f"The torch backend cannot run model type '{config.model_type}': {reason}. Use the vllm backend.")

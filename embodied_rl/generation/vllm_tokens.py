@@ -119,8 +119,8 @@ class VLLMVision:
         if config.model_type not in _WITHOUT_TORCHVISION and importlib.util.find_spec("torchvision") is None:
             raise UserError(
                 f"vLLM cannot serve '{folder}': the processor of vision-language models of type '{config.model_type}' needs torchvision, "
-                f"which is not installed here. Without it vLLM serves {', '.join(_WITHOUT_TORCHVISION)}; take the torch backend "
-                "(generation=tokens_torch), which serves all that train."
+                f"which is not installed here. Without it vLLM serves {', '.join(_WITHOUT_TORCHVISION)}; use the torch backend "
+                "(generation=tokens_torch), which serves every model that can be trained."
             )
         self._folder = folder
 
@@ -185,7 +185,7 @@ class VLLMVision:
         if read is not None and not np.array_equal(np.asarray(read), request.prompt_ids):
             raise UserError(
                 f"vLLM reads the prompt of request {request.request_id} as {len(read)} tokens, and training as {len(request.prompt_ids)}: "
-                f"the processor files in '{self._folder}' do not fit its config.json. Take the torch backend (generation=tokens_torch)."
+                f"the processor files in '{self._folder}' do not fit its config.json. Use the torch backend (generation=tokens_torch)."
             )
 
 
@@ -417,9 +417,7 @@ class VLLMTokens(tokens.Stepwise):
             if output.finished:
                 del self._answers[output.request_id]
                 reason = _REASONS.get(part.finish_reason)
-                failure = (
-                    None if reason else tokens.Failure("rejected", f"vLLM gave the request up ({part.finish_reason}); its log says more.")
-                )
+                failure = None if reason else tokens.Failure("rejected", f"vLLM aborted the request ({part.finish_reason}); see its log.")
                 self._ready.append(answer.completion(reason or "failed", failure))
 
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -439,7 +437,9 @@ class VLLMTokens(tokens.Stepwise):
             try:
                 self._engine.collective_rpc("embodied_load_tensors", args=(tensors,))
             except Exception as error:  # any exception of the model's own code
-                raise UserError(f"vLLM cannot take the new weights; those it serves may be half replaced: {first_line(error)}") from error
+                raise UserError(
+                    f"vLLM cannot load the new weights, and may now serve a mixture of old and new: {first_line(error)}"
+                ) from error
             if self._options.on_update == "recompute":
                 self._engine.reset_prefix_cache(reset_running_requests=True)
             if self._vision is not None:

@@ -111,7 +111,7 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
     Raises UserError: the method has nothing that `config` wants to move, or cannot train on several ranks."""
     sharded = method.sharded
     if config.sharding is not None and sharded is None:
-        raise UserError(f"hybrid.sharding: {type(method).__name__} has no policy that is divided over ranks. Set hybrid=local.")
+        raise UserError(f"hybrid.sharding: {type(method).__name__} cannot divide its policy over ranks. Set hybrid=local.")
     residency = residency_of_playing(config.offload, simulators, generator.caches, generator)
     learners = method.all_learners
     parameters = [part for learner in learners for part in learner.trained()] if learners else list(policy.parameters())
@@ -124,8 +124,7 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
         moved = [learner.optimizer_tensors for learner in learners if learner.optimizer_tensors() is not None]
         if not moved:
             raise UserError(
-                "hybrid.offload=[optimizer]: this learner keeps its optimizer's state in its own arrays on the CPU (small networks). "
-                "Leave it out; there is nothing to gain."
+                "hybrid.offload=[optimizer]: this learner (for small networks) already keeps its optimizer state on the CPU. Leave it out."
             )
         residency.register("optimizer", Tensors(lambda: [part for tensors in moved for part in tensors() or ()]))
     return HybridEngine(policy, generator, trained=method.trained_copy, residency=residency)
@@ -140,7 +139,7 @@ def residency_of_playing(offload: Sequence[str], simulators: Simulators, caches:
     if "kv_cache" in offload:
         freed = [cache for cache in caches if cache.can_free_memory]
         if not freed:
-            why = "keeps no cache that could be let go (vLLM gives its own back on GPUs only)"
+            why = "has no cache to offload (vLLM frees its own only on GPUs)"
             holder = type(next(iter(caches), acting)).__name__
             raise UserError(f"hybrid.offload=[kv_cache]: {holder} {why}. Leave it out, or use generation=tokens_torch.")
         for cache in freed:

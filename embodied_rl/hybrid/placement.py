@@ -56,7 +56,7 @@ class Cluster:
             return self._known[name]
         counts = f"{len(self.nodes)} machines (0-{len(self.nodes) - 1}) with {len(self.gpus)} GPUs in all"
         near = min(self._known.values(), key=lambda device: _distance(device, name))
-        raise UserError(f"Device '{name}' does not exist: '{self.config.name}' has {counts}. The nearest that does: '{near.name}'.")
+        raise UserError(f"Device '{name}' does not exist: '{self.config.name}' has {counts}. Nearest existing device: '{near.name}'.")
 
     def select(self, patterns: Sequence[str] | str) -> tuple[Device, ...]:
         """Devices of patterns such as ``0/gpu:0-3``, ``*/gpu:*``, ``2-5/cpu``. Raises UserError for a wrong or repeated pattern."""
@@ -64,7 +64,7 @@ class Cluster:
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             match = _DEVICE.match(str(pattern))
             if match is None:
-                raise UserError(f"'{pattern}' names no device: write node/kind:index, such as 0/gpu:3, 0-7/gpu:*, */gpu:0-3 or 1/cpu.")
+                raise UserError(f"'{pattern}' is not a device: write node/kind:index, such as 0/gpu:3, 0-7/gpu:*, */gpu:0-3 or 1/cpu.")
             nodes = range(len(self.nodes)) if match["nodes"] == "*" else _range(match["nodes"])
             for node in nodes:
                 if match["kind"] == "cpu":
@@ -123,13 +123,13 @@ def resolve(config: PlacementConfig, cluster: Cluster, *, simulator: Literal["cp
     """Devices of a configured placement on this cluster. `simulator`: kind of device that simulators run on. Raises UserError: the cluster
     cannot have it; with the reason and the nearest possible placement."""
     if simulator == "gpu" and not cluster.gpus:
-        raise UserError(f"The simulator runs on GPUs and '{cluster.config.name}' has none. Take a cluster with GPUs, or a CPU simulator.")
+        raise UserError(f"The simulator runs on GPUs and '{cluster.config.name}' has none. Use a cluster with GPUs, or a CPU simulator.")
     if config.kind == "explicit":
         return _explicit(config, cluster, simulator)
     if config.kind == "multiplexed" and simulator == "gpu":
         raise UserError(
-            "hybrid.placement=multiplexed moves episodes between generating GPUs while simulators go on; those on these GPUs would have to "
-            "move too. The nearest possible: hybrid."
+            "hybrid.placement=multiplexed moves episodes between GPUs while the simulators run, and simulators on these GPUs cannot "
+            "move. Nearest valid choice: hybrid."
         )
     num = len(cluster.compute)
     apart = 1 if simulator == "gpu" and config.kind in ("disaggregated", "hybrid") else 0
@@ -180,12 +180,12 @@ def _explicit(config: PlacementConfig, cluster: Cluster, simulator: Literal["cpu
         kinds = {device.kind for device in roles[role]}
         if len(kinds) > 1:
             gpus = describe([device for device in roles[role] if device.kind == "gpu"])
-            raise UserError(f"Role {role} mixes GPUs and processors, and would be as slow as these. Nearest: {role}: {gpus}.")
+            raise UserError(f"Role {role} mixes GPUs and CPUs, and would be as slow as the CPUs. Nearest: {role}: {gpus}.")
     generation, train = set(roles["generation"]), set(roles["train"])
     if (both := generation & train) and not (generation <= train or train <= generation):
         raise UserError(
-            f"Roles generation and train share {len(both)} devices and each has others besides: they could neither take turns nor run "
-            f"at the same time. Nearest: train: {describe(sorted(generation | train))}, or train: {describe(sorted(train - generation))}."
+            f"Roles generation and train share {len(both)} devices, and each also has its own: they can neither take turns nor run at the "
+            f"same time. Nearest: train: {describe(sorted(generation | train))}, or train: {describe(sorted(train - generation))}."
         )
     return Placement("explicit", roles, config.num_pipeline_stages)
 
@@ -219,7 +219,7 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def _range(text: str) -> range:
     first, _, last = text.partition("-")
     if last and int(last) < int(first):
-        raise UserError(f"'{text}' is an empty range of devices: write the smaller number first.")
+        raise UserError(f"'{text}' is an empty range of devices: put the smaller number first.")
     return range(int(first), int(last or first) + 1)
 
 
@@ -231,12 +231,12 @@ def _too_few(config: PlacementConfig, cluster: Cluster, num: int, train: int, en
     what = "GPUs" if cluster.gpus else "machines"
     text = f"hybrid.placement={config.kind} needs "
     if num < least:
-        return text + f"at least {least} {what}, and '{cluster.config.name}' has {num}. The nearest possible: collocated."
+        return text + f"at least {least} {what}, and '{cluster.config.name}' has {num}. Nearest valid choice: collocated."
     room = num - (1 if config.kind == "hybrid" else 2) - (env > 0) + 1
     return (
         text
         + f"a device for generation beside {train} for training and {env} for simulators, and '{cluster.config.name}' has {num} {what}. "
-        f"The nearest possible: num_train_gpus + num_env_gpus <= {num - 1} (at most {room} of one of them)."
+        f"Nearest valid choice: num_train_gpus + num_env_gpus <= {num - 1} (at most {room} of one of them)."
     )
 
 

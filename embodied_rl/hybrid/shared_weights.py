@@ -69,7 +69,7 @@ class SharedWeightsPublisher:
             self._map = mmap.mmap(self._fd, total)
         except OSError as error:
             os.close(self._fd)
-            raise UserError(f"{total / 2**20:.0f} MiB of shared memory for weights cannot be had: {error}.") from error
+            raise UserError(f"{total / 2**20:.0f} MiB of shared memory for weights are not available: {error}.") from error
         self._map[_PAGE : _PAGE + len(text)] = text
         self._header = np.frombuffer(self._map, np.int64, 8)
         self._header[_LAYOUT_BYTES], self._header[_ACTIVE], self._header[_BUFFER_BYTES] = len(text), -1, size
@@ -102,9 +102,7 @@ class SharedWeightsPublisher:
             device: torch.device | None = None
             for name, tensor in tensors:
                 if name not in missing or tensor.shape != views[name].shape:
-                    raise ValueError(
-                        f"tensor '{name}' {list(tensor.shape)} is not one that this publication was laid out for, or comes twice."
-                    )
+                    raise ValueError(f"tensor '{name}' {list(tensor.shape)} does not belong to this publication, or was sent twice.")
                 missing.discard(name)
                 if only_changed and not tensor.is_cuda and _same_bytes(views[name], tensor.to(views[name].dtype).contiguous()):
                     continue
@@ -150,10 +148,12 @@ class SharedWeightsReader:
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
         except (OSError, ValueError) as error:
-            raise UserError(f"No weights are published at '{path}' ({error}): the trainer has ended, or is another user's.") from error
+            raise UserError(
+                f"No weights are published at '{path}' ({error}): the trainer has ended, or belongs to another user."
+            ) from error
         self._header = np.frombuffer(self._map, np.int64, 8)
         if self._header[_MAGIC_WORD] != _MAGIC:
-            raise UserError(f"'{path}' holds no published weights.")
+            raise UserError(f"'{path}' has no published weights.")
         size = int(self._header[_LAYOUT_BYTES])
         layout: dict[str, Any] = json.loads(self._map[_PAGE : _PAGE + size])
         places = {name: _Place(offset, tuple(shape), getattr(torch, dtype)) for name, (offset, shape, dtype) in layout.items()}

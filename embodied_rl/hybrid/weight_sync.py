@@ -90,11 +90,11 @@ def apply_delta(target: Mapping[str, Tensor], present_version: int, stream: Name
         if name == BASE:
             base = int(tensor)
             if base not in (-1, present_version):
-                raise ValueError(f"these are differences to version {base}, but the weights are of version {present_version}.")
+                raise ValueError(f"these are differences to version {base}, but the present weights have version {present_version}.")
             continue
         plain = name.removesuffix(INDEX).removesuffix(VALUE)
         if plain not in target:
-            raise ValueError(f"there is no tensor '{plain}' to change.")
+            raise ValueError(f"tensor '{plain}' does not exist.")
         if name.endswith(INDEX):
             index = tensor.long()
         elif name.endswith(VALUE):
@@ -120,7 +120,7 @@ class DeltaSink:
         parts = iter(stream)
         name, base = next(parts, ("nothing", torch.tensor(-1)))
         if name != BASE:
-            raise ValueError(f"a stream of differences says first what they are differences to, not '{name}'.")
+            raise ValueError(f"a stream of differences must begin with its base version, not with '{name}'.")
         if int(base) == -1:
             self._held = {name: tensor.clone() for name, tensor in parts}
         else:

@@ -28,7 +28,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise UserError(f"device={shown(device)} is not a device: write cpu, cuda or cuda:1.") from error
     count = torch.cuda.device_count()
     if found.type == "cuda" and (found.index or 0) >= count:
-        raise UserError(f"device={device}: torch finds {count} GPUs here (python -m embodied_rl.doctor says why). Use device=cpu or auto.")
+        raise UserError(f"device={device}: torch finds {count} GPUs here (python -m embodied_rl.doctor shows why). Use device=cpu or auto.")
     return found
 
 

@@ -52,8 +52,8 @@ def make_mesh(config: ShardingConfig, device_type: str) -> DeviceMesh:
     num_ranks = dist.get_world_size()
     if num_ranks != config.num_ranks:
         raise UserError(
-            f"hybrid.sharding asks for {config.num_replicas} x {config.num_shards} x {config.num_tensor_shards} = {config.num_ranks} ranks "
-            f"(num_replicas x num_shards x num_tensor_shards), but {num_ranks} are there."
+            f"hybrid.sharding asks for {config.num_replicas} x {config.num_shards} x {config.num_tensor_shards} = {config.num_ranks} "
+            f"ranks (num_replicas x num_shards x num_tensor_shards), but there are {num_ranks}."
         )
     return init_device_mesh(device_type, (config.num_replicas, config.num_shards, config.num_tensor_shards), mesh_dim_names=MESH)
 
@@ -76,7 +76,7 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
 
     scalars = [name for name, parameter in module.named_parameters() if parameter.dim() == 0]
     if scalars:
-        raise UserError(f"Parameter '{scalars[0]}' has no dimension that could be cut: give it shape [1] to train on several ranks.")
+        raise UserError(f"Parameter '{scalars[0]}' has no dimension to shard: give it shape [1] to train on several ranks.")
     if config.num_tensor_shards > 1:
         from embodied_rl.learning.tensor_parallel import parallelize
 

@@ -253,8 +253,8 @@ class Learner:
         if shapes[0] != shapes[1]:
             wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
             raise IncompatibleCheckpointError(
-                f"The optimizer state is not that of this policy: {', '.join(wrong[:4])} differ (of {len(wrong)}). "
-                "Resume with the policy configuration that the checkpoint was made with."
+                f"The optimizer state belongs to another policy: {', '.join(wrong[:4])} differ (of {len(wrong)}). Resume with the "
+                "checkpoint's policy configuration."
             )
         with torch.no_grad():
             for name, tensor in beside.items():

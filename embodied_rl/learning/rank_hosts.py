@@ -93,8 +93,8 @@ class LocalRanks:
     def start(self, num_ranks: int, device: torch.device) -> None:
         if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
             raise UserError(
-                f"hybrid.sharding has {num_ranks} ranks, and this machine {torch.cuda.device_count()} GPUs: each rank needs one of its "
-                "own. Choose smaller num_shards, or hybrid.device=cpu."
+                f"hybrid.sharding has {num_ranks} ranks, and this machine {torch.cuda.device_count()} GPUs: each rank needs its own GPU. "
+                "Set a smaller num_shards, or hybrid.device=cpu."
             )
         for _ in range(1, num_ranks):
             ours, theirs = socket.socketpair()

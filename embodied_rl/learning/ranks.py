@@ -208,7 +208,7 @@ class RankExecutor(Executor):
         self._rows: Rows | None = None
         self._is_apart = False
         if dist.is_initialized():
-            raise UserError("torch.distributed is in use in this process already: hybrid.sharding makes its own process group.")
+            raise UserError("torch.distributed is already in use in this process, but hybrid.sharding needs its own process group.")
         self.host = LocalRanks() if host is None else host
         if self.sharding.num_tensor_shards > 1:
             check_plan(policy, self.sharding.num_tensor_shards)

@@ -155,7 +155,7 @@ def read_index(folder: Path | str) -> dict[str, Any]:
         index = parse_json(read_regular(path))
         version = index["format_version"]
     except FileNotFoundError as error:
-        raise IncompatibleCheckpointError(f"'{folder}' holds no sharded checkpoint: {INDEX_FILE} is missing.") from error
+        raise IncompatibleCheckpointError(f"'{folder}' is not a sharded checkpoint: {INDEX_FILE} is missing.") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, brief(error)) from error
     if version != FORMAT_VERSION:
@@ -163,7 +163,7 @@ def read_index(folder: Path | str) -> dict[str, Any]:
         raise IncompatibleCheckpointError(f"{what}; this program reads {FORMAT_VERSION}.")
     try:
         if "sha256" in index and sum_of_document(index, "sha256") != index["sha256"]:
-            raise ValueError("its content is not what was written (SHA-256 differs)")
+            raise ValueError("its content has changed since it was written (SHA-256 differs)")
         for expected in index["files"].values():
             if type(expected["bytes"]) is not int or not isinstance(expected["sha256"], str):
                 raise ValueError("a file has no size and SHA-256")
@@ -172,7 +172,7 @@ def read_index(folder: Path | str) -> dict[str, Any]:
         dict(index["metadata"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(
-            path, brief(error) if isinstance(error, ValueError) else f"it lacks or misspells a part, {brief(repr(error), 80)}"
+            path, brief(error) if isinstance(error, ValueError) else f"it has a missing or wrong entry, {brief(repr(error), 80)}"
         ) from error
     return index
 
@@ -191,7 +191,7 @@ def _check_parts(name: str, entry: Mapping[str, Any], files: Mapping[str, Any]) 
         raise ValueError(f"tensor {name!r:.60} lies in a file that is not listed")
     # Parts may occur twice, which hides a missing one; fewer bytes than the tensor has never suffice.
     if math.prod(shape) * dtype.itemsize > len(entry["parts"]) * max((files[part["file"]]["bytes"] for part in entry["parts"]), default=0):
-        raise ValueError(f"tensor {name!r:.60} claims more than its files hold")
+        raise ValueError(f"tensor {name!r:.60} needs more bytes than its files have")
 
 
 def _damaged(path: Path, what: str) -> IncompatibleCheckpointError:
@@ -318,7 +318,7 @@ def _fill(folder: Path, index: dict[str, Any], name: str, local: Tensor, start: 
 def _check_entry(folder: Path, name: str, tensor: Tensor, entry: dict[str, Any] | None) -> None:
     if entry is None:
         raise IncompatibleCheckpointError(
-            f"Checkpoint '{folder}' has no tensor '{brief(name, 60)}': it is another model's, or without an optimizer."
+            f"Checkpoint '{folder}' has no tensor '{brief(name, 60)}': it belongs to another model, or has no optimizer state."
         )
     wanted = [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
     if [entry["shape"], entry["dtype"]] != wanted:

@@ -50,8 +50,8 @@ def check_plan(module: nn.Module, num_shards: int) -> None:
 
 def _no_plan(module: nn.Module, num_shards: int) -> UserError:
     return UserError(
-        f"hybrid.sharding.num_tensor_shards={num_shards}: {type(module).__name__} has no tensor-parallel plan. "
-        "Set it to 1 and use num_shards (any module can be cut by parameters)."
+        f"hybrid.sharding.num_tensor_shards={num_shards}: {type(module).__name__} has no tensor-parallel plan. Set it to 1 and use "
+        "num_shards, which shards the parameters of any module."
     )
 
 
@@ -80,10 +80,10 @@ def _style(part: nn.Module, style: str, where: str, num_shards: int) -> Parallel
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     if hasattr(part, "lora_A"):
-        raise UserError(f"hybrid.sharding.num_tensor_shards: layer '{where}' carries LoRA, which is cut only by num_shards. Set it to 1.")
+        raise UserError(f"hybrid.sharding.num_tensor_shards: layer '{where}' has LoRA, which only num_shards can shard. Set it to 1.")
     if style not in ("colwise", "rowwise", "colwise_rep", "colwise_gather_output") or not isinstance(part, nn.Linear):
         raise UserError(
-            f"hybrid.sharding.num_tensor_shards: layer '{where}' is to be cut as '{style}', which is not known here. Set it to 1."
+            f"hybrid.sharding.num_tensor_shards: layer '{where}' needs the unknown tensor-parallel style '{style}'. Set it to 1."
         )
     size = part.in_features if style == "rowwise" else part.out_features
     if size % num_shards:

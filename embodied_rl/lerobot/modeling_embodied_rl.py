@@ -35,7 +35,7 @@ class EmbodiedRLPolicy(PreTrainedPolicy):
         self._parts = read
         self._features = {key: feature for feature, key in match_features(shapes, read, config.keys).items()}
         if lacking := [key for key in read if key not in self._features]:
-            fix = f"Say which it is: --policy.keys={{FEATURE: {lacking[0]}}}."
+            fix = f"Name the feature: --policy.keys={{FEATURE: {lacking[0]}}}."
             raise UserError(f"The policy reads '{lacking[0]}'; the environment shows {', '.join(shapes)}. {fix}")
         self._steps: deque[Tensor] = deque()
 

@@ -179,6 +179,6 @@ def check_loggers(config: LoggerConfig) -> None:
             continue
         cls = LOGGERS.load(name)
         if not (isinstance(cls, type) and issubclass(cls, Logger)):
-            raise UserError(f"'{name}' is no logger: it must be a subclass of embodied_rl.loggers.Logger.")
+            raise UserError(f"'{name}' is not a logger: it must be a subclass of embodied_rl.loggers.Logger.")
         own = name.rpartition(":")[2]
         check_constructor(cls, name, config.options.get(own, {}), f"logger.options.{own}", offered=_OFFERED)

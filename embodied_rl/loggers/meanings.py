@@ -69,7 +69,7 @@ MEANINGS = {
     "train/weight_bounded_fraction": Meaning("", "Share of importance weights at their bound."),
     "train/chunk_rejected_fraction": Meaning("", "Share of action chunks rejected because the policy has moved too far from them."),
     "train/log_prob_difference": Meaning(
-        "", "Mean difference between the generator's and the trainer's log-probabilities; it should be near 0."
+        "", "Mean absolute difference between the generator's and the trainer's log-probabilities; it should be near 0."
     ),
     "train/validation_loss": Meaning("", "Cloning loss on validation episodes; cloning ends when it rises."),
     "train/imitation_loss": Meaning("", "Cloning loss of the expert's actions; lower is closer to the expert."),

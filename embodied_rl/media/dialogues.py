@@ -66,12 +66,12 @@ def film_captured(folder: Path, tokenizer: str | None, output: Path, film: Film)
     """
     if tokenizer is None:
         raise UserError(
-            f"recording={folder} holds captured sessions, which are tokens: name the model that was served, tokenizer=models/…."
+            f"recording={folder} has captured sessions, which are tokens: give the folder of the served model, tokenizer=models/…."
         )
     words = ChatTokenizer.read(tokenizer)
     sessions = [session for session in read_captured(folder) if any(len(turn.sampled_ids) for turn in session.turns)]
     if not sessions:
-        raise UserError(f"'{folder}' holds no captured session with an answer.")
+        raise UserError(f"'{folder}' has no captured session with an answer.")
     summaries = [_summary(number, session) for number, session in enumerate(sessions)]
     selection = film.selection(len(sessions))
     numbers = selection.positions(film.seed) if selection.is_known_before else selection.ranked(summaries[: selection.among])

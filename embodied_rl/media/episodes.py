@@ -52,7 +52,7 @@ class Selection:
         kind, colon, count = text.partition(":")
         require_known(kind, KINDS, f"select={text}: '{kind}' is not a choice.")
         if colon and not (count.isascii() and count.isdigit()):
-            raise UserError(f"select={text}: '{count}' is not a number of episodes; write select={kind}:4, say.")
+            raise UserError(f"select={text}: '{count}' is not a number of episodes; write for example select={kind}:4.")
         shown = int(count) if colon else num_shown
         wanted = shown if kind == "first" else PLAYED_FOR_EACH * shown
         return Selection(next(known for known in KINDS if known == kind), shown, wanted if among is None else among)
@@ -377,7 +377,7 @@ class _Studio(Watcher):
     def stepped(self, actions: np.ndarray, outcome: StepBatch, observation: Observation, ended: Sequence[EpisodeSummary]) -> None:
         if outcome.aborted is not None and outcome.aborted.any():
             seed = self._running[int(outcome.slots[outcome.aborted][0])].seed
-            raise UserError(f"The episode of seed {seed} was given up: its simulator failed again and again.")
+            raise UserError(f"The episode of seed {seed} was given up: its simulator failed repeatedly.")
         slots = outcome.slots.tolist()
         rewards = dict(zip(slots, outcome.reward.tolist(), strict=True))
         for slot, said in self._spoken.items():

@@ -309,7 +309,7 @@ def _others_backend(stream: Stream, agent: Agent, speaking: Speaking) -> TokenBa
     agent.writes_messages = player.backend == "openai" and player.api == "chat"
     if player.backend == "random":
         if not agent.config.actions:
-            raise UserError("generation.mix: backend=random needs a list of actions, and agent.actions is empty: any text may be answered.")
+            raise UserError("generation.mix: backend=random needs a list of actions, but agent.actions is empty (any text is allowed).")
         return RandomTokens(choices=[agent.answer_ids(action) for action in agent.config.actions], seed=seed)
     return served_tokens(player, speaking.tokenizer, seed)
 
@@ -480,6 +480,6 @@ def _check_shared(policy: Policy, stream: Stream) -> None:
     if differing or ours.action != theirs.action:
         what = f"observation '{differing[0]}'" if differing else "action"
         raise UserError(
-            f"domains.{stream.domain} shares policy={stream.config.policy.name} with other domains, and its {what} is another than that of "
-            f"task '{ours.task}': give it a separate policy (domains.{stream.domain}.policy)."
+            f"domains.{stream.domain} shares policy={stream.config.policy.name} with other domains, but its {what} differs from task "
+            f"'{ours.task}': give it a separate policy (domains.{stream.domain}.policy)."
         )

@@ -166,7 +166,7 @@ class CloningLearner(StoredLearner[ClonedSteps]):
         cloning = config.algorithm.cloning
         assert cloning is not None, "the configuration was checked"
         if cloning.loss == "mse" and policy.spec.action.kind == "discrete":
-            raise UserError("algorithm.cloning.loss=mse is for continuous actions; those of this task are choices: set loss=nll.")
+            raise UserError("algorithm.cloning.loss=mse needs continuous actions, and this task has discrete ones: set loss=nll.")
         if cloning.loss == "mse" and policy.translates:
             raise UserError(f"algorithm.cloning.loss=mse: policy.name='{config.policy.name}' has its own cloning loss: set loss=nll.")
         self.options, self.num_rounds = cloning, config.algorithm.num_epochs

@@ -118,8 +118,8 @@ class Demonstrations:
                 advance(1)
             if (played := len(writer.seeds)) < (wanted := recorded.expert_episodes):
                 raise UserError(
-                    f"The expert could play {played} of {wanted} episodes (algorithm.recorded.expert_episodes): "
-                    "the simulator gave the others up."
+                    f"The expert finished only {played} of {wanted} episodes (algorithm.recorded.expert_episodes): the simulator failed "
+                    "in the others."
                 )
 
     def _played_here(self) -> AbstractContextManager[Simulators]:
@@ -139,7 +139,7 @@ class Demonstrations:
             if self._is_over():
                 raise UserError(
                     f"max_minutes={self.config.max_minutes:g} was over while the expert played {recorded.expert_episodes - wanted} of "
-                    f"{recorded.expert_episodes} episodes. They are kept: set a larger max_minutes, with resume=auto."
+                    f"{recorded.expert_episodes} episodes. They are kept: set a larger max_minutes, and add resume=auto."
                 )
             shares = [recorded.expert_randomness[number % len(recorded.expert_randomness)] for number in open_ones]
             played = play_expert(manager, list(open_ones.values()), shares) if open_ones else []

@@ -76,8 +76,8 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         if any(generator.shares_weights for generator in acting):
             key = "algorithm.max_staleness" if self.queue is None else "algorithm.groups.max_staleness"
             raise UserError(
-                f"{key}={self._max_staleness}: a policy of this size acts with the parameters that are trained, not with "
-                f"a copy, so that nothing can be played meanwhile. The nearest possible: hybrid=disaggregated, or {key}=0."
+                f"{key}={self._max_staleness}: a policy of this size acts with the trained parameters, not with a copy, so no episode can "
+                f"be played during training. Nearest valid choice: hybrid=disaggregated, or {key}=0."
             )
         for learner in self.all_learners:
             learner.executor.meanwhile = functools.partial(self.play_ahead, 0.0)

@@ -108,13 +108,13 @@ def _make_image_inputs(policy: Speaking, spec: SimSpec) -> ImageInputs | None:
         return None
     if policy.vision is None:
         raise UserError(
-            f"policy.images={list(keys)}: model '{policy.config.model or 'tiny'}' ({policy.hf_config.model_type}) reads only texts. Name "
-            "a vision-language model (policy.model=…: Qwen2-VL and its successors, LLaVA-1.5), or set policy.images=[]."
+            f"policy.images={list(keys)}: model '{policy.config.model or 'tiny'}' ({policy.hf_config.model_type}) reads only texts. "
+            "Choose a vision-language model (policy.model=…: Qwen2-VL and its successors, LLaVA-1.5), or set policy.images=[]."
         )
     for key in keys:
         if key not in spec.observation or not spec.observation[key].is_picture:
             known = ", ".join(spec.observation)
-            raise UserError(f"policy.images: '{key}' is no picture [H, W, 3] uint8 of task '{spec.task}', whose observation has: {known}.")
+            raise UserError(f"policy.images: '{key}' is not a picture [H, W, 3] uint8 of task '{spec.task}', which has: {known}.")
     vision = policy.vision
     placeholder = policy.tokenizer.decode(vision.placeholder_ids(), skip_special_tokens=False) + "\n"
     return ImageInputs(tuple(keys), placeholder, vision.image_token_id, vision.expand)
@@ -133,7 +133,7 @@ def make_random_agent(config: AgentConfig, policy: LanguagePolicy, spec: SimSpec
     """Agent that answers with one of the listed actions, all equally likely. Raises UserError if none are listed."""
     agent = make_agent(config, policy, spec)
     if not config.actions:
-        raise UserError("policy=random needs a list of actions, and agent.actions is empty: any text may be answered.")
+        raise UserError("policy=random needs a list of actions, but agent.actions is empty (any text is allowed).")
     backend = RandomTokens(choices=[agent.answer_ids(action) for action in config.actions], seed=seed)
     return AgentGenerator(agent, backend, temperature=1.0, seed=seed)
 
@@ -232,7 +232,7 @@ def write_model_files(files: ModelFiles, folder: Path) -> None:
     for name, content in files.items():
         parts = PurePosixPath(name).parts
         if not parts or ".." in parts or parts[0] == "/":
-            raise ValueError(f"a model's file cannot be named {name!r}")
+            raise ValueError(f"a model file cannot have the name {name!r}")
         path = folder.joinpath(*parts)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.tobytes())

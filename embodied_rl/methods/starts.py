@@ -132,7 +132,7 @@ def make_starts(config: TrainConfig, spec: SimSpec) -> StartLibrary | None:
     if options.share == 0:
         return None
     if spec.snapshots == "none":
-        raise UserError(f"algorithm.initialized starts inside episodes, and those of task '{spec.task}' cannot be taken up again.")
+        raise UserError(f"algorithm.initialized starts inside episodes, and episodes of task '{spec.task}' cannot be restored.")
     if options.success_return is None and not spec.reports_success:
         raise UserError(f"Task '{spec.task}' does not report success: set algorithm.initialized.success_return.")
     return StartLibrary(options, seed=config.seed)
@@ -167,5 +167,5 @@ def _record_with(stream: Stream, starts: StartLibrary, manager: Simulators, make
     if wanted:
         raise UserError(
             f"The expert algorithm.initialized.expert={options.expert} succeeded in {options.expert_episodes - wanted} of {first} "
-            f"episodes, and {options.expert_episodes} successful ones were asked for (algorithm.initialized.expert_episodes)."
+            f"episodes, but {options.expert_episodes} successful ones are needed (algorithm.initialized.expert_episodes)."
         )

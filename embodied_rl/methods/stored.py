@@ -88,8 +88,8 @@ class StoredLearner(PolicyLearner, Generic[Steps]):
         size = config.algorithm.minibatch_size
         if without := [domain for domain, rows in self.rows(size).items() if not rows]:
             raise UserError(
-                f"algorithm.minibatch_size={size} has no row of domains.{without[0]}, whose weight={self.steps[without[0]].weight:g} is of "
-                f"{self.weight:g}: nothing would be learned from it. Set a larger minibatch_size, or weights that differ less."
+                f"algorithm.minibatch_size={size} has no row of domains.{without[0]}, whose weight={self.steps[without[0]].weight:g} is "
+                f"of {self.weight:g}: nothing would be learned from it. Set a larger minibatch_size, or more equal weights."
             )
 
     @property

@@ -159,8 +159,8 @@ def _played(stream: Stream, queue: GroupQueue, wanted: int, collector: Collector
             return found[:wanted]
         if played >= _TRIES * wanted:
             raise UserError(
-                f"The player algorithm.warm_start.player={options.player} succeeded in {len(found)} of {played} episodes, and "
-                f"{wanted} successful ones were asked for (algorithm.warm_start.episodes)."
+                f"The player algorithm.warm_start.player={options.player} succeeded in {len(found)} of {played} episodes, but {wanted} "
+                "successful ones are needed (algorithm.warm_start.episodes)."
             )
         backend.load_weights(version + 1, ())
         queue.published(version + 1)

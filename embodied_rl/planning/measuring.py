@@ -52,7 +52,7 @@ def measure(config: TrainConfig, *, iterations: int = 4) -> Measurement:
     Raises UserError: the algorithm plays no episodes, or its policy does not act on batches of observations; give the times instead.
     """
     if config.keeps_steps:
-        raise UserError(f"algorithm={config.algorithm.name} has no rollouts to be planned: measure one that learns on-policy.")
+        raise UserError(f"algorithm={config.algorithm.name} has no rollouts to plan: measure an on-policy algorithm.")
     # Time each part separately in this process, wherever the run would place it.
     here = dataclasses.replace(config.hybrid, placement=PlacementConfig(), cluster="local", reward_worker=None)
     quiet = dataclasses.replace(config, logger=dataclasses.replace(config.logger, names=()), resume=None, hybrid=here)
@@ -64,8 +64,8 @@ def measure(config: TrainConfig, *, iterations: int = 4) -> Measurement:
             observation = trainer.manager.reset().observation
             if not all(part.dtype != object for part in observation.values()):
                 raise UserError(
-                    f"sim={config.sim.name} is played with text, whose generation cannot be timed in batches of observations. Give the "
-                    "times: workload=FILE."
+                    f"sim={config.sim.name} uses text, whose generation cannot be measured in batches of observations. Give the times: "
+                    "workload=FILE."
                 )
             act = act_time(trainer, observation, _ACT_REPEATS)
             step = step_time(trainer, _STEP_S)

@@ -103,13 +103,13 @@ def _require_host_memory(workload: WorkloadConfig, placement: Placement, cluster
             continue
         if offloaded > has:
             raise UserError(
-                f"{placement.label}: {offloaded:.1f} GiB are moved out of machine {node}'s GPUs, and its memory has {has:.1f}. "
-                "The nearest possible: disaggregated, where nothing is moved out."
+                f"{placement.label}: {offloaded:.1f} GiB are offloaded from machine {node}'s GPUs, but its memory has {has:.1f}. Nearest "
+                "valid choice: disaggregated, which offloads nothing."
             )
         most = math.floor((has - offloaded) * len(placement["env"]) / workload.gib_per_slot)
         raise UserError(
-            f"{placement.label}: simulators ({need - offloaded:.1f} GiB) and what is moved out of GPUs ({offloaded:.1f} GiB) do not fit "
-            f"into machine {node}'s memory ({has:.1f} GiB). The nearest possible: workload.num_slots={most}."
+            f"{placement.label}: simulators ({need - offloaded:.1f} GiB) and offloaded state ({offloaded:.1f} GiB) do not fit into "
+            f"machine {node}'s memory ({has:.1f} GiB). Nearest valid choice: workload.num_slots={most}."
         )
 
 
@@ -119,11 +119,11 @@ def _does_not_fit(workload: WorkloadConfig, placement: Placement, cluster: Clust
     if what == "training" and room > fixed:
         least = math.ceil(workload.train_state_gib / (room - fixed))
         known = len(cluster.compute)
-        return f"{text} The nearest possible: training on {least} devices" + ("." if least <= known else f"; the cluster has {known}.")
+        return f"{text} Nearest valid choice: training on {least} devices" + ("." if least <= known else f"; the cluster has {known}.")
     if what == "generation" and room > workload.cache_gib + _simulating_gib(workload, placement):
         copies = math.ceil(workload.weights_gib / (room - workload.cache_gib - _simulating_gib(workload, placement)))
-        return f"{text} The nearest possible: workload.devices_per_copy={copies}."
-    return f"{text} Devices with more memory are needed, or a smaller cache, or fewer simulators."
+        return f"{text} Nearest valid choice: workload.devices_per_copy={copies}."
+    return f"{text} Use devices with more memory, a smaller cache, or fewer simulators."
 
 
 _REPETITIONS = 8
@@ -177,8 +177,8 @@ def simulate(workload: WorkloadConfig, placement: Placement, cluster: Cluster, *
     UserError: it does not fit into memory, has more copies of the policy than environments, or more stages than a copy has slots."""
     if placement.kind == "multiplexed" and not workload.episodes_per_iteration:
         raise UserError(
-            "hybrid.placement=multiplexed consolidates the episodes that take longest, and this workload collects a fixed number of steps "
-            "from every slot. The nearest possible: collocated, or episodes_per_iteration in place of rollout_steps."
+            "hybrid.placement=multiplexed consolidates the episodes that take longest, and this workload collects a fixed number of "
+            "steps from every slot. Nearest valid choice: collocated, or episodes_per_iteration instead of rollout_steps."
         )
     case = _case(workload, placement, cluster)
     return (_steps if workload.rollout_steps else _episodes)(case, np.random.default_rng(seed))
@@ -199,14 +199,14 @@ def _case(workload: WorkloadConfig, placement: Placement, cluster: Cluster) -> _
     if copies < 1:
         raise UserError(
             f"{placement.label}: one copy of the policy takes {workload.devices_per_copy} devices, and generation has {len(generation)}. "
-            f"The nearest possible: {workload.devices_per_copy} devices for generation."
+            f"Nearest valid choice: {workload.devices_per_copy} devices for generation."
         )
     per_copy = workload.num_slots // copies
     if per_copy < placement.num_pipeline_stages:
         least = copies * placement.num_pipeline_stages
         raise UserError(
             f"{placement.label}: {copies} copies of the policy with {placement.num_pipeline_stages} stages each need {least} slots, and "
-            f"there are {workload.num_slots}. The nearest possible: workload.num_slots={least}, or "
+            f"there are {workload.num_slots}. Nearest valid choice: workload.num_slots={least}, or "
             f"{max(workload.num_slots // placement.num_pipeline_stages, 1) * workload.devices_per_copy} devices for generation."
         )
     specs = [cluster.nodes[device.node] for device in generation]
@@ -264,7 +264,7 @@ def _episodes(case: _Case, rng: np.random.Generator) -> Outlook:
     workload, placement, spent = case.workload, case.placement, case.spent
     if workload.simulator == "gpu":
         raise UserError(
-            "Whole episodes on simulators that run on GPUs cannot be planned: their slots step together. Give rollout_steps in place of "
+            "Whole episodes on simulators that run on GPUs cannot be planned: their slots step together. Set rollout_steps instead of "
             "episodes_per_iteration."
         )
     groups = workload.episodes_per_iteration // workload.group_size

@@ -178,8 +178,8 @@ def build_policy(config: PolicyConfig, spec: SimSpec) -> ActorCritic:
         _check_one_key(config, spec)
     if config.distribution == "squashed" and spec.action.kind == "discrete":
         raise UserError(
-            f"policy.distribution='squashed' is for continuous actions, but task '{spec.task}' has {spec.action.num_actions} "
-            "discrete ones. Set policy.distribution=gaussian: they are then categorical (sac and rlpd take none: algorithm=ppo)."
+            f"policy.distribution='squashed' is for continuous actions, but task '{spec.task}' has {spec.action.num_actions} discrete "
+            "ones. Set policy.distribution=gaussian, which makes them categorical (instead of sac or rlpd: algorithm=ppo)."
         )
     return ActorCritic(config, spec)
 
@@ -194,7 +194,7 @@ def _keys_read(config: PolicyConfig, spec: SimSpec) -> tuple[str, ...]:
             what = "no observation" if key not in spec.tensors else "neither a vector nor an image (uint8 [H, W, 3])"
             raise UserError(f"policy.observation_keys: '{key}' is {what} of task '{spec.task}'.{did_you_mean(key, readable)}")
     if not readable:
-        raise UserError(f"policy.encoder='mixed' reads vectors and images, and task '{spec.task}' shows none.")
+        raise UserError(f"policy.encoder='mixed' reads vectors and images, and task '{spec.task}' has none.")
     return config.observation_keys or readable
 
 

@@ -323,7 +323,7 @@ def image_of(spec: SimSpec, key: str, option: str) -> TensorSpec:
 def vector_of(spec: SimSpec, key: str, option: str) -> TensorSpec:
     """Spec of the vector that a policy reads. Raises UserError, naming `option`, if the simulator has no such vector."""
     vectors = [name for name, part in spec.tensors.items() if len(part.shape) == 1]
-    require_known(key, vectors, f"{option}='{key}' is no vector that task '{spec.task}' shows.")
+    require_known(key, vectors, f"{option}='{key}' is not a vector of task '{spec.task}'.")
     return spec.tensors[key]
 
 

@@ -59,7 +59,7 @@ def custom_class(config: CustomPolicyConfig) -> type[Policy]:
     """Class that `policy.target` names; its constructor takes `policy.options`. Raises UserError."""
     cls: object = POLICIES.load(config.target)
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
-        raise UserError(f"policy.target='{config.target}' is no policy: it must be a subclass of embodied_rl.policies.base.Policy.")
+        raise UserError(f"policy.target='{config.target}' is not a policy: it must be a subclass of embodied_rl.policies.base.Policy.")
     check_constructor(cls, config.target, config.options, "policy.options", offered=("spec",))
     return cls
 
@@ -76,5 +76,5 @@ def build_custom(config: CustomPolicyConfig, spec: SimSpec) -> Policy:
     for key in policy.observation_keys:
         if key not in spec.observation:
             known = did_you_mean(key, spec.observation)
-            raise UserError(f"'{config.target}' reads '{key}', which task '{spec.task}' does not show.{known}")
+            raise UserError(f"'{config.target}' reads '{key}', which task '{spec.task}' does not have.{known}")
     return policy

@@ -87,17 +87,17 @@ class LeRobotPolicy(Policy):
             from lerobot.configs.policies import PreTrainedConfig
             from lerobot.policies.factory import get_policy_class, make_pre_post_processors
         except ImportError as error:
-            raise UserError(f"A policy of LeRobot needs LeRobot, which cannot be imported here ({error}): pip install lerobot") from error
+            raise UserError(f"A policy of LeRobot needs LeRobot, which cannot be imported ({error}): pip install lerobot") from error
         config = PreTrainedConfig.from_pretrained(str(folder))
         if config.n_obs_steps != 1:
-            raise UserError(f"The policy in '{folder}' looks back over {config.n_obs_steps} observations (n_obs_steps): only 1 is played.")
+            raise UserError(f"The policy in '{folder}' needs {config.n_obs_steps} past observations (n_obs_steps): only 1 is supported.")
         wanted = {name: tuple(feature.shape) for name, feature in config.input_features.items()}
         self._pairs = match_features(wanted, spec.tensors, keys or {})
         if lacking := [name for name in wanted if name not in self._pairs]:
             shown = ", ".join(spec.tensors)
             raise UserError(
-                f"The policy reads '{lacking[0]}' {list(wanted[lacking[0]])}; '{spec.task}' shows {shown}. "
-                f"Say which it is: policy.options.keys={{{lacking[0]}: PART}}."
+                f"The policy reads '{lacking[0]}' {list(wanted[lacking[0]])}; '{spec.task}' shows {shown}. Name the part: "
+                f"policy.options.keys={{{lacking[0]}: PART}}."
             )
         (action,) = config.output_features.values()
         if spec.action.kind != "continuous" or tuple(action.shape) != (spec.action.dim,):
@@ -136,7 +136,7 @@ class LeRobotPolicy(Policy):
     def act(self, observation: TensorObservation, noise: Tensor | None) -> ActionOutput:
         """The next `n_action_steps` actions [B, K·A], in the simulator's units. Raises UserError if noise is given."""
         if noise is not None:
-            raise UserError("A policy of LeRobot has no probabilities: it is played without noise (sample=false).")
+            raise UserError("A policy of LeRobot has no probabilities: play it without sampling (sample=false).")
         self.inner.reset()
         batch: dict[str, Any] = dict(observation)
         if TASK in batch:
@@ -151,11 +151,11 @@ class LeRobotPolicy(Policy):
 
     def evaluate(self, observation: TensorObservation, action: Tensor) -> Evaluation:
         """Raises UserError: the policy has no log-probabilities."""
-        raise UserError("A policy of LeRobot has no log-probabilities: it is evaluated here, and trained by LeRobot.")
+        raise UserError("A policy of LeRobot has no log-probabilities: it can only be evaluated here. Train it with LeRobot.")
 
     def value(self, observation: TensorObservation) -> Tensor:
         """Raises UserError: the policy has no critic."""
-        raise UserError("A policy of LeRobot has no critic: it is evaluated here, and trained by LeRobot.")
+        raise UserError("A policy of LeRobot has no critic: it can only be evaluated here. Train it with LeRobot.")
 
 
 def _bytes_of(texts: Sequence[str]) -> Tensor:

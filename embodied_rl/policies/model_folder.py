@@ -31,9 +31,7 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
     """Check that a folder contains a whole model, and return its parsed config.json.
     Raises UserError: the folder, its config.json, or safetensors are missing or damaged, or there are only pickles."""
     if not folder.is_dir():
-        raise UserError(
-            f"Model folder '{folder}' does not exist. Download the model there, or give the path of one that is on this machine."
-        )
+        raise UserError(f"Model folder '{folder}' does not exist. Download the model there, or give the path of a local model.")
     config = read_config(folder)
     check_safetensors(folder, "model")
     return config
@@ -43,13 +41,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json. Raises UserError if it is missing, damaged, or names no model."""
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"'{folder}' holds no config.json, so it is not a Hugging Face model folder.")
+        raise UserError(f"'{folder}' has no config.json, so it is not a Hugging Face model folder.")
     try:
         config = parse_json(read_regular(path))
     except (OSError, ValueError) as error:
         raise UserError(f"Cannot read '{path}': {error}.") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise UserError(f"'{path}' names no model_type, so transformers cannot tell which model it is.")
+        raise UserError(f"'{path}' names no model_type, so transformers cannot identify the model.")
     return config
 
 
@@ -70,17 +68,17 @@ def check_safetensors(folder: Path, prefix: str) -> None:
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise UserError(
-            f"'{folder}' holds its weights as '{pickles[0]}', a pickle, which can run any program when it is read; it is refused. "
-            "Convert it where you trust it: load it with transformers and call save_pretrained, which writes safetensors."
+            f"'{folder}' holds its weights as '{pickles[0]}', a pickle, which can run code when it is read, so it is not loaded. If you "
+            "trust it, convert it: load it with transformers and call save_pretrained, which writes safetensors."
         )
-    raise UserError(f"'{folder}' holds no {prefix}*.safetensors. Is the download complete?")
+    raise UserError(f"'{folder}' has no {prefix}*.safetensors. Is the download complete?")
 
 
 def check_tokenizer(folder: Path) -> None:
     """Raise UserError if there is no tokenizer file. Cheap: call it before weights are loaded."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(
-            f"Model folder '{folder}' holds no tokenizer (none of {', '.join(_TOKENIZERS)}). Copy its files from the model that these "
+            f"Model folder '{folder}' has no tokenizer (none of {', '.join(_TOKENIZERS)}). Copy its files from the model that these "
             f"weights were trained from: hf download OWNER/MODEL --include 'tokenizer*' 'vocab*' 'merges*' --local-dir {folder}"
         )
 
@@ -158,7 +156,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """torch dtype of a name in configurations and files. Raises UserError for an unknown name."""
     found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
-        raise UserError(f"'{name}' is no dtype of torch: take float32 or bfloat16.")
+        raise UserError(f"'{name}' is not a dtype of torch: use float32 or bfloat16.")
     return found
 
 
@@ -225,7 +223,7 @@ def _auto_class(transformers: ModuleType, config: PretrainedConfig) -> type[_Bas
             return auto
     raise UserError(
         f"Model type '{config.model_type}' is neither a causal language model nor a vision-language model of this transformers "
-        f"{transformers.__version__}. Models that bring their own code are not run."
+        f"{transformers.__version__}. Models with their own code are not supported."
     )
 
 
@@ -242,6 +240,6 @@ def _check_report(folder: Path, report: dict[str, Iterable[Any]]) -> None:
         name = (missing or wrong)[0]
         fault = "lacks" if missing else "holds in another shape"
         raise UserError(
-            f"'{folder}' {fault} {len(missing or wrong)} tensors that its config.json asks for, '{name}' first. "
-            "transformers would make them up; is the download complete?"
+            f"'{folder}' {fault} {len(missing or wrong)} tensors that its config.json asks for, '{name}' first. transformers would fill "
+            "them with random values. Is the download complete?"
         )

@@ -40,9 +40,7 @@ class TokenSequence:
                 f"token_ids must be integers [S] and mask [S], got {self.token_ids.dtype} {self.token_ids.shape}, {self.mask.shape}."
             )
         if len(self.mask) == 0 or self.mask[0]:
-            raise ValueError(
-                "A sequence needs a first token, and that one cannot be evaluated: nothing precedes it. Put it into the prompt."
-            )
+            raise ValueError("The first token of a sequence cannot be evaluated, because nothing precedes it. Put it into the prompt.")
 
     def __len__(self) -> int:
         return len(self.token_ids)

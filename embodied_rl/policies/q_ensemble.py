@@ -83,8 +83,8 @@ class ActorWithCritics(TrainedModule):
         action, size, chunk_size = policy.spec.action, policy.num_features, policy.chunk_size
         if size is None:
             raise UserError(
-                f"algorithm.off_policy: critics of actions read features of the policy, and {type(policy).__name__} has none "
-                "(num_features, features, state_value, drawn): take ppo, grpo, bc or dagger."
+                f"algorithm.off_policy: critics of actions need features of the policy, and {type(policy).__name__} has none "
+                "(num_features, features, state_value, drawn): use ppo, grpo, bc or dagger."
             )
 
         def critics() -> QEnsemble:

@@ -70,7 +70,7 @@ class Structures:
         for place, token in enumerate(token_ids):
             matcher.fill_next_token_bitmask(bits, place)
             if not matcher.accept_token(int(token)):
-                raise ValueError(f"token {place} of an answer does not keep to the structure that it was drawn with: {int(token)}")
+                raise ValueError(f"token {place} of an answer violates the structure that it was sampled with: {int(token)}")
         return self._expanded(bits, device)
 
     def _all_allowed(self, count: int) -> Tensor:

@@ -268,7 +268,9 @@ class _Encoder(nn.Module):
             nn.init.kaiming_normal_(convolution.weight)
             layers += [convolution, nn.GELU()]
         if min(height, width) < 1:
-            raise UserError(f"policy.conv_channels={list(config.conv_channels)} halves an image of {size[0]}x{size[1]} pixels to nothing.")
+            raise UserError(
+                f"policy.conv_channels={list(config.conv_channels)} has too many layers for an image of {size[0]}x{size[1]} pixels."
+            )
         # Keypoints read the picture at full resolution: before the last convolution halves it.
         self.fine, self.coarse = nn.Sequential(*layers[:-2]), nn.Sequential(*layers[-2:])
         self.keypoints = _Keypoints(config, channels[-2], before, state_size)

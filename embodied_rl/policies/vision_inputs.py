@@ -72,7 +72,7 @@ class VisionInputs:
         try:
             prepared = self._processor(images=list(images), return_tensors="pt")
         except ValueError as error:
-            raise UserError(f"The model's image processor refuses an image: {error}") from error
+            raise UserError(f"The model's image processor rejects an image: {error}") from error
         return {name: prepared[name] for name in ("pixel_values", "image_grid_thw") if name in prepared}
 
     def num_tokens(self, images: Sequence[np.ndarray]) -> list[int]:
@@ -107,9 +107,7 @@ class VisionInputs:
         borders = np.flatnonzero(np.diff(is_image.astype(np.int8), prepend=0, append=0))
         if self.has_grids and (borders[1::2] - borders[::2]).tolist() != wanted:
             # Positions follow from runs of image tokens, so two adjacent images would count as one.
-            raise UserError(
-                "Two images stand side by side in the prompt: put a token between them (this family has one that ends an image)."
-            )
+            raise UserError("Two images are adjacent in the prompt: put a token between them (this family has an end-of-image token).")
 
     def exclude(self, logits: Tensor) -> Tensor:
         """Set the image token's logits [..., V] to -inf: a sampled one would refer to a picture that the request does not have."""
@@ -135,4 +133,4 @@ def _image_token_id(config: PretrainedConfig) -> int:
         value = value_of(config, name)
         if isinstance(value, int):
             return value
-    raise UserError(f"The configuration of model type '{config.model_type}' names no image token.")
+    raise UserError(f"The configuration of model type '{config.model_type}' has no image token.")

@@ -54,10 +54,10 @@ def plan_hosts(hybrid: HybridConfig, *, num_gpus: int, num_cores: int) -> HostPl
     on_ray = hybrid.cluster == "ray"
     on_gpus = num_gpus > 0 or (on_ray and hybrid.ray.gpus.generation > 0)
     if num_gpus == 1:
-        raise UserError("hybrid.placement=multiplexed needs at least 2 GPUs, and this machine has 1. The nearest possible: collocated.")
+        raise UserError("hybrid.placement=multiplexed needs at least 2 GPUs, and this machine has 1. Nearest valid choice: collocated.")
     if num_gpus and placement.num_hosts not in (None, num_gpus):
         raise UserError(
-            f"hybrid.placement.num_hosts={placement.num_hosts}: each GPU is a host, and there are {num_gpus}. Leave it out, or "
+            f"hybrid.placement.num_hosts={placement.num_hosts}: each GPU is one host, and this machine has {num_gpus}. Leave it out, or "
             "set CUDA_VISIBLE_DEVICES."
         )
     hosts = num_gpus or placement.num_hosts or max(_HOSTS_ON_A_PROCESSOR, ranks + 1 if on_gpus else 0)
@@ -65,13 +65,13 @@ def plan_hosts(hybrid: HybridConfig, *, num_gpus: int, num_cores: int) -> HostPl
     if lent >= hosts:
         nearest = f"num_hosts={lent + 1}" if on_ray else f"num_train_gpus={hosts - 1}, or hybrid.placement=collocated"
         raise UserError(
-            f"hybrid.placement=multiplexed lends {lent} of {hosts} hosts to training, and one must go on generating. The nearest possible: "
-            f"{nearest}."
+            f"hybrid.placement=multiplexed lends {lent} of {hosts} hosts to training, but at least one must keep generating. Nearest valid "
+            f"choice: {nearest}."
         )
     if on_gpus and ranks != lent:
         raise UserError(
-            f"hybrid.placement.num_train_gpus={lent}, and {ranks} ranks train (hybrid.sharding): set "
-            f"num_train_gpus={ranks}, or have as many ranks."
+            f"hybrid.placement.num_train_gpus={lent}, and {ranks} ranks train (hybrid.sharding): set num_train_gpus={ranks}, or use "
+            f"{lent} ranks."
         )
     return HostPlan(hosts, lent, num_cores, tuple(f"cuda:{number}" for number in range(num_gpus)))
 

@@ -71,15 +71,15 @@ def _named(config: TrainConfig, machine: Cluster, num_ranks: int) -> LocalDevice
     if on_gpus and len(train) != num_ranks:
         raise UserError(
             f"hybrid.placement gives role train {len(train)} GPUs, and training has {num_ranks} "
-            f"{'ranks' if num_ranks > 1 else 'rank'} (hybrid.sharding): each needs one. The nearest possible: "
+            f"{'ranks' if num_ranks > 1 else 'rank'} (hybrid.sharding): each needs one. Nearest valid choice: "
             + (f"train: {describe(train[:num_ranks])}, or " if len(train) > num_ranks else "")
             + f"hybrid.sharding.num_shards={len(train)}."
         )
     lent = [device for device in placement["reward"] if device.kind == "gpu" and device not in generation]
     if lent and config.hybrid.reward_worker is not None:
         raise UserError(
-            f"hybrid.placement gives role reward {lent[0].name}, and without Ray reward workers are threads of what plays, which sees the "
-            f"GPUs of role generation. The nearest possible: reward: {describe(generation)}, or hybrid.cluster=ray."
+            f"hybrid.placement gives role reward {lent[0].name}, but without Ray reward workers are threads of the player, which sees "
+            f"only the GPUs of role generation. Nearest valid choice: reward: {describe(generation)}, or hybrid.cluster=ray."
         )
     # A player that shares a device with training shares it with the first rank.
     train = tuple(sorted(train, key=lambda device: (device not in generation, device)))
@@ -88,14 +88,14 @@ def _named(config: TrainConfig, machine: Cluster, num_ranks: int) -> LocalDevice
         return LocalDevices(ranks, _of_players(generation, config.hybrid.players))
     if len(generation) > 1:
         raise UserError(
-            f"hybrid.placement gives role generation {len(generation)} GPUs, and the process that trains on one of them acts only "
-            f"there. The nearest possible: generation: ['{train[0].name}'], or GPUs that role train does not name, with hybrid.players."
+            f"hybrid.placement gives role generation {len(generation)} GPUs, but the process that trains on one of them acts only there. "
+            f"Nearest valid choice: generation: ['{train[0].name}'], or GPUs that role train does not name, with hybrid.players."
         )
     backends = [config.generation.backend, *(player.backend for player in config.generation.mix.values())]
     if ranks[0] and "vllm" in backends:
         raise UserError(
-            f"hybrid.placement has {train[0].name} for generation and training, and vLLM takes the first GPU that its process sees. The "
-            f"nearest possible: 0/gpu:0 for both with CUDA_VISIBLE_DEVICES={ranks[0]}, or another GPU for role generation."
+            f"hybrid.placement has {train[0].name} for generation and training, but vLLM uses the first GPU that its process sees. Nearest "
+            f"valid choice: 0/gpu:0 for both with CUDA_VISIBLE_DEVICES={ranks[0]}, or another GPU for role generation."
         )
     return LocalDevices(ranks)
 
@@ -106,8 +106,9 @@ def _of_players(devices: tuple[Device, ...], players: int) -> tuple[int | None, 
         return (None,) * players
     if players % len(devices):
         raise UserError(
-            f"hybrid.placement gives role generation {len(devices)} GPUs, and hybrid.players={players}: as many play on each. The nearest "
-            f"possible: hybrid.players={-(-players // len(devices)) * len(devices)}, or generation: {describe(devices[:1])}."
+            f"hybrid.placement gives role generation {len(devices)} GPUs, and hybrid.players={players}: each GPU must have the same "
+            f"number of players. Nearest valid choice: hybrid.players={-(-players // len(devices)) * len(devices)}, or generation: "
+            f"{describe(devices[:1])}."
         )
     return tuple(device.index for device in devices for _ in range(players // len(devices)))
 

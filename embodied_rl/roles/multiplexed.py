@@ -51,14 +51,14 @@ class MultiplexedSimulators(Simulators):
         Raises UserError: the simulator's episodes cannot be moved, or there are not enough slots or workers."""
         if manager.spec.steps_together:
             raise UserError(
-                f"hybrid.placement=multiplexed moves single episodes, and those of task '{manager.spec.task}' step together. The nearest "
-                "possible: hybrid.placement=disaggregated."
+                f"hybrid.placement=multiplexed moves single episodes, but episodes of task '{manager.spec.task}' step together. Nearest "
+                "valid choice: hybrid.placement=disaggregated."
             )
         if min(manager.num_slots, manager.num_workers) < (hosts := lease.plan.num_hosts):
             slots = f"sim.num_slots={hosts} " if manager.num_slots < hosts else ""
             raise UserError(
-                f"hybrid.placement=multiplexed has {hosts} hosts, each with its own simulators, and there are {manager.num_workers} "
-                f"workers with {manager.num_slots} slots. The nearest possible: {slots}sim.num_workers={hosts}."
+                f"hybrid.placement=multiplexed has {hosts} hosts, each with its own simulators, but there are {manager.num_workers} "
+                f"workers with {manager.num_slots} slots. Nearest valid choice: {slots}sim.num_workers={hosts}."
             )
         self.manager, self.lease = manager, lease
         parts = [[slot for worker in workers for slot in worker] for workers in _dealt(manager, lease.plan.num_hosts)]

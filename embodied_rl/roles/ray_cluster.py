@@ -78,7 +78,7 @@ def needs_of(config: HybridConfig) -> list[Need]:
         needs += [Need(role, cpus, gpus)] * num
     for need in needs:
         if not need.bundle:
-            raise UserError(f"hybrid.ray gives role {need.role} neither CPUs nor GPUs: it needs some of one of them.")
+            raise UserError(f"hybrid.ray gives role {need.role} neither CPUs nor GPUs: set at least one of them above 0.")
     return needs
 
 
@@ -120,13 +120,13 @@ def why_never(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]], strat
     for need in needs:
         if not any(need.fits(node) for node in nodes):
             cpus, gpus = (max((node.get(kind, 0.0) for node in nodes), default=0.0) for kind in ("CPU", "GPU"))
-            return f"role {need}, and no node has that: the most are {cpus:g} CPUs and {gpus:g} GPUs of one node"
+            return f"role {need}, but no node has that; the maximum is {cpus:g} CPUs and {gpus:g} GPUs of one node"
     if strategy == "STRICT_SPREAD" and len(nodes) < len(needs):
         return f"a node each for {len(needs)} actors (hybrid.ray.strategy=STRICT_SPREAD), and there are {len(nodes)}"
     if strategy == "STRICT_PACK":
         whole = Need("env", sum(need.cpus for need in needs), sum(need.gpus for need in needs))
         if not any(whole.fits(node) for node in nodes):
-            return f"{whole.cpus:g} CPUs and {whole.gpus:g} GPUs of one node for all roles (collocated, or STRICT_PACK), and none has that"
+            return f"{whole.cpus:g} CPUs and {whole.gpus:g} GPUs on one node for all roles (collocated, or STRICT_PACK), which no node has"
     enough = all(
         sum(wanted) <= sum(node.get(kind, 0.0) for node in nodes) + 1e-9
         for kind, wanted in (("CPU", [need.cpus for need in needs]), ("GPU", [need.gpus for need in needs]))
@@ -202,14 +202,14 @@ class RayCluster:
         else:
             there = {node["NodeID"]: node["Resources"] for node in alive}
             gone = [need.role for need, node in zip(self._needs, self._nodes, strict=True) if node not in there]
-            reason = f"the node that hybrid.placement names for {gone[0]}, and it has gone" if gone else None
+            reason = f"the node that hybrid.placement gives to {gone[0]}, which has left the cluster" if gone else None
             for node in set(self._nodes) & there.keys() if reason is None else ():
                 own = [need for need, its in zip(self._needs, self._nodes, strict=True) if its == node]
                 reason = reason or why_never(own, [there[node]], "PACK")
         if reason is not None:
             raise UserError(
-                f"hybrid.cluster=ray: this run can never begin on a cluster of {len(nodes)} nodes. It needs {reason}. Ask for less "
-                "(hybrid.ray.cpus, hybrid.ray.gpus), or add nodes; the nearest possible without Ray: hybrid=disaggregated."
+                f"hybrid.cluster=ray: this run cannot start on this cluster of {len(nodes)} nodes. It needs {reason}. Request less "
+                "(hybrid.ray.cpus, hybrid.ray.gpus), add nodes, or run without Ray: hybrid=disaggregated."
             )
 
     def options(self, role: Role, number: int = 0) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class RayCluster:
             line = (str(error).strip().splitlines() or ["no answer"])[0]
             raise UserError(
                 f"hybrid.ray.address={address}: no Ray cluster could be reached there ({line}). Start one with `ray start --head`, or "
-                "leave the address out: one is started on this machine."
+                "leave the address out to start one on this machine."
             ) from error
 
     def _alive(self) -> list[dict[str, Any]]:
@@ -302,8 +302,8 @@ class RayCluster:
                 continue
             free = self.ray.available_resources()
             raise UserError(
-                f"hybrid.cluster=ray: {_listed(self._needs)} were not free within {timeout_s:g} s "
-                f"(hybrid.ray.start_timeout_s): others hold them; free are {free.get('CPU', 0.0):g} CPUs, {free.get('GPU', 0.0):g} GPUs."
+                f"hybrid.cluster=ray: {_listed(self._needs)} were not free within {timeout_s:g} s (hybrid.ray.start_timeout_s): other "
+                f"jobs use them; {free.get('CPU', 0.0):g} CPUs and {free.get('GPU', 0.0):g} GPUs are free."
             )
 
 
@@ -314,8 +314,8 @@ def nodes_of_ranks(devices: Sequence[Device], num_ranks: int) -> list[int]:
     if devices[0].kind == "gpu" and num_ranks > 1:
         if len(devices) != num_ranks:
             raise UserError(
-                f"hybrid.placement gives role train {len(devices)} GPUs, and hybrid.sharding has {num_ranks} ranks: each needs one of its "
-                "own. Name as many GPUs as num_shards x num_replicas x num_tensor_shards."
+                f"hybrid.placement gives role train {len(devices)} GPUs, and hybrid.sharding has {num_ranks} ranks: each needs its own. "
+                "Name num_shards x num_replicas x num_tensor_shards GPUs."
             )
         return [device.node for device in sorted(devices)]
     if num_ranks % len(nodes):

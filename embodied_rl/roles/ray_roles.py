@@ -215,8 +215,8 @@ def wait_for_start(cluster: RayCluster, reference: Reference, timeout_s: float, 
         cluster.check()
         if time.monotonic() > deadline:
             raise UserError(
-                f"hybrid.cluster=ray: {role} did not begin within {timeout_s:g} s (hybrid.ray.start_timeout_s + sim.start_timeout_s); "
-                "`ray status` says what it waits for."
+                f"hybrid.cluster=ray: {role} did not start within {timeout_s:g} s (hybrid.ray.start_timeout_s + sim.start_timeout_s); "
+                "`ray status` shows what it waits for."
             )
 
 

@@ -82,7 +82,7 @@ class RemoteWorker(Simulators):
             described = self._handle.call("describe")
         except RoleLost as lost:
             self.close()
-            raise UserError(f"{lost} It had not begun; its own message is above.") from lost
+            raise UserError(f"{lost} It had not started; see its message above.") from lost
         except BaseException:
             self.close()
             raise
@@ -176,8 +176,8 @@ class RemoteWorker(Simulators):
         """Start another worker with the weights published last. Raises UserError after too many replacements."""
         if self.num_restarts >= self.config.hybrid.max_restarts:
             raise UserError(
-                f"{lost} It was replaced {self.num_restarts} times already (hybrid.max_restarts). "
-                f"The run goes on from its last checkpoint with resume=auto and run_dir={self.config.run_dir}."
+                f"{lost} It was already replaced {self.num_restarts} times (hybrid.max_restarts). Continue from the last checkpoint with "
+                f"resume=auto run_dir={self.config.run_dir}."
             ) from lost
         self.num_restarts += 1
         self.needs_restart = True

@@ -78,7 +78,7 @@ def unpack(value: object, tensors: dict[str, Tensor]) -> Any:
     if kind == "enum":
         return _ENUMS[value["t"]][value["v"]]
     if kind != "object" or value["t"] not in _TYPES:
-        raise ValueError(f"a message holds {kind} {value.get('t')!r}, which is not known")
+        raise ValueError(f"a message contains the unknown {kind} {value.get('t')!r}")
     return _TYPES[value["t"]](**{name: unpack(item, tensors) for name, item in value["v"].items()})
 
 

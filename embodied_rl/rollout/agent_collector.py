@@ -66,9 +66,7 @@ class ServerHealth:
         reason = f"{failure.kind.replace('_', ' ')} after {failure.attempts} attempts each: {failure.message}"
         if not self._ever_answered:
             raise UserError(f"The token server answered none of the first {self._in_a_row} requests ({reason}). Is this its address?")
-        warnings.warn(
-            f"The token server left {self._in_a_row} requests in a row unanswered ({reason}); the run waits for it.", stacklevel=2
-        )
+        warnings.warn(f"The token server did not answer the last {self._in_a_row} requests ({reason}); the run waits for it.", stacklevel=2)
 
 
 _FEW_TURNS, _ALMOST_ALL = 32, 0.9
@@ -191,12 +189,14 @@ class AgentCollector(SlotPump[_Playing]):
     def _about_invalid(self, counts: Counter[str]) -> str:
         config, share = self.agent.config, counts["invalid"] / counts["turns"]
         why = {
-            "no_tag": f"there is no <{config.tag}>…</{config.tag}> in them: agent.system must ask for it, or set agent.answer=word",
-            "unknown_action": "they are none of agent.actions: agent.system must name these, or agent.answer=tag let the model think",
+            "no_tag": f"they have no <{config.tag}>…</{config.tag}>: ask for it in agent.system, or set agent.answer=word",
+            "unknown_action": (
+                "they are not in agent.actions: list the actions in agent.system, or set agent.answer=tag, which lets the model think first"
+            ),
             "cut": f"agent.max_new_tokens={config.max_new_tokens} cut them off",
         }
         most = max(get_args(Reason), key=lambda reason: counts[f"invalid_{reason}"])
-        return f"{share:.0%} of the answers name no action, most of them because {why.get(most, f'of this: {most}')} (docs/agents.md)."
+        return f"{share:.0%} of the answers contain no action, mostly because {why.get(most, f'of this: {most}')} (docs/agents.md)."
 
     def close(self) -> None:
         self.agent.close()

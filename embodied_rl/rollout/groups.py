@@ -408,8 +408,8 @@ class GroupQueue:
         with self._lock:
             if (episode.seed, episode.domain) != (assignment.seed, assignment.domain):
                 raise ValueError(
-                    f"The episode handed in for group {assignment.group} has seed {episode.seed} of domain '{episode.domain}', "
-                    f"but seed {assignment.seed} of domain '{assignment.domain}' was asked for: episodes were mixed up."
+                    f"The episode handed in for group {assignment.group} has seed {episode.seed} of domain '{episode.domain}', but seed "
+                    f"{assignment.seed} of domain '{assignment.domain}' was requested: episodes were mixed up."
                 )
             if self.should_stop(assignment):
                 return False
@@ -482,7 +482,7 @@ class GroupQueue:
         """
         with self._lock:
             if version != self.version:
-                raise ValueError(f"take({version}), but the weights published last are version {self.version}: call published first.")
+                raise ValueError(f"take({version}), but the latest published version is {self.version}: call published first.")
             if self._training:
                 raise ValueError(
                     f"take({version}) again: the batch of version {version} is being trained on. Call published({version + 1})."
@@ -607,7 +607,7 @@ class GroupQueue:
             for name, value in found.items():
                 if state[name] != value:
                     raise IncompatibleCheckpointError(
-                        f"The checkpoint's group queue has {name}={state[name]}, this run {value}: it would ask for other episodes. "
+                        f"The checkpoint's group queue has {name}={state[name]}, this run {value}, so it would request other episodes. "
                         "Resume with the checkpoint's setting."
                     )
             self.version = int(state["version"])
@@ -719,8 +719,8 @@ class GroupQueue:
         if self._rejected > self.config.rejected_limit:
             raise BatchNeverFullError(
                 f"{self._rejected} groups were rejected since the last batch, more than algorithm.groups.max_rejected_per_step allows "
-                f"({self.config.rejected_limit}). {self._history()} Loosen the filters, choose tasks of another difficulty, mend what "
-                "fails, or raise the limit."
+                f"({self.config.rejected_limit}). {self._history()} Loosen the filters, choose easier or harder tasks, fix the failures, "
+                "or raise the limit."
             )
 
     def _count(self, domain: str, **changes: int) -> None:

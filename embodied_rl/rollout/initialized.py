@@ -606,8 +606,8 @@ class StartLibrary:
         for name, value in {"format": _FORMAT_VERSION, "seed": self.seed, "chunk_steps": self.config.chunk_steps}.items():
             if state[name] != value:
                 raise IncompatibleCheckpointError(
-                    f"The checkpoint's start library has {name}={state[name]}, this run {value}: groups would start elsewhere. "
-                    "Resume with the checkpoint's setting."
+                    f"The checkpoint's start library has {name}={state[name]}, this run {value}, so groups would start elsewhere. Resume "
+                    "with the checkpoint's setting."
                 )
         self._next_key, self.num_expert_messages = int(state["next_key"]), int(state["expert_messages"])
         self.replay = ReplayFigures(**state["replay"])

@@ -138,9 +138,9 @@ class SimHost:
 
     def _occupy(self, key: Key) -> int:
         if key in self._slots:
-            raise ValueError(f"Episode {key!r} has a slot here already.")
+            raise ValueError(f"Episode {key!r} already has a slot here.")
         if not self._free:
-            raise ValueError(f"Episode {key!r} finds no free slot: all {self.capacity} are taken.")
+            raise ValueError(f"Episode {key!r} has no free slot: all {self.capacity} are in use.")
         slot = self._free.pop()
         self._slots[key], self._keys[slot] = slot, key
         return slot
@@ -190,8 +190,8 @@ class PartialAnswer:
         """Add the tokens of a completion of `rest`."""
         if completion.text is not None and completion.num_tokens == 0 and completion.text:
             raise UserError(
-                f"Request {self.request.request_id} was answered in text without token ids, and cannot go on elsewhere: move answers "
-                "between backends that give tokens (torch, vllm)."
+                f"Request {self.request.request_id} was answered in text without token ids, and cannot continue elsewhere: only backends "
+                "with tokens (torch, vllm) can move answers."
             )
         return PartialAnswer(
             self.request,

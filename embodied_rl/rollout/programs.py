@@ -210,7 +210,7 @@ class ProgramRunner:
         del self._running[one.tag]
         ending = one.process.end()
         if ending.reward is not None and self.options.reward == "http":
-            said = f"It replied with reward {ending.reward:g}, and sim.kwargs.reward=http takes posted ones: set sim.kwargs.reward=return."
+            said = f"It returned reward {ending.reward:g}, but sim.kwargs.reward=http needs it posted: set sim.kwargs.reward=return."
             ending = replace(ending, output=f"{ending.output}\n{said}", failed=True)
         seconds = time.monotonic() - one.started_s
         # If the program ended its session itself, the proxy has put the session aside.
@@ -337,7 +337,7 @@ class ProgramCollector(QueuePump):
             early = played.outcome.num_turns == 0 and played.outcome.kind in (ProgramFaultKind.CRASHED, ProgramFaultKind.NOT_STARTED)
             self._early = self._early + 1 if early and self._early is not None else None
             if self._early == _HOPELESS:
-                raise BatchNeverFullError(f"The first {_HOPELESS} programs ended before they asked the model once. {played.outcome}")
+                raise BatchNeverFullError(f"The first {_HOPELESS} programs ended without calling the model. {played.outcome}")
             return
         self._early = None
         episode = episode_of_session(
@@ -508,7 +508,7 @@ class ProgramManager(Simulators):
         """See `embodied_rl.rollout.evaluation.evaluate`. A failed program counts as an episode without success or reward.
         Raises UserError: the generator serves no programs."""
         if not isinstance(generator, ProgramGenerator):
-            raise UserError("An agent program needs a language model behind the proxy; policy=random writes no text.")
+            raise UserError("An agent program needs a language model behind the proxy; policy=random cannot write text.")
         runner = generator.runner(self.options)
         waiting = list(range(num_episodes))[::-1]
         finished: dict[int, EpisodeSummary] = {}

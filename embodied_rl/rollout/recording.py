@@ -297,8 +297,8 @@ class Recorder:
     ) -> None:
         if plan.snapshot_every is not None and manager.spec.snapshots not in ("exact", "approximate"):
             raise UserError(
-                f"Task '{manager.spec.task}' has no snapshots (spec.snapshots is '{manager.spec.snapshots}'): "
-                "its seed and actions, which are recorded, say as much. Leave them out: states=none."
+                f"Task '{manager.spec.task}' has no snapshots (spec.snapshots is '{manager.spec.snapshots}'): its recorded seed and "
+                "actions restore the same states. Set states=none."
             )
         self._manager, self._player, self._writer, self._plan = manager, player, writer, plan
         self._layout = player.layout or ActionLayout.of(manager.spec.action)

@@ -195,7 +195,8 @@ class Replayer:
         start = episode.metadata.get("start") or {}
         if start.get("step", 0):
             raise UserError(
-                f"Episode {number} (seed {episode.seed}) began inside another one: its seed does not say where, so it cannot be replayed."
+                f"Episode {number} (seed {episode.seed}) cannot be replayed: it started inside another episode, at a step that its seed "
+                "does not give."
             )
         if self._by == "state" and episode.state is None and not episode.snapshots:
             raise UserError(

@@ -50,7 +50,7 @@ def load_score(target: str, kwargs: Mapping[str, Any]) -> Score:
         except TypeError as error:
             raise UserError(f"hybrid.reward_worker.kwargs={dict(kwargs)} do not fit {target}: {error}.") from error
     if not callable(found):
-        raise UserError(f"hybrid.reward_worker.target={target} is not something that can be called with an episode.")
+        raise UserError(f"hybrid.reward_worker.target={target} cannot be called with an episode.")
     return found
 
 

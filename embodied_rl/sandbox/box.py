@@ -445,7 +445,7 @@ def protection(minimum: str, key: str) -> Level:
     if LEVELS.index(found) > LEVELS.index(minimum):
         price = ", where programs see your files and the network" if found == "prlimit" else ""
         raise UserError(
-            f"{key}={minimum}: this machine has only the sandbox '{found}' ({failure(LEVELS[LEVELS.index(found) - 1])[:120]}). "
-            f"`python -m embodied_rl.doctor` says what brings more; or set {key}={found}{price}."
+            f"{key}={minimum}: this machine has only the sandbox '{found}' ({failure(LEVELS[LEVELS.index(found) - 1])[:120]}). `python -m "
+            f"embodied_rl.doctor` shows how to get a stronger one; or set {key}={found}{price}."
         )
     return found

@@ -128,7 +128,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     try:
         require_shallow(found, DEEPEST)
     except ValueError:
-        raise HttpProblem(400, "bad_request", f"The body nests lists and objects more than {DEEPEST} deep.") from None
+        raise HttpProblem(400, "bad_request", f"The body has lists and objects nested more than {DEEPEST} deep.") from None
     return found
 
 
@@ -325,8 +325,8 @@ def require_token_off_loopback(host: str, token: str | None) -> None:
     """Raise UserError if others than this machine could use a server without a token."""
     if not is_loopback(host) and not token:
         raise UserError(
-            f"host={host} can be reached from other machines, and there is no token. Set the environment variable {TOKEN_VARIABLE} "
-            "(clients send it as 'Authorization: Bearer …'), or listen on 127.0.0.1."
+            f"host={host} can be reached from other machines, but no token is set. Set the environment variable {TOKEN_VARIABLE} (clients "
+            "send it as 'Authorization: Bearer …'), or listen on 127.0.0.1."
         )
 
 
@@ -340,7 +340,7 @@ def token_to_ask_for(asked: str | None, host: str) -> tuple[str | None, bool]:
     Raises UserError: others could reach the server without a token, or the given one is too short.
     """
     if asked == "none" and not is_loopback(host):
-        raise UserError(f"token=none is only for a server on this machine, and host={host} can be reached from other machines.")
+        raise UserError(f"token=none is not allowed: host={host} can be reached from other machines. Listen on 127.0.0.1, or set a token.")
     if asked == "none":
         return None, False
     where = "token"
@@ -350,7 +350,7 @@ def token_to_ask_for(asked: str | None, host: str) -> tuple[str | None, bool]:
         require_token_off_loopback(host, asked)
         return secrets.token_urlsafe(24), True
     if len(asked) < 8:
-        raise UserError(f"{where} holds {len(asked)} characters; a token has at least 8.")
+        raise UserError(f"{where} has {len(asked)} characters; a token needs at least 8.")
     return asked, False
 
 
@@ -376,7 +376,7 @@ def same_token(given: str | None, token: str) -> bool:
 def require_token(request: HttpRequest, token: str | None) -> None:
     """Raise HttpProblem 401 if there is a token and the request lacks it."""
     if token is not None and not same_token(request.bearer, token):
-        message = "This server asks for a token: send 'Authorization: Bearer …'."
+        message = "This server needs a token: send 'Authorization: Bearer …'."
         raise HttpProblem(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
 
 
@@ -407,7 +407,7 @@ class _PatientReader(io.RawIOBase):
 
 
 def _full(limits: ServerLimits, format_problem: ProblemFormat) -> bytes:
-    message = f"{limits.max_connections} connections are open, which is as many as this server holds; try again soon."
+    message = f"{limits.max_connections} connections are open, the most of this server; try again soon."
     body = json.dumps(format_problem(HttpProblem(503, "busy", message), "")).encode()
     head = f"Retry-After: 1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
     return f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n".encode() + body
@@ -482,7 +482,7 @@ class _Requests(BaseHTTPRequestHandler):
             request = self._read()
         except TimeoutError:
             took = f"{self.settings.limits.request_s:g} s"
-            raise HttpProblem(408, "too_slow", f"The request did not arrive within {took}; send it anew.") from None
+            raise HttpProblem(408, "too_slow", f"The request did not arrive within {took}; send it again.") from None
         try:
             return self.settings.handle(request)
         except HttpProblem:
@@ -494,7 +494,7 @@ class _Requests(BaseHTTPRequestHandler):
             import traceback
 
             traceback.print_exc()
-            raise HttpProblem(500, "internal_error", f"The server failed ({type(error).__name__}); its log says more.") from error
+            raise HttpProblem(500, "internal_error", f"The server failed ({type(error).__name__}); see its log.") from error
 
     def _refusal(self, problem: HttpProblem) -> Reply:
         return Reply(self.settings.format_problem(problem, self._path), problem.status, problem.headers)
@@ -661,7 +661,7 @@ class Routes:
                 return handlers[request.method](request, *match.groups())
         paths = sorted(path.replace(":path", "") for path in self._handlers)
         near = did_you_mean(request.path, paths)
-        raise HttpProblem(404, "unknown_route", f"There is nothing at {request.path[:200]}.{near}", choices=paths)
+        raise HttpProblem(404, "unknown_route", f"Unknown path {request.path[:200]}.{near}", choices=paths)
 
     def _as_text(self, request: HttpRequest) -> Reply:
         """Description as YAML, which a browser shows as text: nothing in it loads or runs."""

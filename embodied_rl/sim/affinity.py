@@ -248,7 +248,7 @@ def _served_gpus(topology: Topology, num_workers: int, gpus: Sequence[int]) -> l
     missing = {index for index in gpus if index not in known}
     if missing or not gpus:
         there = ", ".join(f"{gpu.index} ({gpu.pci})" for gpu in topology.gpus) or "none"
-        named = f"GPU {format_list(missing)}, which is not there" if missing else "a GPU, and none was named"
+        named = f"GPU {format_list(missing)}, which does not exist" if missing else "a GPU, and none is set"
         raise UserError(f"sim.placement=near_gpu needs {named}; GPUs that this process sees: {there}. Choose spread, pack or none.")
     return [known[gpus[worker * len(gpus) // num_workers]] for worker in range(num_workers)]
 
@@ -450,5 +450,5 @@ def describe_placements(placements: Sequence[Placement]) -> list[tuple[str, str]
         rows.append(("workers" if node < 0 else f"node {node}", text + (f"; memory of node {format_list(memory)}" if memory else "")))
     shared = sum(bool(placement.shares_with) for placement in placements)
     if shared:
-        rows.append(("shared", f"{shared} of {len(placements)} workers share a physical core: there are more workers than those"))
+        rows.append(("shared", f"{shared} of {len(placements)} workers share a physical core: there are more workers than cores"))
     return [*rows, *(("instead", note) for note in sorted({placement.note for placement in placements} - {""}))]

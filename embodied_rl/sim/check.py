@@ -100,7 +100,7 @@ class CheckReport:
         lines = [f"{self.task}, {self.num_envs} environments in one process"]
         lines += [f"  {_MARK[r.outcome]}  {r.name:<{width}}  {r.seconds:6.2f} s  {r.detail}" for r in self.results]
         count = {outcome: sum(result.outcome == outcome for result in self.results) for outcome in _MARK}
-        lines.append(f"{count['pass']} hold, {count['fail']} do not, {count['skip']} could not be asked.")
+        lines.append(f"{count['pass']} passed, {count['fail']} failed, {count['skip']} skipped.")
         return "\n".join(lines)
 
 
@@ -141,7 +141,7 @@ def check_sim(
     def build(count: int) -> SimEnv:
         return factory.make(count) if isinstance(factory, SimFactory) else adapt(factory, count, None, {})
 
-    elsewhere = functools.partial(_play_elsewhere, named if new_processes else "new processes were not asked for", num_envs, timeout_s)
+    elsewhere = functools.partial(_play_elsewhere, named if new_processes else "new processes were not requested", num_envs, timeout_s)
     started = time.perf_counter()
     try:
         session = Session(build, num_envs, steps, continuation_steps, longest_episode, seed, elsewhere)
@@ -166,7 +166,7 @@ def _run(name: str, needs: tuple[str, ...], body: Callable[[Session], str], sess
     started = time.perf_counter()
     outcome: Outcome
     if broken:
-        outcome, detail = "skip", f"means something only once '{broken[0]}' holds"
+        outcome, detail = "skip", f"skipped until '{broken[0]}' passes"
     elif _NEIGHBOURS in needs and session.num_envs < 2:
         outcome, detail = "skip", f"needs {_NEIGHBOURS}"
     else:
@@ -234,7 +234,7 @@ def _play_elsewhere(
         made = {**vars(factory), "kwargs": dict(factory.kwargs)}
         request = encode_state((made, num_envs, {i: part.to_dict() for i, part in parts.items()}, num_steps, options, snapshot))
     except SnapshotError as error:
-        raise Skipped(f"the simulator's arguments cannot be written down for a new process: {error}") from error
+        raise Skipped(f"the simulator's arguments cannot be sent to a new process: {error}") from error
     with tempfile.TemporaryDirectory(prefix="check_sim-") as name:
         folder = Path(name)
         (folder / "request").write_bytes(request)

@@ -168,7 +168,7 @@ class CoreBinding:
         self._seen_s, self._taken_s = self._seen_s + passed_s, self._taken_s + others * passed_s
         if self._seen_s >= _JUDGED_S:
             if (share := self._taken_s / self._seen_s) >= QUIET:
-                warnings.warn(f"Other processes take {share:.1f} cores: the simulators' workers may move again.", stacklevel=2)
+                warnings.warn(f"Other processes use {share:.1f} cores: the simulator workers are no longer pinned.", stacklevel=2)
                 self.release()
             self._seen_s = self._taken_s = 0.0
 

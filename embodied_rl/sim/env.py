@@ -74,7 +74,7 @@ class SimEnv(ABC):
     def render(self, env_id: int) -> np.ndarray:
         """Return an image [H, W, 3] uint8 of one environment. Raises UserError if rendering is not possible."""
         if self.spec.action.kind == "text":
-            raise UserError(f"Task '{self.spec.task}' is text: there is no picture of environment {env_id} to draw.")
+            raise UserError(f"Task '{self.spec.task}' is text: environment {env_id} has no picture.")
         raise UserError(f"Simulator '{self.spec.task}' draws no pictures: its class has no method `render`.")
 
     def film_cameras(self, env_id: int) -> list[str]:
@@ -120,7 +120,7 @@ class SimEnv(ABC):
         Unlike a snapshot it holds only the bodies and joints (and what drives them), in a form that other programs read. The rest of the
         episode's state follows from its seed. Names and shapes are the same in all episodes of a simulator.
         """
-        raise UserError(f"Simulator '{self.spec.task}' does not show its physical state.")
+        raise UserError(f"Simulator '{self.spec.task}' does not expose its physical state.")
 
     def set_physics(self, env_id: int, state: Mapping[str, np.ndarray]) -> None:
         """Set a state that `physics` returned, in a running episode of the same seed. Raises UserError as `physics` does."""

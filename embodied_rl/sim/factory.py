@@ -131,8 +131,8 @@ def adapt(factory: Callable[..., Any], num_envs: int, task: str | None, kwargs: 
             return made
         if _is_like_a_simulator(made):
             raise UserError(
-                f"{type(made).__name__} is made with num_envs and has a SimSpec, and is no SimEnv: write "
-                f"`class {type(made).__name__}(SimEnv)`, from embodied_rl.sim.env import SimEnv."
+                f"{type(made).__name__} takes num_envs and has a SimSpec, but is not a SimEnv: write `class "
+                f"{type(made).__name__}(SimEnv)`, from embodied_rl.sim.env import SimEnv."
             )
         return _adapter("VectorEnvSim")(made)
     envs = [factory(**kwargs) for _ in range(num_envs)]
@@ -145,7 +145,7 @@ def _parameters(factory: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(factory).parameters
     except (TypeError, ValueError):  # a constant, a module, something written in C
-        raise UserError(f"{factory!r} is no class or function that makes a gymnasium.Env, a VectorEnv or a SimEnv.") from None
+        raise UserError(f"{factory!r} must be a class or function that makes a gymnasium.Env, a VectorEnv or a SimEnv.") from None
 
 
 def called(factory: Callable[..., Any]) -> str:
@@ -201,5 +201,5 @@ def task_list(target: str) -> TaskList:
         raise UserError(f"'{target}' cannot be imported: {error}. Is its package installed in this environment?") from error
     tasks = vars(module).get("tasks")
     if not callable(tasks):
-        raise UserError(f"'{module_name}' has no list of tasks: a function tasks() -> list[str] beside its factory would give one.")
+        raise UserError(f"'{module_name}' has no list of tasks: add a function tasks() -> list[str] beside its factory.")
     return TaskList(target, tuple(tasks()), tuple(vars(module).get("SETS", ())))

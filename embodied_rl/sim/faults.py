@@ -25,7 +25,7 @@ class FaultKind(enum.Enum):
     NON_FINITE = "returned NaN or infinity"
     WRONG_SHAPE = "returned values of a wrong shape"
     OUT_OF_MEMORY = "ran over its memory limit"
-    GARBLED = "sent what is no message, or no answer to what it was asked"
+    GARBLED = "sent an invalid message, or an answer to another request"
 
 
 class SimFault(RuntimeError):

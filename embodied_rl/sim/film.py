@@ -43,8 +43,8 @@ def drawing(task: str) -> Iterator[None]:
     except Exception as error:  # errors of OpenGL, Vulkan, GLFW and pygame share no base class
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"Task '{task}' cannot be drawn on this machine ({reason}). "
-            "`python -m embodied_rl.doctor` tries every way of drawing and names the packages to install."
+            f"Task '{task}' cannot be drawn on this machine ({reason}). `python -m embodied_rl.doctor` tests each renderer and names the "
+            "packages to install."
         ) from error
 
 
@@ -53,7 +53,7 @@ def picture(sim: SimEnv, env_id: int, camera: str) -> np.ndarray:
     if camera == DEFAULT_CAMERA:
         return np.asarray(sim.render(env_id), np.uint8)
     if not sim.film_cameras(env_id):
-        raise UserError(f"Task '{sim.spec.task}' has no camera '{camera}': it is drawn one way only, which is cameras=default.")
+        raise UserError(f"Task '{sim.spec.task}' has no camera '{camera}': it has only one view: set cameras=default.")
     return np.asarray(sim.film_from(env_id, camera), np.uint8)
 
 

@@ -192,7 +192,7 @@ class InstrumentedSim(SimWrapper):
     def _add_physics(self) -> None:
         if type(self._sim).physics is SimEnv.physics:
             raise UserError(
-                f"Task '{self._sim.spec.task}' does not show its physical state (its simulator has no method `physics`). "
+                f"Task '{self._sim.spec.task}' does not expose its physical state (its simulator has no method `physics`). "
                 f"{'Snapshots say more: states=snapshots:1.' if self._sim.spec.snapshots == 'exact' else 'Leave it out: states=none.'}"
             )
         for name, part in self._sim.physics(0).items():
@@ -210,7 +210,7 @@ class InstrumentedSim(SimWrapper):
 
     def _add_picture(self, camera: str, size: int) -> None:
         if not self._sim.spec.can_render:
-            raise UserError(f"Task '{self._sim.spec.task}' offers no pictures (no render mode 'rgb_array'): leave images out.")
+            raise UserError(f"Task '{self._sim.spec.task}' has no pictures (no render mode 'rgb_array'): leave images out.")
         height, width = self._draw(0, camera).shape[:2]
         scale = size / max(height, width)
         # H.264 stores colours at half the resolution, so the sides must be even.

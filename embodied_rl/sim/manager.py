@@ -226,7 +226,7 @@ class EnvManager(WorkerSimulators):
         if not views.is_ready():
             if IDLE in (marks := views.marks()):
                 idle = [int(slot) for slot, mark in zip(views.slots, marks, strict=True) if mark == IDLE]
-                raise ValueError(f"Slots {idle} were received without having been sent an action.")
+                raise ValueError(f"Slots {idle} were not sent an action, so they cannot be received.")
             deadline = math.inf if timeout_s is None else time.perf_counter() + timeout_s
             if not pool.doorbell.wait(views.is_ready, deadline, self._supervisor.poll):
                 raise TimeoutError(f"Slots {list(views.slots)} were not ready within {timeout_s:g} s.")
@@ -256,7 +256,7 @@ class EnvManager(WorkerSimulators):
         marks = bytes(pool.state)
         in_flight = self.num_slots - marks.count(IDLE)
         if in_flight == 0:
-            raise ValueError("recv() without any slot that was sent an action.")
+            raise ValueError("recv() needs a slot that was sent an action.")
         wanted = in_flight if min_ready is None else min(min_ready, in_flight)
         waiting = self.num_slots - in_flight
         deadline = math.inf if timeout_s is None else time.perf_counter() + timeout_s

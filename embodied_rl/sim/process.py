@@ -194,7 +194,7 @@ class WorkerProcess:
             raise ChannelGarbled(f"a report of a failure that says nothing ({error!r})") from None
 
     def _garbled(self, what: str, doing: str) -> SimFault:
-        return SimFault(FaultKind.GARBLED, self.index, f"While it should {doing} there came {what[:400]}.\n{self._output_tail()}")
+        return SimFault(FaultKind.GARBLED, self.index, f"While it should {doing}, it sent {what[:400]}.\n{self._output_tail()}")
 
     def _death(self) -> SimFault:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -105,13 +105,13 @@ class RemoteSim(SimEnv):
         """Environments that another client made, in the middle of their episodes, so that a restarted client can continue them. Raises
         UserError: no service answers at the URL, or no environment is named; RemoteFault: one of them is gone."""
         if not env_ids:
-            raise UserError("Name at least one environment to go on with.")
+            raise UserError("Name at least one environment to continue with.")
         try:
             require_server(client, "/v1/health")
             found = [client.call("GET", f"/v1/environments/{env_id}") for env_id in env_ids]
             for env_id, answer in zip(env_ids, found, strict=True):
                 if answer.status != 200:
-                    raise _error(answer, f"environment '{env_id}' at {client.url} cannot be gone on with")
+                    raise _error(answer, f"environment '{env_id}' at {client.url} cannot be continued")
         except BaseException:
             client.close()
             raise
@@ -178,7 +178,7 @@ class RemoteSim(SimEnv):
             items.append({"id": self.env_ids[i], "operation": operation, "number": self._numbers[i], **arguments})
         answer = self._client.call("POST", "/v1/batch", {"requests": items})
         if answer.status not in (200, 207):
-            raise _error(answer, f"{operation} is refused by {self._client.url}")
+            raise _error(answer, f"{operation} was refused by {self._client.url}")
         try:
             results = [Answer(int(result["status"]), result["body"]) for result in answer.body["results"]]
             found = dict(zip(asked, results, strict=True))
@@ -204,13 +204,13 @@ def require_server(client: JsonClient, path: str) -> None:
         answer = client.call("GET", path, deadline_s=_CONNECT_S)
     except RemoteFault as fault:
         raise UserError(
-            f"No environment service answers at {client.url} ({fault}). Start one there: python -m embodied_rl.serve_envs; "
-            "sim.kwargs.url=… names another place."
+            f"No environment service answers at {client.url} ({fault}). Start one there: python -m embodied_rl.serve_envs; for another "
+            "address, set sim.kwargs.url=…."
         ) from fault
     if answer.status == 401:
-        raise UserError(f"{client.url} asks for a token: set the environment variable that sim.kwargs.token_env names (EMBODIED_RL_TOKEN).")
+        raise UserError(f"{client.url} needs a token: set the environment variable that sim.kwargs.token_env names (EMBODIED_RL_TOKEN).")
     if answer.status != 200:
-        raise UserError(f"{client.url} is no environment service: {path} is answered with status {answer.status} ({answer.message}).")
+        raise UserError(f"{client.url} is not an environment service: {path} returned status {answer.status} ({answer.message}).")
 
 
 def _error(answer: Answer, what: str) -> Exception:

@@ -35,7 +35,7 @@ class SB3VecEnv(VecEnv):
         inner = space.spaces.values() if isinstance(space, gymnasium.spaces.Dict) else [space]
         composed = (gymnasium.spaces.Dict, gymnasium.spaces.Tuple, gymnasium.spaces.Text)
         if any(isinstance(part, composed) for part in inner):
-            raise UserError(f"stable-baselines3 reads no texts and no spaces within spaces, got the observation space {space}.")
+            raise UserError(f"stable-baselines3 supports neither texts nor nested spaces, got the observation space {space}.")
         self.view = view
         self._actions: np.ndarray | None = None
         super().__init__(view.num_envs, space, view.single_action_space)
@@ -77,7 +77,7 @@ class SB3VecEnv(VecEnv):
         """``render_mode`` and ``spec``. Raises AttributeError for anything else, which is in other processes."""
         known = {"render_mode": self.view.render_mode, "spec": None}
         if attr_name not in known:
-            raise AttributeError(f"The environments are in worker processes: of them render_mode and spec can be read, not {attr_name!r}.")
+            raise AttributeError(f"The environments are in worker processes: only render_mode and spec can be read, not {attr_name!r}.")
         return [known[attr_name] for _ in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: int | Iterable[int] | None = None) -> None:

@@ -121,7 +121,7 @@ class Simulators:
         """End everything that was started; may be called twice."""
 
     def _no_steps(self) -> RuntimeError:
-        return RuntimeError(f"{type(self).__name__} plays by itself: whole episodes are asked of it, and no steps.")
+        return RuntimeError(f"{type(self).__name__} plays whole episodes and cannot be stepped.")
 
 
 class SimulatorsElsewhere(Simulators):

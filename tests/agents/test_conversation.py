@@ -205,7 +205,9 @@ def test_prompts_that_no_observation_fits_into_are_told_before_anything_is_playe
         make(max_prompt_tokens=493)
     # "<s>s:Win.</s>\n", "<s>u:.</s>\n" and "<s>a:" are 9 + 6 + 3 tokens.
     assert isinstance(make(system="Win.", max_prompt_tokens=18).begin().prompt("o"), Prompt)
-    with pytest.raises(UserError, match=r"agent.max_prompt_tokens=17 is too few for a prompt: .* make 18 of an observation of one letter"):
+    with pytest.raises(
+        UserError, match=r"agent.max_prompt_tokens=17 is too few for a prompt: .* need 18 with an observation of one letter"
+    ):
         make(system="Win.", max_prompt_tokens=17)
     with pytest.raises(UserError, match=r"The 17 tokens that agent.max_new_tokens=8 leaves of 25 of context are too few.* make 18 of"):
         make(25, system="Win.")

@@ -246,7 +246,7 @@ def test_a_server_that_is_slow_or_dies(server: McpServer, monkeypatch: pytest.Mo
 def test_servers_that_are_none() -> None:
     with pytest.raises(UserError, match="cannot be started"):
         McpServer(["/no/such/server"])
-    with pytest.raises(UserError, match="does not answer as the protocol says: the tool server has ended"):
+    with pytest.raises(UserError, match="violates the protocol: the tool server has ended"):
         McpServer([sys.executable, "-c", "print('hello')"])
     with pytest.raises(UserError, match="did not answer 'initialize' within"):
         McpServer([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.3)

@@ -35,7 +35,7 @@ def test_every_algorithm_file_makes_sense(name: str) -> None:
             replace(GRPO, advantage="gigpo", advantage_options={"step_weight": "1"}),
             "algorithm.advantage_options.step_weight must be a number",
         ),
-        (replace(GRPO, advantage_options={"alon": "zero"}), "is no option of 'grpo'. Did you mean 'alone'"),
+        (replace(GRPO, advantage_options={"alon": "zero"}), "is not an option of 'grpo'. Did you mean 'alone'"),
         (replace(GRPO, loss_options={"clip_low": 0.1}), "set algorithm.clip_low"),
     ],
 )

@@ -89,7 +89,7 @@ def test_steps_after_the_longest_episode_count_for_the_per_decision_bound() -> N
 
 
 def test_a_false_range_of_rewards_is_told() -> None:
-    with pytest.raises(UserError, match=r"reward_range=0,1 is not so: recorded rewards reach from -0.5 to 2"):
+    with pytest.raises(UserError, match=r"reward_range=0,1 is wrong: recorded rewards reach from -0.5 to 2"):
         assess(played(200, 0), ["is"], dataclasses.replace(GIVEN, reward_range=(0.0, 1.0)))
 
 
@@ -136,7 +136,7 @@ def test_ratios_that_do_not_average_to_one_are_refused() -> None:
     assert all(estimate.value is None and "support mismatch" in estimate.refused for estimate in found)
     # Log-probabilities that are too small by a half at every step.
     wrong = stack([np.ones(10)] * 100, list(np.log(rng.choice([1.0, 2.0], size=(100, 10)))))
-    assert "the recorded log-probabilities are not those of the policy that acted" in ratio_mismatch(wrong)
+    assert "the recorded log-probabilities are not the acting policy's" in ratio_mismatch(wrong)
     assert ratio_mismatch(played(300, 0)) == ""
     # Few, heavy-tailed ratios of mean 1 prove nothing.
     assert ratio_mismatch(stack([np.ones(2)] * 5, list(rng.normal(-0.5, 1.0, (5, 2))))) == ""
@@ -199,7 +199,7 @@ def test_an_interval_holds_the_error_of_the_fit_where_refits_tell_it() -> None:
             (estimate,) = assess(model(error), ["dr"], dataclasses.replace(given, seed=seed), refits=others)
             assert estimate.bootstrap is not None
             held[name] += estimate.bootstrap.covers(10.0)
-            assert any("takes the fitted values for given" in note for note in estimate.notes) == (name == "without")
+            assert any("does not include the error of the fitted values" in note for note in estimate.notes) == (name == "without")
     # 0.95, with a standard error of 0.013; the episodes' spread is 1.15, of their mean 0.18, against an error of 1.
     assert 0.91 <= held["with"] / runs <= 0.995
     assert held["without"] / runs < 0.5

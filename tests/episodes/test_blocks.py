@@ -101,7 +101,7 @@ def test_what_is_wrong_names_the_episode(path: Path, tmp_path: Path) -> None:
     # Rows 0 … 11: the eighth is the second step of episode 2.
     for name, dtype, wrong, message in (
         ("reward", "<f4", np.nan, r"reward\.npy', episode 2, field 'reward': holds NaN or infinity"),
-        ("terminated", "?", True, r"episode 2: it goes on after a step that ends it"),
+        ("terminated", "?", True, r"episode 2: it continues after a step that ends it"),
     ):
         file = tmp_path / "r" / "part-0000" / f"{name}.npy"
         data = file.read_bytes()

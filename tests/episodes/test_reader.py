@@ -71,10 +71,10 @@ def test_table_and_steps_are_those_of_the_episodes(sound: Path) -> None:
                 assert (found.reward, found.terminated, found.success) == (wanted.reward, wanted.terminated, wanted.success)
         np.testing.assert_array_equal(recording.episode(-1).action, episodes[3].action)
         for wrong in (4, -5):
-            with pytest.raises(IndexError, match=f"has 4 episodes, there is no episode {wrong}"):
+            with pytest.raises(IndexError, match=f"has 4 episodes; episode {wrong} does not exist"):
                 recording.episode(wrong)
         for wrong in (3, -1):
-            with pytest.raises(IndexError, match=f"has 3 steps, there is no step {wrong}"):
+            with pytest.raises(IndexError, match=f"has 3 steps; step {wrong} does not exist"):
                 recording.step(0, wrong)
 
 
@@ -127,10 +127,10 @@ def test_mapped_pages_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_no_recording_names_the_near_one(sound: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match=r"There is no recording .*recordin'\. Did you mean 'recording'\?"):
+    with pytest.raises(RecordingError, match=r"Recording .*recordin' does not exist\. Did you mean 'recording'\?"):
         open_recording(sound.with_name("recordin"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RecordingError, match="empty' is no recording in a format that is known"):
+    with pytest.raises(RecordingError, match="empty' is not a recording in a known format"):
         open_recording(tmp_path / "empty")
 
 
@@ -196,7 +196,7 @@ OPENING = {
     ),
     "layout path": (
         lambda r, p: edit_json(p / "part.json", lambda d: d["columns"].append({**d["columns"][0], "name": "../../x"})),
-        r"the column '\.\./\.\./x' is none of a recording",
+        r"the column '\.\./\.\./x' does not belong to a recording",
     ),
     "index missing": (lambda r, p: (p / "episodes.jsonl").unlink(), r"episodes.jsonl' cannot be read"),
     "index garbage": (
@@ -332,9 +332,18 @@ LYING: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: put_bytes(p / "observation.rgb/000003.mp4", 60, b"\x00\x01\x02\x03\x04"),
         r"000003.mp4', episode 3, field 'observation.rgb'",
     ),
-    "a return": (lambda p: edit_line(p, 1, **{"return": 99.0}), r"episode 1, field 'return': is said to be 99, and the rewards add up to"),
-    "a success": (lambda p: edit_line(p, 0, success_once=False), r"episode 0, field 'success_once': is said to be False, and is True"),
-    "an end": (lambda p: edit_line(p, 0, complete=False), r"episode 0, field 'complete': is said to be False, and is True"),
+    "a return": (
+        lambda p: edit_line(p, 1, **{"return": 99.0}),
+        r"episode 1, field 'return': is 99 in the metadata, but the rewards add up to",
+    ),
+    "a success": (
+        lambda p: edit_line(p, 0, success_once=False),
+        r"episode 0, field 'success_once': has the value False in the metadata, but True in the data",
+    ),
+    "an end": (
+        lambda p: edit_line(p, 0, complete=False),
+        r"episode 0, field 'complete': has the value False in the metadata, but True in the data",
+    ),
 }
 
 

@@ -63,7 +63,7 @@ def test_answers_in_order_and_reads_before_returning() -> None:
     # All-zero inputs through zero biases: exactly 0.
     assert not first.action.any()
     assert second.action.any()
-    with pytest.raises(RuntimeError, match="no observation had been sent"):
+    with pytest.raises(RuntimeError, match="before any observation was sent"):
         generator.recv()
 
 

@@ -431,7 +431,7 @@ def test_what_it_cannot_do(serve: Any, tokenizer: ChatTokenizer) -> None:
     _, chat = serve(stream, api="chat")
     with pytest.raises(UserError, match="has no messages"):
         chat.submit([request()])
-    with pytest.raises(UserError, match="top_k is no part"):
+    with pytest.raises(UserError, match="OpenAI's interface has no top_k"):
         chat.submit([request(messages=({"role": "user", "content": "x"},), top_k=4)])
     with pytest.raises(UserError, match="needs the tokenizer"):
         OpenAITokens(OpenAIOptions("http://127.0.0.1:9/v1", "toy", api="completions"))

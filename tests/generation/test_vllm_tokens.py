@@ -99,7 +99,7 @@ def test_engine(arguments: list[str]) -> None:
 
     assert "images" in found["refusals"]["images"]
     for name in ("unknown", "shape"):
-        assert found["refusals"][name].startswith("vLLM cannot take the new weights")
+        assert found["refusals"][name].startswith("vLLM cannot load the new weights")
         assert "\n" not in found["refusals"][name]
     assert found["refusals"]["version"] == str(nap["version"]), "a refused update is no version"
     assert float(found["refusals"]["after"]) < TOLERANCE, "it goes on with what it has"
@@ -129,7 +129,7 @@ def test_pictures() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
 def test_a_model_whose_pictures_vllm_cannot_prepare_is_refused(tmp_path: Path) -> None:
     folder = make_vision_model("qwen2_vl", tmp_path / "model")
-    with pytest.raises(UserError, match=r"'qwen2_vl' needs torchvision.*serves llava; take the torch backend \(generation=tokens_torch\)"):
+    with pytest.raises(UserError, match=r"'qwen2_vl' needs torchvision.*serves llava; use the torch backend \(generation=tokens_torch\)"):
         VLLMTokens(VLLMOptions(str(folder)))
 
 

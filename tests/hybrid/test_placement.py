@@ -66,16 +66,16 @@ def test_without_gpus_machines_compute() -> None:
     ("value", "options", "message"),
     [
         ("disaggregatd", {}, "Did you mean 'disaggregated'"),
-        ({"kind": "disaggregated", "num_train_gpus": 8}, {}, r"8 for training .* has 8 GPUs\. The nearest possible"),
+        ({"kind": "disaggregated", "num_train_gpus": 8}, {}, r"8 for training .* has 8 GPUs\. Nearest valid choice"),
         ({"kind": "hybrid", "num_env_gpus": 8}, {"simulator": "gpu"}, "needs a device for generation"),
-        ("multiplexed", {"simulator": "gpu"}, "nearest possible: hybrid"),
+        ("multiplexed", {"simulator": "gpu"}, "valid choice: hybrid"),
         (
             {"env": "0/cpu", "generation": "0/gpu:0-8", "train": "0/gpu:*"},
             {},
             r"'0/gpu:8' does not exist.* that does: '0/gpu:7'",
         ),
         ({"env": "0/cpu", "generation": "3/gpu:1", "train": "0/gpu:*"}, {}, r"'3/gpu:1' does not exist.*'0/gpu:1'"),
-        ({"env": "0/cpu", "generation": "gpu3", "train": "0/gpu:*"}, {}, "names no device: write node/kind:index"),
+        ({"env": "0/cpu", "generation": "gpu3", "train": "0/gpu:*"}, {}, "is not a device: write node/kind:index"),
         ({"env": "0/gpu:0", "generation": "0/gpu:1", "train": "0/gpu:2"}, {}, r"runs on CPUs, but role env .* Possible: env: \['0/cpu'\]"),
         (
             {"env": "0/cpu", "generation": "0/gpu:0-5", "train": "0/gpu:2-7"},
@@ -98,7 +98,7 @@ def test_refusals_name_the_way_out(value: Any, options: dict[str, Any], message:
 def test_too_few_devices() -> None:
     one = cluster(NodesConfig(gpus=1))
     for kind in ("disaggregated", "multiplexed"):
-        with pytest.raises(UserError, match=r"at least 2 GPUs, and 'cluster' has 1\. The nearest possible: collocated"):
+        with pytest.raises(UserError, match=r"at least 2 GPUs, and 'cluster' has 1\. Nearest valid choice: collocated"):
             placed(kind, one)
     with pytest.raises(UserError, match="at least 3 GPUs"):
         placed("disaggregated", cluster(NodesConfig(gpus=2)), simulator="gpu")

@@ -272,11 +272,11 @@ def test_switching_and_publishing_by_hand() -> None:
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     apart = resolve(PlacementConfig("disaggregated", num_train_gpus=1), EIGHT)
-    with pytest.raises(UserError, match=r"training needs 200\.0 GiB .* nearest possible: training on 3 devices"):
+    with pytest.raises(UserError, match=r"training needs 200\.0 GiB .* valid choice: training on 3 devices"):
         costs(workload(train_state_gib=200.0), apart, EIGHT)
     with pytest.raises(UserError, match=r"workload\.devices_per_copy=2"):
         costs(workload(weights_gib=100.0, train_state_gib=1.0), apart, EIGHT)
-    with pytest.raises(UserError, match=r"nearest possible: workload\.num_slots=500"):
+    with pytest.raises(UserError, match=r"valid choice: workload\.num_slots=500"):
         costs(workload(gib_per_slot=2.0, num_slots=1000), apart, EIGHT)
     many = resolve(PlacementConfig("collocated", num_pipeline_stages=4), EIGHT)
     with pytest.raises(UserError, match=r"need 32 slots, and there are 16\. .*num_slots=32, or 4 devices"):

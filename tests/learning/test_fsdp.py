@@ -155,13 +155,13 @@ def test_damaged_checkpoints_are_refused(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("tensors", "a", "shape"), [2**40, 3], "claims more than its files hold"),
+        (("tensors", "a", "shape"), [2**40, 3], "needs more bytes than its files have"),
         (("tensors", "a", "shape"), [2, -3], "has no shape, type and parts"),
         (("tensors", "a", "dtype"), "os:system", "has no shape, type and parts"),
         (("tensors", "a", "parts", 0, "file"), "../elsewhere", "a file that is not listed"),
         (("tensors", "a", "parts", 0, "size"), [2], "has no shape, type and parts"),
-        (("tensors", "a", "parts"), None, "lacks or misspells a part"),
-        (("files", "rank_00000.safetensors"), {}, "lacks or misspells a part"),
+        (("tensors", "a", "parts"), None, "has a missing or wrong entry"),
+        (("files", "rank_00000.safetensors"), {}, "has a missing or wrong entry"),
     ],
 )
 def test_an_index_that_cannot_be_is_one_line_before_memory_is_taken(tmp_path: Path, place: Any, value: Any, message: str) -> None:

@@ -117,14 +117,14 @@ def test_a_language_agent_with_lora_moves_between_one_and_two_ranks(tmp_path: Pa
     # What the adapter belongs to is looked for, and compared.
     (folder / "model").rename(folder / "gone")
     told = one_line_error(evaluate.main, [f"checkpoint={folder}", "num_episodes=2"], capsys)
-    assert "holds only an adapter, and its base model is not there" in told
+    assert "holds only an adapter, and its base model is missing" in told
     shutil.copytree(folder / "gone", folder / "model")
     weights = folder / "model" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(bytes(content))
     told = one_line_error(evaluate.main, [f"checkpoint={folder}", "num_episodes=2"], capsys)
-    assert "is not the base model that it was trained on: of 'model.safetensors', its content is not what was written" in told
+    assert "is not the base model that it was trained on: of 'model.safetensors', its content has changed since it was written" in told
 
 
 def test_a_rank_that_cannot_write_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

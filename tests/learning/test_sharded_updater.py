@@ -182,7 +182,7 @@ def test_what_cannot_train_on_ranks_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     policy = make_policy()
 
     config = HybridConfig(device="cpu", sharding=ShardingConfig(num_shards=2))
-    with pytest.raises(UserError, match="Method has no policy that is divided"):
+    with pytest.raises(UserError, match="Method cannot divide its policy"):
         make_engine(config, policy, TorchGenerator(policy), Method(), None)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UserError, match=r"hybrid\.sharding has 2 ranks, and this machine 1 GPUs"):

@@ -180,9 +180,9 @@ def test_vllm_plays_what_is_seen(tmp_path: Path) -> None:
 
 def test_a_model_that_reads_alone_cannot_see(folders: dict[str, Path], tmp_path: Path) -> None:
     tiny = config(folders["llava"], tmp_path / "a", "policy.model=null")
-    with pytest.raises(UserError, match=r"policy.images=\['rgb'\]: model 'tiny|reads only texts. Name a vision-language model"):
+    with pytest.raises(UserError, match=r"policy.images=\['rgb'\]: model 'tiny|reads only texts. Choose a vision-language model"):
         Trainer(tiny, tmp_path / "a", command="test")
-    with pytest.raises(UserError, match=r"'wrist' is no picture \[H, W, 3\] uint8 .* has: text, rgb"):
+    with pytest.raises(UserError, match=r"'wrist' is not a picture \[H, W, 3\] uint8 .* has: text, rgb"):
         Trainer(config(folders["llava"], tmp_path / "b", "policy.images=[wrist]"), tmp_path / "b", command="test")
 
 
@@ -207,7 +207,7 @@ def test_image_inputs_by_hand() -> None:
     plain = image_inputs.show(Prompt(np.array([5])), seen, limit=4)
     assert isinstance(plain, Prompt)
     assert plain.images == ()
-    with pytest.raises(UserError, match="stands for a picture"):
+    with pytest.raises(UserError, match="reads as a picture"):
         image_inputs.look({"text": ["a <i> b"]}, 0, [])
 
 

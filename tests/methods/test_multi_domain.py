@@ -228,7 +228,7 @@ def test_one_that_falls_silent_is_told_of() -> None:
     for _ in range(7):
         watch.failed(failure)
     watch.failed(Failure("prompt_too_long", "too long"))
-    with pytest.warns(UserWarning, match="8 requests in a row unanswered"):
+    with pytest.warns(UserWarning, match="did not answer the last 8 requests"):
         watch.failed(failure)
     watch.answered()
     for _ in range(7):

@@ -322,7 +322,7 @@ def write_recording(folder: Path, sim: SimConfig, spec: SimSpec, episodes: list[
     [
         (
             ["algorithm=bc", "recording={folder}/demonstration"],
-            r"There is no recording '.*/demonstration'\. Did you mean 'demonstrations'\?",
+            r"Recording '.*/demonstration' does not exist\. Did you mean 'demonstrations'\?",
         ),
         (["algorithm=bc", "recording={folder}/demonstrations", "sim=pendulum"], r"of another simulator: task KeyDoor.* ≠ Pendulum-v1"),
         (

@@ -53,7 +53,7 @@ def test_damaged_config(folder: Path) -> None:
 def test_pickles_are_refused_without_being_read(folder: Path, name: str) -> None:
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(b"not even a pickle")
-    with pytest.raises(UserError, match=f"'{name}', a pickle, which can run any program"):
+    with pytest.raises(UserError, match=f"'{name}', a pickle, which can run code"):
         load_model(folder)
 
 
@@ -102,7 +102,7 @@ def test_tokenizer_is_missing_or_damaged(folder: Path) -> None:
         build_language_policy(LanguageConfig(str(folder)))
     (folder / "tokenizer.json").unlink()
     (folder / "model.safetensors").write_bytes(b"not even read")
-    with pytest.raises(UserError, match=r"holds no tokenizer \(none of tokenizer.json, .* hf download OWNER/MODEL"):
+    with pytest.raises(UserError, match=r"has no tokenizer \(none of tokenizer.json, .* hf download OWNER/MODEL"):
         build_language_policy(LanguageConfig(str(folder)))
     with pytest.raises(UserError, match="does not exist"):
         ChatTokenizer.read(folder / "nowhere")

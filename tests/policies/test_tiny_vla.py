@@ -161,7 +161,7 @@ def test_prepared_once_is_prepared_for_good() -> None:
         ({"state_key": "stat"}, SPEC, r"policy\.state_key='stat' is no vector .*Did you mean 'state'"),
         ({}, dataclasses.replace(SPEC, action=ActionSpec.discrete(3)), r"takes discrete actions; .* use policy=mlp"),
         ({}, dataclasses.replace(SPEC, observation={"rgb": SPEC.observation["rgb"]}), r"gives no instruction.* set policy\.instruction"),
-        ({"conv_channels": (4, 4, 4, 4, 4)}, SPEC, r"halves an image of 32x24 pixels to nothing"),
+        ({"conv_channels": (4, 4, 4, 4, 4)}, SPEC, r"has too many layers for an image of 32x24 pixels"),
     ],
 )
 def test_what_does_not_fit_is_one_line(changes: dict[str, Any], spec: SimSpec, message: str) -> None:

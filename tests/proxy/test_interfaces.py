@@ -147,7 +147,7 @@ def test_messages_are_refused_in_anthropics_form(tokenizer: ChatTokenizer) -> No
             ({"messages": [{"role": "user", "content": [picture]}]}, anthropic.BadRequestError, "blocks of type 'image'"),
             ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, anthropic.BadRequestError, "'thinking' can only be"),
             ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "there are no 'tools'"),
-            ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError, "only tools of one's own"),
+            ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, anthropic.BadRequestError, "only client-defined tools"),
         ):
             with pytest.raises(kind) as caught:
                 client.messages.create(**{"model": "tiny", "max_tokens": 5, "messages": [user("x")], **change})

@@ -261,7 +261,7 @@ async def _with_key(client: OpenAITokens, key: str) -> None:
         ({"temperature": -1}, 400, "invalid_request", "'temperature' must be a number between 0 and"),
         ({"max_tokens": 0}, 400, "invalid_request", "'max_tokens' must be a whole number between 1"),
         ({"n": 0}, 400, "invalid_request", "'n' must be a whole number between 1"),
-        ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "backend behind this server does not"),
+        ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "backend of this server does not support"),
         ({"response_format": {"type": "json_schema"}}, 400, "invalid_request", "json_schema and its schema"),
         ({"logprobs": True, "top_logprobs": 3}, 400, "unsupported_parameter", "likeliest tokens"),
         ({"top_logprobs": 3}, 400, "invalid_request", "beside 'logprobs'"),
@@ -361,7 +361,7 @@ def test_with_a_token_sessions_are_opened_and_have_keys(tokenizer: ChatTokenizer
     with serving(says(tokenizer, "x"), tokenizer, token="correct horse") as proxy:
         assert ask(proxy, "/chat/completions", {"messages": [user("x")]}, "agent")[0] == 401
         for key in ("wrong horse", None):
-            assert ask(proxy, "/sessions", {"id": "s1"}, key)[1]["error"]["message"].startswith("This server asks for a token")
+            assert ask(proxy, "/sessions", {"id": "s1"}, key)[1]["error"]["message"].startswith("This server needs a token")
             status, refused = ask(proxy, "/messages", {"messages": [user("x")]}, key)
             assert (status, refused["type"], refused["error"]["type"]) == (401, "error", "authentication_error"), "in Anthropic's form"
         # Who has no key makes the server hold no body: it is not waited for.
@@ -437,7 +437,7 @@ def test_what_is_captured_is_what_training_recomputes(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize("content", ["[" * 100_000, "[1]", "{}", "\ud800"])
 def test_a_file_that_is_no_session_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content, encoding="utf-8", errors="surrogatepass")
-    with pytest.raises(UserError, match=r"a\.json' is no captured session: "):
+    with pytest.raises(UserError, match=r"a\.json' is not a captured session: "):
         read_captured(tmp_path)
 
 

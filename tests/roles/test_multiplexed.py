@@ -557,7 +557,7 @@ def test_hosts_and_threads_of_this_machine() -> None:
         assert resolve(config).hybrid.num_threads is not None
     with pytest.raises(UserError, match=r"at least 2 GPUs.*collocated"):
         plan_hosts(config.hybrid, num_gpus=1, num_cores=8)
-    with pytest.raises(UserError, match="each GPU is a host"):
+    with pytest.raises(UserError, match="each GPU is one host"):
         plan_hosts(four.hybrid, num_gpus=2, num_cores=8)
     sharded = load_train_config(
         ["sim=cartpole", "algorithm=grpo", "hybrid=fsdp2", "hybrid.placement={kind: multiplexed, num_train_gpus: 1}"]

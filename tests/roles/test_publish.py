@@ -37,9 +37,9 @@ def test_a_sink_has_what_the_source_has() -> None:
         assert held.keys() == weights.keys()
         assert all(torch.equal(held[name], weights[name]) for name in weights)
     list(source.stream(4, weights.items()))
-    with pytest.raises(ValueError, match="differences to version 4, but the weights are of version 2"):
+    with pytest.raises(ValueError, match="differences to version 4, but the present weights have version 2"):
         sink.take(5, source.stream(5, weights.items()))
-    with pytest.raises(ValueError, match="says first what they are differences to, not 'a'"):
+    with pytest.raises(ValueError, match="must begin with its base version, not with 'a'"):
         sink.take(6, weights.items())
 
 

@@ -172,5 +172,5 @@ def test_every_policy_plays_ahead_with_a_copy(tmp_path: Path, task: Sequence[str
 def test_a_policy_that_acts_with_what_is_trained_plays_nothing_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModuleActor, "SHARED_FROM", 10)
     task = configured(tmp_path, *ROLLOUTS, "algorithm.max_staleness=1", "policy.distribution=squashed")
-    with pytest.raises(UserError, match=r"acts with the parameters that are trained.*hybrid=disaggregated"):
+    with pytest.raises(UserError, match=r"acts with the trained parameters.*hybrid=disaggregated"):
         Trainer(task, tmp_path, command="test")

@@ -163,7 +163,7 @@ def test_answers_that_are_almost_never_an_action_are_told_once(agent: Agent, lak
         collector.backend.load_weights(version + 1, ())
         collector.queue.published(version + 1)
     assert len(said) == 1
-    assert "100% of the answers name no action, most of them because there is no <action>…</action> in them" in str(said[0].message)
+    assert "100% of the answers contain no action, mostly because they have no <action>…</action>" in str(said[0].message)
 
 
 def test_a_conversation_that_grows_too_long_ends_its_episode_as_cut(agent: Agent, lake: EnvManager) -> None:

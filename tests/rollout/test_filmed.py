@@ -167,7 +167,7 @@ def test_a_film_that_is_not_there_is_an_error_of_its_episode_alone(tmp_path: Pat
         assert films.are_whole(5, 3)
         films.remove(6, 3)
         assert sinks.finish(0) == 0
-        with pytest.raises(RecordingError, match=r"'observation\.rgb': the video of 3 pictures is not there"):
+        with pytest.raises(RecordingError, match=r"'observation\.rgb': the video with 3 pictures is missing"):
             sinks.finish(1)
         sim.close()
     (episode,) = open_recording(tmp_path / "r")

@@ -384,7 +384,7 @@ def test_a_state_of_another_run_is_refused() -> None:
 
 def test_wrong_order_of_calls_is_refused() -> None:
     queue = make(groups_per_step=1)
-    with pytest.raises(ValueError, match=r"take\(1\), but the weights published last are version 0"):
+    with pytest.raises(ValueError, match=r"take\(1\), but the latest published version is 0"):
         queue.take(1)
     with pytest.raises(ValueError, match="versions must grow"):
         queue.published(0)

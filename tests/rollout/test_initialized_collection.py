@@ -378,7 +378,7 @@ def test_mistakes_are_told_before_anything_is_played() -> None:
     spec = SimSpec("cart", {}, ActionSpec.discrete(2))
     with pytest.raises(UserError, match=r"'cart' does not report success: set algorithm\.initialized\.success_return"):
         make_starts(config, spec)
-    with pytest.raises(UserError, match="'cart' cannot be taken up again"):
+    with pytest.raises(UserError, match="'cart' cannot be restored"):
         make_starts(config, dataclasses.replace(spec, snapshots="none"))
     assert make_starts(load_train_config(["sim=cartpole", "algorithm=grpo"]), spec) is None
 
@@ -387,5 +387,5 @@ def test_an_expert_that_fails_is_told(tmp_path: Path) -> None:
     from embodied_rl.train import train
 
     helpless = [*RUNS["expert"], *QUICK, "sim.max_episode_steps=20", f"run_dir={tmp_path}/run"]
-    with pytest.raises(UserError, match=r"KeyDoorExpert succeeded in 0 of 6 episodes, and 2 successful ones were asked for"):
+    with pytest.raises(UserError, match=r"KeyDoorExpert succeeded in 0 of 6 episodes, but 2 successful ones are needed"):
         train(load_train_config(helpless))

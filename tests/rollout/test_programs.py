@@ -308,7 +308,7 @@ def test_a_program_that_never_gets_to_the_model_ends_the_run_soon(tmp_path: Path
     words = tokenizer()
     with running(says(words, "red"), words, options(program(tmp_path, "import no_such_module"))) as runner:
         collecting = collector(runner, words, new_queue(max_retries=100, max_rejected_per_step=1000))
-        with pytest.raises(BatchNeverFullError, match=r"first 8 programs ended before they asked the model once.*no_such_module"):
+        with pytest.raises(BatchNeverFullError, match=r"first 8 programs ended without calling the model.*no_such_module"):
             collecting.next_groups(0)
     assert len(collecting.faults) == 8
 
@@ -329,9 +329,9 @@ def test_tasks_by_seed(tmp_path: Path) -> None:
     ("kwargs", "message"),
     [
         ({"command": []}, "command must be a list of words"),
-        ({"command": "python agent.py"}, "command, a list of words: .python agent.py. is no program that can be run here"),
-        ({"command": ["no-such-program-here"]}, "no program that can be run"),
-        ({"command": ["{python}", "missing.py"]}, r"'missing.py' is not there"),
+        ({"command": "python agent.py"}, "command, a list of words: .python agent.py. is not a program that can be run here"),
+        ({"command": ["no-such-program-here"]}, "not a program that can be run"),
+        ({"command": ["{python}", "missing.py"]}, r"'missing.py' does not exist"),
         ({"command": ["{python}", "{taks}"]}, r"Placeholders: \{python\}, \{task\}"),
         ({"command": ["{python}"], "reward": "htp"}, "Did you mean 'http'"),
         ({"command": ["{python}"], "timeout_s": 0}, "timeout_s must be above 0"),

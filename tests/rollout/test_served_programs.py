@@ -260,7 +260,7 @@ def test_memory_is_limited(tmp_path: Path) -> None:
         ({"command": ["{python}"], "function": "a:b"}, "set sim.kwargs.command=null"),
         ({"command": None, "function": "a.b"}, "must be 'module:function'"),
         ({"command": None, "function": "no.such.module:play"}, "module 'no.such.module' cannot be found"),
-        ({"command": None, "function": "missing.py:play"}, "'missing.py' is not there"),
+        ({"command": None, "function": "missing.py:play"}, "'missing.py' does not exist"),
         ({"command": None}, "command must be a list of words"),
     ],
 )

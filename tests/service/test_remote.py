@@ -197,7 +197,7 @@ def test_a_service_that_was_started_anew_knows_no_environments() -> None:
         first.close()
         sim._client.close()  # as the end of the first one's process does
         proxy.port = int(second.url.rpartition(":")[2])
-        with pytest.raises(RemoteFault, match="may have been started anew") as fault:
+        with pytest.raises(RemoteFault, match="may have been restarted") as fault:
             sim.step([0], np.ones((1, 1)), out)
         assert fault.value.kind == "unknown_environment"
         sim.close()

@@ -334,7 +334,7 @@ def test_the_report_counts_and_prints() -> None:
         "  ok    a            0.50 s  fine",
         "  FAIL  long_name    0.25 s  wrong",
         "  skip  b            0.00 s  no",
-        "1 hold, 1 do not, 1 could not be asked.",
+        "1 passed, 1 failed, 1 skipped.",
     ]
     assert json.loads(json.dumps(report.to_dict()))["results"][1] == {
         "name": "long_name",

@@ -102,7 +102,7 @@ def test_an_unknown_camera_is_one_line_with_the_choices() -> None:
         sim.render(0)
     sim.close()
     plain = begun(open_filmed(load_sim_config("cartpole"), ("top",)))
-    with pytest.raises(UserError, match="Task 'CartPole-v1' has no camera 'top': it is drawn one way only"):
+    with pytest.raises(UserError, match="Task 'CartPole-v1' has no camera 'top': it has only one view"):
         plain.render(0)
     plain.close()
 

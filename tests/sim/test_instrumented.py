@@ -133,7 +133,7 @@ def test_each_task_of_a_set_is_named() -> None:
 
 
 def test_what_cannot_be_shown_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"Task 'talk' does not show its physical state .* states=none"):
+    with pytest.raises(UserError, match=r"Task 'talk' does not expose its physical state .* states=none"):
         make(SimConfig(name="talk", target="tests.sim.toy:TalkingSim"), physics=True)
     with pytest.raises(UserError, match=r"Task 'no-op' offers no pictures"):
         make(SimConfig(name="no-op", target="tests.sim.toy:NoOpSim"), image_size=64)
@@ -157,7 +157,7 @@ def test_each_camera_has_a_picture_of_its_own() -> None:
     assert (images["large"] == 1).all()
     assert (images["small"] == 2).all()
     assert images["render"].std() > 10
-    with pytest.raises(UserError, match="Task 'KeyDoor' has no camera 'top': it is drawn one way only"):
+    with pytest.raises(UserError, match="Task 'KeyDoor' has no camera 'top': it has only one view"):
         make(KEY_DOOR, image_size=30, cameras=("top",))
 
 

@@ -133,7 +133,7 @@ def test_misuse_is_told() -> None:
         manager.recv(range(2))
         with pytest.raises(ValueError, match="without any slot"):
             manager.recv()
-        with pytest.raises(ValueError, match="without having been sent"):
+        with pytest.raises(ValueError, match="were not sent an action"):
             manager.recv(range(2), timeout_s=0.1)
         with pytest.raises(ValueError, match="not within 0"):
             manager.send(range(3, 6), np.zeros((3, 1)))

@@ -57,7 +57,7 @@ class McpServer:
             """The server's tools."""
         except (ToolError, KeyError, TypeError) as error:
             self.close()
-            raise UserError(f"MCP server '{' '.join(self._command)}' does not answer as the protocol says: {error}.") from error
+            raise UserError(f"MCP server '{' '.join(self._command)}' violates the protocol: {error}.") from error
 
     def _list_tools(self) -> list[McpTool]:
         found: list[McpTool] = []

@@ -86,7 +86,7 @@ def open_foreign(path: Path) -> ForeignRecording:
     Raises RecordingError: no known format, damaged, or inconsistent; MissingExtraError: h5py or pyarrow is not installed."""
     name = detect_format(path)
     if name is None or name == NATIVE:
-        raise RecordingError(f"'{path}' is no recording in a format that is known: native, {', '.join(FORMATS)}.")
+        raise RecordingError(f"'{path}' is not a recording in a known format: native, {', '.join(FORMATS)}.")
     found = format_named(name)
     reader: type[Any] = getattr(importlib.import_module(f"{__name__}.{found.module}"), found.reader)
     with raised_as_damage(path):
@@ -136,7 +136,7 @@ def new_folder(output: Path) -> Iterator[Path]:
 def require_free(output: Path) -> None:
     """Raise RecordingError if `output` exists and is not an empty folder."""
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise RecordingError(f"'{output}' is there already, and is not an empty folder. Name another output, or move it away.")
+        raise RecordingError(f"'{output}' already exists and is not an empty folder. Choose another output, or move it away.")
 
 
 def format_named(name: str) -> Format:

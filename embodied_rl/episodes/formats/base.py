@@ -73,7 +73,7 @@ def raised_as_damage(path: Path, episode: int | None = None) -> Iterator[None]:
         OSError,
         RuntimeError,
     ) as error:
-        raise damaged(path, f"holds what cannot be read ({type(error).__name__}: {brief(error)})", episode) from error
+        raise damaged(path, f"cannot be read ({type(error).__name__}: {brief(error)})", episode) from error
 
 
 def unknown_seed(number: int) -> int:
@@ -172,7 +172,7 @@ def as_float32(array: np.ndarray, field: str, notes: NoteBook | None = None) -> 
 def split_ends(ended: np.ndarray, field: str, notes: NoteBook) -> bool:
     """Whether the last of [T] flags is set; notes earlier ones, which some recorders write when they continue after success."""
     if ended[:-1].any():
-        notes.add(field, "changed", "set before the last step as well (the recorder went on after the task's end); only the last counts")
+        notes.add(field, "changed", "also set before the last step (the recorder continued after the task's end); only the last counts")
     return bool(ended[-1])
 
 
@@ -209,7 +209,7 @@ class ActionBounds:
     def spec(self, notes: NoteBook) -> ActionSpec:
         """Action spec with bounds [-1, 1] if all actions are inside, otherwise those of the data; a note says which."""
         if self.low is None or self.high is None:
-            raise RecordingError("There is no episode whose actions are all numbers.")
+            raise RecordingError("No episode has only finite actions.")
         if (self.low >= -1).all() and (self.high <= 1).all():
             notes.add("spec.action", "filled", "the file has no bounds; -1 … 1, within which all actions lie")
             return ActionSpec.continuous(-np.ones_like(self.low), np.ones_like(self.high))
@@ -238,7 +238,7 @@ def parse_side_info(path: Path, data: Mapping[str, Any]) -> RecordingInfo:
     try:
         return RecordingInfo.from_dict(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(path, f"is not what this package writes ({type(error).__name__}: {error})", field=SIDE_ENTRY) from error
+        raise damaged(path, f"was not written by this package ({type(error).__name__}: {error})", field=SIDE_ENTRY) from error
 
 
 def side_episode(episode: RecordedEpisode) -> dict[str, Any]:

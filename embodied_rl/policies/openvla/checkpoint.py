@@ -59,7 +59,7 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], source: str) -> N
 def read_safetensors(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Read all tensors of a file. Raises UserError if it is missing, damaged, or a pickle."""
     if path.suffix in (".pt", ".pth", ".bin"):
-        raise UserError(f"'{path}' is a pickle, which can run any program when it is read. Convert it to safetensors (docs/openvla.md).")
+        raise UserError(f"'{path}' is a pickle, which can run code when it is read. Convert it to safetensors (docs/openvla.md).")
     return dict(_tensors(path, None, device, dtype))
 
 
@@ -104,7 +104,7 @@ def _files(directory: Path) -> dict[Path, list[str] | None]:
             files[directory / shard] = [name for name, place in places.items() if place == shard]
         return files
     if not (directory / SINGLE).exists():
-        raise UserError(f"'{directory}' holds neither {SINGLE} nor {INDEX}. Only safetensors are read.")
+        raise UserError(f"'{directory}' has neither {SINGLE} nor {INDEX}. Only safetensors are supported.")
     return {directory / SINGLE: None}
 
 

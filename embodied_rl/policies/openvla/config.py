@@ -201,7 +201,7 @@ def _vision(raw: Mapping[str, Any], directory: Path) -> tuple[ViTShape, ViTShape
         problem = f"vision transformer '{unknown[0]}' is not known.{did_you_mean(unknown[0], VIT_SHAPES)}" if unknown else f"got {names}."
         shape = "{width: 1024, depth: 24, num_heads: 16, mlp_width: 4096, num_registers: 4, layer_scale: true}"
         give = f"Shapes of others are given by 'policy.vision=[{shape}, …]'."
-        raise UserError(f"'{directory}/config.json': two vision transformers are expected; {problem} {give}")
+        raise UserError(f"'{directory}/config.json': expected two vision transformers; {problem} {give}")
     return VIT_SHAPES[names[0]], VIT_SHAPES[names[1]]
 
 

@@ -98,7 +98,7 @@ class OpenVLAOFT(VisionLanguageModel):
         config = OpenVLAConfig.read(directory, vision)
         if oft is None and OFT_KEY not in config.raw:
             raise UserError(
-                f"'{directory}/config.json' does not say what OpenVLA-OFT was trained with: give its chunk, num_images, head, film, "
+                f"'{directory}/config.json' does not describe the OpenVLA-OFT training: give its chunk, num_images, head, film, "
                 "proprio_dim and variant (OFTConfig)."
             )
         with torch.device("meta"):

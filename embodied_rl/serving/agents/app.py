@@ -245,7 +245,7 @@ class AgentProxy:
             return chat
         if chat.needs_structure or chat.top_logprobs:
             what = "answers that keep to a format ('response_format')" if chat.needs_structure else "the likeliest tokens ('top_logprobs')"
-            raise web.HttpProblem(400, "unsupported_parameter", f"The backend behind this server does not give {what}; torch and vllm do.")
+            raise web.HttpProblem(400, "unsupported_parameter", f"The backend of this server does not support {what}; torch and vllm do.")
         return replace(chat, structure=None)  # a required call is only begun for the model
 
     def _streamed(self, interface: interfaces.Interface, session: Session, chat: ChatRequest, gone: Callable[[], bool]) -> Generator[bytes]:

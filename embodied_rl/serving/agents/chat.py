@@ -286,7 +286,7 @@ def plain_text(content: object, where: str) -> str:
         return content
     if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         return "".join(part["text"] for part in content)
-    raise bad(f"{where}: the content must be a text; pictures and sounds are not taken here.", "unsupported_content")
+    raise bad(f"{where}: the content must be text; images and audio are not supported.", "unsupported_content")
 
 
 def plain_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class Interface(ABC):
         try:
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise bad("The request holds half of a surrogate pair, which no tokenizer takes.") from None
+            raise bad("The request contains half of a surrogate pair, which no tokenizer accepts.") from None
         for key, value in body.items():
             if key in self.fields or key in self.harmless or value is None:
                 continue
@@ -258,7 +258,7 @@ class ChatCompletions(Interface):
             raise bad("'messages' must be a list of at least one message.")
         options, top = body.get("stream_options"), number_in(body, "top_logprobs", 0, _MAX_TOP_LOGPROBS) or 0
         if top and not body.get("logprobs"):
-            raise bad("'top_logprobs' come only beside 'logprobs': true.")
+            raise bad("'top_logprobs' needs 'logprobs': true.")
         return ChatRequest(
             messages=tuple(plain_message(message, place) for place, message in enumerate(messages)),
             tools=tools,
@@ -641,7 +641,7 @@ class Messages(Interface):
             raise bad("'tools' must be a list of objects with a 'name' and an 'input_schema'.")
         for tool in tools:
             if tool.get("type", "custom") != "custom":
-                raise bad(f"Tool {tool['name']!r:.80}: only tools of one's own are called here.", "unsupported_parameter")
+                raise bad(f"Tool {tool['name']!r:.80}: only client-defined tools are supported.", "unsupported_parameter")
         described = [
             {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool.get("input_schema") or {}}
             for tool in tools

@@ -202,7 +202,7 @@ def read_captured(folder: Path) -> list[CapturedSession]:
         try:
             found.append(CapturedSession.from_dict(parse_json(read_regular(path))))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"'{path}' is no captured session: {error}") from error
+            raise UserError(f"'{path}' is not a captured session: {error}") from error
     return found
 
 
@@ -360,7 +360,7 @@ class Session:
             self.last_used = time.monotonic()
             if reward_id is None or reward_id not in self._reward_ids:
                 if self._captured is not None:
-                    raise HttpProblem(409, "session_ended", f"Session '{self.name}' has ended; its reward stands.")
+                    raise HttpProblem(409, "session_ended", f"Session '{self.name}' has ended; its reward cannot change.")
                 self._give(reward, completion_id)
                 self._num_rewards += 1
                 self._reward_ids.update([] if reward_id is None else [reward_id])
@@ -451,7 +451,7 @@ class SessionBook:
         """Open a session behind a key. Raises HttpProblem if there is no room, or the name is taken."""
         with self.lock:
             if len(self.sessions) >= self.limits.max_sessions:
-                message = f"{len(self.sessions)} sessions are open, which is as many as this proxy holds; end some."
+                message = f"{len(self.sessions)} sessions are open, the most of this proxy; end some."
                 raise HttpProblem(429, "too_many_sessions", message, headers={"Retry-After": "2"})
             if name in self.sessions:
                 raise HttpProblem(409, "session_exists", f"Session '{name}' is open already.")
@@ -462,14 +462,12 @@ class SessionBook:
     def by_key(self, key: str | None) -> Session:
         """Session of a key. Raises HttpProblem 401 for an invalid key."""
         if key is None:
-            raise HttpProblem(
-                401, "unauthorized", "Send an API key ('Authorization: Bearer KEY'): it says whose session a request belongs to."
-            )
+            raise HttpProblem(401, "unauthorized", "Send an API key ('Authorization: Bearer KEY'): it identifies the session of a request.")
         with self.lock:
             if key in self.keys:
                 return self.sessions[self.keys[key]]
             if not self.open_to_any_key:
-                raise HttpProblem(401, "unauthorized", "This API key belongs to no open session: POST /v1/sessions opens one.")
+                raise HttpProblem(401, "unauthorized", "This API key belongs to no open session. Open one with POST /v1/sessions.")
             self.counts[key] = number = self.counts.get(key, 0) + 1
             return self.open(key if number == 1 else f"{key}.{number}", key)
 
@@ -478,7 +476,7 @@ class SessionBook:
         with self.lock:
             found = self.sessions.get(self.keys.get(name, name) if self.open_to_any_key else name)
         if found is None:
-            raise HttpProblem(404, "unknown_session", f"There is no open session '{name}'.")
+            raise HttpProblem(404, "unknown_session", f"Session '{name}' is not open.")
         return found
 
     def forget(self, session: Session) -> None:

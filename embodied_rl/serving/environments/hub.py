@@ -150,7 +150,9 @@ class Environment:
             if request.number == self._number and self._last is not None:
                 if request.digest == self._digest:
                     return self._last
-                return Outcome.of(HttpProblem(409, "number_reused", f"Request number {request.number} asked for something else before."))
+                return Outcome.of(
+                    HttpProblem(409, "number_reused", f"Request number {request.number} was used before for another request.")
+                )
             if request.number <= self._number:
                 message = f"Request number {request.number} comes after number {self._number}; numbers ascend."
                 return Outcome.of(HttpProblem(409, "stale_request", message))
@@ -275,11 +277,11 @@ def as_requested(config: SimConfig, task: str | None, kwargs: Mapping[str, Any])
         if name in _GIVEN or name.startswith("_") or not name.isidentifier():
             raise HttpProblem(422, "user_error", f"Simulator '{config.name}' does not take '{name}'.")
         if name in OPERATORS_ARGUMENTS.get(config.target, ()) or _PATHS.fullmatch(name):
-            raise _refused(config, name, "it names code, a server or a file, which only the operator of this service may")
+            raise _refused(config, name, "it names code, a server or a file, which only the operator of this service may set")
         _require_plain(config, name, value, DEEPEST)
     if task is not None and task != config.task:
         if "task" in OPERATORS_ARGUMENTS.get(config.target, ()):
-            raise _refused(config, "task", "it is a file, which only the operator of this service may name")
+            raise _refused(config, "task", "it is a file, which only the operator of this service may set")
         _require_plain(config, "task", task, 0)
     return replace(config, task=config.task if task is None else task, kwargs={**config.kwargs, **kwargs})
 
@@ -291,7 +293,7 @@ def _require_plain(config: SimConfig, name: str, value: Any, depth: int) -> None
         for item in value:
             _require_plain(config, name, item, depth - 1)
     elif isinstance(value, bool) and len(named_code({"target": config.target, name: value})) > 1:
-        raise _refused(config, name, "it opens the sandbox, which only the operator of this service may")
+        raise _refused(config, name, "it opens the sandbox, which only the operator of this service may do")
     elif isinstance(value, str):
         path = _PATH_FORM.fullmatch(value) and not (name == "task" and _NAMESPACED_TASK.fullmatch(value))
         if path or len(named_code({"target": config.target, name: value})) > 1 or len(value) > LONGEST_TEXT:
@@ -301,7 +303,7 @@ def _require_plain(config: SimConfig, name: str, value: Any, depth: int) -> None
 
 
 def _refused(config: SimConfig, name: str, why: str) -> HttpProblem:
-    return HttpProblem(403, "refused_argument", f"'{name[:80]}' of simulator '{config.name}' is not for a request: {why}.")
+    return HttpProblem(403, "refused_argument", f"'{name[:80]}' of simulator '{config.name}' cannot be set by a request: {why}.")
 
 
 _WATCH_S = 0.25
@@ -361,14 +363,12 @@ class Hub:
                 while len(self._made) > _REMEMBERED:
                     self._made.popitem(last=False)
             if before[0] != asked:
-                raise HttpProblem(409, "number_reused", f"Request '{request_id}' asked for other environments before.")
+                raise HttpProblem(409, "number_reused", f"Request '{request_id}' was used before for other environments.")
             if before[1] is not future:
                 try:
                     return before[1].result(self.limits.start_timeout_s)
                 except TimeoutError:
-                    raise HttpProblem(
-                        503, "busy", f"Request '{request_id}' is still being worked on.", headers={"Retry-After": "2"}
-                    ) from None
+                    raise HttpProblem(503, "busy", f"Request '{request_id}' is still in progress.", headers={"Retry-After": "2"}) from None
         try:
             future.set_result(self._build(sim, task, kwargs, count, encoding))
         except BaseException as error:
@@ -404,7 +404,7 @@ class Hub:
                 raise HttpProblem(503, "closing", "The service is going down.")
             taken, most = len(self._environments) + self._being_made, self.limits.max_environments
             if taken + count > most:
-                message = f"{count} more environments would be {taken + count}; this service holds {most}. Close some, or wait."
+                message = f"{count} more environments would make {taken + count}; the limit of this service is {most}. Close some, or wait."
                 raise HttpProblem(429, "too_many_environments", message, headers={"Retry-After": "2"})
             self._being_made += count
 
@@ -417,7 +417,7 @@ class Hub:
                 return self._environments[env_id]
             if env_id in self._gone:
                 raise self._gone[env_id]
-        raise HttpProblem(404, "unknown_environment", f"There is no environment '{env_id}' here; the service may have been started anew.")
+        raise HttpProblem(404, "unknown_environment", f"Environment '{env_id}' does not exist; the service may have been restarted.")
 
     def run(self, requests: Sequence[EnvRequest]) -> list[Outcome]:
         """Send requests to several environments in parallel; returns their outcomes in order. Raises HttpProblem: two for the same."""
@@ -505,7 +505,7 @@ class Hub:
                     try:
                         if environment.idle_s <= self.limits.idle_s:  # a request arrived meanwhile
                             continue
-                        idle = f"Environment '{environment.env_id}' was closed: no request came for it for {self.limits.idle_s:g} s."
+                        idle = f"Environment '{environment.env_id}' was closed after {self.limits.idle_s:g} s without a request."
                         environment.end(HttpProblem(410, "idle", idle))
                     finally:
                         environment.lock.release()

@@ -56,8 +56,8 @@ def expert_target(config: SimConfig) -> str:
             for name in tasks
         )
         raise UserError(
-            f"Task '{config.task}' of sim={config.name} has no expert. Tasks with one: {', '.join(known)}. "
-            "Give one of your own: expert=package.module:Class."
+            f"Task '{config.task}' of sim={config.name} has no expert. Tasks with one: {', '.join(known)}. Give your own: "
+            "expert=package.module:Class."
         )
     return found
 

@@ -323,7 +323,7 @@ class GymnasiumSim(SimEnv):
 
     def _state(self, env_id: int) -> EnvState:
         if self._states is None:
-            raise SnapshotError(f"Where '{self.spec.task}' keeps its state is not known: its episodes are replayed, not saved.")
+            raise SnapshotError(f"The state of '{self.spec.task}' cannot be located: its episodes are replayed, not saved.")
         return self._states[env_id]
 
     def close(self) -> None:
@@ -450,7 +450,7 @@ def _disable_autoreset(env: VectorEnv) -> None:
     mode = env.metadata.get("autoreset_mode")
     if mode is not AutoresetMode.DISABLED and mode != "Disabled":
         raise UserError(
-            f"Vector environment {type(base).__name__} resets by itself (autoreset mode {mode}). "
-            "Make it with autoreset_mode='Disabled' (gymnasium.make_vec: vectorization_mode='sync'; "
-            "vector_kwargs={'autoreset_mode': 'Disabled'} for 'async')."
+            f"Vector environment {type(base).__name__} resets automatically (autoreset mode {mode}). Make it with "
+            "autoreset_mode='Disabled' (gymnasium.make_vec: vectorization_mode='sync'; vector_kwargs={'autoreset_mode': 'Disabled'} "
+            "for 'async')."
         )

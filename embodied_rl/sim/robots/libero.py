@@ -64,7 +64,7 @@ def read_init_states(path: Path) -> np.ndarray:
         return _plain_array(instructions)
     except (OSError, zipfile.BadZipFile, ValueError) as error:
         raise UserError(
-            f"The initial states in '{path}' cannot be read ({error}). Install LIBERO anew: pip install --force-reinstall hf-libero"
+            f"The initial states in '{path}' cannot be read ({error}). Reinstall LIBERO: pip install --force-reinstall hf-libero"
         ) from error
 
 
@@ -206,7 +206,7 @@ class LiberoSim(RobosuiteSim):
                 if attempt == 99:
                     raise
         if len(states[number]) != 1 + env.sim.model.nq + env.sim.model.nv:
-            raise UserError(f"The initial states of LIBERO task '{task}' are of another version than its assets.")
+            raise UserError(f"The initial states of LIBERO task '{task}' have another version than its assets.")
         env.sim.set_state_from_flattened(states[number])
         env.sim.forward()
         env._post_process()
@@ -363,4 +363,4 @@ def suites() -> dict[str, list[str]]:
         if isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", None) == "libero_task_map":
             table = ast.literal_eval(statement.value)
             return {suite: list(table[suite]) for suite in STEP_LIMITS}
-    raise UserError("LIBERO's table of tasks was not found in the installed package: its version is not one that is known to work.")
+    raise UserError("LIBERO's table of tasks was not found in the installed package: this version is not known to work.")

@@ -60,7 +60,7 @@ def make(
     require_known(task)
     for name in _RESERVED:
         if name in kwargs:
-            raise UserError(f"ManiSkill task '{task}': '{name}' is chosen by the simulator on the GPU and cannot be given.")
+            raise UserError(f"ManiSkill task '{task}': '{name}' is set by the simulator on the GPU and cannot be given.")
     backend = physics_backend(task, device, num_envs)
     require_assets(task)
     return ManiSkillGpuSim(task, num_envs, render, render_size, camera_size, kwargs, backend)
@@ -72,8 +72,8 @@ def physics_backend(task: str, device: str, num_envs: int) -> str:
     if kind == "cpu" and not index:
         if num_envs != 1:
             raise UserError(
-                f"ManiSkill task '{task}': on a CPU a simulation holds one environment, and {num_envs} were asked for. "
-                "Take embodied_rl.sim.robots.maniskill:make, which makes one for each."
+                f"ManiSkill task '{task}': on a CPU a simulation has one environment, and {num_envs} were requested. Use "
+                "embodied_rl.sim.robots.maniskill:make, which makes one for each."
             )
         return "physx_cpu"
     if kind != "cuda" or (index and not index.isdigit()):
@@ -84,7 +84,7 @@ def physics_backend(task: str, device: str, num_envs: int) -> str:
     if count == 0:
         raise UserError(
             f"ManiSkill task '{task}' was asked for on a GPU, and torch {torch.__version__} finds no CUDA device here. "
-            "embodied_rl.sim.robots.maniskill:make runs it on the CPU (sim=maniskill_pushcube, for one)."
+            "embodied_rl.sim.robots.maniskill:make runs it on the CPU (for example sim=maniskill_pushcube)."
         )
     if index and int(index) >= count:
         raise UserError(f"ManiSkill task '{task}': device='{device}' does not exist; there are {count}, cuda:0 to cuda:{count - 1}.")
@@ -144,8 +144,8 @@ class ManiSkillGpuSim(ManiSkillBase):
         reconfigure = bool((options or {}).get("reconfigure"))
         if reconfigure and len(env_ids) != self.num_envs:
             raise UserError(
-                f"ManiSkill task '{self.spec.task}' holds its {self.num_envs} environments in one scene: only all of them together "
-                f"can be reset with reconfigure=True, and {len(env_ids)} were asked for."
+                f"ManiSkill task '{self.spec.task}' has its {self.num_envs} environments in one scene: reconfigure=True must reset all of "
+                f"them, got {len(env_ids)}."
             )
         for i, seed in zip(env_ids, seeds, strict=True):
             self._seeds[i] = seed

@@ -268,6 +268,6 @@ def require_vulkan(task: str) -> None:
 
     if not vulkan_available():
         raise UserError(
-            f"ManiSkill task '{task}' was asked for pictures, and this machine has no Vulkan device. "
-            "`python -m embodied_rl.doctor` names the package that brings one in software (lavapipe); obs_mode=state needs none."
+            f"ManiSkill task '{task}' needs pictures, and this machine has no Vulkan device. `python -m embodied_rl.doctor` names the "
+            "package of a software device (lavapipe); obs_mode=state needs none."
         )

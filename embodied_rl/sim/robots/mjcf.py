@@ -195,7 +195,7 @@ def load_model(task: str) -> MjModel:
 def action_spec(model: MjModel) -> ActionSpec:
     """Controls of all actuators within their ``ctrlrange``. Raises UserError naming the actuators without one."""
     if model.nu == 0:
-        raise UserError("The model has no actuator, so there is nothing to act with: add an <actuator> section.")
+        raise UserError("The model has no actuator and cannot act: add an <actuator> section.")
     free = [model.actuator(index).name or f"actuator {index}" for index in range(model.nu) if not model.actuator_ctrllimited[index]]
     if free:
         raise UserError(f"These actuators have no limits: {', '.join(free)}. Give each a ctrlrange in the MJCF file.")

@@ -117,8 +117,8 @@ def _new_renderer(mujoco: ModuleType, model: MjModel, height: int, width: int) -
         return mujoco.Renderer(model, height, width)
     except Exception as error:  # without a driver this may be ImportError, AttributeError, RuntimeError or mujoco.FatalError
         raise UserError(
-            f"MuJoCo cannot draw on this machine ({type(error).__name__}: {error}). Install libegl1 with Mesa, or libosmesa6; "
-            "`python -m embodied_rl.doctor` says what is there."
+            f"MuJoCo cannot draw on this machine ({type(error).__name__}: {error}). Install libegl1 with Mesa, or libosmesa6; `python -m "
+            "embodied_rl.doctor` lists the available renderers."
         ) from error
 
 
@@ -227,8 +227,8 @@ def physics_of(env: gymnasium.Env) -> Physics:
         return AttributeState(base)  # type: ignore[arg-type]
     name = env.spec.id if env.spec is not None else type(base).__name__
     raise UserError(
-        f"Where '{name}' keeps its physical state is not known: it is no MuJoCo task and none of gymnasium's classic ones. "
-        "Leave it out: states=none, or states=snapshots:1 where the task has snapshots."
+        f"The physical state of '{name}' cannot be read: it is neither a MuJoCo task nor one of gymnasium's classic tasks. Set "
+        "states=none, or states=snapshots:1 if the task has snapshots."
     )
 
 

@@ -356,7 +356,7 @@ def make_rock(
     Raises UserError: no task, or the server cannot be reached or refuses it.
     """
     if not task:
-        raise UserError("protocol=rock needs the environment's id: sim.task=game:GuessTheNumber-v0-easy, say.")
+        raise UserError("protocol=rock needs the environment's id: for example sim.task=game:GuessTheNumber-v0-easy.")
     require_known(history, HISTORIES, f"ROCK: history='{history}' is not a choice.")
     return RockSim(client, task, num_envs, history, success_return, observation_bytes=observation_bytes, action_bytes=action_bytes)
 

@@ -73,7 +73,7 @@ class JudgeOptions:
             if (value := vars(self)[name]) < 1:
                 raise UserError(f"judge: {name} must be >= 1, got {value}.")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
-            raise UserError(f"judge: the environment variable '{self.api_key_env}', which is to hold the API key, is not set.")
+            raise UserError(f"judge: the environment variable '{self.api_key_env}', which should contain the API key, is not set.")
         try:
             named = {name for _, name, _, _ in Formatter().parse(self.template) if name is not None}
         except ValueError as error:

@@ -111,9 +111,7 @@ class ProgramOptions(Config, place="sim.kwargs"):
     def _check_mode(self) -> None:
         if self.function is not None:
             if self.command:
-                raise UserError(
-                    "sim.kwargs.function is called instead of a program: set sim.kwargs.command=null, or leave the function out."
-                )
+                raise UserError("sim.kwargs.function replaces the program: set sim.kwargs.command=null, or leave the function out.")
             if not all(self.function.rpartition(":")[::2]):
                 raise UserError(f"sim.kwargs.function must be 'module:function' or 'file.py:function', got {self.function!r}.")
             # From here on it is a command like any other.
@@ -121,12 +119,13 @@ class ProgramOptions(Config, place="sim.kwargs"):
             object.__setattr__(self, "mode", "serve")
         if self.stays and self.reward == "exit":
             raise UserError(
-                "sim.kwargs.reward=exit needs a program that ends with its episode: take http or return, or sim.kwargs.mode=once."
+                "sim.kwargs.reward=exit needs a program that ends with its episode: set sim.kwargs.reward=http or return, or "
+                "sim.kwargs.mode=once."
             )
         if self.reward == "return" and not self.stays:
             raise UserError(
-                "sim.kwargs.reward=return is for a function, or a program with sim.kwargs.mode=serve: a program that ends has "
-                "no reply; take http or exit."
+                "sim.kwargs.reward=return needs a function, or a program with sim.kwargs.mode=serve: a program that ends has no reply. "
+                "Set sim.kwargs.reward=http or exit."
             )
 
     @property
@@ -161,7 +160,7 @@ class ProgramOptions(Config, place="sim.kwargs"):
             return
         arguments = self.words({}, 0, "model")
         if shutil.which(arguments[0]) is None:
-            raise UserError(f"sim.kwargs.command, a list of words: '{arguments[0]}' is no program that can be run here.")
+            raise UserError(f"sim.kwargs.command, a list of words: '{arguments[0]}' is not a program that can be run here.")
         script = next((argument for argument in arguments[1:] if argument.endswith(".py")), None)
         if script is not None and not Path(script).is_file():
             raise UserError(
@@ -242,7 +241,7 @@ def read_tasks(path: Path) -> list[dict[str, Any]]:
         if not isinstance(task, dict):
             raise UserError(f"{where}: a task must be a JSON object, got {task!r:.60}.")
     if not found:
-        raise UserError(f"'{path}' holds no task: one JSON object a line.")
+        raise UserError(f"'{path}' has no tasks: write one JSON object per line.")
     return [task for _, task in found]
 
 

@@ -52,14 +52,14 @@ def load_function(target: str) -> Function:
 def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"'{path}' is no Python file")
+        raise ImportError(f"'{path}' is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as for a script
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
     except FileNotFoundError as error:
-        raise ImportError(f"'{path}' is not there") from error
+        raise ImportError(f"'{path}' does not exist") from error
     return module
 
 
@@ -99,7 +99,7 @@ def play(function: Function, clients: Clients, episode: Mapping[str, Any]) -> di
     try:
         reward = function(clients.client(episode["base_url"], episode["api_key"]), dict(episode["task"]))
         if reward is not None and not math.isfinite(reward := float(reward)):
-            raise ValueError(f"the function returned {reward}, which is no reward")
+            raise ValueError(f"the function returned {reward}, which is not a reward")
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         return {**number, "error": f"{type(error).__name__}: {error}"}

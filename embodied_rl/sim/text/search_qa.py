@@ -218,7 +218,7 @@ def read_questions(path: Path) -> list[Question]:
         except (ValueError, KeyError, TypeError, StopIteration) as error:
             raise UserError(f'Questions {where} is not {{"question": …, "answers": […]}}: {error!r}') from error
     if not found:
-        raise UserError(f"Questions '{path}' holds none.")
+        raise UserError(f"'{path}' has no questions.")
     return found
 
 

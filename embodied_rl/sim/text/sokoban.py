@@ -127,7 +127,7 @@ class Sokoban(grid.GridGame):
             if made is not None:
                 self._level, self._position = made
                 return
-        raise UserError(f"Sokoban: no level of size {size} with {self._num_boxes} boxes was found. Take a larger one or fewer walls.")
+        raise UserError(f"Sokoban: no level of size {size} with {self._num_boxes} boxes was found. Use a larger size or fewer walls.")
 
     def step(self, word: str) -> grid.Outcome:
         if word not in grid.MOVES:

@@ -62,8 +62,8 @@ def make(
     """
     if environment == PLACEHOLDER:
         raise UserError(
-            "sim=text_task plays a text environment of your own (docs/text_environments.md): name it, "
-            "sim.kwargs.environment=my_package.my_module:MyTask, and type: policy=language generation=tokens_torch algorithm=grpo"
+            "sim=text_task plays your own text environment (docs/text_environments.md). Set "
+            "sim.kwargs.environment=my_package.my_module:MyTask policy=language generation=tokens_torch algorithm=grpo"
         )
     maker = load_target(environment)
 

@@ -175,7 +175,7 @@ class ArenaGame(TextGame):
             done, _ = self._env.step(action=self._opponents[player].act(str(observation)))
             if done:
                 return True
-        raise RuntimeError(f"TextArena's '{self._task}' did not come back to seat {self._seat} within {_OTHERS_TURNS} turns of the others.")
+        raise RuntimeError(f"TextArena's '{self._task}' did not return to seat {self._seat} within {_OTHERS_TURNS} turns of the others.")
 
 
 def _least_players(task: str, kwargs: Mapping[str, Any]) -> int:

@@ -84,7 +84,7 @@ def test_what_is_not_said_is_filled_with_a_note(tmp_path: Path) -> None:
     with ManiSkillRecording(tmp_path) as recording:
         notes = {note.field: note for note in recording.notes}
         assert notes["success"].fate == notes["reward"].fate == notes["spec.action"].fate == "filled"
-        assert "went on after the task's end" in notes["terminated"].note
+        assert "continued after the task's end" in notes["terminated"].note
         assert not recording.spec.reports_success
         assert recording.spec.action == ActionSpec.continuous([-1, -1], [1, 1]), "0.25 lies within -1 … 1"
         assert recording.episode(0).terminated.tolist() == [False, False, True]

@@ -173,7 +173,7 @@ def test_what_is_there_is_not_overwritten(name: str, tmp_path: Path) -> None:
     with record(tmp_path / "native", info_of(STATE), CASES["plain"][1]) as source:
         (tmp_path / "there").mkdir()
         write_foreign(source, tmp_path / "there", name)  # an empty folder is no obstacle
-        with pytest.raises(RecordingError, match="is there already, and is not an empty folder"):
+        with pytest.raises(RecordingError, match="already exists and is not an empty folder"):
             write_foreign(source, tmp_path / "there", name)
 
 
@@ -184,7 +184,7 @@ def test_unknown_formats_and_paths(tmp_path: Path) -> None:
     ):
         write_foreign(source, tmp_path / "there", "lerobt")
     (tmp_path / "other").mkdir()
-    with pytest.raises(RecordingError, match="is no recording in a format that is known: native, maniskill, lerobot, robomimic, minari"):
+    with pytest.raises(RecordingError, match="is not a recording in a known format: native, maniskill, lerobot, robomimic, minari"):
         open_recording(tmp_path / "other")
     assert detect_format(tmp_path / "native") == "native"
     assert detect_format(tmp_path / "nowhere") is None
@@ -208,5 +208,5 @@ def test_info_of_another_shape_is_refused(tmp_path: Path) -> None:
     data = json.loads(path.read_text())
     del data["embodied_rl"]["spec"]
     path.write_text(json.dumps(data))
-    with pytest.raises(RecordingError, match=r"metadata.json', field 'embodied_rl': is not what this package writes"):
+    with pytest.raises(RecordingError, match=r"metadata.json', field 'embodied_rl': was not written by this package"):
         open_recording(tmp_path / "there")

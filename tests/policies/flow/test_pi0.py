@@ -286,7 +286,7 @@ def test_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
 def test_a_folder_without_tokenizer_is_refused_before_its_weights_are_read(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to(folder / "config.json")
     (tmp_path / "model.safetensors").write_bytes(b"not even read")
-    with pytest.raises(UserError, match=r"holds no tokenizer \(none of tokenizer.json"):
+    with pytest.raises(UserError, match=r"has no tokenizer \(none of tokenizer.json"):
         load(tmp_path)
 
 

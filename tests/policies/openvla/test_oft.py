@@ -134,7 +134,7 @@ def test_checkpoints_round_trip(checkpoint: Path, tmp_path: Path, case: str) -> 
 
 
 def test_what_does_not_fit_is_one_line(copy: Path) -> None:
-    with pytest.raises(UserError, match="does not say what OpenVLA-OFT was trained with"):
+    with pytest.raises(UserError, match="does not describe the OpenVLA-OFT training"):
         load(copy, None)
     with pytest.raises(UserError, match="sizes must be at least 1, got chunk=0"):
         OFTConfig(chunk=0)

@@ -239,11 +239,11 @@ def test_without_a_cuda_device_the_error_says_so(monkeypatch: pytest.MonkeyPatch
 def test_arguments_that_cannot_be_are_named() -> None:
     with pytest.raises(UserError, match=r"'PushCub-v1' is not known. Did you mean 'PushCube-v1'"):
         maniskill_gpu.make("PushCub-v1", 4)
-    with pytest.raises(UserError, match="on a CPU a simulation holds one environment, and 2 were asked for"):
+    with pytest.raises(UserError, match="on a CPU a simulation has one environment, and 2 were requested"):
         maniskill_gpu.make("PushCube-v1", 2, device="cpu")
     with pytest.raises(UserError, match="device='tpu' is not a choice"):
         maniskill_gpu.make("PushCube-v1", 2, device="tpu")
-    with pytest.raises(UserError, match="'sim_backend' is chosen by the simulator"):
+    with pytest.raises(UserError, match="'sim_backend' is set by the simulator"):
         maniskill_gpu.make("PushCube-v1", 1, device="cpu", sim_backend="physx_cpu")
     with pytest.raises(UserError, match="obs_mode='none' is not a choice"):
         maniskill_gpu.make("PushCube-v1", 1, device="cpu", obs_mode="none")
@@ -303,7 +303,7 @@ def test_all_environments_step_or_none() -> None:
     out = StepBuffers.allocate(sim.spec, 1)
     with pytest.raises(UserError, match=r"steps its 1 environments together and was asked for 0 of them: set sim.pipeline_groups=1"):
         sim.step([], np.zeros((0, 8), np.float32), out)
-    with pytest.raises(UserError, match="only all of them together"):
+    with pytest.raises(UserError, match="must reset all of them"):
         sim.reset([], [], out, RECONFIGURE)
     sim.close()
 
