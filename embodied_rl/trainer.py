@@ -370,7 +370,7 @@ class Trainer:
         self.loggers.rescue(self.run_dir)
         self._folder = self.run_dir.stat()
         self._save()
-        saved = f"It ends, saved at {self.steps:,} steps in another: go on with resume={self.run_dir}."
+        saved = f"It ends, saved at {self.steps:,} steps in another: continue with resume={self.run_dir}."
         raise UserError(f"The run's folder {gone} was removed or moved while it ran. {saved}")
 
     def _save(self) -> Path:

@@ -224,7 +224,7 @@ def mp4_as_gif(path: Path, max_bytes: int = MAX_GIF_BYTES) -> bytes:
     except (av.FFmpegError, OSError, ValueError, IndexError, OverflowError) as error:
         raise UserError(f"'{path}' is not a video that can be read: {brief(error)}.") from error
     if not frames:
-        raise UserError(f"'{path}' is not a video that can be read: it holds no picture.")
+        raise UserError(f"'{path}' is not a video that can be read: it has no picture.")
     return gif_bytes(frames, max(1, round(rate)), max_bytes=max_bytes)
 
 

@@ -214,7 +214,7 @@ def test_a_recording_of_successes_alone_supports_nothing(choices: dict[str, Path
 def test_vectors_need_what_was_drawn_and_are_deterministic_where_their_density_never_changes(vectors: dict[str, Path]) -> None:
     episodes = play(vectors["behaviour"], 30)
     without = [dataclasses.replace(episode, sampled_action=None) for episode in episodes]
-    assert "lacks sampled_action" in study(VECTORS, without, vectors, "near", estimators=("wis",)).policies[0].estimate("wis").refused
+    assert "has no sampled_action" in study(VECTORS, without, vectors, "near", estimators=("wis",)).policies[0].estimate("wis").refused
     # The mode's density, −log σ − log √2π with log σ = −0.3, at every step; and the uniform density ½, which is no mode's.
     for density, expected in ((0.3 - 0.9189385, "every recorded action has the density of its distribution's mode"), (math.log(0.5), "")):
         same = [dataclasses.replace(e, log_prob=np.full((e.num_steps, 1), density, np.float32)) for e in episodes]

@@ -77,7 +77,7 @@ def test_home_is_the_users_and_lists_stay_lists(monkeypatch: pytest.MonkeyPatch)
         (["+x"], "not of the form key=value"),
         (["sim"], "Type: sim=VALUE"),
         (["@"], "not of the form key=value"),
-        (["=5"], "no key of a configuration"),
+        (["=5"], "not a configuration key"),
         (["seed=1,2"], "-m seed=1,2"),
         (["-m", "sim=cartpole,nope"], "Simulator 'nope' is not known"),
         (["~sim"], "removes a key that a run needs"),

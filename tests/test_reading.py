@@ -20,7 +20,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # nobody writes into it: to open it would wait for ever
     (tmp_path / "device").symlink_to("/dev/zero")
     for name in ("pipe", "device", "."):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             read_regular(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "nothing")

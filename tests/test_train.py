@@ -172,8 +172,8 @@ MISTAKES = [
     (["algorithm.minibatch_size=4096"], "algorithm.minibatch_size must be <= sim.num_slots * algorithm.rollout_steps (256), got 4096"),
 ]
 MATHEMATICS = [
-    (["algorithm.advantage=rloo"], "works on whole episodes"),
-    (["algorithm=grpo", "algorithm.loss=ipa", "algorithm.loss_options.max_mismatch=2"], "set advantage=ipa"),
+    (["algorithm.advantage=rloo"], "needs whole episodes"),
+    (["algorithm=grpo", "algorithm.loss=ipa", "algorithm.loss_options.max_mismatch=2"], "set algorithm.advantage=ipa"),
     (["algorithm=grpo", "algorithm.loss_options.max_mismatch=2"], "is not an option of 'ppo_clip'"),
 ]
 ONE_AFTER_THE_OTHER = """
@@ -273,7 +273,7 @@ def test_resume_with_another_run_dir_goes_on_there_with_the_history(tmp_path: Pa
     assert {path.name for path in (run / "tensorboard").iterdir()} < {path.name for path in (other / "tensorboard").iterdir()}
     # It is a run like any other: named by its folder, it goes on in it, and a folder that holds a run is not written over.
     assert train(load_train_config([f"resume={other}", "total_steps=768"]), overrides=["total_steps=768"]) == other
-    with pytest.raises(UserError, match="other already holds a run"):
+    with pytest.raises(UserError, match="other already has a run"):
         train(load_train_config([*whole, f"run_dir={tmp_path}/other", f"resume={first}"]))
 
 

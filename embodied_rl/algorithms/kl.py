@@ -60,8 +60,8 @@ def kl_loss(
     """
     if kind == "k1" and not straight_through:
         raise ValueError(
-            "k1 as a loss has the gradient E[grad log pi] = 0, which regularises nothing. Take k2 or k3, set straight_through=True, "
-            "or put k1 in the reward (algorithm.kl.place=reward)."
+            "k1 as a loss has the gradient E[grad log pi] = 0, so it does not regularise. Use k2 or k3, set straight_through=True, or "
+            "put k1 in the reward (algorithm.kl.place=reward)."
         )
     new, reference = visible_entries(mask, log_prob=log_prob, reference_log_prob=reference_log_prob.detach())
     per_entry = kl_estimate(log_prob=new, reference_log_prob=reference, kind=kind)

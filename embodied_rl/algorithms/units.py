@@ -18,7 +18,7 @@ Level = Literal["chunk", "action", "token"]
 def unit_steps(num_units: int, chunk_size: int, action_dim: int) -> Tensor:
     """[L] int64: step of the chunk that each unit belongs to. Raises ValueError if L is no multiple of K·A."""
     if num_units % (chunk_size * action_dim):
-        raise ValueError(f"{num_units} action units cannot be those of {chunk_size} steps of {action_dim} dimensions.")
+        raise ValueError(f"{num_units} action units do not fit {chunk_size} steps of {action_dim} dimensions.")
     return (torch.arange(num_units) // action_dim) % chunk_size
 
 

@@ -284,7 +284,9 @@ def adopt_checkpoint(checkpoint: Checkpoint, run_dir: Path | str) -> Checkpoint:
         if checkpoint.base is not None and checkpoint.base["within_run"]:
             place = run / str(checkpoint.base["path"])
             if not place.resolve().is_relative_to(run.resolve()):
-                raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint.path}' says that its base model lies outside of its run.")
+                raise IncompatibleCheckpointError(
+                    f"Checkpoint '{checkpoint.path}' has a base model outside of its run, which is not allowed."
+                )
             copy_files(checkpoint.run_dir / str(checkpoint.base["path"]), place)
         root.mkdir(parents=True, exist_ok=True)
         temporary = _fresh_temporary(root)

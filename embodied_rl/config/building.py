@@ -149,7 +149,7 @@ def _scalar(kind: type, value: object, where: str) -> object:
     require(isinstance(value, kind) and not (kind is int and isinstance(value, bool)), where, _KINDS.get(kind, kind.__name__), value)
     # Bytes from a terminal that are not UTF-8 become surrogates, which our files cannot hold.
     is_text = not isinstance(value, str) or ("\0" not in value and not any("\ud800" <= sign <= "\udfff" for sign in value))
-    require(is_text, where, "text that is UTF-8 and holds no NUL", value)
+    require(is_text, where, "text that is UTF-8 and has no NUL", value)
     return value
 
 

@@ -110,7 +110,7 @@ class Messages:
         if not data:
             raise ChannelClosed("the other end closed the connection")
         if self._key is not None and not data.startswith(self._key[: len(data)]):
-            raise ChannelGarbled(f"bytes that are no message: {data[:16].hex(' ')} …")
+            raise ChannelGarbled(f"bytes that are not a message: {data[:16].hex(' ')} …")
         return data
 
     def _exactly(self, size: int) -> bytes:
@@ -184,7 +184,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     try:
         message = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ChannelGarbled(f"a message that is no JSON ({type(error).__name__}): {text[:40]!r}") from None
+        raise ChannelGarbled(f"a message that is not JSON ({type(error).__name__}): {text[:40]!r}") from None
     if not isinstance(message, dict):
         raise ChannelGarbled(f"a message that is a {type(message).__name__} instead of an object: {text[:40]!r}")
     return message

@@ -133,7 +133,7 @@ class VideoReader:
         except (av.FFmpegError, OSError, ValueError) as error:
             raise VideoError(f"cannot be opened ({brief(error)})") from error
         if not self._container.streams.video:
-            raise VideoError("holds no video")
+            raise VideoError("has no video")
         stream = self._container.streams.video[0]
         even = tuple(side + side % 2 for side in shape[:2])
         if (stream.height, stream.width) not in (shape[:2], even):

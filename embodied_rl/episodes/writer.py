@@ -364,7 +364,7 @@ def _require_same(folder: Path, there: RecordingInfo, here: RecordingInfo) -> No
         here_value, there_value = (data[room][key] if key else data[room] for data in (ours, theirs))
         raise RecordingError(
             f"'{folder}' has a recording of another kind: {', '.join(differing)} differ ({name} is {there_value!r:.200} there and "
-            f"{here_value!r:.200} here). Take another folder."
+            f"{here_value!r:.200} here). Use another folder."
         )
 
 

@@ -299,7 +299,7 @@ class Film(Config):
         for word in self.formats or ("",):
             require_known(word, FORMATS, f"format={','.join(self.formats)}: '{word}' is not a choice.")
         if len(self.cameras) > MAX_CAMERAS or len(set(self.cameras)) < len(self.cameras):
-            raise UserError(f"cameras={','.join(self.cameras)}: give up to {MAX_CAMERAS} different names.")
+            raise UserError(f"cameras={','.join(self.cameras)}: list up to {MAX_CAMERAS} different names.")
         parse_overlays(self.overlay)
         if self.selection().num_shown > MAX_SHOWN:
             raise UserError(f"select={self.select}: at most {MAX_SHOWN} episodes can be shown.")

@@ -177,8 +177,8 @@ def simulate(workload: WorkloadConfig, placement: Placement, cluster: Cluster, *
     UserError: it does not fit into memory, has more copies of the policy than environments, or more stages than a copy has slots."""
     if placement.kind == "multiplexed" and not workload.episodes_per_iteration:
         raise UserError(
-            "hybrid.placement=multiplexed consolidates the episodes that take longest, and this workload collects a fixed number of "
-            "steps from every slot. Nearest valid choice: collocated, or episodes_per_iteration instead of rollout_steps."
+            "hybrid.placement=multiplexed needs whole episodes, and this workload collects a fixed number of steps from every slot. "
+            "Nearest valid choice: collocated, or episodes_per_iteration instead of rollout_steps."
         )
     case = _case(workload, placement, cluster)
     return (_steps if workload.rollout_steps else _episodes)(case, np.random.default_rng(seed))

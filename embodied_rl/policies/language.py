@@ -252,7 +252,7 @@ class LanguagePolicy(TrainedModule):
         elif self.reference:
             yield cast("PreTrainedModel", self.reference[0])
         else:
-            raise UserError("There is no reference policy: train with policy.lora_rank > 0, or call keep_reference() before training.")
+            raise UserError("No reference policy: train with policy.lora_rank > 0, or call keep_reference() before training.")
 
     # ---- layout -----------------------------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class LanguagePolicy(TrainedModule):
     def save_adapter(self, folder: str | Path) -> Path:
         """Write the LoRA adapter in peft's format, and the value head. Raises UserError if there is no LoRA."""
         if not self.has_lora:
-            raise UserError("There is no LoRA adapter to save (policy.lora_rank=0): use save_model.")
+            raise UserError("No LoRA adapter to save (policy.lora_rank=0): use save_model.")
         return language_weights.save_adapter(self._adapted, self.value_head, Path(folder))
 
 

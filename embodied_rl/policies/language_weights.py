@@ -66,7 +66,7 @@ def with_lora(model: nn.Module, config: LanguageConfig) -> nn.Module:
 
 def _read_adapter(peft: ModuleType, model: nn.Module, folder: Path) -> nn.Module:
     if not (folder / "adapter_config.json").is_file():
-        raise UserError(f"'{folder}' holds no adapter_config.json, so it is not a peft adapter.")
+        raise UserError(f"'{folder}' has no adapter_config.json, so it is not a peft adapter.")
     check_safetensors(folder, "adapter_model")
     try:
         return peft.PeftModel.from_pretrained(model, str(folder), adapter_name=_ADAPTER, is_trainable=True, local_files_only=True)

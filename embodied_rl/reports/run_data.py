@@ -100,7 +100,7 @@ def load_run(path: Path | str) -> RunData:
     if not folder.is_dir():
         beside = folder.parent if folder.parent.is_dir() else Path()
         raise UserError(
-            f"There is no run '{path}'.{did_you_mean(folder.name, (entry.name for entry in beside.iterdir() if entry.is_dir()))}"
+            f"Run '{path}' does not exist.{did_you_mean(folder.name, (entry.name for entry in beside.iterdir() if entry.is_dir()))}"
         )
     problems: list[str] = []
     results = _read(folder / RESULTS_FILE, parse_json, problems)

@@ -178,6 +178,6 @@ def _whole(finished: list[EpisodeSummary], first: int, num_episodes: int) -> lis
     assert len(finished) + len(missing) == num_episodes, "a seed was played twice"
     if missing:
         warnings.warn(
-            f"{len(missing)} of {num_episodes} episodes were given up because their simulator failed: seeds {missing}.", stacklevel=3
+            f"{len(missing)} of {num_episodes} episodes were dropped because their simulator failed: seeds {missing}.", stacklevel=3
         )
     return sorted(finished, key=lambda episode: episode.seed)

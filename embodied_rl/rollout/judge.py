@@ -64,7 +64,7 @@ class OpenAIJudge:
         answer = self._model.act(self.question(episode))
         numbers = _NUMBER.findall(answer)
         if not numbers:
-            raise ValueError(f"the judge's answer holds no number: {answer[:80]!r}")
+            raise ValueError(f"the judge's answer has no number: {answer[:80]!r}")
         value = float(numbers[-1])
         if not self._lowest <= value <= self._highest:
             raise ValueError(f"the judge's answer is {value:g}, outside of {self._lowest:g} to {self._highest:g}")

@@ -264,7 +264,7 @@ class TokenHost:
         deadline = time.monotonic() + _ABORT_TIMEOUT_S
         while wanted:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"Requests {sorted(map(str, wanted))} were aborted and did not come back in {_ABORT_TIMEOUT_S:g} s.")
+                raise TimeoutError(f"Requests {sorted(map(str, wanted))} were aborted but not returned within {_ABORT_TIMEOUT_S:g} s.")
             others = []
             for completion in self.backend.poll(1, _ABORT_TIMEOUT_S):
                 key = completion.request_id

@@ -135,12 +135,12 @@ def parse_object(data: bytes) -> dict[str, Any]:
 def _finite_float(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text[:40]} is beyond the numbers of a computer")
+        raise ValueError(f"{text[:40]} is out of range for a number")
     return value
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 _IDLE_CONNECTION_S = 75.0

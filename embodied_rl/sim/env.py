@@ -105,11 +105,11 @@ class SimEnv(ABC):
 
     def _saved(self, env_id: int) -> dict[str, Any]:
         """Plain values and arrays that the rest of one environment's episode depends on."""
-        raise SnapshotError(f"Task '{self.spec.task}' has no snapshots: an episode is taken up by its seed and actions.")
+        raise SnapshotError(f"Task '{self.spec.task}' has no snapshots: an episode is restored from its seed and actions.")
 
     def _take_up(self, env_id: int, saved: Mapping[str, Any]) -> None:
         """The inverse of `_saved`."""
-        raise SnapshotError(f"Task '{self.spec.task}' has no snapshots: an episode is taken up by its seed and actions.")
+        raise SnapshotError(f"Task '{self.spec.task}' has no snapshots: an episode is restored from its seed and actions.")
 
     # ---- the physical state by name: what recordings keep beside the observation --------------------------------------
 

@@ -191,7 +191,7 @@ class WorkerProcess:
             where = {key: [int(number) for number in message[key]] for key in ("slots", "seeds", "steps") if key in message}
             return error(kind, self.index, str(message["detail"]), **where)
         except (KeyError, TypeError, ValueError) as error:
-            raise ChannelGarbled(f"a report of a failure that says nothing ({error!r})") from None
+            raise ChannelGarbled(f"a failure report without content ({error!r})") from None
 
     def _garbled(self, what: str, doing: str) -> SimFault:
         return SimFault(FaultKind.GARBLED, self.index, f"While it should {doing}, it sent {what[:400]}.\n{self._output_tail()}")

@@ -76,14 +76,14 @@ def decode_state(data: bytes | bytearray | memoryview) -> Any:
     _, version, zero, checksum, skeleton_size, total = _HEADER.unpack_from(view)
     if version != FORMAT_VERSION or zero != 0:
         raise SnapshotError(
-            f"Snapshot has format version {version}; this version of embodied_rl reads {FORMAT_VERSION}. "
-            "Take it anew from the running simulator."
+            f"Snapshot has format version {version}; this version of embodied_rl reads {FORMAT_VERSION}. Take a new snapshot from the "
+            "running simulator."
         )
     if total != len(view):
         word = "cut short" if len(view) < total else "followed by other bytes"
         raise SnapshotError(f"Snapshot is {word}: {len(view)} bytes instead of {total}.")
     if zlib.crc32(view[_CHECKED_FROM:]) != checksum:
-        raise SnapshotError("Snapshot is damaged: its checksum does not match. Take it anew.")
+        raise SnapshotError("Snapshot is damaged: its checksum does not match. Take a new snapshot.")
     blocks_from = _HEADER.size + skeleton_size
     try:
         skeleton = json.loads(bytes(view[_HEADER.size : blocks_from]))

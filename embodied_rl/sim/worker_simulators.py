@@ -564,7 +564,7 @@ class WorkerSimulators(Simulators):
 
     def _require_snapshots(self) -> None:
         if self.spec.snapshots == "none":
-            raise SnapshotError(f"Episodes of task '{self.spec.task}' cannot be saved and taken up again (its spec says snapshots='none').")
+            raise SnapshotError(f"Episodes of task '{self.spec.task}' cannot be saved and restored (its spec says snapshots='none').")
 
     # ---- warm pool --------------------------------------------------------------------------------------------------
 

@@ -209,7 +209,7 @@ def test_prompts_that_no_observation_fits_into_are_told_before_anything_is_playe
         UserError, match=r"agent.max_prompt_tokens=17 is too few for a prompt: .* need 18 with an observation of one letter"
     ):
         make(system="Win.", max_prompt_tokens=17)
-    with pytest.raises(UserError, match=r"The 17 tokens that agent.max_new_tokens=8 leaves of 25 of context are too few.* make 18 of"):
+    with pytest.raises(UserError, match=r"The 17 tokens that agent.max_new_tokens=8 leaves of 25 of context are too few.* need 18 with"):
         make(25, system="Win.")
     assert isinstance(make(26, system="Win.").begin().prompt("o"), Prompt)
     # Memory and summary are dropped first: they may fill the rest, and need no room.

@@ -57,7 +57,7 @@ def test_decoupled_ppo_is_short_for_a_correction() -> None:
     config = load_train_config([*words, *options]).algorithm
     assert (config.loss, config.loss_options) == ("ppo_clip", {})
     assert config.correction == CorrectionConfig(mode="clamp", high=3.0, level="sequence")
-    with pytest.raises(UserError, match="brings its own weights"):
+    with pytest.raises(UserError, match="has its own importance weights"):
         load_train_config([*words, *options, "algorithm.correction.reject=2"])
     with pytest.raises(UserError, match=r"needs algorithm\.loss_options\.weight_high"):
         load_train_config(words)

@@ -17,7 +17,7 @@ def test_units_belong_to_the_steps_of_their_chunk() -> None:
     assert STEPS.tolist() == [0, 0, 0, 1, 1, 1]
     # Two denoising steps: each has its own K·A units.
     assert unit_steps(8, 2, 2).tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
-    with pytest.raises(ValueError, match="7 action units cannot be those of 2 steps of 3 dimensions"):
+    with pytest.raises(ValueError, match="7 action units do not fit 2 steps of 3 dimensions"):
         unit_steps(7, 2, 3)
 
 

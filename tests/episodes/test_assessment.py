@@ -154,7 +154,7 @@ def test_cut_weights_are_reported() -> None:
     (estimate,) = assess(played(200, 0), ["is"], dataclasses.replace(GIVEN, max_weight=2.0))
     assert estimate.weights is not None
     assert estimate.weights.cut_share > 0
-    assert estimate.notes == (f"weights cut at 2 ({estimate.weights.cut_share:.1%} of the steps): biased",)
+    assert estimate.notes == (f"weights clipped at 2 ({estimate.weights.cut_share:.1%} of the steps): biased",)
 
 
 def test_the_recorded_policys_own_value() -> None:

@@ -71,7 +71,7 @@ def test_any_episodes_in_any_order(path: Path) -> None:
         for numbers in ([4], [2, 3, 4], [6, 0, 1, 1, 5], [-1]):
             assert_is(recording.read_many(numbers, NAMES), recording, [number % 7 for number in numbers])
         assert_is(recording.read_many([3, 5, 4], ["value"]), recording, [3, 5, 4], ("value",))
-        with pytest.raises(IndexError, match="no episode 7"):
+        with pytest.raises(IndexError, match="episode 7 does not exist"):
             recording.read_many([0, 7], NAMES)
 
 

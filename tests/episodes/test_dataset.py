@@ -183,5 +183,5 @@ def test_numbers_that_are_not_finite_name_episode_and_field() -> None:
         TransitionTable(refs(recording([episode(2), broken])), SPEC.action, OPTIONS)
     with pytest.raises(RecordingError, match="episode 0: NaN or infinity in reward"):
         TransitionTable(refs(recording([episode(2, reward=np.array([1, np.inf], np.float32))])), SPEC.action, OPTIONS)
-    with pytest.raises(UserError, match="no recorded episode"):
+    with pytest.raises(UserError, match="No recorded episodes"):
         EpisodeDataset([], SPEC, OPTIONS, seed=0)

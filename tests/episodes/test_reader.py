@@ -172,7 +172,7 @@ def pickled(part: Path) -> None:
 
 
 OPENING = {
-    "info missing field": (lambda r, p: edit_json(r / "recording.json", lambda d: d.pop("sim")), r"recording.json' lacks the field 'sim'"),
+    "info missing field": (lambda r, p: edit_json(r / "recording.json", lambda d: d.pop("sim")), r"recording.json' has no field 'sim'"),
     "info garbage": (lambda r, p: (r / "recording.json").write_text("{"), r"recording.json' does not describe a recording"),
     "info version": (lambda r, p: edit_json(r / "recording.json", lambda d: d.update(format_version=9)), r"version 9; this is .* 1"),
     "info list": (lambda r, p: (r / "recording.json").write_text("[]"), r"recording.json' does not describe a recording"),
@@ -271,7 +271,7 @@ READING: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "blob past end": (
         lambda p: put_npy(p / "observation.text.npy", 4, (0, 10**9)),
         1,
-        r"observation.text.bin', episode 1, field 'observation.text': bytes 0 to 1000000000 are wanted",
+        r"observation.text.bin', episode 1, field 'observation.text': bytes 0 to 1000000000 are needed",
     ),
     "blob negative": (lambda p: put_npy(p / "observation.text.npy", 4, (-1, 1)), 1, r"episode 1, field 'observation.text': bytes -1"),
     "blob missing": (

@@ -293,7 +293,7 @@ def test_a_full_disk_leaves_the_recording_as_it_was(tmp_path: Path, monkeypatch:
 def test_resuming_goes_on_behind_the_last_episode(tmp_path: Path) -> None:
     with RecordingWriter(tmp_path / "r", info_of()) as writer:
         writer.add(make_episode(seed=5))
-    with pytest.raises(RecordingError, match="holds a recording already"):
+    with pytest.raises(RecordingError, match="already has a recording"):
         RecordingWriter(tmp_path / "r", info_of())
     with RecordingWriter(tmp_path / "r", info_of(), resume=True) as writer:
         assert writer.seeds == {5}

@@ -426,7 +426,7 @@ def test_what_it_cannot_do(serve: Any, tokenizer: ChatTokenizer) -> None:
     with pytest.raises(UserError, match="images"):
         backend.submit([request(images=(np.zeros((8, 8, 3), np.uint8),))])
     backend.submit([request(1)])
-    with pytest.raises(UserError, match="in flight already"):
+    with pytest.raises(UserError, match="already in flight"):
         backend.submit([request(1)])
     _, chat = serve(stream, api="chat")
     with pytest.raises(UserError, match="has no messages"):

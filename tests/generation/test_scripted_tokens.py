@@ -49,7 +49,7 @@ def test_pause_abort_and_version() -> None:
     (answered,) = backend.poll()
     assert answered.request_id == 1
     assert answered.version.tolist() == [6]
-    with pytest.raises(UserError, match="in flight already"):
+    with pytest.raises(UserError, match="already in flight"):
         backend.submit([request(3), request(3)])
     backend.close()
     assert backend.poll() == []

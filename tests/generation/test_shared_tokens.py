@@ -30,7 +30,7 @@ def test_each_asker_gets_its_own_answers_under_its_own_numbers() -> None:
     assert told(other.poll()) == {0: [103]}, "it was answered while the other one waited"
     assert one.poll() == [], "nothing is in flight"
     one.submit([ask(5, [9])])
-    with pytest.raises(UserError, match="in flight already"):
+    with pytest.raises(UserError, match="already in flight"):
         one.submit([ask(5, [9])])
     one.abort([5, 77])
     (aborted,) = one.poll()

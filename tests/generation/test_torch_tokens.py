@@ -417,7 +417,7 @@ def test_ids_may_be_used_again_once_answered(policy: LanguagePolicy) -> None:
     backend = TorchTokens(policy.generation_model())
     one = requests(1)
     backend.submit(one)
-    with pytest.raises(UserError, match="in flight already"):
+    with pytest.raises(UserError, match="already in flight"):
         backend.submit(one)
     backend.poll()
     backend.submit(one)

@@ -72,7 +72,7 @@ def test_without_gpus_machines_compute() -> None:
         (
             {"env": "0/cpu", "generation": "0/gpu:0-8", "train": "0/gpu:*"},
             {},
-            r"'0/gpu:8' does not exist.* that does: '0/gpu:7'",
+            r"'0/gpu:8' does not exist.* existing device: '0/gpu:7'",
         ),
         ({"env": "0/cpu", "generation": "3/gpu:1", "train": "0/gpu:*"}, {}, r"'3/gpu:1' does not exist.*'0/gpu:1'"),
         ({"env": "0/cpu", "generation": "gpu3", "train": "0/gpu:*"}, {}, "is not a device: write node/kind:index"),
@@ -82,7 +82,7 @@ def test_without_gpus_machines_compute() -> None:
             {},
             r"train: \['0/gpu:0-7'\], or train: \['0/gpu:6-7'\]",
         ),
-        ({"env": "0/cpu", "generation": "0/gpu:0-1", "train": ["0/gpu:1", "0/cpu"]}, {}, "mixes GPUs and processors"),
+        ({"env": "0/cpu", "generation": "0/gpu:0-1", "train": ["0/gpu:1", "0/cpu"]}, {}, "mixes GPUs and CPUs"),
         ({"env": "0/cpu", "generation": ["0/gpu:0", "0/gpu:0"], "train": "0/gpu:1"}, {}, "twice"),
         ({"env": "0/cpu", "generation": "0/gpu:3-1", "train": "0/gpu:1"}, {}, "smaller number first"),
         ({"env": "0/cpu", "generation": "0/gpu:1", "train": "0/gpu:1", "judge": "0/cpu"}, {}, "role 'judge' is not known"),

@@ -78,7 +78,7 @@ def test_differences_are_exact_and_small(dtype: torch.dtype) -> None:
             assert "dense" in sent
     with pytest.raises(ValueError, match="differences to version 2, but the present weights have version 0"):
         apply_delta(target, 0, source.stream(3, weights.items()))
-    with pytest.raises(ValueError, match="no tensor 'other'"):
+    with pytest.raises(ValueError, match="tensor 'other' does not exist"):
         apply_delta(target, 3, [(BASE, torch.tensor([3])), ("other", torch.zeros(1))])
 
 

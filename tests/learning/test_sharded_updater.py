@@ -204,7 +204,7 @@ def test_a_rank_that_cannot_start_is_said_at_once(monkeypatch: pytest.MonkeyPatc
 
 def test_a_refused_run_leaves_no_rank_behind(tmp_path: Path) -> None:
     common = ("sim=cartpole", "hybrid=fsdp2", "hybrid.device=cpu", "hybrid.offload=[kv_cache]")
-    with pytest.raises(UserError, match="keeps no cache"):
+    with pytest.raises(UserError, match="has no cache"):
         train_shortly(tmp_path / "run", *common)
     assert not torch.distributed.is_initialized()
     # That no process is left is looked at when the module ends.

@@ -176,7 +176,7 @@ def test_weights_do_not_depend_on_the_number_of_threads() -> None:
             "'goall' is no observation of task 'Toy-v0'. Did you mean 'goal'",
         ),
         ({"encoder": "mixed", "observation_keys": ("map",)}, spec(BOTH), "'map' is neither a vector nor an image"),
-        ({"encoder": "mixed"}, spec({"map": TensorSpec((4, 4))}), "shows none"),
+        ({"encoder": "mixed"}, spec({"map": TensorSpec((4, 4))}), "has none"),
         ({"distribution": "squashed"}, spec(action=ActionSpec.discrete(3)), "3 discrete ones"),
         ({"observation_key": "rgb", "encoder": "cnn"}, spec({"rgb": TensorSpec((20, 20, 3), "uint8")}), "fewer layers"),
     ],

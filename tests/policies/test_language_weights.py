@@ -86,7 +86,7 @@ def test_reference_with_lora_is_the_model_without_it(folder: Path) -> None:
 
 def test_reference_without_lora_is_a_copy_that_stays(folder: Path) -> None:
     policy = build(folder)
-    with pytest.raises(UserError, match="no reference policy"):
+    with pytest.raises(UserError, match="No reference policy"):
         policy.reference_log_prob(random_sequences(0, LENGTHS))
     policy.keep_reference()
     before = log_prob(policy)
@@ -170,7 +170,7 @@ def test_adapter_goes_on_where_it_was_saved(folder: Path, tmp_path: Path) -> Non
 
 
 def test_adapters_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no LoRA adapter to save"):
+    with pytest.raises(UserError, match="No LoRA adapter to save"):
         build(folder).save_adapter(tmp_path / "none")
     with pytest.raises(UserError, match=r"no adapter_config\.json"):
         build(folder, adapter=str(folder))

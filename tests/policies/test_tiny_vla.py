@@ -158,7 +158,7 @@ def test_prepared_once_is_prepared_for_good() -> None:
     [
         ({"image_key": "state"}, SPEC, r"policy\.image_key='state': task 'Toy-v0' shows no image 'state'.* Known: rgb"),
         ({}, dataclasses.replace(SPEC, observation={"state": TensorSpec((5,))}, instruction="go"), r"shows no image at all"),
-        ({"state_key": "stat"}, SPEC, r"policy\.state_key='stat' is no vector .*Did you mean 'state'"),
+        ({"state_key": "stat"}, SPEC, r"policy\.state_key='stat' is not a vector .*Did you mean 'state'"),
         ({}, dataclasses.replace(SPEC, action=ActionSpec.discrete(3)), r"takes discrete actions; .* use policy=mlp"),
         ({}, dataclasses.replace(SPEC, observation={"rgb": SPEC.observation["rgb"]}), r"gives no instruction.* set policy\.instruction"),
         ({"conv_channels": (4, 4, 4, 4, 4)}, SPEC, r"has too many layers for an image of 32x24 pixels"),

@@ -446,7 +446,7 @@ def test_a_prompt_that_is_too_long_is_refused(folder: Path) -> None:
     with serving(TorchTokens(policy.generation_model()), policy.tokenizer) as proxy:
         status, answer = ask(proxy, "/chat/completions", {"messages": [user("xyz " * 300)]})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-        assert "context holds 256" in answer["error"]["message"]
+        assert "context has 256" in answer["error"]["message"]
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:

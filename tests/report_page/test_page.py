@@ -332,7 +332,7 @@ def test_runs_are_named_in_any_way(tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         ([], "Argument run=… is missing"),
-        (["run=runs/aa"], "There is no run 'runs/aa'. Did you mean 'a'?"),
+        (["run=runs/aa"], "Run 'runs/aa' does not exist. Did you mean 'a'?"),
         (["runs/x*"], "No run matches 'runs/x*'"),
         (["runs"], "'runs' is not the folder of a run: it has no results.json, metrics.jsonl or checkpoint"),
         (["runs/a", "outptu=x.html"], "Argument 'outptu' is not known. Did you mean 'output'?"),

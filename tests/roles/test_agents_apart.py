@@ -98,7 +98,7 @@ def test_a_model_that_the_player_cannot_use_is_the_users_error(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["../config.json", "/tmp/config.json", "a/../../b"])
 def test_files_of_a_model_stay_in_its_folder(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="cannot be named"):
+    with pytest.raises(ValueError, match="cannot have the name"):
         write_model_files({name: np.zeros(1, np.uint8)}, tmp_path / "model")
 
 

@@ -553,7 +553,7 @@ def test_hosts_and_threads_of_this_machine() -> None:
     with pytest.raises(UserError, match=r"num_hosts must be between 2 and 65,536"):
         load_train_config(["sim=cartpole", "hybrid.placement={kind: multiplexed, num_hosts: 1}"])
     assert resolve(load_train_config(["sim=cartpole", "algorithm=grpo"])).hybrid.num_threads is None
-    with pytest.warns(UserWarning, match=r"hosts and training take turns\. Set algorithm\.groups\.max_staleness=1"):
+    with pytest.warns(UserWarning, match=r"no episode may use older weights\. Set algorithm\.groups\.max_staleness=1"):
         assert resolve(config).hybrid.num_threads is not None
     with pytest.raises(UserError, match=r"at least 2 GPUs.*collocated"):
         plan_hosts(config.hybrid, num_gpus=1, num_cores=8)

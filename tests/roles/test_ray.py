@@ -206,7 +206,7 @@ def test_weights_through_the_object_store(session: Any) -> None:
 
 def test_what_can_never_begin_is_refused_at_once(session: Any) -> None:
     """Ray itself would wait without a word; here, for longer than a test may take."""
-    with pytest.raises(UserError, match=r"never begin.*train 64 CPUs.*the most are 4 CPUs"):
+    with pytest.raises(UserError, match=r"cannot start.*train 64 CPUs.*the maximum is 4 CPUs"):
         RayCluster(HybridConfig(cluster="ray", ray=RayConfig(cpus=RayCpusConfig(train=64.0), start_timeout_s=1e5)))
 
 
@@ -228,7 +228,7 @@ def test_what_others_hold_is_waited_for_and_then_refused(session: Any) -> None:
         HybridConfig(cluster="ray", ray=RayConfig(cpus=RayCpusConfig(env=3.5, train=0.25), start_timeout_s=seconds)) for seconds in (200, 2)
     )
     holding = RayCluster(patient)
-    with pytest.raises(UserError, match=r"not free within 2 s.*others hold them"):
+    with pytest.raises(UserError, match=r"not free within 2 s.*other jobs use them"):
         RayCluster(impatient)
     holding.close()
     RayCluster(patient).close()

@@ -77,7 +77,7 @@ def test_roles_go_to_the_nodes_that_are_named_and_a_run_ends_when_one_is_gone(tm
         head = next(node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"])
         assert {role: node == head for role, node in nodes.items()} == {"env": False, "generation": True, "train": True}
         at_iteration(trainer, 2, lambda: cluster.remove_node(second, allow_graceful=False))
-        with pytest.raises(UserError, match=r"names for env.*has gone"):
+        with pytest.raises(UserError, match=r"gives to env.*has left"):
             trainer.run()
 
 

@@ -146,7 +146,7 @@ def test_hosts_that_cannot_constrain_refuse(policy: LanguagePolicy) -> None:
 
     hosts = MultiplexedTokens([TorchTokens(policy.generation_model()) for _ in range(2)], lease(), 4, lambda version, tensors: None)
     assert not hosts.can_constrain
-    with pytest.raises(UserError, match="asks for an answer that keeps to a structure, which this backend does not give"):
+    with pytest.raises(UserError, match="asks for an answer that keeps to a structure, which this backend does not support"):
         hosts.submit(bound(policy, 1))
     assert hosts.poll(1, 0.0) == []
 

@@ -347,7 +347,7 @@ def test_mistakes_are_told(kwargs: dict[str, Any], message: str) -> None:
 
 def test_task_files_are_checked(tmp_path: Path) -> None:
     for text, message in (
-        ("", "holds no task"),
+        ("", "has no tasks"),
         ('{"a": 1}\n[1]', r"line 2: a task must be a JSON object"),
         ("{", "line 1 is not JSON"),
     ):

@@ -133,7 +133,7 @@ def test_what_cannot_be_replayed_says_why(episodes: list[RecordedEpisode]) -> No
     with pytest.raises(UserError, match=r"Episode 0 \(seed 0\) was recorded without states .* by=action"):
         play([bare], "state")
     inside = dataclasses.replace(episodes[0], metadata={"start": {"source": 3, "step": 12}})
-    with pytest.raises(UserError, match="began inside another one"):
+    with pytest.raises(UserError, match="started inside another episode"):
         play([inside])
     ours = SimSpec("one", {"state": TensorSpec((3,))}, ActionSpec.continuous([-1] * 8, [1] * 8))
     theirs = dataclasses.replace(ours, action=ActionSpec.continuous([-1] * 4, [1] * 4))

@@ -253,7 +253,7 @@ def test_memory_is_limited(tmp_path: Path) -> None:
     [
         ({"command": ["{python}"], "mode": "server"}, "Did you mean 'serve'"),
         ({"command": ["{python}"], "mode": "serve", "reward": "exit"}, "needs a program that ends with its episode"),
-        ({"command": ["{python}"], "reward": "return"}, "take http or exit"),
+        ({"command": ["{python}"], "reward": "return"}, "reward=http or exit"),
         ({"command": ["{python}", "{task}"], "mode": "serve"}, "reads its tasks from its input"),
         ({"command": ["{python}"], "memory_mb": 0}, "memory_mb must be between 1 and"),
         ({"command": ["{python}"], "network": "none"}, "Known: open, proxy"),

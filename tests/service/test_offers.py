@@ -169,7 +169,7 @@ def test_a_service_that_is_built_in_python_asks_for_a_token_too(monkeypatch: pyt
     try:
         assert service.token_is_new
         assert service.token is not None
-        with pytest.raises(UserError, match="asks for a token"):
+        with pytest.raises(UserError, match="needs a token"):
             make(1, service.url, "cartpole")
         monkeypatch.setenv("EMBODIED_RL_TOKEN", service.token)
         make(1, service.url, "cartpole").close()
@@ -182,7 +182,7 @@ def test_a_client_reads_the_token_from_its_environment(monkeypatch: pytest.Monke
     service, token = serve_envs.start(serve_envs.COMMAND.parse(["port=0", "sims=cartpole"])[0])
     try:
         assert token is not None
-        with pytest.raises(UserError, match=r"asks for a token.*EMBODIED_RL_TOKEN"):
+        with pytest.raises(UserError, match=r"needs a token.*EMBODIED_RL_TOKEN"):
             make(1, service.url, "cartpole")
         monkeypatch.setenv("EMBODIED_RL_TOKEN", token)
         make(1, service.url, "cartpole").close()

@@ -270,7 +270,7 @@ def test_mistakes_are_told_in_one_line(service: EnvironmentService, monkeypatch:
         with pytest.raises(UserError, match=r"No environment service answers at http://127.0.0.1:9 .*serve_envs"):
             make(1, "http://127.0.0.1:9")
     with served(token="correct horse") as locked:
-        with pytest.raises(UserError, match="asks for a token"):
+        with pytest.raises(UserError, match="needs a token"):
             make(1, locked.url, "count")
         monkeypatch.setenv("MY_TOKEN", "correct horse")
         make(1, locked.url, "count", token_env="MY_TOKEN").close()

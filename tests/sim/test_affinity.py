@@ -247,7 +247,7 @@ def test_wrong_wishes_are_refused(tmp_path: Path) -> None:
     topology = Topology.read(two_nodes(tmp_path, gpus={FIRST: 0}))
     with pytest.raises(UserError, match=r"near_gpu needs GPU 3, which is not there; .*: 0 \(0000:41:00.0\)\. Choose spread, pack or none"):
         plan_placement(topology, 2, "near_gpu", gpus=(0, 3))
-    with pytest.raises(UserError, match="none was named"):
+    with pytest.raises(UserError, match="none is set"):
         plan_placement(topology, 2, "near_gpu", gpus=())
     with pytest.raises(UserError, match=r"'spred' is not a choice\. Did you mean 'spread'"):
         plan_placement(topology, 2, "spred")  # type: ignore[arg-type]

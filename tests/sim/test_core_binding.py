@@ -126,7 +126,7 @@ def test_workers_are_bound_until_others_take_time(tmp_path: Path, monkeypatch: p
         own, binding._looked = 1.0, binding._looked - 5.0
         look()
         assert affinities(manager) == [first, second]  # nor for most of that time
-        with pytest.warns(UserWarning, match=r"Other processes take 0\.5 cores"):
+        with pytest.warns(UserWarning, match=r"Other processes use 0\.5 cores"):
             look()
         assert affinities(manager) == [ALL, ALL]
         others = 0.0

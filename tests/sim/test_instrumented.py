@@ -135,7 +135,7 @@ def test_each_task_of_a_set_is_named() -> None:
 def test_what_cannot_be_shown_is_one_line() -> None:
     with pytest.raises(UserError, match=r"Task 'talk' does not expose its physical state .* states=none"):
         make(SimConfig(name="talk", target="tests.sim.toy:TalkingSim"), physics=True)
-    with pytest.raises(UserError, match=r"Task 'no-op' offers no pictures"):
+    with pytest.raises(UserError, match=r"Task 'no-op' has no pictures"):
         make(SimConfig(name="no-op", target="tests.sim.toy:NoOpSim"), image_size=64)
     with pytest.raises(UserError, match="Task 'count' cannot be drawn here"):
         make(SimConfig(name="toy", target="tests.sim.toy:CountingSim", kwargs={"misbehave": "blind"}), image_size=64)

@@ -294,7 +294,7 @@ def write_array(group: h5py.Group, name: str, array: np.ndarray) -> None:
         for row, text in enumerate(array):
             if "\0" in text or not _is_unicode(text):
                 raise RecordingError(
-                    f"{group.name}/{name}, row {row}: HDF5 files hold no text with NUL or half a surrogate pair, as {text!r:.80}."
+                    f"{group.name}/{name}, row {row}: HDF5 files cannot store text with NUL or half a surrogate pair, as {text!r:.80}."
                 )
         group.create_dataset(name, data=list(array), dtype=import_h5py().string_dtype("utf-8"))
     elif array.dtype == np.uint8 and array.ndim == 4 and array.size:

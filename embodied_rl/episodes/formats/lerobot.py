@@ -147,7 +147,7 @@ def decode_picture(path: Path, number: int, feature: Feature, data: object) -> n
                 raise ValueError(f"a picture of {image.height} × {image.width}")
             return np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise base.damaged(path, f"holds no picture of {list(feature.shape)} ({_line(error)})", number, feature.name) from error
+        raise base.damaged(path, f"has no picture of {list(feature.shape)} ({_line(error)})", number, feature.name) from error
 
 
 class Clip:
@@ -389,7 +389,7 @@ class LeRobotRecording(base.ForeignRecording):
         folder = self._root / layout.EPISODES_DIR
         paths = sorted(folder.glob("*/*.parquet"))
         if not paths:
-            raise base.damaged(folder, "holds no parquet file")
+            raise base.damaged(folder, "has no parquet file")
         videos = [name for name, feature in self._info["features"].items() if feature["dtype"] == "video"]
         wanted = [*_PLACES, *(f"videos/{name}/{column}" for name in videos for column in ("chunk_index", "file_index", "from_timestamp"))]
         rows: list[dict[str, Any]] = []

@@ -109,7 +109,7 @@ def write(recording: Recording, folder: Path, target: Path, advance: Advance, vi
     if video not in ("mp4", "png"):
         raise RecordingError(f"LeRobot's data sets hold pictures as mp4 or png, not as '{video}'.")
     if not len(recording):
-        raise RecordingError(f"'{recording.path}' holds no episode, and LeRobot's data sets hold at least one.")
+        raise RecordingError(f"'{recording.path}' has no episode, and LeRobot's data sets hold at least one.")
     dropped: set[str] = set()
     while True:
         target = folder / f"attempt_{len(dropped)}"
@@ -246,7 +246,7 @@ class _Writer:
                     arrays.append(pa.array(list(part), field.type))
                 except UnicodeError as error:
                     raise RecordingError(
-                        f"Feature '{field.name}': parquet files hold no text with half a surrogate pair ({error})."
+                        f"Feature '{field.name}': parquet files cannot store text with half a surrogate pair ({error})."
                     ) from error
             else:
                 arrays.append(_nested(pa, part, field.type))

@@ -41,7 +41,7 @@ def paths(path: Path) -> tuple[Path, Path]:
     if path.is_dir():
         found = sorted(path.glob("*.h5"), key=lambda file: (file.stem != NAME, file.name))
         if not found:
-            raise base.damaged(path, "holds no .h5 file")
+            raise base.damaged(path, "has no .h5 file")
         path = found[0]
     return path.with_suffix(".h5"), path.with_suffix(".json")
 

@@ -301,7 +301,7 @@ def _decode_jpegs(file: H5File, dataset: h5py.Dataset, spec: TensorSpec, number:
                     raise ValueError(f"a picture of {image.height} × {image.width}")
                 pictures.append(np.asarray(image))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise base.damaged(file.path, f"holds no picture of {list(spec.shape)} in row {row} ({error})", number, field) from error
+            raise base.damaged(file.path, f"has no picture of {list(spec.shape)} in row {row} ({error})", number, field) from error
     return np.stack(pictures)
 
 

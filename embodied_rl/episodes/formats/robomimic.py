@@ -40,7 +40,7 @@ def file_of(path: Path) -> Path:
         return path
     found = sorted([*path.glob("*.hdf5"), *path.glob("*.h5")], key=lambda file: (file.name != NAME, file.name))
     if not found:
-        raise base.damaged(path, "holds no .hdf5 file")
+        raise base.damaged(path, "has no .hdf5 file")
     return found[0]
 
 
@@ -61,7 +61,7 @@ class RobomimicRecording(H5Recording):
         found = [match for name in file.names(self._data) if (match := _DEMO.fullmatch(name))]
         self._demos = [match.group() for match in sorted(found, key=lambda match: int(match.group(1)))]
         if not self._demos:
-            raise base.damaged(file.path, "holds no group 'demo_0', 'demo_1', …", field="/data")
+            raise base.damaged(file.path, "has no group 'demo_0', 'demo_1', …", field="/data")
         self._masks = self._read_masks()
         env_args = file.attribute(self._data, "env_args")
         self._env_args = {} if env_args is None else base.parse_json(file.path, env_args, "/data@env_args")
@@ -161,7 +161,7 @@ class RobomimicRecording(H5Recording):
                 observation[key] = base.repeat_last(part)
                 repeated.append(key)
         if not observation:
-            raise base.damaged(file.path, "holds no observation", number, "obs")
+            raise base.damaged(file.path, "has no observation", number, "obs")
         for key in repeated:
             notes.add(f"observation.{key}", "filled", "the file has no 'next_obs' of it; the last observation stands twice")
         return observation, bool(repeated)

@@ -366,7 +366,7 @@ def _tokenizer(directory: Path) -> Encode:
     except Exception as error:
         # tokenizers raises bare Exceptions with the parser's message.
         raise UserError(f"The tokenizer in '{directory}' cannot be read: {error}") from error
-    raise UserError(f"'{directory}' holds no tokenizer.json and no tokenizer.model. Copy the checkpoint's tokenizer files there.")
+    raise UserError(f"'{directory}' has no tokenizer.json and no tokenizer.model. Copy the checkpoint's tokenizer files there.")
 
 
 def _normalisation(directory: Path) -> Normalisation:

@@ -28,8 +28,8 @@ from embodied_rl.serving.agents.sessions import CapturedSession, Prompt, Session
 
 _REWARD = {
     "reward": web.NUMBER,
-    "turn": {**web.TEXT, "description": "The id of the answer that it is for; without it, the session."},
-    "reward_id": {**web.TEXT, "description": "The same one again adds nothing."},
+    "turn": {**web.TEXT, "description": "Id of the rewarded answer; if missing, the whole session is rewarded."},
+    "reward_id": {**web.TEXT, "description": "A repeated id adds nothing."},
 }
 _SESSION_SCHEMA = {"id": web.TEXT, "turns": web.COUNT, "reward": web.NUMBER}
 
@@ -177,18 +177,20 @@ class AgentProxy:
             "POST /v1/messages": asked(messages, "Anthropic's messages.", "messages", "max_tokens"),
             "POST /v1/messages/count_tokens": (
                 self._count_tokens,
-                web.route("How long a prompt is.", "Its tokens.", {"input_tokens": web.COUNT}, body=(messages.fields, ["messages"])),
+                web.route(
+                    "Number of tokens of a prompt.", "Its tokens.", {"input_tokens": web.COUNT}, body=(messages.fields, ["messages"])
+                ),
             ),
-            "GET /v1/models": (self._models, web.route("Which model is served.", "The one model.", {"data": web.LIST})),
+            "GET /v1/models": (self._models, web.route("The served model.", "The one model.", {"data": web.LIST})),
             "GET /v1/models/{model:path}": (self._model, web.route("The model, by its name.", "The model.", {"id": web.TEXT})),
-            "GET /v1/sessions": (self._list, web.route("Which sessions are open.", "Each of them.", {"sessions": web.LIST})),
+            "GET /v1/sessions": (self._list, web.route("The open sessions.", "Each of them.", {"sessions": web.LIST})),
             "POST /v1/sessions": (
                 self._open,
                 web.route(
                     "Open a session.", "Its name and its key.", opened, body=({"id": web.TEXT, "metadata": web.OBJECT}, []), status="201"
                 ),
             ),
-            "GET /v1/sessions/{id}": (self._captured, web.route("What a session has captured so far.", "Its turns.")),
+            "GET /v1/sessions/{id}": (self._captured, web.route("Captured turns of a session.", "Its turns.")),
             "POST /v1/sessions/{id}/reward": of_session(
                 "reward", "Reward a session, or one of its answers.", "All rewards so far.", "reward"
             ),

@@ -25,7 +25,7 @@ CALLS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
     "reset": ("Begin an episode; the same seed gives the same one.", {"seed": web.COUNT, "options": web.OBJECT}, ["seed"]),
     "step": ("One control step.", {"action": {"description": "A list of numbers in the simulator's units, or a text."}}, ["action"]),
     "snapshot": ("Save the running episode.", {}, []),
-    "restore": ("Take up a saved episode.", {"snapshot": {"description": "What snapshot gave."}}, ["snapshot"]),
+    "restore": ("Restore a saved episode.", {"snapshot": {"description": "What snapshot gave."}}, ["snapshot"]),
     "render": ("A picture of the environment.", {}, []),
 }
 """{operation: (description, request fields besides its number, required fields)}"""
@@ -96,14 +96,14 @@ class EnvironmentService:
         close = self._close, web.route("Close an environment.", "Its id.", {"closed": web.TEXT})
         made = {"environments": web.TEXTS, "spec": web.OBJECT}
         table: dict[str, web.Route] = {
-            "GET /v1/health": (self._health, web.route("Whether the service runs, and its limits.", "Its state.")),
+            "GET /v1/health": (self._health, web.route("Status and limits of the service.", "Its state.")),
             "GET /v1/simulators": (
                 lambda request: web.Reply({"simulators": self.hub.names}),
-                web.route("Which simulators are offered.", "Their names.", {"simulators": web.TEXTS}),
+                web.route("The offered simulators.", "Their names.", {"simulators": web.TEXTS}),
             ),
             "GET /v1/environments": (
                 lambda request: web.Reply({"environments": self.hub.describe()}),
-                web.route("Which environments there are.", "Each of them.", {"environments": web.LIST}),
+                web.route("The existing environments.", "Each of them.", {"environments": web.LIST}),
             ),
             "POST /v1/environments": (
                 self._make,
@@ -117,14 +117,14 @@ class EnvironmentService:
             ),
             "GET /v1/environments/{id}": (
                 lambda request, env_id: web.Reply(self.hub.get(env_id).describe()),
-                web.route("Where an environment stands.", "Its state."),
+                web.route("State of an environment.", "Its state."),
             ),
             "DELETE /v1/environments/{id}": close,
             "POST /v1/environments/{id}/close": close,
         }
         for name, (about, fields, needed) in CALLS.items():
             answer = _STATE if name in ("reset", "step") else None
-            call = web.route(about, "What came of it.", answer, body=({"number": _ASCENDING, **fields}, list(needed)))
+            call = web.route(about, "Result of the operation.", answer, body=({"number": _ASCENDING, **fields}, list(needed)))
             table[f"POST /v1/environments/{{id}}/{name}"] = functools.partial(self._call, name), call
         return table
 

@@ -80,15 +80,15 @@ def keeps_its_limit(s: Session) -> str:
     """A spec that names a limit promises that the simulator truncates there."""
     limit = s.spec.max_episode_steps
     if limit is None:
-        raise Skipped("the spec names no max_episode_steps: sim.max_episode_steps cuts episodes, where it is given")
+        raise Skipped("the spec has no max_episode_steps; sim.max_episode_steps truncates episodes if it is set")
     if limit > s.longest_episode:
-        raise Skipped(f"the limit of {limit} steps is beyond the {s.longest_episode} that are played")
+        raise Skipped(f"the limit of {limit} steps is larger than the {s.longest_episode} played steps")
     with suppress(Skipped):
         _play_to_the_end(s)
     assert s.played_out is not None
     for i, (_, trajectory) in s.played_out.items():
         if trajectory.num_steps > limit or (trajectory.num_steps == limit and not trajectory.ended):
-            raise Failed(f"the spec says max_episode_steps={limit}, and environment {i} goes on after step {limit}")
+            raise Failed(f"the spec says max_episode_steps={limit}, but environment {i} continues after step {limit}")
     return f"no episode is longer than {limit} steps"
 
 
@@ -158,7 +158,7 @@ def independent_of_siblings(s: Session) -> str:
     s.same_again({0: s.parts[0]}, "beside other neighbours" if s.spec.steps_together else "without its neighbours")
     others = {i: s.part(500 + i) for i in range(1, s.num_envs)}
     s.same_again({0: s.parts[0], **others}, "beside neighbours that play other episodes")
-    return "environment 0 by itself and beside other episodes: the same"
+    return "environment 0 alone and beside other episodes: the same"
 
 
 def independent_of_order(s: Session) -> str:
@@ -268,7 +268,7 @@ class _Saved:
     def __init__(self, s: Session) -> None:
         kind = type(s.sim)
         if kind._saved is SimEnv._saved and (kind.snapshot is SimEnv.snapshot or kind.restore is SimEnv.restore):
-            raise Failed(f"the spec says snapshots={s.spec.snapshots!r}, and there are no methods `snapshot` and `restore`")
+            raise Failed(f"the spec says snapshots={s.spec.snapshots!r}, but the methods `snapshot` and `restore` are missing")
         self.sim = s.sim
         total = 20 + s.continuation_steps
         candidates = [s.part(600 + 100 * number, total) for number in range(4)]
@@ -340,8 +340,8 @@ def _refuses_garbage(saved: _Saved) -> None:
     except SnapshotError:
         return
     except Exception as error:
-        raise Failed(f"`restore` of bytes that are no snapshot raises {type(error).__name__}, not SnapshotError") from error
-    raise Failed("`restore` accepts bytes that are no snapshot")
+        raise Failed(f"`restore` of bytes that are not a snapshot raises {type(error).__name__}, not SnapshotError") from error
+    raise Failed("`restore` accepts bytes that are not a snapshot")
 
 
 def snapshots_travel(s: Session) -> str:

@@ -398,8 +398,8 @@ class VectorEnvSim(SimEnv):
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         if len(env_ids) != self.env.num_envs:
             raise UserError(
-                f"'{self.spec.task}' steps its {self.env.num_envs} environments together and was asked for {len(env_ids)} of them: "
-                "set sim.pipeline_groups=1."
+                f"'{self.spec.task}' steps its {self.env.num_envs} environments together, but only {len(env_ids)} were requested: set "
+                "sim.pipeline_groups=1."
             )
         order = np.argsort(np.asarray(env_ids))
         rows = self._to_action(actions[order])

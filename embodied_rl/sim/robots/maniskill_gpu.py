@@ -83,7 +83,7 @@ def physics_backend(task: str, device: str, num_envs: int) -> str:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise UserError(
-            f"ManiSkill task '{task}' was asked for on a GPU, and torch {torch.__version__} finds no CUDA device here. "
+            f"ManiSkill task '{task}' was requested on a GPU, but torch {torch.__version__} finds no CUDA device. "
             "embodied_rl.sim.robots.maniskill:make runs it on the CPU (for example sim=maniskill_pushcube)."
         )
     if index and int(index) >= count:
@@ -160,8 +160,8 @@ class ManiSkillGpuSim(ManiSkillBase):
         """Take one control step in all environments. Raises UserError for a subset."""
         if len(env_ids) != self.num_envs:
             raise UserError(
-                f"'{self.spec.task}' steps its {self.num_envs} environments together and was asked for {len(env_ids)} of them: "
-                "set sim.pipeline_groups=1."
+                f"'{self.spec.task}' steps its {self.num_envs} environments together, but only {len(env_ids)} were requested: set "
+                "sim.pipeline_groups=1."
             )
         rows = np.empty((self.num_envs, self.spec.action.dim), np.float32)
         rows[np.asarray(env_ids)] = actions

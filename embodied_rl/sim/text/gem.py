@@ -124,7 +124,7 @@ def require(task: str) -> None:
     if task in BROKEN:
         raise UserError(f"GEM task '{task}' cannot be made: {BROKEN[task]}. `embodied_rl.sim.text.gem.tasks()` lists those that can.")
     if task == NEEDS_SAT_SOLVER and not has_sat_solver():
-        raise MissingAssetsError(f"GEM task '{task}' needs a package that is compiled where it is installed: pip install pycosat")
+        raise MissingAssetsError(f"GEM task '{task}' needs a package that must be compiled: pip install pycosat")
     if any(name in task for name in NEEDS_WORD_LIST) and not word_list_installed():
         raise MissingAssetsError(f"GEM task '{task}' needs nltk's list of English words. Get it: python -m nltk.downloader words")
     if task.partition(":")[0] not in OFFLINE_FAMILIES and importlib.util.find_spec("datasets") is None:
@@ -257,7 +257,7 @@ class GemSim(TurnSim):
             with self._random[env_id].active(0), redirect_stdout(io.StringIO()):
                 self.envs[env_id].reset(seed=0)
         if strange := taken.keys() - (own.keys() - _FIXED):
-            raise SnapshotError(f"Snapshot of '{self.spec.task}' sets {sorted(strange)[0]!r:.80}, which is no state of this game.")
+            raise SnapshotError(f"Snapshot of '{self.spec.task}' sets {sorted(strange)[0]!r:.80}, which is not part of this game's state.")
         own.update(taken)
         self._random[env_id].state = saved["random"]
         self._episodes[env_id] = _Episode(saved["replies"], saved["actions"], saved["total"])
@@ -279,14 +279,14 @@ class GemSim(TurnSim):
             if self._family not in OFFLINE_FAMILIES:
                 name = specification.kwargs.get("dataset_name")
                 raise MissingAssetsError(
-                    f"GEM task '{task}' needs the data set '{name}', which cannot be loaded here ({type(error).__name__}: {error}). "
-                    f"Get it where there is a network: python -c \"import datasets; datasets.load_dataset('{name}')\""
+                    f"GEM task '{task}' needs the data set '{name}', which cannot be loaded here ({type(error).__name__}: {error}). Get "
+                    f"it on a machine with network access: python -c \"import datasets; datasets.load_dataset('{name}')\""
                 ) from error
             raise UserError(f"GEM task '{task}' cannot be made with {dict(kwargs)}: {type(error).__name__}: {error}") from error
 
     def _require_snapshots(self) -> None:
         if self.spec.snapshots != "exact":
-            raise SnapshotError(f"GEM task '{self.spec.task}' has no snapshot: an episode is taken up again by its seed and actions.")
+            raise SnapshotError(f"GEM task '{self.spec.task}' has no snapshots: an episode is restored from its seed and actions.")
 
     def _text(self, i: int, info: Mapping[str, Any]) -> str:
         """Replies on separate lines, then the suffix, which contains the board in games that have one."""

@@ -164,7 +164,7 @@ class ProgramOptions(Config, place="sim.kwargs"):
         script = next((argument for argument in arguments[1:] if argument.endswith(".py")), None)
         if script is not None and not Path(script).is_file():
             raise UserError(
-                f"sim.kwargs.command: '{script}' is not there, seen from {Path.cwd()}. Give an absolute path, or start from its folder."
+                f"sim.kwargs.command: '{script}' does not exist in {Path.cwd()}. Give an absolute path, or start in its folder."
             )
 
 
@@ -173,7 +173,7 @@ def _check_function(target: str) -> None:
     if where.endswith(".py"):
         if not Path(where).is_file():
             raise UserError(
-                f"sim.kwargs.function: '{where}' is not there, seen from {Path.cwd()}. Give an absolute path, or start from its folder."
+                f"sim.kwargs.function: '{where}' does not exist in {Path.cwd()}. Give an absolute path, or start in its folder."
             )
         return
     try:

@@ -308,7 +308,7 @@ class ServedEpisode:
         if "error" in said:
             return ProgramEnding(None, f"{self._process.tail()}\n{said['error']}", failed=True)
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)):
-            return ProgramEnding(None, f"{self._process.tail()}\nThe reply's reward is no finite number: {reward!r:.80}", failed=True)
+            return ProgramEnding(None, f"{self._process.tail()}\nThe reply's reward is not a finite number: {reward!r:.80}", failed=True)
         return ProgramEnding(None, self._process.tail(), None if reward is None else float(reward))
 
 

@@ -423,7 +423,7 @@ def test_pictures_that_are_none(tmp_path: Path) -> None:
     with open_recording(their_data_set(tmp_path / "x", observation__images__wrist=rows)) as recording:
         problems = validate(recording)
     assert len(problems) == 2
-    assert "episode 0, field 'observation.images.wrist': holds no picture of [16, 16, 3]" in problems[0]
+    assert "episode 0, field 'observation.images.wrist': has no picture of [16, 16, 3]" in problems[0]
     with open_recording(
         their_data_set(tmp_path / "y", observation__images__wrist=pa.array([{"bytes": None, "path": "/etc/passwd"}] * 7))
     ) as recording:

@@ -209,7 +209,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         open_recording(path)
     with h5py.File(path, "w") as file:
         file.create_group("data")
-    with pytest.raises(RecordingError, match="holds no group 'demo_0'"):
+    with pytest.raises(RecordingError, match="has no group 'demo_0'"):
         open_recording(path)
     their_file(path)
     with h5py.File(path, "a") as file:

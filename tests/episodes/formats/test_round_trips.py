@@ -157,13 +157,13 @@ def test_texts_that_a_file_would_cut_are_refused(tmp_path: Path) -> None:
     episode.observation["text"][1] = "cut\0here"
     with (
         record(tmp_path / "native", info_of(WORDS), [episode]) as source,
-        pytest.raises(RecordingError, match=r"row 1: HDF5 files hold no text with NUL or half a surrogate pair, as 'cut\\x00here'"),
+        pytest.raises(RecordingError, match=r"row 1: HDF5 files cannot store text with NUL or half a surrogate pair, as 'cut\\x00here'"),
     ):
         write_foreign(source, tmp_path / "there", "minari")
     episode.observation["text"][1] = "half \ud800"
     with (
         record(tmp_path / "second", info_of(WORDS), [episode]) as source,
-        pytest.raises(RecordingError, match=r"'observation.text': parquet files hold no text with half a surrogate pair"),
+        pytest.raises(RecordingError, match=r"'observation.text': parquet files cannot store text with half a surrogate pair"),
     ):
         write_foreign(source, tmp_path / "there", "lerobot")
 

@@ -27,7 +27,7 @@ def test_configuration_makes_and_steps(name: str) -> None:
     if config.kwargs.get("obs_mode", "state") != "state" and sapien_draws() is None:
         pytest.skip("no Vulkan device: pictures cannot be drawn here")
     if name.endswith("_gpu") and not _cuda():
-        with pytest.raises(UserError, match="finds no CUDA device here"):
+        with pytest.raises(UserError, match="finds no CUDA device"):
             SimFactory(config.target, config.task, config.kwargs, config.extra).make(1)
         pytest.skip("no CUDA device")
     try:

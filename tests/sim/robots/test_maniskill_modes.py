@@ -226,7 +226,7 @@ def test_without_a_cuda_device_the_error_says_so(monkeypatch: pytest.MonkeyPatch
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match=r"finds no CUDA device here. embodied_rl.sim.robots.maniskill:make runs it on the CPU"):
+    with pytest.raises(UserError, match=r"finds no CUDA device. embodied_rl.sim.robots.maniskill:make runs it on the CPU"):
         maniskill_gpu.make("PushCube-v1", 4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -301,7 +301,7 @@ def test_one_environment_on_the_cpu_is_bit_for_bit_the_cpu_simulator(task: str) 
 def test_all_environments_step_or_none() -> None:
     sim = maniskill_gpu.make("PushCube-v1", 1, device="cpu")
     out = StepBuffers.allocate(sim.spec, 1)
-    with pytest.raises(UserError, match=r"steps its 1 environments together and was asked for 0 of them: set sim.pipeline_groups=1"):
+    with pytest.raises(UserError, match=r"steps its 1 environments together, but only 0 were requested: set sim.pipeline_groups=1"):
         sim.step([], np.zeros((0, 8), np.float32), out)
     with pytest.raises(UserError, match="must reset all of them"):
         sim.reset([], [], out, RECONFIGURE)

@@ -360,12 +360,12 @@ def test_snapshots_of_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     data = guess.snapshot(0)
     for name in ("step", "word_list", "__class__"):  # a request may send any bytes
         state = decode_state(data)
-        with pytest.raises(SnapshotError, match=f"sets '{name}', which is no state of this game"):
+        with pytest.raises(SnapshotError, match=f"sets '{name}', which is not part of this game's state"):
             guess.restore(0, encode_state({**state, "env": {**state["env"], name: 1}}))
     monkeypatch.setattr(gem, "version", lambda name: "9.9")
     with pytest.raises(SnapshotError, match=r"of GEM 0\.1\.\d+ and cannot be restored into GEM 9\.9"):
         guess.restore(0, data)
-    with pytest.raises(SnapshotError, match="taken up again by its seed"):
+    with pytest.raises(SnapshotError, match="restored from its seed"):
         gem.make("rg:chain_sum", 1).snapshot(0)
 
 

@@ -285,7 +285,7 @@ class GraftedState:
             with torch.inference_mode():
                 self._grafts.restore(self._i, state)
         except UnsupportedTask as error:
-            raise SnapshotError(f"Snapshot cannot be taken up in a batch of environments: {error}.") from error
+            raise SnapshotError(f"Snapshot cannot be restored in a batch of environments: {error}.") from error
 
 
 # ---- one environment of a batch as a separate ManiSkill environment ---------------------------------------------------
