@@ -202,7 +202,7 @@ def test_recordings_that_support_no_weights(
     # What nobody drew is no ground for other actions' values either; where it is not known how it was drawn, that is said.
     assert (fqe.value is None) == (kind in ("mode", "one"))
     if fqe.value is not None:
-        assert any("is not known" in note for note in fqe.notes)
+        assert any("it is unknown how" in note for note in fqe.notes)
 
 
 def test_a_recording_of_successes_alone_supports_nothing(choices: dict[str, Path], recorded: list[RecordedEpisode]) -> None:

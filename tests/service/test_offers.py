@@ -152,7 +152,7 @@ def test_which_token_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert token_to_ask_for("none", "127.0.0.1") == (None, False)
     with pytest.raises(UserError, match="token=none is not allowed"):
         token_to_ask_for("none", "0.0.0.0")
-    with pytest.raises(UserError, match="there is no token"):
+    with pytest.raises(UserError, match="no token is set"):
         token_to_ask_for(None, "0.0.0.0")
     monkeypatch.setenv("EMBODIED_RL_TOKEN", "correct horse")
     assert token_to_ask_for(None, "0.0.0.0") == ("correct horse", False)
