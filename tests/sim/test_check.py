@@ -121,7 +121,7 @@ def test_one_environment_has_no_neighbours() -> None:
         ("small_seeds_only", "seeds", r"raised OverflowError: seed does not fit 30 bits \(check_toys.py:\d+ in reset\)"),
         ("feels_neighbour", "siblings", "without its neighbours: environment 0"),
         ("depends_on_place", "place", "played by the next environment of the process: environment 0"),
-        ("no_limit", "step_limit", "max_episode_steps=150, and environment 0 continues after step 150"),
+        ("no_limit", "step_limit", "max_episode_steps=150, but environment 0 continues after step 150"),
         ("confused_after_end", "reset_after_end", "after an episode that ended by itself"),
         ("resets_by_itself", "no_autoreset", r"at its end \(step 150\) is the first of another episode"),
         ("float_frame", "render", r"must return \[H, W, 3\] uint8, got \[8, 10, 3\] float32"),
