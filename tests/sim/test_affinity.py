@@ -245,7 +245,7 @@ def test_auto_pins_nothing_under_a_quota(tmp_path: Path, quota: str, pinned: boo
 
 def test_wrong_wishes_are_refused(tmp_path: Path) -> None:
     topology = Topology.read(two_nodes(tmp_path, gpus={FIRST: 0}))
-    with pytest.raises(UserError, match=r"near_gpu needs GPU 3, does not exist; .*: 0 \(0000:41:00.0\)\. Choose spread, pack"):
+    with pytest.raises(UserError, match=r"near_gpu needs GPU 3, which does not exist; .*: 0 \(0000:41:00.0\)\. Choose spread, pack"):
         plan_placement(topology, 2, "near_gpu", gpus=(0, 3))
     with pytest.raises(UserError, match="none is set"):
         plan_placement(topology, 2, "near_gpu", gpus=())
