@@ -77,16 +77,22 @@ class CloningObjective(StoredObjective[Policy, StepRows]):
     @torch.no_grad()
     def validate(self, policy: Policy, batches: Iterable[StepRows]) -> dict[str, float]:
         """``validation_loss``, and the distance of the policy's mode from recorded actions: ``validation_mae`` (normalised units), or
-        ``validation_accuracy`` for discrete choices; means over all rows. For a policy that `translates`, only the loss."""
+        ``validation_accuracy`` for discrete choices. Means over all rows, without augmentation and with the same draws each time. For a
+        policy that `translates`, only the loss."""
         discrete = policy.spec.action.kind == "discrete"
+        was_training, device = policy.training, next(policy.parameters()).device
+        policy.train(False)
         total, away, count = 0.0, 0.0, 0
-        for rows in batches:
-            total += float(self(policy, *self.begin(rows, kl_coef=0.0))[0]) * rows.num_rows
-            count += rows.num_rows
-            if not policy.translates:
-                mode = policy.act(rows.observation, None).action
-                off = (mode == rows.action).float() if discrete else (mode.clamp(-1.0, 1.0) - rows.action).abs().mean(-1)
-                away += float(off.sum())
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(0)  # a flow's loss draws noise: the same each time, so that losses can be compared
+            for rows in batches:
+                total += float(self(policy, *self.begin(rows, kl_coef=0.0))[0]) * rows.num_rows
+                count += rows.num_rows
+                if not policy.translates:
+                    mode = policy.act(rows.observation, None).action
+                    off = (mode == rows.action).float() if discrete else (mode.clamp(-1.0, 1.0) - rows.action).abs().mean(-1)
+                    away += float(off.sum())
+        policy.train(was_training)
         if policy.translates:
             return {"validation_loss": total / count}
         return {"validation_loss": total / count, ("validation_accuracy" if discrete else "validation_mae"): away / count}

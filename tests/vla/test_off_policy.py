@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -18,7 +19,15 @@ from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.learning.learner import make_learner
 from embodied_rl.learning.ranks import RankExecutor
-from embodied_rl.learning.recorded import CriticsObjective, StateValueObjective, prepared, steps_of, transition_rows
+from embodied_rl.learning.recorded import (
+    CloningObjective,
+    CriticsObjective,
+    StateValueObjective,
+    prepared,
+    step_rows,
+    steps_of,
+    transition_rows,
+)
 from embodied_rl.policies.base import Policy
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.q_ensemble import ActorWithCritics
@@ -225,3 +234,16 @@ def test_a_flow_follows_its_critics_through_its_denoising(tmp_path: Path) -> Non
     chosen = {word.partition("=")[0]: word for word in (*words, *last)}
     run_dir = train(load_train_config([*chosen.values()]))
     assert json.loads((run_dir / "results.json").read_text())["success"] >= 0.8
+
+
+@pytest.mark.parametrize("config", [dataclasses.replace(VLA, cloning_shift=2), FLOW], ids=["moved pictures", "noise"])
+def test_a_validation_loss_is_a_function_of_the_weights(config: TinyVLAConfig | FlowPolicyConfig) -> None:
+    """Cloning draws shifts of pictures and a flow's noise; validation neither moves pictures nor changes what training draws next."""
+    policy, objective = make_policy(config), CloningObjective(make_policy(config), load_train_config(["algorithm=bc", *SIM]).algorithm)
+    torch.manual_seed(3)
+    wanted = torch.rand(1)
+    torch.manual_seed(3)
+    figures = [objective.validate(policy, [step_rows(policy, chunks(0))]) for _ in range(3)]
+    assert figures[0] == figures[1] == figures[2]
+    assert torch.equal(torch.rand(1), wanted)
+    assert policy.training
