@@ -451,12 +451,12 @@ def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
     if here is None and walked == ["algorithm", "groups"]:
         who = f"algorithm={composed['algorithm']['name']}"
         return f"{shown(key)}: {who} learns from fixed rollouts and has no groups. Choose a method with groups, for example algorithm=grpo."
-    files = " or ".join(f"{walked[0]}={file}" for file in _files_with(key)) if walked else ""
+    files = ", ".join(_files_with(key)) if walked else ""
     if (there := ".".join(walked)) == "hybrid.placement" or (here is None and walked):
         typed = f"{there}={{{'' if here is None else f'kind: {here}, '}{missing}: …}}"
-        known = f"choose a file that has it ({files}), or set" if files else "set"
+        known = f"choose a file that has it ({walked[0]}={files}), or set" if files else "set"
         return f"{shown(key)} sets a part of {there}, which is {shown(here)} here: {known} it whole, '{typed}'. See docs/configuration.md."
-    known = f" Files that have it: {files}." if files else did_you_mean(missing, choices)
+    known = f" Files of configs/{walked[0]} that have it: {files}." if files else did_you_mean(missing, choices)
     return f"Configuration key '{key}' is not known: {place}'{missing}' does not exist.{known}"
 
 

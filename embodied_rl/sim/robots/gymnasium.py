@@ -231,7 +231,10 @@ class GymnasiumSim(SimEnv):
             with self._random[i].active(seed):
                 env.action_space.seed(seed)
                 observation, _ = env.reset(seed=seed, options=passed)
-            self._write(out.observation, i, observation)
+            try:
+                self._write(out.observation, i, observation)
+            except ValueError as error:
+                raise self._wrong_shape(error, "The first observation") from error
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         if not self._on_demand:
@@ -273,9 +276,9 @@ class GymnasiumSim(SimEnv):
                 raise
             raise self._wrong_shape(error) from error
 
-    def _wrong_shape(self, error: ValueError) -> WrongShapeError:
+    def _wrong_shape(self, error: ValueError, what: str = "A step") -> WrongShapeError:
         shapes = {key: part.shape for key, part in self.spec.tensors.items()}
-        return WrongShapeError(f"A step of '{self.spec.task}' does not fit its own observation space {shapes}: {error}.")
+        return WrongShapeError(f"{what} of '{self.spec.task}' does not fit its own observation space {shapes}: {error}.")
 
     def _step_rows(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         # Plain tasks take about 20 µs per step, so this loop avoids every call and look-up.

@@ -15,6 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.sim.factory import SimFactory, adapt
+from embodied_rl.sim.faults import WrongShapeError
 from embodied_rl.sim.robots import gymnasium as adapter
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, VectorEnvSim
 from embodied_rl.types import StepBuffers, TensorSpec
@@ -304,6 +305,21 @@ def test_a_vector_environment_that_resets_by_itself_is_refused() -> None:
     env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="vector_entry_point")
     with pytest.raises(UserError, match=r"resets by itself.*Disabled.*vectorization_mode='sync'"):
         VectorEnvSim(env)
+
+
+def test_a_first_observation_of_another_shape_is_named() -> None:
+    class Wider(gymnasium.Env):
+        observation_space, action_space = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Box(-1, 1, (1,))
+
+        def reset(self, **_: object) -> tuple[np.ndarray, dict[str, object]]:  # type: ignore[override]
+            return np.zeros(3, np.float32), {}
+
+        def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
+            return np.zeros(3, np.float32), 0.0, False, False, {}
+
+    sim = GymnasiumSim([Wider()])
+    with pytest.raises(WrongShapeError, match=r"The first observation of 'Wider' does not fit .*\(2,\).*\(3,\)"):
+        sim.reset([0], [0], StepBuffers.allocate(sim.spec, 1))
 
 
 def test_what_is_no_simulator_is_refused() -> None:
