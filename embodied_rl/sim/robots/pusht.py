@@ -45,7 +45,8 @@ def make(task: str, num_envs: int, observation: str = "state", image_size: int =
     require_known(task, known, f"gym-pusht task '{task}' is not known.")
     require_known(observation, OBSERVATIONS, f"gym-pusht observation '{observation}' is not known.")
     sizes = {"observation_width": image_size, "observation_height": image_size}
-    sizes |= {"visualization_width": render_size, "visualization_height": render_size}
+    drawn = max(render_size, 96)  # the cross at the target is a 96th of the picture wide, and OpenCV draws none of 0 pixels
+    sizes |= {"visualization_width": drawn, "visualization_height": drawn}
     envs = [make_one(f"gym_pusht/{task}", extra="pusht", obs_type=OBSERVATIONS[observation], **sizes, **kwargs) for _ in range(num_envs)]
     for env in envs:
         shorten_steps(env.unwrapped)

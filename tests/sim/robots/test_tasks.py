@@ -160,7 +160,7 @@ def test_fetch_names_are_checked() -> None:
 
 def test_pusht_pixels_equal_gym_pusht() -> None:
     installed(pusht)
-    sim = pusht.make("PushT-v0", 2, observation="pixels", image_size=48)
+    sim = pusht.make("PushT-v0", 2, observation="pixels", image_size=48, render_size=48)
     assert sim.spec.observation == {"rgb": TensorSpec((48, 48, 3), "uint8")}
     assert (sim.spec.max_episode_steps, sim.spec.control_hz, sim.spec.action.high) == (300, 10.0, (512.0, 512.0))
     out = StepBuffers.allocate(sim.spec, 2)
