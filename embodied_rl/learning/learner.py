@@ -243,6 +243,11 @@ class Learner:
         if self.config.kl.coef > 0:
             self.keep_reference()
             kept = {name.removeprefix(_REFERENCE): value for name, value in state.items() if name.startswith(_REFERENCE)}
+            if not kept and self.policy.reference_state():
+                raise IncompatibleCheckpointError(
+                    f"algorithm.kl.coef={self.config.kl.coef:g} now, but 0 in the checkpoint, which holds no first policy to compare with. "
+                    "Resume with algorithm.kl.coef=0."
+                )
             self.policy.load_reference_state(kept)
         own = {name: value for name, value in state.items() if not name.startswith(_REFERENCE)}
         beside = self.policy.beside()

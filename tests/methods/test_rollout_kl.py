@@ -12,13 +12,16 @@ import torch
 
 from embodied_rl.algorithms.ppo import PPO
 from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.compose import load_train_config
 from embodied_rl.config import AlgorithmConfig, KlConfig
+from embodied_rl.errors import IncompatibleCheckpointError
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.build import build_policy
 from embodied_rl.resuming import load_policy
+from embodied_rl.train import train
 from embodied_rl.types import Rollout
 from tests.rollout.test_training_recording import curve, weights
-from tests.short_run import train_shortly
+from tests.short_run import QUICK, last_of, train_shortly
 from tests.vla.test_runs import GRPO, WARM, run
 from tests.vla.test_runs import PPO as CHUNKS
 
@@ -122,3 +125,11 @@ def test_two_ranks_compare_with_the_same_reference(place: str, tmp_path: Path) -
     one, two = (read_metrics(run(tmp_path / name, *words, *more)) for name, more in (("one", []), ("two", ["hybrid=fsdp2"])))
     for name in ("train/kl", "train/value_loss"):
         np.testing.assert_allclose([line[name] for line in two], [line[name] for line in one], rtol=1e-3, atol=1e-7)
+
+
+def test_a_run_without_a_first_policy_is_not_resumed_with_a_divergence_from_it(tmp_path: Path) -> None:
+    begun = train_shortly(tmp_path, "sim=cartpole")
+    changed = ["algorithm.kl.coef=0.1", "total_steps=512"]
+    config = load_train_config([*last_of([*QUICK, "sim=cartpole", *changed]), f"run_dir={begun}", f"resume={begun}"])
+    with pytest.raises(IncompatibleCheckpointError, match=r"algorithm\.kl\.coef=0\.1 now, but 0 in the checkpoint"):
+        train(config, overrides=changed)
