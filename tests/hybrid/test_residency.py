@@ -191,7 +191,7 @@ def test_impossible_settings_are_refused() -> None:
         HybridConfig(precision="bfloat16", sharding=ShardingConfig())
     policy = make_policy()
     fused = Trains(rollout_learner(policy))
-    with pytest.raises(UserError, match="TorchGenerator keeps no cache"):
+    with pytest.raises(UserError, match="TorchGenerator has no cache"):
         make_engine(HybridConfig(device="cpu", offload=("kv_cache",)), policy, TorchGenerator(policy), fused, Simulators())
     with pytest.raises(UserError, match="its own arrays"):
         make_engine(HybridConfig(device="cpu", offload=("optimizer",)), policy, TorchGenerator(policy), fused, Simulators())

@@ -232,7 +232,7 @@ def test_what_cannot_be_sharded_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="ActorCritic has no tensor-parallel plan"):
         parallelize(make_policy(), mesh)  # type: ignore[arg-type]
     make_folder(tmp_path)
-    with pytest.raises(UserError, match=r"q_proj' carries LoRA"):
+    with pytest.raises(UserError, match=r"q_proj' has LoRA"):
         parallelize(make(tmp_path, lora_rank=2, lora_targets=("q_proj",)), mesh)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"num_tensor_shards=3 does not divide the model's num_attention_heads 2"):
         parallelize(make(tmp_path), SimpleNamespace(size=lambda: 3))  # type: ignore[arg-type]

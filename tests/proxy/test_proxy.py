@@ -264,7 +264,7 @@ async def _with_key(client: OpenAITokens, key: str) -> None:
         ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "backend of this server does not support"),
         ({"response_format": {"type": "json_schema"}}, 400, "invalid_request", "json_schema and its schema"),
         ({"logprobs": True, "top_logprobs": 3}, 400, "unsupported_parameter", "likeliest tokens"),
-        ({"top_logprobs": 3}, 400, "invalid_request", "beside 'logprobs'"),
+        ({"top_logprobs": 3}, 400, "invalid_request", "needs 'logprobs'"),
         ({"parallel_tool_calls": 1}, 400, "invalid_request", "'parallel_tool_calls' must be true or false"),
         ({"tool_choice": "required"}, 400, "invalid_request", "and there are no 'tools'"),
         ({"tool_choice": "any", "tools": [{"function": {"name": "add"}}]}, 400, "invalid_request", "must be 'auto', 'none', 'required' or"),

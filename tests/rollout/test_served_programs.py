@@ -106,7 +106,7 @@ def test_a_crash_costs_its_episode_alone(tmp_path: Path) -> None:
     assert [fault(found[seed]).exit_status for seed in (2, 3, 4, 8)] == [-9, 0, None, 4]
     assert "so it ends" in fault(found[2]).detail
     assert "KeyError: 4" in str(found[4].outcome)
-    assert "no finite number: 'much'" in str(found[7].outcome)
+    assert "not a finite number: 'much'" in str(found[7].outcome)
     assert found[1].reward > 1
     assert found[9].reward == found[10].reward != found[1].reward
     assert all(found[seed].reward == 0.0 for seed in range(2, 9))

@@ -180,7 +180,7 @@ def test_snapshots_are_taken_up_by_another_environment(service: EnvironmentServi
         ("/v1/environments", b'{"sim": "' + b"x" * 70_000 + b'"}', 413, "body_too_large", "65,536"),
         ("/v1/environments/none/step", {"action": [1]}, 404, "unknown_environment", "no environment 'none'"),
         ("/v1/environments/none/stop", {}, 404, "unknown_route", "Did you mean '/v1/environments/{id}/step'"),
-        ("/v1/nothing", {}, 404, "unknown_route", "nothing at /v1/nothing"),
+        ("/v1/nothing", {}, 404, "unknown_route", "Unknown path /v1/nothing"),
         ("/v1/health", {}, 405, "wrong_method", "takes GET"),
         ("/v1/batch", {"requests": []}, 400, "bad_request", "between 1 and"),
         ("/v1/batch", {"requests": [1]}, 400, "bad_request", "must be an object"),

@@ -99,7 +99,7 @@ def test_a_damaged_or_missing_file(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Cannot read .*model.safetensors.*Is the file complete"):
         load(copy)
     (copy / SINGLE).unlink()
-    with pytest.raises(UserError, match=r"holds neither model.safetensors nor"):
+    with pytest.raises(UserError, match=r"has neither model.safetensors nor"):
         load(copy)
     (copy / INDEX).write_text('{"weight_map": {}}')
     with pytest.raises(UserError, match="no weight_map"):
