@@ -164,6 +164,8 @@ def corrected(
     # Units of a row are those of one chunk.
     whole = None if now.dim() == 1 else torch.zeros(now.shape, dtype=torch.int64)
     mask = None if now.dim() == 1 else mask_at_level(batch.unit_mask, level, steps)
+    if now.dim() == 1 and correction.level == "chunk":  # the entry is the chunk
+        correction = dataclasses.replace(correction, level="token")
     weight, metrics = correction_weights(correction, log_prob=now, behaviour_log_prob=before, mask=mask, chunk_id=whole)
     advantage = spread(batch.advantage, level, steps)
     advantage = advantage[:, None] if advantage.dim() < weight.dim() else advantage

@@ -77,6 +77,9 @@ def test_written_out_by_hand() -> None:
     assert weighed.advantage.tolist() == pytest.approx([2.0 * 1.2214027581601699, 0.0])
     assert weighed.log_prob.tolist() == proximal.tolist()
     assert metrics["weight_bounded_fraction"] == 0.5
+    # One ratio for each decision is that of its chunk.
+    chunks, _ = corrected(batch, proximal, CorrectionConfig(mode="mask", level="chunk", low=0.5, high=2.0))
+    assert torch.equal(chunks.advantage, weighed.advantage)
 
 
 def test_units_that_were_not_executed_do_not_count() -> None:
