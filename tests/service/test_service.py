@@ -174,11 +174,11 @@ def test_snapshots_are_taken_up_by_another_environment(service: EnvironmentServi
         ("/v1/environments", {"sim": "puck", "kwargs": {"ice": 1}}, 422, "user_error", "does not take 'ice'"),
         ("/v1/environments", {"sim": "puck", "kwargs": {"fault": "raises_while_built"}}, 500, "raised", "no such motor"),
         ("/v1/environments", b"{", 400, "bad_request", "not JSON"),
-        ("/v1/environments", b'{"sim": NaN}', 400, "bad_request", "NaN is no number"),
+        ("/v1/environments", b'{"sim": NaN}', 400, "bad_request", "NaN is not a JSON number"),
         ("/v1/environments", b"[" * 60_000, 400, "bad_request", "not JSON"),
         ("/v1/environments", b"[1]", 400, "bad_request", "must be a JSON object"),
         ("/v1/environments", b'{"sim": "' + b"x" * 70_000 + b'"}', 413, "body_too_large", "65,536"),
-        ("/v1/environments/none/step", {"action": [1]}, 404, "unknown_environment", "no environment 'none'"),
+        ("/v1/environments/none/step", {"action": [1]}, 404, "unknown_environment", "Environment 'none' does not exist"),
         ("/v1/environments/none/stop", {}, 404, "unknown_route", "Did you mean '/v1/environments/{id}/step'"),
         ("/v1/nothing", {}, 404, "unknown_route", "Unknown path /v1/nothing"),
         ("/v1/health", {}, 405, "wrong_method", "takes GET"),
@@ -361,7 +361,7 @@ def test_the_command_serves_until_it_is_ended() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "EMBODIED_RL_TOKEN"} | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         assert process.stdout is not None
-        assert "token" in process.stdout.readline()
+        assert "Token" in process.stdout.readline()
         export, _, token = process.stdout.readline().strip().partition("=")
         assert export == "export EMBODIED_RL_TOKEN"
         assert len(token) >= 32
