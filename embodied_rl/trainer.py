@@ -410,7 +410,7 @@ class Trainer:
     def _load(self, checkpoint: Checkpoint) -> None:
         check_compatible(checkpoint, self.spec)
         load_policy(self.policy, checkpoint)
-        state = checkpoint.state
+        state, trained_by = checkpoint.state, checkpoint.config.algorithm.name
         try:
             load_method(self.method, checkpoint)
             self.method.load_state_dict(state["algorithm"])
@@ -427,7 +427,8 @@ class Trainer:
             saved = {name.removeprefix(_EPISODE): part for name, part in checkpoint.learner.items() if name.startswith(_EPISODE)}
             self._saved_episodes = saved if self.config.checkpoint.within_episodes else {}
         except (KeyError, TypeError, ValueError) as error:
-            raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint.path}' cannot be resumed from: {error!r}.") from error
+            why = f"{error!r}" if trained_by == self.config.algorithm.name else f"algorithm={trained_by} wrote its training state"
+            raise IncompatibleCheckpointError(f"Checkpoint '{checkpoint.path}' cannot be resumed from: {why}.") from error
 
     def summary(self, episodes: list[EpisodeSummary]) -> RunSummary:
         """The finished run, for its report; `episodes` are those of the final evaluation."""

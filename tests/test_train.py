@@ -219,6 +219,8 @@ def test_a_checkpoint_of_another_simulator_is_refused(tmp_path: Path) -> None:
     run = train(load_train_config([*PENDULUM, "total_steps=256", f"run_dir={tmp_path}/run"]))
     with pytest.raises(IncompatibleCheckpointError, match="was made for another simulator"):
         train(load_train_config([*PENDULUM, "sim=cartpole", f"resume={run}"]), overrides=["sim=cartpole"])
+    with pytest.raises(IncompatibleCheckpointError, match=r"cannot be resumed from: algorithm=ppo wrote its training state\."):
+        train(load_train_config([*PENDULUM, "algorithm=grpo", f"resume={run}"]), overrides=["algorithm=grpo"])
     damaged = run / "checkpoints" / "last" / "policy.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:200])
     with pytest.raises(UserError, match="truncated or damaged"):
