@@ -8,7 +8,7 @@ from tests.test_benchmark_runs import run_script
 
 
 def test_token_rows_runs() -> None:
-    lines = run_script("token_rows.py", "--tokens", "2048", "--max-tokens", "2048", "--rounds", "2")
+    lines = run_script("token_rows.py", "--tokens", "2048", "--max-tokens", "2048", "--rounds", "1")
     rows = [re.split(r"  +", line.strip()) for line in lines if ", by sequence" in line or ", under a mask" in line or "  padded " in line]
     seconds = {(mix, side): float(own) for mix, _, side, own, _ in rows}
     assert len(seconds) == 9

@@ -294,7 +294,7 @@ def test_a_run_whose_folder_is_removed_ends_with_a_checkpoint_elsewhere(tmp_path
     assert status == 2, errors
     (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
     assert "The run's folder run was removed or moved while it ran." in line
-    assert line.endswith("go on with resume=run_rescued.")
+    assert line.endswith("continue with resume=run_rescued.")
     assert not (tmp_path / "run").exists()
     rescued = tmp_path / "run_rescued"
     steps = json.loads((rescued / "checkpoints/last/state.json").read_text())["step"]

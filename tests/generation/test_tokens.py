@@ -83,9 +83,9 @@ def test_room_by_hand() -> None:
 
 def test_ids_in_flight_are_unique() -> None:
     check_new_ids([request(1), request(2)], [3])
-    with pytest.raises(UserError, match="Request id 3 is in flight"):
+    with pytest.raises(UserError, match="Request id 3 is already in flight"):
         check_new_ids([request(3)], [3])
-    with pytest.raises(UserError, match="Request id 1 is in flight"):
+    with pytest.raises(UserError, match="Request id 1 is already in flight"):
         check_new_ids([request(1), request(1)], [])
 
 

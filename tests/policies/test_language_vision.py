@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_said(folders: dict[str, Path], tmp_path: Path) -> 
     grids = build(folders["qwen2_vl"])
     assert grids.vision is not None
     both = grids.expand_images(np.array([5, *[grids.vision.image_token_id] * 2]), [picture(0), picture(1)])
-    with pytest.raises(UserError, match="side by side"):
+    with pytest.raises(UserError, match="are adjacent"):
         grids.evaluate([TokenSequence.of(both, np.array([6]), (picture(0), picture(1)))])
     with pytest.raises(UserError, match=r"uint8 \[H, W, 3\], got float32 \[8, 8, 3\]"):
         policy.vision.tensors([np.zeros((8, 8, 3), np.float32)])

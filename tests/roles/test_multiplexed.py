@@ -530,12 +530,12 @@ def test_simulators_that_episodes_cannot_leave_are_refused(tmp_path: Path) -> No
     factory = SimFactory("tests.sim.toy:CountingSim", kwargs={"length": 5})
     with (
         EnvManager(factory, 1, num_workers=1, autoreset=False) as one,
-        pytest.raises(UserError, match=r"possible: sim\.num_slots=2 sim\.num_workers=2"),
+        pytest.raises(UserError, match=r"choice: sim\.num_slots=2 sim\.num_workers=2"),
     ):
         MultiplexedSimulators(one, lease)
     three = "hybrid.placement={kind: multiplexed, num_hosts: 3}"
     config = configured(tmp_path, *GROUPS, three, ONE_BEHIND, "sim.num_slots=2", "sim.num_workers=2")
-    with pytest.raises(UserError, match=r"2 workers with 2 slots.*possible: sim\.num_slots=3 sim\.num_workers=3"):
+    with pytest.raises(UserError, match=r"2 workers with 2 slots.*choice: sim\.num_slots=3 sim\.num_workers=3"):
         played(config, 1, 0)
 
 

@@ -243,7 +243,7 @@ def test_whether_actors_fit_the_nodes() -> None:
     assert "3 CPUs" in str(why_never([env], [small, small], "PACK"))
     assert why_never([Need("env", 2.0, 0.0)] * 2, [small, small], "PACK") is None
     assert "at the same time" in str(why_never([Need("env", 2.0, 0.0)] * 3, [small, small], "PACK"))
-    assert "of one node" in str(why_never([Need("env", 2.0, 0.0)] * 2, [small, small], "STRICT_PACK"))
+    assert "on one node" in str(why_never([Need("env", 2.0, 0.0)] * 2, [small, small], "STRICT_PACK"))
     # 1.5 + 0.5 and 1.0 + 1.0: a greedy order (1.0 beside 0.5) would leave no room.
     parts = [Need("env", cpus, 0.0) for cpus in (1.0, 0.5, 1.5, 1.0)]
     assert why_never(parts, [small, small], "PACK") is None

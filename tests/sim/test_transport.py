@@ -419,10 +419,10 @@ def test_a_message_that_was_cut_off_is_garbled(ends: tuple[Channel, Channel], mo
 @pytest.mark.parametrize(
     ("data", "what"),
     [
-        (b"printed by a library\n", "no message"),
-        (b"x", "no message"),
-        (struct.pack("<II", 15, 0) + b'{"kind":"done"}', "no message"),
-        (struct.pack("<Q", 1 << 60), "no message"),
+        (b"printed by a library\n", "not a message"),
+        (b"x", "not a message"),
+        (struct.pack("<II", 15, 0) + b'{"kind":"done"}', "not a message"),
+        (struct.pack("<Q", 1 << 60), "not a message"),
     ],
 )
 def test_bytes_without_the_key_are_garbled_at_once(ends: tuple[Channel, Channel], data: bytes, what: str) -> None:
@@ -439,8 +439,8 @@ def test_messages_with_the_key_are_looked_at_too(ends: tuple[Channel, Channel]) 
     key = header[:8]
     for data, what in (
         (header[:20] + struct.pack("<Q", 1 << 60), "1,152,921,504,606,846,976 bytes"),
-        (key + struct.pack("<QIQ", 1, 3, 0) + b"{no", "no JSON"),
-        (key + struct.pack("<QIQ", 1, 100_000, 0) + b"[" * 100_000, "no JSON"),
+        (key + struct.pack("<QIQ", 1, 3, 0) + b"{no", "not JSON"),
+        (key + struct.pack("<QIQ", 1, 100_000, 0) + b"[" * 100_000, "not JSON"),
         (key + struct.pack("<QIQ", 1, 3, 0) + b"[1]", "a list instead of an object"),
         (key + struct.pack("<QIQ", 0, 2, 0) + b"{}", "number 0 instead of 1"),
     ):

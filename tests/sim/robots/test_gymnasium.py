@@ -303,7 +303,7 @@ def test_a_vector_environment_steps_all_or_nothing() -> None:
 
 def test_a_vector_environment_that_resets_by_itself_is_refused() -> None:
     env = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="vector_entry_point")
-    with pytest.raises(UserError, match=r"resets by itself.*Disabled.*vectorization_mode='sync'"):
+    with pytest.raises(UserError, match=r"resets automatically.*Disabled.*vectorization_mode='sync'"):
         VectorEnvSim(env)
 
 
