@@ -108,7 +108,7 @@ def accounts(trace: Trace, manager: EnvManager) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("steps", "every", "attacks"), [pytest.param(3_000, 60, 4, marks=pytest.mark.ci_sample), (10_000, 100, 12)])
+@pytest.mark.parametrize(("steps", "every", "attacks"), [pytest.param(2_000, 60, 3, marks=pytest.mark.ci_sample), (10_000, 100, 12)])
 def test_thousands_of_steps_of_chaos_change_nothing(steps: int, every: int, attacks: int) -> None:
     messages = -(-steps // SLOTS)
     patient = FaultPolicy(max_restarts=1000, backoff_s=0.0)
