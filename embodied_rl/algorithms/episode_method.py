@@ -258,19 +258,26 @@ class EpisodeMethod(StepRewards):
         if self.config.advantage_clip is not None:
             advantage = advantage.clamp(-self.config.advantage_clip, self.config.advantage_clip)
         advantage = torch.where(of_values, advantage, torch.zeros_like(advantage))
-        self._warn_of_even(advantage)
+        self._warn_of_even(advantage, counted)
         value = values.value.flatten(1)
         return Credit(advantage, counted, value, returns, batch.success, metrics, of_values if of_steps else None)
 
-    def _warn_of_even(self, advantage: Tensor) -> None:
+    def _warn_of_even(self, advantage: Tensor, counted: Tensor) -> None:
         """Warn if several updates in a row have no advantage: a run could continue to its end without learning."""
         self._num_even = 0 if bool(advantage.any()) else self._num_even + 1
         if self._num_even == _EVEN_UPDATES:
+            why, help_ = (
+                "the episodes of each group had equal returns",
+                "algorithm.groups.filters=[{name: zero_variance}] plays until groups differ. An easier task, intermediate rewards, "
+                "algorithm.warm_start or a larger algorithm.groups.group_size makes more groups differ.",
+            )
+            if not bool(counted.any()):
+                why, help_ = (
+                    "a limit cut off every episode, and algorithm.reward.truncated=mask leaves such episodes out",
+                    "Raise sim.max_episode_steps (for answers, agent.max_new_tokens), or set algorithm.reward.truncated=zero.",
+                )
             warnings.warn(
-                f"In {_EVEN_UPDATES} updates in a row every advantage was 0, because the episodes of each group had equal returns. "
-                "Nothing was learned. algorithm.groups.filters=[{name: zero_variance}] plays until groups differ. An easier task, "
-                "intermediate rewards, algorithm.warm_start or a larger algorithm.groups.group_size makes more groups differ.",
-                stacklevel=2,
+                f"In {_EVEN_UPDATES} updates in a row every advantage was 0, because {why}. Nothing was learned. {help_}", stacklevel=2
             )
 
     @property

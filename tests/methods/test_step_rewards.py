@@ -147,7 +147,8 @@ def test_a_batch_of_episodes_that_were_all_cut_off_changes_no_weight(algorithm: 
     words = ("sim=cartpole", "sim.max_episode_steps=4", f"algorithm={algorithm}", "algorithm.num_epochs=1")
     groups = ("algorithm.groups.group_size=2", "algorithm.groups.groups_per_step=2", "algorithm.minibatch_size=8")
     learns = ("algorithm.reward.truncated=mask", "algorithm.entropy_coef=0.1")
-    runs = [shortly(tmp_path / str(steps), *words, *groups, *learns, f"total_steps={steps}") for steps in (16, 48)]
+    with pytest.warns(UserWarning, match="because a limit cut off every episode.*Raise sim.max_episode_steps"):
+        runs = [shortly(tmp_path / str(steps), *words, *groups, *learns, f"total_steps={steps}") for steps in (16, 48)]
     assert [row["train/minibatches"] for row in read_metrics(runs[1]) if "train/minibatches" in row] == [0.0] * 3
     first, last = map(weights, runs)
     assert first.keys() == last.keys()
