@@ -274,12 +274,12 @@ def test_the_page_says_of_every_rule_why_it_stays() -> None:
 
 
 def test_a_run_says_that_its_answers_are_not_drawn_from_what_it_trains() -> None:
-    for words in ("agent.temperature=0.7", "agent.top_k=5", "agent.top_p=0.9"):
+    for words in ("agent.temperature=0", "agent.top_k=5", "agent.top_p=0.9"):
         with pytest.warns(UserWarning, match="the policy's gradient is biased"):
             resolve(load_train_config(f"{TEXTS} {words}".split()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        resolve(load_train_config(f"{TEXTS} agent.evaluation_temperature=0.5".split()))
+        resolve(load_train_config(f"{TEXTS} agent.evaluation_temperature=0.5 agent.temperature=0.7".split()))
 
 
 def test_names_that_nothing_has_are_refused() -> None:

@@ -32,7 +32,7 @@ class Turn:
     token_ids: np.ndarray
     """[n] int64 sampled tokens, a stop token included."""
     log_prob: np.ndarray
-    """[n] float32 of each token under the policy that sampled it."""
+    """[n] float32 of each token under the policy that sampled it, at `temperature`."""
     version: np.ndarray
     """[n] int64 version of the weights that sampled each token."""
     answer: str
@@ -50,6 +50,8 @@ class Turn:
     """Constraint on the answer (`GenerationRequest.structure`): log-probabilities are relative to the allowed tokens."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that may end an answer with a structure."""
+    temperature: float = 1.0
+    """Training divides the logits by it, as sampling did."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +114,8 @@ class TokenRow:
     """uint8 [H, W, 3] each, in the order of their tokens."""
     structures: tuple[tuple[int, int, str, tuple[int, ...]], ...] = ()
     """(first token, end, structure, stop tokens) of each answer with a structure."""
+    temperature: float = 1.0
+    """Of `log_prob`."""
 
 
 def rows_of(turns: Sequence[Turn]) -> list[TokenRow]:
@@ -121,7 +125,7 @@ def rows_of(turns: Sequence[Turn]) -> list[TokenRow]:
     known = np.zeros(0, np.int64)
     for number, turn in enumerate(turns):
         continues = bool(rows) and len(turn.prompt_ids) >= len(known) and np.array_equal(turn.prompt_ids[: len(known)], known)
-        if continues:
+        if continues and turn.temperature == rows[-1][-1][1].temperature:
             rows[-1].append((number, turn))
         else:
             rows.append([(number, turn)])
@@ -139,7 +143,7 @@ def _row(parts: Sequence[tuple[int, Turn]]) -> TokenRow:
         mask[where], log_prob[where], turn[where] = True, part.log_prob, number
         if part.structure is not None:
             structures.append((where.start, where.stop, part.structure, part.stop_ids))
-    return TokenRow(token_ids, mask, log_prob, turn, last.images, tuple(structures))
+    return TokenRow(token_ids, mask, log_prob, turn, last.images, tuple(structures), last.temperature)
 
 
 def agent_episodes(groups: Sequence[EpisodeGroup]) -> list[AgentEpisode]:

@@ -102,7 +102,7 @@ class AgentConfig(Config, place="agent"):
     max_new_tokens: Tokens = 64
     """Tokens of an answer, at most."""
     temperature: Temperature = 1.0
-    """Sampling temperature in training."""
+    """Sampling temperature in training. The distribution at this temperature is the one that is trained."""
     evaluation_temperature: Temperature = 0.0
     """Temperature in evaluation and films; 0 takes the likeliest token. An agent without memory may then walk in circles forever."""
     top_p: PositiveShare = 1.0

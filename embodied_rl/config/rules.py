@@ -555,13 +555,13 @@ WARNINGS = (
     Rule(
         "other_distribution",
         lambda run: any(
-            task.speaks and task.groups is not None and (own.temperature, own.top_p, own.top_k) != (1.0, 1.0, 0)
+            task.speaks and task.groups is not None and (own.temperature == 0.0 or own.top_p < 1.0 or own.top_k > 0)
             for task in run.tasks
             for own in (task.config.agent,)
         ),
-        "agent.temperature, .top_p or .top_k sample answers from another distribution than the one that is trained: log-probabilities, "
-        "ratios and gradients are the model's own, so the policy's gradient is biased, and algorithm.correction does not see it. Set "
-        "temperature=1, top_p=1 and top_k=0 for an unbiased one.",
+        "agent.top_p, agent.top_k or agent.temperature=0 cut tokens off when answers are sampled: log-probabilities, ratios and gradients "
+        "are those of the model's own distribution, so the policy's gradient is biased, and algorithm.correction does not see it. Set "
+        "top_p=1, top_k=0 and a temperature above 0 for an unbiased one.",
     ),
 )
 """Rules that only warn."""

@@ -100,6 +100,20 @@ class GenerationRequest:
         return self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0
 
 
+def as_trained(
+    log_prob: np.ndarray, sampling_log_prob: np.ndarray, temperature: float, top_p: float, top_k: int
+) -> tuple[np.ndarray, float]:
+    """The log-probabilities [n] that training recomputes, and the temperature by which it divides the logits.
+
+    If a temperature alone shaped the draw, the policy is the distribution that drew (as in verl and ROLL). Top-p and top-k cut tokens off,
+    which no gradient passes, so the model's own distribution is trained; also after a greedy answer, and if the backend does not know
+    `sampling_log_prob`.
+    """
+    if temperature in (0.0, 1.0) or top_p < 1.0 or top_k > 0 or not np.isfinite(sampling_log_prob).all():
+        return log_prob, 1.0
+    return sampling_log_prob, temperature
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Completion:
     """The n tokens that continue one prompt. Raises ValueError if the arrays differ in length, or a failure is missing or unexpected."""
@@ -108,8 +122,8 @@ class Completion:
     token_ids: np.ndarray
     """Sampled tokens [n], int64, with the stop token; n may be 0 (aborted or failed at once). Empty from a server of text: see `text`."""
     log_prob: np.ndarray
-    """[n] float32 log-probability under the model's own distribution (temperature 1, masked only by the request's structure), which
-    training recomputes. vLLM ignores the structure here unless temperature is 1 and top-p and top-k cut nothing."""
+    """[n] float32 log-probability under the model's own distribution (temperature 1, masked only by the request's structure). vLLM ignores
+    the structure here unless temperature is 1 and top-p and top-k cut nothing."""
     sampling_log_prob: np.ndarray
     """[n] float32 log-probability under the sampling distribution (temperature, structure, top-p, top-k), renormalised; 0 for the likeliest
     token at temperature 0. NaN if the backend does not know it."""

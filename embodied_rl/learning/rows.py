@@ -269,6 +269,8 @@ class TokenBatch(Rows):
             "evaluated": torch.from_numpy(np.concatenate([sequence.mask for sequence in self.sequences])),
             **self._named(),
         }
+        if any(sequence.temperature != 1.0 for sequence in self.sequences):
+            found["temperature"] = torch.tensor([sequence.temperature for sequence in self.sequences], dtype=torch.float64)
         if any(sequence.structures for sequence in self.sequences):
             text = json.dumps([sequence.structures for sequence in self.sequences])
             found[_STRUCTURES] = torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
@@ -288,8 +290,9 @@ class TokenBatch(Rows):
         if _STRUCTURES in tensors:
             saved = json.loads(tensors[_STRUCTURES].numpy().tobytes())
             kept = [tuple((first, end, text, tuple(stops)) for first, end, text, stops in own) for own in saved]
-        parts = zip(token_ids, evaluated, images, kept, strict=True)
-        sequences = tuple(TokenSequence(ids, mask, tuple(own), structures) for ids, mask, own, structures in parts)
+        temperatures = tensors["temperature"].tolist() if "temperature" in tensors else [1.0] * len(lengths)
+        parts = zip(token_ids, evaluated, map(tuple, images), kept, temperatures, strict=True)
+        sequences = tuple(TokenSequence(*part) for part in parts)
         return cls(sequences, **{field.name: tensors[field.name] for field in fields(cls) if field.name in tensors})
 
     def _named(self) -> dict[str, Tensor]:

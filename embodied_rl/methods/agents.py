@@ -220,7 +220,7 @@ def token_batch(rows: Sequence[TokenRow], owner: Sequence[int], credit: Credit) 
         critic = {name: value[episode[:, None], turns] for name, value in of_states.items()}
         critic["valued"] = _first_tokens(learned, turns)
     return TokenBatch(
-        sequences=tuple(TokenSequence(row.token_ids, row.mask, row.images, row.structures) for row in rows),
+        sequences=tuple(TokenSequence(row.token_ids, row.mask, row.images, row.structures, row.temperature) for row in rows),
         mask=learned,
         advantage=torch.where(learned, advantage, torch.zeros_like(advantage)),
         behaviour_log_prob=torch.from_numpy(log_prob),

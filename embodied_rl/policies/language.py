@@ -195,7 +195,8 @@ class LanguagePolicy(TrainedModule):
             )
         logits = output.logits
         logits = self._keeping(logits if self.vision is None else self.vision.exclude(logits), rows, sequences)
-        log_prob, entropy = token_statistics(logits, target)
+        temperature = torch.tensor([sequence.temperature for sequence in sequences])[torch.from_numpy(rows.sequence)]
+        log_prob, entropy = token_statistics(logits, target, None if bool((temperature == 1.0).all()) else temperature.to(self.device))
         value = None if self.value_head is None else self.value_head(hidden[0].float()).squeeze(-1)
         return log_prob, entropy, value
 
@@ -375,21 +376,23 @@ def build_language_policy(config: LanguageConfig, device: str | torch.device = "
     return policy
 
 
-def token_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets and entropies, both [E] float32, from logits [E, V] and targets [E].
+def token_statistics(logits: Tensor, target: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets and entropies, both [E] float32, from logits [E, V], targets [E] and temperatures [E] (None: 1).
 
     In float32, some tokens at a time: the softmax of a large vocabulary dominates memory.
     """
-    parts = [slice(start, start + _CHUNK) for start in range(0, len(target), _CHUNK)]
+    every = [logits, target] if temperature is None else [logits, target, temperature]
+    parts = [[one[start : start + _CHUNK] for one in every] for start in range(0, len(target), _CHUNK)]
     if len(parts) == 1 or not torch.is_grad_enabled():
-        results = [_statistics(logits[part], target[part]) for part in parts]
+        results = [_statistics(*part) for part in parts]
     else:
-        results = [checkpoint(_statistics, logits[part], target[part], use_reentrant=False) for part in parts]
+        results = [checkpoint(_statistics, *part, use_reentrant=False) for part in parts]
     return torch.cat([result[0] for result in results]), torch.cat([result[1] for result in results])
 
 
-def _statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    log_probs = torch.log_softmax(logits.float(), dim=-1)
+def _statistics(logits: Tensor, target: Tensor, temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    own = logits.float()
+    log_probs = torch.log_softmax(own if temperature is None else own / temperature[:, None], dim=-1)
     # A logit of -inf (a token that the model excludes) has p log p = 0. Clamped before the product, otherwise its gradient would be 0 times
     # infinity. The changed tokens have probability 0 in float32.
     terms = log_probs.exp() * log_probs.clamp(min=-1e4)

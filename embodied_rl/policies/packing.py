@@ -33,6 +33,8 @@ class TokenSequence:
     """Images, uint8 [H, W, 3] each, in the order of their placeholders; vision-language models only."""
     structures: tuple[KeptStructure, ...] = ()
     """Structures of the answers that were drawn with one."""
+    temperature: float = 1.0
+    """Logits are divided by it before log-probabilities and entropies are taken."""
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.dtype.kind not in "iu" or self.mask.shape != self.token_ids.shape:

@@ -28,7 +28,7 @@ from embodied_rl.agents.parsing import InvalidAction, Reason, ToolRequest
 from embodied_rl.agents.tools.builtin import ToolBudget
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.errors import UserError
-from embodied_rl.generation.tokens import Completion, Failure, TokenBackend
+from embodied_rl.generation.tokens import Completion, Failure, TokenBackend, as_trained
 from embodied_rl.rollout.batch_sinks import AgentRecord
 from embodied_rl.rollout.collector import PATIENCE_S
 from embodied_rl.rollout.groups import Assignment, GroupQueue
@@ -99,6 +99,8 @@ class _Playing:
     images: list[np.ndarray] = field(default_factory=list)
     """All images shown so far."""
     prompt: Prompt | None = None
+    temperature: float = 1.0
+    """Of the answer to `prompt`."""
     answered: _Answered | None = None
     success: bool = False
     record: AgentRecord | None = None
@@ -324,12 +326,14 @@ class AgentCollector(SlotPump[_Playing]):
         if success and not playing.success:
             playing.success, playing.success_at = True, len(playing.turns) + 1
         completion = answered.completion
+        drawn = completion.log_prob, completion.sampling_log_prob
+        log_prob, temperature = as_trained(*drawn, playing.temperature, self.agent.config.top_p, self.agent.config.top_k)
         playing.turns.append(
             Turn(
                 observation=answered.observation,
                 prompt_ids=answered.prompt.token_ids,
                 token_ids=completion.token_ids,
-                log_prob=completion.log_prob,
+                log_prob=log_prob,
                 version=completion.version,
                 answer=answered.answer.text,
                 parsed=answered.answer.parsed,
@@ -337,6 +341,7 @@ class AgentCollector(SlotPump[_Playing]):
                 game_reward=reward,
                 dropped=answered.prompt.dropped,
                 images=answered.prompt.images,
+                temperature=temperature,
             )
         )
         self.queue.progressed(playing.assignment)
@@ -356,6 +361,7 @@ class AgentCollector(SlotPump[_Playing]):
             seed = self._sampling_seed(playing.assignment, len(playing.turns), _SEEDS)
             temperature = 0.0 if playing.assignment.greedy else self._temperature
             requests.append(self.agent.request(self._next_id, prompt, playing.observation, seed=seed, temperature=temperature))
+            playing.temperature = requests[-1].temperature
             self._requests[self._next_id] = slot
             self._next_id += 1
         self.backend.submit(requests)

@@ -29,7 +29,7 @@ from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
 from embodied_rl.config import SimConfig
 from embodied_rl.episodes.recording import last_only
 from embodied_rl.errors import UserError
-from embodied_rl.generation.tokens import TokenBackend
+from embodied_rl.generation.tokens import TokenBackend, as_trained
 from embodied_rl.rollout.agent_generator import AgentGenerator
 from embodied_rl.rollout.batch_sinks import record_turns
 from embodied_rl.rollout.collector import PATIENCE_S
@@ -349,6 +349,7 @@ class ProgramCollector(QueuePump):
             domain=whose.domain,
             greedy=whose.greedy,
             task=dict(played.task),
+            sampling=None if whose.greedy else self._sampling,
         )
         self._counts.update(
             {
@@ -387,14 +388,16 @@ def episode_of_session(
     domain: str,
     greedy: bool = False,
     task: dict[str, object] | None = None,
+    sampling: SessionSampling | None = None,
 ) -> AgentEpisode:
     """Convert a session to an episode, its turns ordered by conversation, so that its rows are `CapturedSession.trajectories`.
 
-    Turns keep their own rewards; the last turn gets the rest of `reward`, the sum of all.
+    Turns keep their own rewards; the last turn gets the rest of `reward`, the sum of all. `sampling`: the session's; None: temperature 1.
     """
     order = [number for path in captured.trajectories() for number in _counted(path.turn)]
     # Turns without tokens (aborted at once) contain nothing to learn from.
-    turns = [_turn(captured, captured.turns[number], tokenizer) for number in order if len(captured.turns[number].sampled_ids)]
+    sampling = sampling or SessionSampling(0)
+    turns = [_turn(captured, captured.turns[number], tokenizer, sampling) for number in order if len(captured.turns[number].sampled_ids)]
     rest = reward - sum(turn.reward for turn in turns)
     turns[-1] = dataclasses.replace(turns[-1], reward=turns[-1].reward + rest, game_reward=turns[-1].reward + rest)
     episode = episode_of(
@@ -408,15 +411,17 @@ def _counted(turn: np.ndarray) -> list[int]:
     return [int(number) for number in dict.fromkeys(turn[turn >= 0].tolist())]
 
 
-def _turn(captured: CapturedSession, turn: CapturedTurn, tokenizer: PromptTokenizer) -> Turn:
+def _turn(captured: CapturedSession, turn: CapturedTurn, tokenizer: PromptTokenizer, sampling: SessionSampling) -> Turn:
     known = 0 if turn.parent is None else len(captured.turns[turn.parent].token_ids)
     answer = tokenizer.decode(turn.sampled_ids)
+    drawn = turn.log_prob, turn.sampling_log_prob
+    log_prob, temperature = as_trained(*drawn, sampling.temperature, sampling.top_p, sampling.top_k)
     parsed: ParsedAction = ValidAction(answer.strip()) if answer.strip() else InvalidAction("empty", answer)
     return Turn(
         observation=tokenizer.decode(turn.prompt_ids[known:]).strip(),
         prompt_ids=turn.prompt_ids,
         token_ids=turn.sampled_ids,
-        log_prob=turn.log_prob,
+        log_prob=log_prob,
         version=turn.version,
         answer=answer,
         parsed=parsed,
@@ -424,6 +429,7 @@ def _turn(captured: CapturedSession, turn: CapturedTurn, tokenizer: PromptTokeni
         game_reward=turn.reward,
         structure=turn.structure,
         stop_ids=turn.stop_ids,
+        temperature=temperature,
     )
 
 

@@ -152,7 +152,8 @@ def test_a_batch_comes_out_of_its_parcel_as_it_was() -> None:
     batch = dataclasses.replace(batch, present=batch.advantage + 1, reference=batch.advantage - 1)
     pictures = tuple(np.random.default_rng(place).integers(0, 256, (4 + place, 3, 3), dtype=np.uint8) for place in range(12))
     kept = ((2, 4, '{"type": "structural_tag"}', (2, 7)), (5, 6, "{}", ()))
-    shown = [*batch.sequences[:4], dataclasses.replace(batch.sequences[4], images=pictures, structures=kept), *batch.sequences[5:]]
+    special = dataclasses.replace(batch.sequences[4], images=pictures, structures=kept, temperature=0.6)
+    shown = [*batch.sequences[:4], special, *batch.sequences[5:]]
     batch = dataclasses.replace(batch, sequences=tuple(shown))
     found = TokenBatch.of_tensors(batch.chosen(torch.tensor([4, 1, 0])).tensors())
     for place, row in enumerate((4, 1, 0)):
@@ -163,6 +164,7 @@ def test_a_batch_comes_out_of_its_parcel_as_it_was() -> None:
             assert torch.equal(getattr(found, name)[place], getattr(batch, name)[row]), name
     assert all(np.array_equal(one, other) for one, other in zip(found.sequences[0].images, pictures, strict=True))
     assert [sequence.structures for sequence in found.sequences] == [kept, (), ()]
+    assert [sequence.temperature for sequence in found.sequences] == [0.6, 1.0, 1.0]
     assert torch.equal(found.mask, batch.mask[[4, 1, 0]])
     filler = TokenBatch.of_tensors(batch.filler().tensors())
     assert filler.num_rows == 1

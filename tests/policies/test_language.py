@@ -168,23 +168,26 @@ def test_dropout_is_off_in_training_mode_too(folders: dict[str, Path]) -> None:
         assert torch.equal(policy.model(input_ids=ids).logits, policy.model(input_ids=ids).logits)
 
 
-def test_statistics_in_chunks_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tempered", [False, True])
+def test_statistics_in_chunks_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch, tempered: bool) -> None:
     torch.manual_seed(0)
     logits, target = torch.randn(10, 7, dtype=torch.float64), torch.randint(0, 7, (10,))
     logits[3, 2] = -torch.inf
     target[3] = 1
     monkeypatch.setattr("embodied_rl.policies.language._CHUNK", 3)
     given = logits.clone().requires_grad_()
-    log_prob, entropy = token_statistics(given, target)
+    temperature = torch.linspace(0.5, 2.0, 10) if tempered else torch.ones(10)
+    log_prob, entropy = token_statistics(given, target, temperature if tempered else None)
+    logits = logits / temperature[:, None]
     expected = torch.distributions.Categorical(logits=logits)
     torch.testing.assert_close(log_prob.double(), expected.log_prob(target), atol=1e-6, rtol=0)
     finite = torch.distributions.Categorical(logits=torch.where(torch.isinf(logits), -1e9, logits))
     torch.testing.assert_close(entropy.double(), finite.entropy(), atol=1e-6, rtol=0)
     log_prob.sum().backward()
-    # d log p(target) / d logits = onehot − p.
+    # d log p(target) / d logits = (onehot − p) / temperature.
     hot = torch.nn.functional.one_hot(target, 7)
     assert given.grad is not None
-    torch.testing.assert_close(given.grad, hot - torch.softmax(logits, -1), atol=1e-6, rtol=0)
+    torch.testing.assert_close(given.grad, (hot - torch.softmax(logits, -1)) / temperature[:, None], atol=1e-6, rtol=0)
 
 
 def test_nothing_to_evaluate_is_zeros(folders: dict[str, Path]) -> None:

@@ -84,6 +84,8 @@ def test_sampled_log_probs_are_those_of_the_policy_in_every_strategy(tmp_path: P
         (dataclasses.replace(PLAIN, strategy="full", chat=True), True),
         (dataclasses.replace(PLAIN, strategy="last_k", last_turns=1), False),
         (dataclasses.replace(PLAIN, strategy="summarised", template="{summary}{observation}"), False),
+        (dataclasses.replace(PLAIN, strategy="full", temperature=0.6), True),
+        (dataclasses.replace(PLAIN, strategy="full", temperature=0.6, top_p=0.9), True),
     ]
     for config, one_row in strategies:
         speaking = Agent(config, policy.tokenizer, instruction=None, max_context=2048)
@@ -93,7 +95,9 @@ def test_sampled_log_probs_are_those_of_the_policy_in_every_strategy(tmp_path: P
             rows = rows_of(episode.turns)
             assert (len(rows) == 1) == (one_row or len(episode.turns) == 1 or (config.strategy == "last_k" and len(episode.turns) == 2))
             with torch.no_grad():
-                evaluated = policy.evaluate([TokenSequence(row.token_ids, row.mask) for row in rows])
+                evaluated = policy.evaluate([TokenSequence(row.token_ids, row.mask, temperature=row.temperature) for row in rows])
+            # Top-p cuts tokens off, so the model's own distribution is trained.
+            assert {row.temperature for row in rows} == {config.temperature if config.top_p == 1.0 else 1.0}
             for number, row in enumerate(rows):
                 found = evaluated.log_prob[number, : len(row.mask)].numpy()
                 np.testing.assert_allclose(found[row.mask], row.log_prob[row.mask], atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -242,6 +243,17 @@ def test_rows_are_the_captured_trajectories(tmp_path: Path) -> None:
     assert episode.reward.tolist() == [0.0] * 5 + [2.0]
     assert np.unique(episode.policy_version[episode.mask]).tolist() == [5]
     assert episode.turns[0].answer == "red"
+
+    def drawn_with(sampling: SessionSampling) -> list[tuple[float, list[float]]]:
+        turns = tuple(dataclasses.replace(turn, sampling_log_prob=turn.log_prob - 1) for turn in session.turns)
+        known = dataclasses.replace(session, turns=turns)
+        made = episode_of_session(known, words, reward=2.0, success=True, seed=1, domain="d", sampling=sampling)
+        return [(turn.temperature, turn.log_prob.tolist()) for turn in made.turns]
+
+    own = [turn.log_prob for turn in episode.turns]
+    assert drawn_with(SessionSampling(0, temperature=0.7)) == [(0.7, (one - 1).tolist()) for one in own]
+    assert drawn_with(SessionSampling(0, temperature=0.7, top_k=5)) == [(1.0, one.tolist()) for one in own]
+    assert drawn_with(SessionSampling(0, temperature=0.0)) == [(1.0, one.tolist()) for one in own]
 
 
 def collector(runner: ProgramRunner, words: Any, queue: GroupQueue, num_slots: int = 3) -> ProgramCollector:

@@ -48,7 +48,7 @@ class CapturedTurn:
     sampled_ids: np.ndarray
     """[n] int64, the stop token included."""
     log_prob: np.ndarray
-    """[n] float32 under the model's own distribution, which training recomputes."""
+    """[n] float32 under the model's own distribution."""
     sampling_log_prob: np.ndarray
     """[n] float32 under the distribution of the draws (temperature, top-p)."""
     version: np.ndarray
