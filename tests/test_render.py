@@ -268,14 +268,8 @@ def test_values_are_the_critics(cartpole: Path) -> None:
                 observation, *_ = env.step(int(following.action[0]))
 
 
-def vector_cartpole(num_envs: int) -> gymnasium.vector.VectorEnv:
-    """CartPoles that all move in one call."""
-    options = {"autoreset_mode": "Disabled"}
-    return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="sync", render_mode="rgb_array", vector_kwargs=options)
-
-
 def test_simulators_that_step_together_are_filmed_to_the_end_of_the_last() -> None:
-    config = SimConfig("vector", "tests.test_render:vector_cartpole", pipeline_groups=1, num_workers=1)
+    config = SimConfig("vector", "tests.render_toys:vector_cartpole", pipeline_groups=1, num_workers=1)
     seeds = range(HELD_OUT, HELD_OUT + 5)
     with EnvManager.from_config(filmed(config, 32), EpisodeSeeds.held_out(0), num_slots=2, autoreset=False) as manager:
         assert manager.spec.steps_together
@@ -410,9 +404,9 @@ def test_a_task_without_pictures_is_one_line_and_leaves_no_file(tmp_path: Path, 
         (["log=tensorbord"], "log=tensorbord: 'tensorbord' is not a choice. Did you mean 'tensorboard'?"),
         (["recording=nowhere"], "checkpoint= cannot be used with recording="),
         (["against=nowhere"], "Checkpoint 'nowhere' does not exist"),
-        (["sim.target=tests.test_render:BrokenScreen", "num_episodes=1"], "cannot be drawn on this machine (RuntimeError: no driver)"),
-        (["sim.target=tests.test_render:DyingDriver", "num_episodes=1"], "Filming failed: simulator worker 0 died (killed by SIGSEGV)"),
-        (["sim.target=tests.test_render:BrokenPhysics", "num_episodes=1"], "worker 0 raised an exception (ZeroDivisionError: no mass)"),
+        (["sim.target=tests.render_toys:BrokenScreen", "num_episodes=1"], "cannot be drawn on this machine (RuntimeError: no driver)"),
+        (["sim.target=tests.render_toys:DyingDriver", "num_episodes=1"], "Filming failed: simulator worker 0 died (killed by SIGSEGV)"),
+        (["sim.target=tests.render_toys:BrokenPhysics", "num_episodes=1"], "worker 0 raised an exception (ZeroDivisionError: no mass)"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -431,42 +425,3 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_played(
     assert "Cannot write" in one_line_error(main, [f"checkpoint={cartpole}", f"output={tmp_path / 'file' / 'films'}"], capsys)
     assert require_writable(tmp_path / "new" / "films") == tmp_path / "new" / "films"
     assert not (tmp_path / "new").exists()
-
-
-class BrokenScreen(gymnasium.Wrapper):
-    """CartPole where drawing raises what a missing driver raises."""
-
-    def __init__(self, task: str) -> None:
-        super().__init__(gymnasium.make(task, render_mode="rgb_array"))
-
-    def render(self) -> np.ndarray:
-        raise RuntimeError("no\n  driver")
-
-
-class DyingDriver(BrokenScreen):
-    """CartPole where drawing ends the process, as graphics drivers do."""
-
-    def render(self) -> np.ndarray:
-        import os
-        import signal
-
-        os.kill(os.getpid(), signal.SIGSEGV)
-        return np.zeros((1, 1, 3), np.uint8)
-
-
-class BrokenPhysics(gymnasium.Wrapper):
-    """CartPole whose fourth step fails; the picture is not to blame, and the film is not to be had all the same."""
-
-    def __init__(self, task: str) -> None:
-        super().__init__(gymnasium.make(task, render_mode="rgb_array"))
-        self.num_steps = 0
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        self.num_steps = 0
-        return self.env.reset(**kwargs)
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        self.num_steps += 1
-        if self.num_steps == 4:
-            raise ZeroDivisionError("no mass")
-        return self.env.step(action)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,9 @@ from embodied_rl.train import train
 from embodied_rl.types import StepBuffers
 from tests.agents.samples import LAKE, PLAIN, random_backend, tokenizer
 from tests.golden.runs import TEXTS
+from tests.methods.experts import LakeExpert
 from tests.rollout.test_training_recording import curve
 from tests.vla.test_runs import curve as lines
-
-
-class LakeExpert:
-    """The scripted player, as an expert."""
-
-    def __call__(self, observation: Mapping[str, Any]) -> str:
-        return frozenlake.player(str(observation["text"]))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +94,7 @@ def test_a_conversation_goes_on_as_the_one_it_starts_in(config: Any, min_ready: 
 
 
 def test_a_run_starts_inside_and_goes_on_after_a_resume(tmp_path: Path) -> None:
-    options = ("share: 0.6", "sources: [expert, success]", "expert: tests.methods.test_agent_starts:LakeExpert", "expert_episodes: 2")
+    options = ("share: 0.6", "sources: [expert, success]", "expert: tests.methods.experts:LakeExpert", "expert_episodes: 2")
     words = (*TEXTS, f"algorithm.initialized={{{', '.join(options)}, chunk_steps: 1, min_episodes: 2}}", "agent.strategy=full")
     words = (*words, "checkpoint.every_steps=1", "checkpoint.keep_last=99", "total_steps=400")
     whole = train(load_train_config([*words, f"run_dir={tmp_path / 'whole'}"]))

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +106,10 @@ def test_what_was_sampled_is_trained_with_its_pictures(folders: dict[str, Path],
         assert np.isfinite(stats["grad_norm"])
 
 
-class LakeExpert:
-    """The scripted player, as an expert: it needs the text only."""
-
-    def __call__(self, observation: Mapping[str, Any]) -> str:
-        return frozenlake.player(str(observation["text"]))
-
-
 @pytest.mark.parametrize("kind", ["qwen2_vl", pytest.param("llava", marks=pytest.mark.slow)])
 def test_an_episode_that_starts_inside_another_has_seen_its_pictures(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
     """The expert's and own ones; the prompts show the boards of the source from its seed on, also after a checkpoint."""
-    options = ("share: 0.8", "mode: parallel", "sources: [expert, best]", "expert: tests.methods.test_agents_vision:LakeExpert")
+    options = ("share: 0.8", "mode: parallel", "sources: [expert, best]", "expert: tests.methods.experts:LakeExpert")
     starts = f"algorithm.initialized={{{', '.join(options)}, expert_episodes: 2, chunk_steps: 1, min_episodes: 1}}"
     words = ("agent.strategy=full", starts, "sim.max_episode_steps=8", "algorithm.groups.groups_per_step=4", "agent.actions=[up, down]")
     (tmp_path / "run").mkdir()

@@ -151,17 +151,9 @@ def test_critics_learn_beside_a_policy_that_was_cloned_first(tmp_path: Path) -> 
         assert cloned["normalizer.count"] == recording.num_steps
 
 
-class CartPoleController:
-    """Pushes towards where the pole falls; balances for hundreds of steps."""
-
-    def __call__(self, observation: dict[str, np.ndarray]) -> np.ndarray:
-        position, speed, angle, turning = observation["state"]
-        return np.array([int(angle + 0.5 * turning + 0.05 * position + 0.1 * speed > 0)])
-
-
 def test_choices_are_cloned(tmp_path: Path) -> None:
     overrides = ["sim=cartpole", *QUICK, MEASURED, "algorithm=bc", "algorithm.recorded.expert_episodes=8", "total_steps=800"]
-    expert = "algorithm.recorded.expert=tests.methods.test_recorded_learning:CartPoleController"
+    expert = "algorithm.recorded.expert=tests.methods.experts:CartPoleController"
     folder = run(tmp_path, "bc", *overrides, expert, "algorithm.learning_rate=3e-3")
     assert rows(folder)[-1]["train/validation_accuracy"] > 0.95
     # A random policy balances for 22 steps.

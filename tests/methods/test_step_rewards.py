@@ -35,7 +35,7 @@ RECORDED = (
         "algorithm.off_policy.hidden_sizes=[16]",
         "algorithm.off_policy.updates_per_iteration=10",
     ),
-    *("algorithm.recorded.expert=tests.methods.test_recorded_learning:CartPoleController", "algorithm.recorded.expert_episodes=2"),
+    *("algorithm.recorded.expert=tests.methods.experts:CartPoleController", "algorithm.recorded.expert_episodes=2"),
     "total_steps=30",
 )
 STORED = (
