@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -136,7 +137,8 @@ class RolloutCollector(Collector):
 
     With staleness S the collector plays the next rollouts while the trainer learns from the last (two buffers for S = 1). Rollout n, from
     which version n learns, is played wholly with version n - S (the first ones after a restart: with the version of then). The collector
-    `keeps_weights` until that is done, so what it collects depends on seeds and not on the clock.
+    `keeps_weights` until that is done. New weights begin nothing before their rollout is asked for, so that what a checkpoint or an
+    evaluation in between finds depends on seeds and not on the clock either.
 
     In lockstep, groups of slots take turns. With `min_ready` each slot continues as soon as its simulator answers: a slot whose host is
     lent to training waits while the others play on. What a slot draws depends on neither.
@@ -187,6 +189,8 @@ class RolloutCollector(Collector):
         """The rollout that is being filled."""
         self._next_number = 0
         """Number of the rollout that begins next: the version that learns from it."""
+        self._asked = -math.inf
+        """Latest version whose rollout was asked for since the last restart."""
         self._way: Way | None = None
         """How to act, see `draw`; None: the generator's own."""
         self._random_before = self._first = 0
@@ -202,7 +206,7 @@ class RolloutCollector(Collector):
 
         Rollouts that were played ahead are dropped.
         """
-        self._partial, self._next_number = None, max(seed_round, self._first)
+        self._partial, self._next_number, self._asked = None, max(seed_round, self._first), -math.inf
         self._filled.clear()
         self._since = CollectorTimes()
         self._arrange()
@@ -231,7 +235,7 @@ class RolloutCollector(Collector):
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
         found = [decode_state(episode) for episode in episodes]
-        self._partial, self._next_number = None, found[0].get("next_number", self.generator.version)
+        self._partial, self._next_number, self._asked = None, found[0].get("next_number", self.generator.version), -math.inf
         self._arrange()
         self._filled = deque(rollout_of(tree) for tree in found[0].get("ahead", ()))
         saved = [Snapshot.from_bytes(own.get("episode", episode)) for own, episode in zip(found, episodes, strict=True)]
@@ -243,6 +247,7 @@ class RolloutCollector(Collector):
             self.recorder.taken_up(saved, [own.get("recorded") for own in found], self._seed_of)
 
     def next_rollouts(self, version: int) -> dict[str, Rollout]:
+        self._asked = version
         return {} if version < self._first else {"": self.next_rollout(version)}
 
     def next_rollout(self, version: int) -> Rollout:
@@ -255,9 +260,10 @@ class RolloutCollector(Collector):
         return rollout
 
     def advance(self, version: int) -> bool:
-        """Play one decision of the rollout that `next_rollout` returns. False: that rollout is complete."""
+        """Play one decision of the rollout that `next_rollout` returns. False: that rollout is complete, or it is before the first one."""
         assert self._batches, "restart() comes first"
-        if self._filled:
+        self._asked = version
+        if self._filled or version < self._first:
             return False
         if self._partial is None:
             self._next_number = version
@@ -274,13 +280,12 @@ class RolloutCollector(Collector):
 
     @property
     def keeps_weights(self) -> bool:
-        # Without staleness, a rollout that has not begun is played with the weights of the moment it is asked for.
-        return self._partial is not None or (self.max_staleness > 0 and self._may_begin)
+        return self._partial is not None or self._may_begin
 
     @property
     def _may_begin(self) -> bool:
-        """Whether the next rollout may be played with the present weights."""
-        return self._next_number - self.generator.version <= self.max_staleness
+        """Whether the next rollout may be played ahead with the present weights."""
+        return self._next_number - min(self.generator.version, self._asked) <= self.max_staleness
 
     def _arrange(self) -> None:
         """Group the slots as the manager steps them now."""

@@ -291,8 +291,6 @@ class DomainRollouts(Collector):
         """`collectors`: {domain: its rollout collector}."""
         super().__init__()
         self.collectors = dict(collectors)
-        self._first: dict[str, int] = {}
-        """{domain: its first rollout} for domains where `draw` was called."""
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         for collector in self.collectors.values():
@@ -300,15 +298,13 @@ class DomainRollouts(Collector):
 
     def draw(self, way: Way, *, random_before: int = 0, first: int = 0, domain: str = "") -> None:
         self.collectors[domain].draw(way, random_before=random_before, first=first)
-        self._first[domain] = first
 
     def next_rollouts(self, version: int) -> dict[str, Rollout]:
         """See `Collector.next_rollouts`; covers the domains that have begun (`draw`)."""
-        begun = {domain: collector for domain, collector in self.collectors.items() if self._first.get(domain, 0) <= version}
-        while sum(collector.advance(version) for collector in begun.values()):
+        while sum(collector.advance(version) for collector in self.collectors.values()):
             pass
-        rollouts = {domain: collector.next_rollout(version) for domain, collector in begun.items()}
-        times = [collector.times for collector in begun.values()]
+        rollouts = {domain: own[""] for domain, collector in self.collectors.items() if (own := collector.next_rollouts(version))}
+        times = [self.collectors[domain].times for domain in rollouts]
         self.times = CollectorTimes(sum(own.simulate_s for own in times), sum(own.act_s for own in times))
         return rollouts
 

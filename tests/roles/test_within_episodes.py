@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
-from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, curve, trained
+from embodied_rl.roles.worker import RolloutWorker
+from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -80,6 +82,36 @@ def test_in_another_process(tmp_path: Path, task: list[str]) -> None:
 def test_rollouts_that_were_played_ahead(tmp_path: Path, steps: int, placement: list[str], like: list[str] | None) -> None:
     """They are in the checkpoint, wherever they were played."""
     check(tmp_path, [*PPO, f"algorithm.max_staleness={steps}"], placement, like)
+
+
+@pytest.mark.parametrize(("placement", "staleness"), [("multiplexed", 0), ("disaggregated", 1)])
+def test_a_checkpoint_does_not_show_how_fast_the_worker_was(tmp_path: Path, placement: str, staleness: int) -> None:
+    """A worker that plays on between the trainer's requests and one that has no time to: the same episodes are saved and recorded."""
+
+    def saved(name: str, pumps: int) -> tuple[list[bytes], list[tuple[int, int]]]:
+        task = [*PPO, f"hybrid.placement={placement}", f"algorithm.max_staleness={staleness}", "record.share=0.7"]
+        worker = RolloutWorker(configured(tmp_path / name, *task))
+        try:
+            worker.take_models({})
+            worker.record(str(tmp_path / name), "test")
+            weights = list(worker.acting.policies[""].policy.state_dict().items())  # type: ignore[attr-defined]
+            worker.load(0, iter(weights))
+            worker.restart(0)
+            for version in range(3):
+                worker.play(version)
+                for _ in range(pumps):
+                    worker.pump()
+                worker.load(version + 1, iter(weights))
+                for _ in range(pumps):
+                    worker.pump()
+            episodes = [episode.tobytes() for episode in worker.episodes()]
+        finally:
+            worker.close()
+        return episodes, [(episode.seed, episode.num_steps) for episode in open_recording(tmp_path / name / "episodes")]
+
+    slow, quick = saved("slow", 0), saved("quick", 200)
+    assert len(slow[1]) > 3
+    assert quick == slow
 
 
 @pytest.mark.slow
