@@ -30,6 +30,8 @@ def write_atomic_with(path: Path, write: Callable[[Path], object]) -> Path:
     Raises UserError: the folder or file cannot be written."""
     temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{path.suffix}")
     try:
+        if path.exists() and not path.is_file():  # root would replace /dev/null by the file
+            raise OSError(errno.EINVAL, "it is not a regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         reset_mode(temporary)

@@ -15,6 +15,7 @@ import pytest
 import embodied_rl
 from embodied_rl.bounds import Bounds
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, loading, run_command
+from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, did_you_mean
 from embodied_rl.sim.faults import FaultKind, SimFault
 
@@ -40,6 +41,16 @@ def test_words_become_typed_values_and_the_rest_keeps_its_default() -> None:
     assert further == {"brush.size": 3, "brush.tip": [1, "soft"]}
 
 
+def test_families_read_values_as_train_does() -> None:
+    """YAML would make of these a text, the number 8, a date (or, of the 45th, a ValueError), true, 45045, a text, no value."""
+    words = ["1e-3", "010", "2020-01-01", "2020-13-45", "on", "12:30:45", "a,b", "#a"]
+    _, further = COMMAND.parse(["wall=a", *(f"brush.x{at}={word}" for at, word in enumerate(words))])
+    assert list(further.values()) == [0.001, *words[1:]]
+    words.remove("a,b")  # several runs of `train`
+    composed = load_train_config(["sim=cartpole", *(f"sim.kwargs.x{at}={word}" for at, word in enumerate(words))])
+    assert list(composed.sim.kwargs.values()) == [0.001, *words[1:]]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -58,7 +69,7 @@ def test_words_become_typed_values_and_the_rest_keeps_its_default() -> None:
         (["wall=a", "brush.size=3", "brush.size=4"], "'brush.size' is given twice"),
         (["wall="], "wall must have a value"),
         (["north"], "'north' is not of the form key=value"),
-        (["wall=a", "brush.tip=[1"], r"brush\.tip has a value that cannot be read as YAML"),
+        (["wall=a", "brush.tip=[1"], r"The value of 'brush\.tip' cannot be read: '\[1'"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str) -> None:

@@ -158,6 +158,8 @@ def test_random_actions_balance_for_as_long_as_chance_does(cartpole: Path, tmp_p
 
     evaluation = cartpole / "evaluation.json"
     assert not evaluation.exists()
+    main([f"checkpoint={cartpole}", "policy=random", f"output={tmp_path / 'at-0.1'}", "num_episodes=1"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["at-0.1.csv", "at-0.1.json"], "not at-0.json, which at-0.2 would replace"
     played = returns("num_episodes=200")
     assert not evaluation.exists(), "output= was given"
     assert "random policy" in capsys.readouterr().out
@@ -212,6 +214,8 @@ def test_values_of_the_simulator_can_be_changed(cartpole: Path) -> None:
     with pytest.raises(UserError, match=r"sim.num_workers must be <= sim.num_slots \(1\), got 2"):
         choose_sim(checkpoint, None, {"sim.num_slots": 1, "sim.num_workers": 2})
     assert choose_sim(checkpoint, None, {"sim.kwargs.sutton_barto_reward": True}).kwargs == {"sutton_barto_reward": True}
+    with pytest.raises(UserError, match=r"^sim\.kwargs must be a mapping of keys to values, got 5\.$"):
+        choose_sim(checkpoint, None, {"sim.kwargs": 5, "sim.kwargs.sutton_barto_reward": True})
     assert choose_sim(checkpoint, "pendulum", {}).task == "Pendulum-v1"
     short = evaluate_checkpoint(checkpoint, 3, sim=choose_sim(checkpoint, None, {"sim.max_episode_steps": 4, "sim.num_slots": 2}))
     assert [episode.length for episode in short.episodes] == [4, 4, 4]

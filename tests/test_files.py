@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from embodied_rl.commands.cli import Written
+from embodied_rl.errors import UserError
 from embodied_rl.files import reset_mode, write_atomic
 
 ROOT = Path(__file__).parents[1]
@@ -81,3 +83,14 @@ def test_only_private_files_are_touched(tmp_path: Path) -> None:
         assert oct(stat.S_IMODE(written.stat().st_mode)) == "0o640"
     finally:
         os.umask(before)
+
+
+def test_a_pipe_or_device_is_never_replaced_by_a_file(tmp_path: Path) -> None:
+    """Root may write /dev, and ``output=/dev/null`` would take the device from the whole machine."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="it is not a regular file"):
+        write_atomic(tmp_path / "pipe", "{}")
+    with pytest.raises(UserError, match=r"^output must be a file, but .*/pipe is a device or a pipe\. Choose another name\.$"):
+        Written("file").check("output", str(tmp_path / "pipe"))
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]

@@ -48,7 +48,7 @@ FLOORS: dict[str, set[str]] = {
     "files": {"errors"},
     "memory": {"errors"},
     "reading": {"errors"},
-    "trust": {"errors", "paths", "registry"},
+    "trust": {"errors", "paths", "reading", "registry"},
     "timeline": {"errors", "files"},
     "statistics": {"errors"},
     "stopping": set(),

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 
 from embodied_rl.commands.offline_eval import COMMAND, main, refusals, settings_of
+from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.evaluation.offline_study import ALL_ESTIMATORS
 from embodied_rl.loggers.meanings import OFFLINE
+from embodied_rl.reports import offline
 from tests.offline_toys import CHOICES, VECTORS, info_of, play, save_policy, write
 from tests.short_run import one_line_error
 
@@ -40,9 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     episodes = [
         dataclasses.replace(e, images={"front": rng.integers(0, 256, (e.num_steps + 1, 32, 48, 3), dtype=np.uint8)}) for e in play(path, 12)
     ]
-    with RecordingWriter(folder / "filmed", info_of(VECTORS), video="png") as writer:
-        for episode in episodes:
-            writer.add(episode)
+    for name, count in (("filmed", 12), ("few", 2)):
+        with RecordingWriter(folder / name, info_of(VECTORS), video="png") as writer:
+            for episode in episodes[:count]:
+                writer.add(episode)
     return folder
 
 
@@ -151,6 +154,8 @@ def test_pictures_of_recorded_episodes_are_in_the_page(folder: Path, tmp_path: P
     assert f"{loop['mse']['mean']:.4g}" in printed
     assert "dimension 0" in printed
     assert loop["num_bins"] == 256
+    with open_recording(folder / "few") as few:
+        assert offline._videos(few, 50).count("<video") == 2, "max_episodes=50 is a limit, not a number that exists"
 
 
 def test_open_loop_alone_and_a_folder_that_is_never_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,6 +81,8 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "Did you mean 'agents'?" in error_of(capsys, "cluster=8x8", "workload=agent")
     assert "the file does not exist" in error_of(capsys, "cluster=no/such.yaml", "workload=agents")
     assert "'workload.num_slot' is not known" in error_of(capsys, *known, "workload.num_slot=3")
+    assert "'num_slots' is a single value, 512" in error_of(capsys, *known, "workload.num_slots.x=1")
+    assert "'name' is a single value, 'mine'" in error_of(capsys, *known, "workload.name=mine", "workload.name.x=1")
     assert "needs measure=true" in error_of(capsys, *known, "sim.num_slots=4")
     assert "needs measure=true" in error_of(capsys, *known, "experiment=cartpole")
     assert "rows must be between 1 and" in error_of(capsys, *known, "rows=0")
@@ -89,6 +91,8 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "needs at least 2 GPUs, and 'one' has 1. Nearest valid choice: collocated" in told
     (tmp_path / "small.yaml").write_text("nodes: [{gpus: 2, gpu_memory_gib: 10}]", encoding="utf-8")
     assert "No placement is possible" in error_of(capsys, f"cluster={tmp_path / 'small.yaml'}", "workload=agents")
+    (tmp_path / "dated.yaml").write_text("nodes: 2020-13-45", encoding="utf-8")
+    assert "is not YAML: month must be in 1..12" in error_of(capsys, f"cluster={tmp_path / 'dated.yaml'}", "workload=agents")
     (tmp_path / "list.yaml").write_text("- 1", encoding="utf-8")
     assert "must be a mapping" in error_of(capsys, f"cluster={tmp_path / 'list.yaml'}", "workload=agents")
 

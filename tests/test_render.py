@@ -302,6 +302,8 @@ def test_recorded_episodes_are_shown_with_their_pictures_or_replayed(
     ]
     record(words)
     capsys.readouterr()
+    assert "domain= cannot be used with recording=" in one_line_error(main, [f"recording={folder}", "domain=arm"], capsys)
+    assert "tokenizer= is for sessions" in one_line_error(main, [f"recording={folder}", "tokenizer=models"], capsys)
     main([f"recording={folder}", "select=best:1", "format=mp4", f"size={SIZE}"])
     path = Path(capsys.readouterr().out.splitlines()[-1].split(" (")[0])
     assert path == tmp_path / "recordings" / "videos" / "CartPole-v1_cartpole_best.mp4"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.algorithms.advantage_table import ADVANTAGES, AdvantageInfo
 from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES, LossInfo
-from embodied_rl.commands.cli import as_command, columns, fail, print_tables, terminal_width
+from embodied_rl.commands.cli import as_command, columns, fail, print_tables, terminal_width, value_of
 from embodied_rl.config import SimConfig, config_file, group_names, load_sim_config
 from embodied_rl.errors import UserError, did_you_mean, require_known
 from embodied_rl.progress import progress_bar, wrapped_lines
@@ -311,8 +311,6 @@ def _check(arguments: Sequence[str], as_json: bool) -> None:
 
 def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
     """Simulator's configuration and arguments of `check_sim`, from the words after ``check``. Raises UserError."""
-    import yaml
-
     if not arguments or "=" in arguments[0]:
         raise UserError("Which simulator? python -m embodied_rl.catalog check SIM; `python -m embodied_rl.catalog simulators` lists them.")
     name, *words = arguments
@@ -329,10 +327,7 @@ def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
                 raise UserError(f"{key} must be a whole number{'' if key == 'seed' else ' >= 1'}, got '{text}'.")
             numbers[key] = int(text)
         elif key.startswith("kwargs.") and key.count(".") == 1:
-            try:
-                data["kwargs"] = {**data["kwargs"], key.removeprefix("kwargs."): yaml.safe_load(text)}
-            except yaml.YAMLError as error:
-                raise UserError(f"{key} has a value that cannot be read as YAML: '{text}'.") from error
+            data["kwargs"] = {**data["kwargs"], key.removeprefix("kwargs."): value_of(key, text)}
         elif key in ("task", "target"):
             data[key] = text
         else:

@@ -238,6 +238,8 @@ class Written:
         path = Path(text)
         if self.kind == "file" and path.is_dir():
             raise UserError(f"{name} must be a file, but {brief(text)} is a folder. Name a file in it: {name}={brief(path / 'NAME')}")
+        if self.kind == "file" and path.exists() and not path.is_file():
+            raise UserError(f"{name} must be a file, but {brief(text)} is a device or a pipe. Choose another name.")
         if self.kind == "folder" and path.exists() and not path.is_dir():
             raise UserError(f"{name} must be a folder, but {brief(text)} is a file. Choose another folder.")
 
@@ -293,7 +295,7 @@ class Command:
     arguments: tuple[Argument, ...]
     examples: tuple[str, ...] = ()
     prefixes: Mapping[str, str] | None = None
-    """Families of further keys: {"sim.": their meaning}; `parse` returns them as YAML values under their full name."""
+    """Families of further keys: {"sim.": their meaning}; `parse` returns their values under their full name."""
     paths: tuple[Argument, ...] = ()
     """Files and folders given without a key, in this order."""
     many_paths: bool = False
@@ -336,7 +338,7 @@ class Command:
             if given.setdefault(key, text) != text:
                 raise UserError(f"{shown(key)} is given twice: {shown(given[key])} and {shown(text)}. Remove one.")
             if any(key.startswith(prefix) and key != prefix for prefix in self.prefixes or {}):
-                further[key] = _yaml_value(key, text)
+                further[key] = value_of(key, text)
             elif key in known:
                 values[key] = _convert(known[key], text)
             else:
@@ -400,10 +402,13 @@ def at_home(text: str) -> str:
     return str(Path(text).expanduser()) if text == "~" or text.startswith("~/") else text
 
 
-def _yaml_value(key: str, text: str) -> Any:
-    import yaml
+def value_of(key: str, text: str) -> Any:
+    """Value of a configuration's key, read as `train` reads it. Raises UserError."""
+    from embodied_rl.config.compose import check_form, hydra_overrides, parsed, quoted_value
 
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: impossible dates, numbers of 5,000 digits
-        raise UserError(f"{key} has a value that cannot be read as YAML: {shown(text)} ({brief(error)}).") from error
+    (word,) = hydra_overrides([f"{key}={text}"])
+    found = parsed(word)
+    if found is not None and found.is_sweep_override():  # one command is one run, so commas are text
+        found = parsed(word := f"{key}={quoted_value(text)}")
+    check_form(word, (), sweep=False)
+    return None if found is None else found.value()

@@ -171,7 +171,7 @@ def print_report(checks: Sequence[Check]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["--probe"]:  # the child process of one probe
+    if words[:1] == ["--probe"] and words[1:] in [[probe.name] for probe in PROBES]:  # the child process of one probe
         return _probe_here(words[1])
     values, _ = COMMAND.parse(["json=true" if word == "--json" else word for word in words])
     if values["export"]:

@@ -22,7 +22,7 @@ from embodied_rl.config import PlayerConfig, SimConfig, TrainConfig, config_file
 from embodied_rl.config.building import build
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.config.policy import draws_tokens
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, shown
 from embodied_rl.evaluation import output
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.generation.base import Generator
@@ -283,6 +283,8 @@ def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
         if not rest:
             data[first] = value
         elif first == "kwargs" and len(rest) == 1:
+            if not isinstance(data["kwargs"], dict):
+                raise UserError(f"sim.kwargs must be a mapping of keys to values, got {shown(data['kwargs'])}.")
             data["kwargs"] = {**data["kwargs"], rest[0]: value}
         else:
             raise UserError(f"Configuration key '{key}' is not known: only sim.KEY and sim.kwargs.KEY can be changed.")
@@ -398,7 +400,10 @@ def _tell_players(
 
 
 def _output(values: Mapping[str, Any], default: Path) -> Path:
-    return Path(values["output"]).with_suffix(".json") if values["output"] else default
+    if values["output"] is None:
+        return default
+    path = Path(values["output"])
+    return path.with_suffix(".json") if path.suffix in (".json", ".csv") else path.with_name(f"{path.name}.json")  # eval-t0.1 has no suffix
 
 
 def _tell(
@@ -473,6 +478,8 @@ def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: 
     for name in ("against", "domain"):
         if values[name] is not None:
             raise UserError(f"{name}={values[name]} needs checkpoint=….")
+    if kind != "openai" and (served := [key for key in overrides if key.startswith("openai.")]):
+        raise UserError(f"{served[0]}=… needs policy=openai.")
     known = [*group_names("policy"), "openai", "random"]
     if kind not in (None, *known) or (kind is None and experiment is None):
         given = "is missing" if kind is None else f"'{kind}' is not known"

@@ -45,7 +45,7 @@ COMMAND = Command(
         Argument("truncation", str, "after a cut: no reward (end) or the fitted value (bootstrap)", "end", choices=("end", "bootstrap")),
         Argument("horizon", Steps, "cut episodes after this many steps", None),
         Argument("task", str, "only episodes of this task", None),
-        Argument("max_episodes", Episodes, "use at most this many episodes, from the first", None),
+        Argument("max_episodes", Episodes, "use at most this many episodes, of the lowest seeds", None),
         Argument("confidence", Annotated[float, Bounds(0.5, 0.999)], "confidence of the intervals", 0.95),
         Argument("bootstrap", str, "method of the bootstrap intervals", "bca", ("bca", "percentile")),
         Argument("num_samples", Annotated[int, Bounds(100, 100_000)], "resamples of the bootstrap", 2000),

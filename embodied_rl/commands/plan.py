@@ -13,7 +13,7 @@ from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command,
 from embodied_rl.config import config_file, group_names
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.config.hybrid import ClusterConfig, PlacementConfig, WorkloadConfig, load_yaml
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, shown
 from embodied_rl.files import write_atomic
 from embodied_rl.hybrid.placement import Cluster
 from embodied_rl.planning.model import Plan, candidates, plan
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
     _check(values, overrides)
     cluster = Cluster(cluster_of(values["cluster"]))
     with progress_bar("planning: measuring a run" if values["measure"] else "planning"):
-        measured = _measure(values, overrides) if values["measure"] else None
+        measured = _measure(argv, values) if values["measure"] else None
     workload = workload_of(values["workload"], overrides) if measured is None else _changed(measured.workload, overrides)
     if measured is not None and values["save"] is not None:
         _save(Path(values["save"]), workload)
@@ -124,7 +124,9 @@ def _merged(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any
         *path, last = key.split(".")[1:]
         inner = data
         for part in path:
-            inner[part] = dict(inner.get(part) or {})
+            if not isinstance(below := inner.get(part) or {}, dict):
+                raise UserError(f"{key}: '{part}' is a single value, {shown(below)}. Give workload.….{part}=VALUE.")
+            inner[part] = dict(below)
             inner = inner[part]
         inner[last] = value
     return data
@@ -134,17 +136,11 @@ def _changed(workload: WorkloadConfig, overrides: Mapping[str, Any]) -> Workload
     return WorkloadConfig.from_dict(_merged(dataclasses.asdict(workload), overrides))
 
 
-def _measure(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> Measurement:
+def _measure(argv: Sequence[str], values: Mapping[str, Any]) -> Measurement:
     from embodied_rl.planning.measuring import measure
 
     chosen = [f"{group}={values[group]}" for group in _RUN if values[group] is not None]
-    # Only a simulator's class knows its arguments, so Hydra must accept any; JSON values are valid in Hydra.
-    run = [
-        f"{'++' if key.startswith('sim.kwargs.') else ''}{key}={json.dumps(value)}"
-        for key, value in overrides.items()
-        if not key.startswith("workload.")
-    ]
-    return measure(load_train_config([*chosen, *run]))
+    return measure(load_train_config([*chosen, *(word for word in argv if word.startswith(tuple(f"{group}." for group in _RUN)))]))
 
 
 def _check(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

@@ -392,13 +392,15 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
 def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
     from embodied_rl.media.dialogues import film_captured, is_captured
 
-    for name in ("checkpoint", "against", "log"):
+    for name in ("checkpoint", "against", "domain", "log"):
         if values[name] is not None:
             raise UserError(f"{name}= cannot be used with recording=, which shows the recorded episodes unchanged.")
     folder = Path(values["recording"])
     if is_captured(folder):
         output = Path(values["output"]) if values["output"] else folder.resolve().parent / "videos"
         return film_captured(folder, values["tokenizer"], output, film)
+    if values["tokenizer"] is not None:
+        raise UserError(f"tokenizer= is for sessions that serve_agent captured, and '{folder}' is not a folder of them.")
     recording = open_recording(values["recording"])
     try:
         trust = trusted_names(values["trust"])

@@ -24,6 +24,7 @@ from embodied_rl.bounds import (
 )
 from embodied_rl.config.building import Config, require
 from embodied_rl.errors import UserError
+from embodied_rl.reading import parse_yaml, read_regular
 
 PlacementKind = Literal["collocated", "disaggregated", "hybrid", "multiplexed", "explicit"]
 
@@ -201,14 +202,12 @@ class WorkloadConfig(Config, place="workload"):
 
 def load_yaml(path: Path, what: str) -> dict[str, Any]:
     """Read the mapping of a YAML file. Raises UserError if there is none."""
-    import yaml
-
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = parse_yaml(read_regular(path))
     except OSError as error:
         raise UserError(f"Cannot read {what} '{path}': {error.strerror or error}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{what} '{path}' is not YAML: {' '.join(str(error).split())}.") from error
+    except ValueError as error:
+        raise UserError(f"{what} '{path}' is not YAML: {error}.") from error
     if not isinstance(data, dict):
         raise UserError(f"{what} '{path}' must be a mapping of keys to values, got {type(data).__name__}.")
     return data

@@ -287,14 +287,16 @@ def score_recording(
         targets: policies whose spaces are the recording's.
         horizon: cut episodes after so many steps; None: whole ones.
         task: only episodes of this task; None: all.
-        max_episodes: only the first episodes; None: all.
+        max_episodes: only the episodes of the lowest seeds; None: all.
         num_draws: K; 0: neither draws nor probabilities of choices are needed.
         on_episode: called with 1 after each episode, for a progress bar.
 
     Raises UserError: no episode is left, or one has non-finite numbers; RecordingError: an episode is damaged.
     """
     tasks = [str(name) for name in recording.tasks]
-    numbers = [number for number, name in enumerate(tasks) if task is None or name == task][:max_episodes]
+    numbers = [number for number, name in enumerate(tasks) if task is None or name == task]
+    # By seed: a recording begins with the episodes that ended first, and those are the short ones. A seed below 0 is a number in the file.
+    numbers = sorted(sorted(numbers, key=lambda number: abs(int(recording.seeds[number])))[:max_episodes])
     if not numbers:
         raise UserError(f"The recording has no episode of task '{task}'.{did_you_mean(str(task), tasks)}" if task else "No episodes left.")
     random = np.random.default_rng([seed, _DRAWING])

@@ -217,7 +217,7 @@ def _videos(recording: Recording, limit: int | None) -> str:
     if not any(_is_picture(part) for part in recording.spec.observation.values()) and not recording.episode(0).images:
         return ""
     figures = []
-    for number in range(min(MAX_VIDEOS, len(recording) if limit is None else limit)):
+    for number in range(min(MAX_VIDEOS, len(recording), limit or MAX_VIDEOS)):
         episode = recording.episode(number)
         frames = _pictures(episode, recording)
         if frames:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from embodied_rl.errors import UserError
 from embodied_rl.paths import configs_dir
+from embodied_rl.reading import parse_yaml
 from embodied_rl.registry import installed_config_folders, installed_targets
 
 _NAME = "embodied_rl"
@@ -271,15 +272,13 @@ class UntrustedCode(UserError):
 
 def allowed() -> tuple[str, ...]:
     """Allow-list of the user's configuration folder; ``package.*`` covers a package's targets. Raises UserError: not a list of texts."""
-    import yaml
-
     folder = _folder("XDG_CONFIG_HOME", ".config")
     path = None if folder is None else folder / ALLOW_LIST
     if path is None or not path.is_file():
         return ()
     try:
-        names = yaml.safe_load(path.read_text(encoding="utf-8")) or []
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        names = parse_yaml(path.read_bytes()) or []
+    except (ValueError, OSError) as error:
         raise UserError(f"'{path}' cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f"'{path}' must be a YAML list of names such as '- my_package.my_module:MyEnv', got {names!r:.80}.")
@@ -323,15 +322,13 @@ def require_trusted(
 
 def trusted_names(text: str | None) -> tuple[str, ...]:
     """Names of a ``trust=`` on a command line: one, or a list ``[a, b]``. Raises UserError."""
-    import yaml
-
     if not text:
         return ()
     if not text.startswith("["):
         return (text,)
     try:
-        names = yaml.safe_load(text)
-    except yaml.YAMLError:
+        names = parse_yaml(text)
+    except ValueError:
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f"trust must be a name or a list of names, '[a.b:C, d.e:F]', got '{text[:80]}'.")

@@ -369,7 +369,7 @@ def test_the_command_checks_and_its_exit_status_tells(capsys: pytest.CaptureFixt
         (["cartpole", "stepz=3"], "Argument 'stepz' is not known. Did you mean 'steps'?"),
         (["cartpole", "steps=0"], "steps must be a whole number >= 1, got '0'."),
         (["cartpole", "task"], "Argument 'task' is not of the form key=value."),
-        (["cartpole", "kwargs.x=[1"], "kwargs.x has a value that cannot be read as YAML: '[1'."),
+        (["cartpole", "kwargs.x=[1"], "The value of 'kwargs.x' cannot be read: '[1'."),
         (["cartpole", "kwargs.gravity=3"], "Gymnasium task 'CartPole-v1' rejects its arguments"),
         (["tests.sim.check_toys:Pack"], "Did you mean 'Puck'?"),
     ],
