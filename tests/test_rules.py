@@ -145,6 +145,7 @@ EXAMPLES = (
     ("domain_backend", f"{DOMAINS} domains.pole.backend=vllm", "domains.pole.policy computes batches of actions: leave"),
     ("mix_in_no_text", f"{DOMAINS} {MIX[:-2]},domains:[pole]}}}}", "generation.mix.guest.domains: 'pole' is not a text domain"),
     ("mix_without_text", f"{GROUPS} {POLE} {MIX}", "generation.mix.guest plays text domains, and this run has none"),
+    ("mix_without_actions", f"{TEXTS} {MIX}", "backend=random draws one of agent.actions, and domain 'frozenlake' lists none"),
     # evaluation and checkpoints
     (
         "return_never_measured",
@@ -214,7 +215,7 @@ EXAMPLES = (
     ("players_of_one_process", f"{GROUPS} {LENT} hybrid.players=2", "with hybrid.placement=multiplexed one player has all slots"),
     (
         "idle_players",
-        f"{DOMAINS} {APART} {MIX[:-2]},num_slots:2}}}} hybrid.players=4",
+        f"{DOMAINS} {APART} {MIX[:-2]},num_slots:2}}}} hybrid.players=4 agent.actions=[up]",
         "more than generation.mix.guest.num_slots=2, and each",
     ),
     (
@@ -324,7 +325,9 @@ def test_the_stages_of_a_placement_are_the_groups_of_its_simulators() -> None:
 
 
 def test_a_run_with_players_has_its_simulator_for_its_only_domain() -> None:
-    config = resolve(load_train_config([*TEXTS.split(), "video.enabled=no", MIX, "algorithm.warm_start={player:a:b}"]))
+    config = resolve(
+        load_train_config([*TEXTS.split(), "video.enabled=no", MIX, "agent.actions=[up]", "algorithm.warm_start={player:a:b}"])
+    )
     assert list(config.domains) == ["frozenlake"]
     assert config.domains["frozenlake"].sim == config.sim
     assert config.for_domain("frozenlake").algorithm.warm_start is not None

@@ -270,5 +270,12 @@ class Run:
         return did_you_mean(self.stray[1], self.played) if self.stray is not None else ""
 
     @property
+    def mute(self) -> tuple[str, str] | None:
+        """(player, domain) of the first random player of `generation.mix` in a domain without a list of actions."""
+        random = {name: player.domains or self.played for name, player in self.config.generation.mix.items() if player.backend == "random"}
+        named = ((name, domain) for name, domains in random.items() for domain in domains)
+        return next(((name, domain) for name, domain in named if not self.config.for_domain(domain).agent.actions), None)
+
+    @property
     def mixed(self) -> str:
         return next(iter(self.config.generation.mix), "")

@@ -391,6 +391,12 @@ _DOMAINS = (
         lambda run: run.config.generation.mix and not run.played,
         "generation.mix.{run.mixed} plays text domains, and this run has none: leave generation.mix out.",
     ),
+    Rule(
+        "mix_without_actions",
+        lambda run: run.mute is not None,
+        "generation.mix.{run.mute[0]}.backend=random draws one of agent.actions, and domain '{run.mute[1]}' lists none (any text is "
+        "allowed): list them, or name other domains in generation.mix.{run.mute[0]}.domains.",
+    ),
 )
 
 EVALUATION = (

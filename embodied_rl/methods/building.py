@@ -308,8 +308,6 @@ def _others_backend(stream: Stream, agent: Agent, speaking: Speaking) -> TokenBa
     assert player is not None, "the run's own policy has a kind of backend"
     agent.writes_messages = player.backend == "openai" and player.api == "chat"
     if player.backend == "random":
-        if not agent.config.actions:
-            raise UserError("generation.mix: backend=random needs a list of actions, but agent.actions is empty (any text is allowed).")
         return RandomTokens(choices=[agent.answer_ids(action) for action in agent.config.actions], seed=seed)
     return served_tokens(player, speaking.tokenizer, seed)
 
