@@ -338,7 +338,8 @@ class FusedExecutor(Fused):
             started = time.perf_counter()
             pending = helper.submit(self._critic_gradients, features, returns, value) if helper else None
             policy_loss, entropy, kl, clipped = self._actor_gradients(features, action, log_prob, advantage)
-            self.meanwhile()
+            if pending is None or torch.get_num_threads() == 1:
+                self.meanwhile()  # acts with one thread, which would change the sums of products in the helper's too
             critic_loss = pending.result() if pending else self._critic_gradients(features, returns, value)
             if self._helper:
                 self._threads.took(time.perf_counter() - started)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
-from embodied_rl.learning.devices import repeatable, training_device
+from embodied_rl.learning.devices import compute_threads, repeatable, training_device
 from embodied_rl.learning.executors import LocalExecutor
 from embodied_rl.learning.fused import Faster, FusedExecutor
 from embodied_rl.learning.learner import LEAST_IMAGES, Learner, scheduled, shuffled
@@ -288,18 +289,29 @@ def test_moved_parameters_are_tied_again() -> None:
     assert all(torch.equal(a, b) for a, b in zip(straight.policy.parameters(), moved.policy.parameters(), strict=True))
 
 
-def test_the_critics_own_thread_changes_no_bit() -> None:
-    def train(second: bool | None) -> dict[str, torch.Tensor]:
-        learner = rollout_learner(make_policy(), CONFIG, num_threads=2)
+@pytest.mark.parametrize(("hidden_sizes", "num_threads"), [((32, 32), 2), ((515, 515), 4)])
+def test_the_critics_own_thread_changes_no_bit(hidden_sizes: tuple[int, ...], num_threads: int) -> None:
+    """Nor does what is played with one thread while a wide network is trained with several, however long it takes."""
+
+    def train(second: bool | None, pause_s: float = 0.0) -> dict[str, torch.Tensor]:
+        learner = rollout_learner(make_policy(hidden_sizes=hidden_sizes), replace(CONFIG, num_epochs=1), num_threads=num_threads)
         assert isinstance(learner.executor, FusedExecutor)
+        assert learner.compute_threads == num_threads // 2
+
+        def play() -> None:
+            with compute_threads(1):
+                time.sleep(pause_s)
+
+        learner.executor.meanwhile = play
         if second is not None:
             learner.executor._threads.second = second
             learner.executor._threads.took = lambda seconds: None  # type: ignore[method-assign]
-        update(learner, 0)
+        update(learner, 0, 200)
         return parameters(learner.policy)
 
-    alone, beside, measured = train(second=False), train(second=True), train(second=None)
-    assert all(torch.equal(alone[name], beside[name]) and torch.equal(alone[name], measured[name]) for name in alone)
+    alone = train(second=False)
+    for other in (train(second=True), train(second=True, pause_s=0.01), train(second=None)):
+        assert all(torch.equal(alone[name], other[name]) for name in alone)
 
 
 @pytest.mark.parametrize("second_s", [0.5, 2.0])
