@@ -277,20 +277,32 @@ class RayTokens(TokenBackend):
 
 
 class RayHostTokens(RayTokens):
-    """One of several hosts that sample at the same time; polling does not block the caller."""
+    """One of several hosts that sample at the same time; polling does not block the caller. All requests since the last poll are sent
+    together: those that came later would join the others at a step that the clock decides."""
 
     def __init__(self, worker: Actor, name: tuple[str, str], can_constrain: bool, can_free_memory: bool, device: str) -> None:
         super().__init__(worker, name, can_constrain, can_free_memory, device)
         self._asked: Reference | None = None
         self._in_flight = 0
+        self._outbox: list[GenerationRequest] = []
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        super().submit(requests)
+        """See `TokenBackend.submit`; a later call raises the error of an invalid request."""
         self._in_flight += len(requests)
+        self._outbox += requests
+
+    def flush(self) -> None:
+        requests, self._outbox = self._outbox, []
+        super().submit(requests)
         self._ask_on()
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        self.flush()
+        super().abort(request_ids)
 
     def poll(self, min_ready: int = 1, timeout_s: float | None = None) -> list[Completion]:
         """See `TokenBackend.poll`; with 0 it waits a moment, since the caller could only poll again."""
+        self.flush()
         deadline = None if timeout_s is None else time.monotonic() + max(timeout_s, _NAP_S)
         ready: list[Completion] = []
         while len(ready) < max(min_ready, 1) and self._asked is not None:

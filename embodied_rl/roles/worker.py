@@ -405,8 +405,6 @@ class RolloutWorker:
         """Play on for a moment between requests; False: nothing may be played now."""
         if not self._may_pump or self._residency.has_out:
             return False
-        if self.queue is None and self.starts.wanted:
-            return False  # the next starts are learned after the weights have come
         in_lockstep = self.queue is not None and self.collector.min_ready is None
         return not in_lockstep and (self.collector.pump() or self._take_weights())
 
