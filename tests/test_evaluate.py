@@ -214,6 +214,8 @@ def test_values_of_the_simulator_can_be_changed(cartpole: Path) -> None:
     with pytest.raises(UserError, match=r"sim.num_workers must be <= sim.num_slots \(1\), got 2"):
         choose_sim(checkpoint, None, {"sim.num_slots": 1, "sim.num_workers": 2})
     assert choose_sim(checkpoint, None, {"sim.kwargs.sutton_barto_reward": True}).kwargs == {"sutton_barto_reward": True}
+    with pytest.raises(UserError, match=r"^sim\.target must be given for a simulator of your own"):
+        choose_sim(checkpoint, "custom", {})
     with pytest.raises(UserError, match=r"^sim\.kwargs must be a mapping of keys to values, got 5\.$"):
         choose_sim(checkpoint, None, {"sim.kwargs": 5, "sim.kwargs.sutton_barto_reward": True})
     assert choose_sim(checkpoint, "pendulum", {}).task == "Pendulum-v1"

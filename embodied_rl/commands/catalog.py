@@ -332,6 +332,4 @@ def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
             data[key] = text
         else:
             raise UserError(f"Argument '{key}' is not known.{did_you_mean(key, keys)}")
-    if data["target"] == "???":
-        raise UserError(f"'{name}' needs a target, for example target=my_package.my_module:MyEnv.")
-    return SimConfig.from_dict(data), numbers
+    return SimConfig.from_dict(data).with_target(), numbers

@@ -293,7 +293,7 @@ def override_sim(base: SimConfig, overrides: Mapping[str, Any]) -> SimConfig:
         for limited in ("num_workers", "pipeline_groups"):
             if f"sim.{limited}" not in overrides and isinstance(data[limited], int):
                 data[limited] = min(data[limited], slots)
-    return SimConfig.from_dict(data)
+    return SimConfig.from_dict(data).with_target()
 
 
 def expand_checkpoints(text: str) -> list[str]:

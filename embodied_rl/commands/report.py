@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, expand_paths
+from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, at_home, expand_paths
 from embodied_rl.loggers.jsonl import METRICS_FILE
 from embodied_rl.progress import progress_bar
 from embodied_rl.reports import write_report
@@ -39,14 +39,18 @@ def expand_runs(words: Sequence[str]) -> list[Path]:
     return list(dict.fromkeys(Path(path) for word in words for path in expand_paths(word, "run", "'runs/fetch_reach/*'", is_run)))
 
 
+def _is_folder(word: str) -> bool:
+    """Whether a word is a run without ``run=``. Folders of runs have names like lr=3e-4."""
+    return not word.startswith(("-", "output=")) and ("=" not in word or Path(word).exists())
+
+
 @as_command
 def main(argv: Sequence[str]) -> None:
     # A shell expands runs/* into several words; each is a run.
-    folders = [word for word in argv if "=" not in word and not word.startswith("-")]
-    named = [f"run={','.join(folders)}"] if folders else []
-    values, _ = COMMAND.parse([*named, *(word for word in argv if word not in folders)])
-    given = [word.removeprefix("run=") for word in argv if word.startswith("run=")]
-    runs, output = expand_runs([*given, *folders]), Path(values["output"]) if values["output"] else None
-    with progress_bar(f"writing the report of {len(runs)} run{'s' if len(runs) > 1 else ''}"):
-        page = write_report(runs, output)
+    named = [word for word in argv if word.startswith("run=") or _is_folder(word)]
+    runs = [word.removeprefix("run=") for word in named]
+    values, _ = COMMAND.parse([*([f"run={','.join(runs)}"] if any(runs) else []), *(word for word in argv if word not in named)])
+    folders, output = expand_runs([at_home(run) for run in runs]), Path(values["output"]) if values["output"] else None
+    with progress_bar(f"writing the report of {len(folders)} run{'s' if len(folders) > 1 else ''}"):
+        page = write_report(folders, output)
     print(page)

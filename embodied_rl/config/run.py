@@ -7,7 +7,7 @@ import fractions
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from embodied_rl.bounds import (
     Bounds,
@@ -92,6 +92,12 @@ class SimConfig(Config, place="sim"):
         workers, slots = self.fixed_workers, self.num_slots
         require(workers is None or workers <= slots, "sim.num_workers", f"<= sim.num_slots ({slots})", workers)
         require(self.num_groups <= slots, "sim.pipeline_groups", f"<= sim.num_slots ({slots})", self.pipeline_groups)
+
+    def with_target(self) -> Self:
+        """This configuration. Raises UserError if its target is ???, OmegaConf's mark of a value that the user must give."""
+        rule = "given for a simulator of your own, such as sim.target=my_package.my_module:MyEnv"
+        require(self.target != "???", "sim.target", rule, self.target)
+        return self
 
     @property
     def num_groups(self) -> int:
@@ -354,12 +360,7 @@ class TrainConfig(Config):
         require(bool(self.run_dir.strip()), "run_dir", "a folder", self.run_dir)
         longest = max(self.run_dir.split("/"), key=len)
         require(len(longest.encode()) <= 255, "run_dir", "a folder whose names have at most 255 bytes each", longest)
-        require(
-            self.sim.target != "???",  # OmegaConf's mark of a value that the user must give
-            "sim.target",
-            "given for a simulator of your own, such as sim.target=my_package.my_module:MyEnv",
-            self.sim.target,
-        )
+        self.sim.with_target()
         # Check each domain's overrides now, not only when its method is built.
         for name in self.domains:
             self._own_parts(name)

@@ -314,6 +314,7 @@ def test_runs_are_named_in_any_way(tmp_path: Path, capsys: pytest.CaptureFixture
     for name in ("a", "b"):
         write_run(tmp_path / "runs" / name)
     (tmp_path / "runs" / "notes").mkdir()
+    write_run(tmp_path / "lr=3e-4")
     expected = [Path("runs/a"), Path("runs/b")]
     assert expand_runs(["runs/a", "runs/b"]) == expand_runs(["runs/a,runs/b"]) == expand_runs(["runs/*"]) == expected
     assert expand_runs(["runs/a", "runs/*"]) == expected
@@ -322,6 +323,7 @@ def test_runs_are_named_in_any_way(tmp_path: Path, capsys: pytest.CaptureFixture
         (["run=runs/b"], "runs/b/report.html"),
         (["runs/a", "runs/b"], str(tmp_path / "runs/report.html")),
         (["run=runs/*", "output=pages/both.html"], "pages/both.html"),
+        (["lr=3e-4", "run=runs/a", "run=runs/b", "output=pages/three.html"], "pages/three.html"),
     ):
         main(arguments)
         assert capsys.readouterr().out == f"{written}\n"

@@ -365,7 +365,7 @@ def test_the_command_checks_and_its_exit_status_tells(capsys: pytest.CaptureFixt
         ([], "Which simulator?"),
         (["steps=3"], "Which simulator?"),
         (["cartpol"], "Simulator 'cartpol' is not known. Did you mean 'cartpole'?"),
-        (["custom"], "'custom' needs a target"),
+        (["custom"], "sim.target must be given for a simulator of your own"),
         (["cartpole", "stepz=3"], "Argument 'stepz' is not known. Did you mean 'steps'?"),
         (["cartpole", "steps=0"], "steps must be a whole number >= 1, got '0'."),
         (["cartpole", "task"], "Argument 'task' is not of the form key=value."),
