@@ -185,6 +185,7 @@ def test_tables_name_everything(capsys: pytest.CaptureFixture[str]) -> None:
         for entry in entries(kind):
             assert f"\n{entry.name}\t" in printed
             assert entry.command in printed
+            assert entry.description in printed, "also with words in brackets"
     main(["policies", "loggers"])
     some = capsys.readouterr().out
     assert "policies (" in some

@@ -114,6 +114,7 @@ def test_chance_balances_as_long_as_chance_does(tmp_path: Path) -> None:
         (["sim=frozenlake", "policy=opnai"], "'opnai' is not known. Did you mean 'openai'?"),
         (["sim=frozenlake", "policy=openai", "openai.model=x"], "policy=openai needs openai.base_url=…"),
         (["sim=frozenlake", "policy=random", "openai.model=x"], "openai.model=… needs policy=openai."),
+        (["sim=frozenlake", "policy=language", "temperature=0"], "A language agent uses agent.evaluation_temperature."),
         (["sim=frozenlake", "policy=openai", "openai.base_url=x", "openai.model=x", "openai.modl=y"], "Did you mean 'model'?"),
         (["sim=cartpole", "policy=language"], "reads and writes text, and task 'CartPole-v1' does not"),
         (["sim=cartpole", "policy=mlp", "temperature=0.5"], "evaluation.temperature=0.5 applies to action tokens"),

@@ -106,6 +106,14 @@ def test_tolerance(key_door: Path, tmp_path: Path) -> None:
     assert fails([f"recording={folder}", "tolerance=0.4"]) == 1
 
 
+def test_a_replay_that_ends_before_its_record_is_within_no_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here nothing else can differ: the task reports no success, and the five steps that are replayed are equal."""
+    folder = recorded(tmp_path / "swing", "sim=pendulum", "policy=random", "num_episodes=1", "sim.max_episode_steps=9")
+    main([f"recording={folder}", "sim.max_episode_steps=5"])
+    assert fails([f"recording={folder}", "sim.max_episode_steps=5", "tolerance=9"]) == 1
+    assert "1 of 1 episodes ended before their recorded end: 5 of 9 steps of seed 0." in told(capsys.readouterr().err)[-1]
+
+
 def test_pictures_for_what_was_recorded_without(key_door: Path, tmp_path: Path) -> None:
     main([f"recording={key_door}", "render=true", "size=64", "video=png", f"output={tmp_path / 'drawn'}", "num_episodes=2"])
     drawn = open_recording(tmp_path / "drawn")

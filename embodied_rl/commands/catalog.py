@@ -207,6 +207,7 @@ def _comments(text: str) -> list[str]:
 
 def print_entries(kind: str) -> None:
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     found = entries(kind)
@@ -218,9 +219,8 @@ def print_entries(kind: str) -> None:
         table.add_column(column, overflow="fold", no_wrap=column == "name")
     for entry in found:
         needs = "" if entry.extra is None else f"{entry.extra} {'✓' if entry.installed else '✗ not installed'}"
-        command = entry.command.replace("[", "\\[")
         tasks = (entry.task or "",) if with_tasks and not narrow else ()
-        table.add_row(entry.name, *tasks, entry.description, needs, *(() if narrow else (command,)))
+        table.add_row(entry.name, *tasks, escape(entry.description), needs, *(() if narrow else (escape(entry.command),)))
     print_tables(table)
     if narrow:
         print(f"Use one: python -m embodied_rl.train {KINDS[_ALSO.get(kind, kind)]}=NAME")

@@ -323,6 +323,8 @@ def _play(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[list
     changed = {**measured.sim, **overrides}
     load = partial(load_to_play, domain=values["domain"], sim=values["sim"], overrides=changed, trust=trust)
     players = _players(values["checkpoint"], values["policy"] or "checkpoint", values["against"], load)
+    for player, kind in players:
+        _check_temperature(values["temperature"], player.config, kind)
     sim = choose_sim(players[0][0], values["sim"], changed)
     number = values["num_episodes"] or measured.num_episodes or 100
     temperature = measured.temperature if values["temperature"] is None else values["temperature"]
@@ -338,6 +340,13 @@ def _check_of_checkpoint(values: Mapping[str, Any], overrides: Mapping[str, Any]
     own += [key for key in overrides if not key.startswith("sim.")]
     if own:
         raise UserError(f"{own[0]}=… has no effect with checkpoint=…, which has its own. Only the simulator can be changed: sim.KEY=VALUE.")
+
+
+def _check_temperature(given: float | None, config: TrainConfig, kind: str) -> None:
+    """Raise UserError for a temperature of action tokens if the player is a language agent, which has its own."""
+    if given is not None and kind != "random" and config.policy.name == "language":
+        own = {"openai": "openai.temperature", "checkpoint": "agent.evaluation_temperature of its run"}
+        raise UserError(f"temperature= is for action tokens. A language agent uses {own.get(kind, 'agent.evaluation_temperature')}.")
 
 
 @dataclass(frozen=True)
@@ -499,6 +508,7 @@ def choose_untrained(argv: Sequence[str], values: Mapping[str, Any], overrides: 
         words.append("evaluation.temperature=null")
     config = load_train_config(words)
     refuse(EVALUATION, Run(config))
+    _check_temperature(values["temperature"], config, kind or config.policy.name)
     if config.domains:
         raise UserError(f"experiment={experiment} has several domains: evaluate one of them by its simulator, sim=….")
     return Untrained(config, kind or config.policy.name, _server(overrides) if kind == "openai" else None)

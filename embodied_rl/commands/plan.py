@@ -52,7 +52,7 @@ COMMAND = Command(
     examples=(
         "measure=true experiment=cartpole",
         "cluster=8x8 workload=openvla_maniskill",
-        "cluster=configs/cluster/8x8.yaml workload=agents workload.max_staleness=2 output=plan.json",
+        "cluster=8x8 workload=agents workload.max_staleness=2 output=plan.json",
     ),
 )
 

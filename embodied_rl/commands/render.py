@@ -399,10 +399,10 @@ def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], fil
     if is_captured(folder):
         output = Path(values["output"]) if values["output"] else folder.resolve().parent / "videos"
         return film_captured(folder, values["tokenizer"], output, film)
-    if values["tokenizer"] is not None:
-        raise UserError(f"tokenizer= is for sessions that serve_agent captured, and '{folder}' is not a folder of them.")
     recording = open_recording(values["recording"])
     try:
+        if values["tokenizer"] is not None:
+            raise UserError(f"tokenizer= is for sessions that serve_agent captured, and '{folder}' is not a folder of them.")
         trust = trusted_names(values["trust"])
         sim = None if values["sim"] is None and not overrides else chosen_sim(recording, values["sim"], overrides, trust)
         output = require_writable(Path(values["output"]) if values["output"] else recording.path.resolve().parent / "videos")

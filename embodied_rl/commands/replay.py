@@ -299,6 +299,9 @@ def _judge(report: ReplayReport, tolerance: float | None) -> None:
         shown = f"{seeds[:_SHOWN]}{' and more' if len(seeds) > _SHOWN else ''}"
         fail(f"Success is not as recorded in {len(seeds)} of {len(report.episodes)} episodes: seeds {shown}.", 1)
     if tolerance is not None:
+        if cut := [episode for episode in report.episodes if episode.num_replayed < episode.num_steps]:
+            steps = f"{cut[0].num_replayed} of {cut[0].num_steps} steps of seed {cut[0].seed}"
+            fail(f"{len(cut)} of {len(report.episodes)} episodes ended before their recorded end: {steps}.", 1)
         far = [episode for episode in report.episodes if episode.max_drift > tolerance]
         if far:
             largest = max(episode.max_drift for episode in far)
