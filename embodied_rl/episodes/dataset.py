@@ -5,6 +5,7 @@ Shape legend: T units of one sequence (steps, or messages of several steps), S p
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -446,6 +447,8 @@ class EpisodeDataset:
         self._budget = memory_mb * 2**20
         self._windows: list[tuple[int, ...]] = []
         self._rounds: list[int] = []
+        self._stops: list[int] = []
+        """Steps up to the end of each window, counted over all rounds."""
         self._loaded: tuple[tuple[int, ...], TransitionTable] | None = None
 
     @property
@@ -462,11 +465,12 @@ class EpisodeDataset:
         return bool(self._bytes.sum() <= self._budget)
 
     def sample(self, number: int, size: int) -> Transitions:
-        """Minibatch `number` of B = size transitions, drawn with replacement."""
+        """Minibatch `number` of B = size transitions, drawn with replacement; each window has its share of the minibatches."""
         window = 0
         if not self.fits:
-            per_round = max(1, self._num_windows(0))
-            window = number // max(1, self.num_steps // per_round // size)
+            place = number * self.num_steps // max(1, self.num_steps // size)
+            self._first_window(place // self.num_steps + 1)  # the round of this step is there
+            window = bisect.bisect_right(self._stops, place)
         table = self._table(window)
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, _SAMPLE, number]))
         return table.gather(rng.integers(table.num_units, size=size))
@@ -535,6 +539,8 @@ class EpisodeDataset:
             window.append(index)
             size += int(self._bytes[index])
         self._windows.append(tuple(window))
+        for chosen in self._windows[self._rounds[-1] :]:
+            self._stops.append((self._stops[-1] if self._stops else 0) + int(self._steps[list(chosen)].sum()))
 
 
 def split_episodes(episodes: Sequence[EpisodeRef], share: float, *, seed: int) -> tuple[list[EpisodeRef], list[EpisodeRef]]:

@@ -112,6 +112,19 @@ def test_no_more_is_held_than_allowed() -> None:
         assert len(table.observation["state"]) * 56 <= 400 or len(set(table.observation["state"][:, 0])) == 1
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_window_is_drawn_from_as_often_as_it_has_steps(seed: int) -> None:
+    """Of 8 episodes of 5 steps, 3 fit at a time: windows of 15, 15 and 10 steps, so 3, 3 and 2 of a round's 8 minibatches of 5."""
+    episodes = [episode(5, number, terminated=False, truncated=True) for number in range(8)]
+    dataset = EpisodeDataset(refs(recording(episodes)), SPEC, OPTIONS, seed=seed, memory_mb=3 * 6 * 56 / 2**20)
+    for turn in range(3):
+        taken = [frozenset(dataset.sample(8 * turn + number, 5).observation["state"][:, 0].tolist()) for number in range(8)]
+        windows = [set(window) for window in dataset._windows[3 * turn : 3 * turn + 3]]
+        assert [len(window) for window in windows] == [3, 3, 2]
+        for window, expected in zip(windows, (3, 3, 2), strict=True):
+            assert sum(one <= window for one in taken) == expected
+
+
 @pytest.mark.parametrize("memory_mb", [1.0, 400 / 2**20])
 def test_samples_are_a_function_of_seed_and_number(memory_mb: float) -> None:
     def draw(seed: int, numbers: list[int]) -> list[list]:
