@@ -107,7 +107,7 @@ class ActionSpec:
         low, high = np.asarray(self.low, np.float32), np.asarray(self.high, np.float32)
         if (low == -1.0).all() and (high == 1.0).all():
             return clipped
-        return low + (clipped + 1.0) * (0.5 * (high - low))
+        return np.minimum(low + (clipped + 1.0) * (0.5 * (high - low)), high)  # rounding may lead beyond
 
     def normalise(self, action: np.ndarray, *, margin: float = 0.0) -> np.ndarray:
         """The inverse: map actions [..., A] in the simulator's units onto [-1 + margin, 1 - margin] float32; choices stay int64.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from hypothesis import given
@@ -175,6 +176,16 @@ def test_actions_are_normalised_as_denormalise_undoes() -> None:
     inside = spec.normalise(action, margin=0.01)
     np.testing.assert_allclose(inside[[0, 2], 0], [-0.99, 0.99], rtol=1e-6)
     assert inside[1, 0] == pytest.approx(0.5)
+
+
+def test_a_saturated_action_is_within_the_bounds() -> None:
+    """In float32, 0.1 + 2 · (0.35 - 0.1) / 2 is 0.35000002: an environment that checks its actions would refuse it."""
+    space = gymnasium.spaces.Box(np.float32([0.1, -0.2]), np.float32([0.35, 0.9]))
+    spec = ActionSpec.continuous(space.low, space.high)
+    for unit, bound in ((1.0, space.high), (3.0, space.high), (-1.0, space.low)):
+        action = spec.denormalise(np.full(2, unit, np.float32))
+        np.testing.assert_array_equal(action, bound)
+        assert space.contains(action)
 
 
 @given(st.integers(0, 2**32 - 1))
