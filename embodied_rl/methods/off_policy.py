@@ -23,7 +23,7 @@ from embodied_rl.methods.demonstrations import Demonstrations
 from embodied_rl.methods.learners import together
 from embodied_rl.methods.stored import StoredLearner, StoredSteps
 from embodied_rl.methods.streams import Stream
-from embodied_rl.policies.base import Policy, TensorObservation
+from embodied_rl.policies.base import Policy
 from embodied_rl.policies.q_ensemble import ActorWithCritics
 from embodied_rl.types import Rollout
 
@@ -152,16 +152,13 @@ class CriticLearner(StoredLearner[CriticSteps]):
         decisions = sum(steps.config.decisions_per_iteration for steps in self.steps.values())
         return {"way": "noisy", "random_before": iteration + -(-left // decisions)}
 
-    def observation(self, gathered: dict[str, Rollout]) -> TensorObservation:
-        """See `PolicyLearner.observation`: returns observations until the statistics cover the warm-up."""
-        if self.has_statistics:
-            return {}
-        seen = together([seen_in(rollout) for rollout in gathered.values()])
-        return {key: part for key, part in seen.items() if key in self.policy.observation_keys}
-
     def prepare(self, gathered: dict[str, Rollout]) -> int:
+        """See `StoredLearner.prepare`; during the warm-up also folds the observations into the statistics, before the first update."""
         before = self._due
         super().prepare(gathered)
+        if not self.has_statistics:
+            seen = together([seen_in(rollout) for rollout in gathered.values()])
+            self.policy.update_statistics({key: part for key, part in seen.items() if key in self.policy.observation_keys})
         if self._num_added < self.options.warmup_steps:
             return 0
         self.has_statistics = True

@@ -24,6 +24,7 @@ from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.key_door import KeyDoorExpert
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.train import train
+from embodied_rl.trainer import Trainer
 from embodied_rl.types import SimSpec, StepBuffers
 
 QUICK = [
@@ -149,6 +150,24 @@ def test_critics_learn_beside_a_policy_that_was_cloned_first(tmp_path: Path) -> 
         np.testing.assert_array_equal(tensor, last[name], err_msg=name)
     with open_recording(folder / "demonstrations") as recording:
         assert cloned["normalizer.count"] == recording.num_steps
+
+
+def test_the_first_update_reads_observations_as_later_ones_do(tmp_path: Path) -> None:
+    """A warm-up of 20 steps ends in the first rollout of 32. Twelve updates follow, with the statistics of its observations."""
+    words = ["sim=pendulum", *QUICK, *SMALL, "algorithm=sac", "algorithm.off_policy.warmup_steps=20", "algorithm.rollout_steps=8"]
+    config = load_train_config([*words, "policy.normalize_observation=true", f"run_dir={tmp_path}"])
+    with Trainer(config, tmp_path, command="test") as trainer:
+        trainer.engine.publish(0)
+        trainer.method.restart(0)
+        with trainer.engine.generation():
+            experience = trainer.method.collect(0)
+        assert trainer.method.prepare(experience) == {"": 12}
+        assert not experience.observation, "they are counted once"
+        norm = trainer.policy.normalizer
+    seen = experience.data[""][""].observation["state"].reshape(32, 3).astype(np.float64)
+    assert int(norm.count) == 32
+    np.testing.assert_allclose(norm.mean, seen.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(norm.var, seen.var(0), rtol=1e-12)
 
 
 def test_choices_are_cloned(tmp_path: Path) -> None:
