@@ -109,6 +109,22 @@ def test_other_seeds_give_other_runs(tmp_path: Path) -> None:
     assert without_clocks(curve(runs[0])) != without_clocks(curve(runs[1]))
 
 
+def test_a_linear_rate_falls_to_the_last_step_of_chunks_that_episodes_cut(tmp_path: Path) -> None:
+    """Episodes of 5 steps in chunks of 4: a chunk is cut to 1 step each second time, so that 40 decisions are 100 steps, not 160."""
+    words = ["sim=pendulum", *QUICK, "policy=flow", "policy.chunk=4", "policy.hidden_sizes=[16]", "sim.max_episode_steps=5"]
+    words += [
+        "total_steps=400",
+        "algorithm.rollout_steps=10",
+        "algorithm.num_epochs=1",
+        "algorithm.minibatch_size=40",
+        "algorithm.learning_rate=1e-3",
+    ]
+    train(load_train_config([*words, "algorithm.lr_schedule=linear", f"run_dir={tmp_path / 'run'}"]))
+    rows = [row for row in curve(tmp_path / "run") if "train/learning_rate" in row]
+    assert [row["step"] for row in rows] == [100, 200, 300, 400]
+    np.testing.assert_allclose([row["train/learning_rate"] for row in rows], [1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
 def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
     overrides = [*PENDULUM, "sim.num_workers=2", "total_steps=100000000", "run_dir=run", "checkpoint.every_steps=null"]
     with open(tmp_path / "printed", "wb") as output:

@@ -472,15 +472,8 @@ class TrainConfig(Config):
         share = weights[name] / sum(weights.values()) * sum(steps.values())
         return max(1, round(self.algorithm.rollout_steps * share / steps[name]))
 
-    @property
-    def num_iterations(self) -> int:
-        """Number of rollouts in total_steps, rounded up."""
-        return -(-self.total_steps // self.steps_per_iteration)
-
-    def progress(self, iteration: int, steps: int) -> float:
-        """Share of the run that is over: by iterations if each update consumes a rollout, else by steps."""
-        if self.algorithm.groups is None and not self.keeps_steps:
-            return iteration / self.num_iterations
+    def progress(self, steps: int) -> float:
+        """Share of the run that is over after `steps` environment steps."""
         return min(steps / self.total_steps, 1.0)
 
     def to_dict(self) -> dict[str, Any]:

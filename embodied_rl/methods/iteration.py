@@ -166,7 +166,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
 
     def update(self, prepared: dict[str, Any], *, iteration: int, steps: int) -> dict[str, float]:
         stats: dict[str, float] = {}
-        progress = self.config.progress(iteration, steps)
+        progress = self.config.progress(steps)
         for name, own in prepared.items():
             stats |= prefixed(name, self.learners[name].update(own, iteration=iteration, progress=progress))
         return stats

@@ -115,7 +115,7 @@ def test_what_an_iteration_holds_of_each_kind(tmp_path: Path) -> None:
     ]
     config = configured(tmp_path, *words, "total_steps=160")
     assert config.steps_per_iteration == 2 * (4 + 8 + 4) == 32
-    assert config.progress(3, 96) == 0.6, "by steps, since some are kept: the schedules of all policies end together"
+    assert config.progress(96) == 0.6, "the schedules of all policies end together"
     with Trainer(config, tmp_path, command="test") as trainer:
         trainer.engine.publish(0)
         trainer.method.restart(0)
