@@ -15,6 +15,8 @@ from embodied_rl.commands.replay import main, replay
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordedEpisode, RecordingInfo
 from embodied_rl.episodes.writer import RecordingWriter
+from embodied_rl.errors import UserError
+from embodied_rl.sim.manager import EnvManager
 from tests.short_run import one_line_error, told
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -112,6 +114,13 @@ def test_a_replay_that_ends_before_its_record_is_within_no_tolerance(tmp_path: P
     main([f"recording={folder}", "sim.max_episode_steps=5"])
     assert fails([f"recording={folder}", "sim.max_episode_steps=5", "tolerance=9"]) == 1
     assert "1 of 1 episodes ended before their recorded end: 5 of 9 steps of seed 0." in told(capsys.readouterr().err)[-1]
+
+
+def test_missing_states_are_told_before_a_simulator_starts(tmp_path: Path, key_door: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = rewritten(key_door, tmp_path / "stateless", lambda episode: dataclasses.replace(episode, state=None))
+    monkeypatch.setattr(EnvManager, "from_config", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(UserError, match="was recorded without states"):
+        replay(open_recording(folder), by="state")
 
 
 def test_pictures_for_what_was_recorded_without(key_door: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.files import next_free, write_atomic
 from embodied_rl.progress import figure_table, progress_bar
-from embodied_rl.rollout.replaying import EpisodeReplay, KeyDrift, Replayer, check_fits
+from embodied_rl.rollout.replaying import EpisodeReplay, KeyDrift, Replayer, check_fits, require_replayable
 from embodied_rl.sim.instrumented import instrumented, plain_spec
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -64,7 +64,7 @@ COMMAND = Command(
     prefixes={"sim.": "change a value of the simulator's configuration, e.g. sim.num_slots=4"},
     examples=(
         "recording=recordings/pickcube",
-        "recording=recordings/pickcube by=state tolerance=0.05",
+        "recording=recordings/pickcube_states by=state tolerance=0.05",
         "recording=recordings/pickcube render=true size=224 num_episodes=20",
     ),
 )
@@ -120,7 +120,8 @@ def replay(
     if count == 0:
         raise UserError(f"'{recording.path}' has no episodes.")
     # Checked before any simulator is started; the first episode represents all, and each is checked again in its turn.
-    physics = by == "state" and recording.episode(0).state is not None
+    require_replayable(0, first := recording.episode(0), by)
+    physics = by == "state" and first.state is not None
     shown = instrumented(wanted, physics=physics, image_size=image_size)
     played: list[EpisodeReplay] = []
     with EnvManager.from_config(shown, EpisodeSeeds.given(0), num_slots=min(wanted.num_slots, count), autoreset=False) as manager:

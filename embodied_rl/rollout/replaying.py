@@ -131,6 +131,21 @@ class _Running:
         return self.step == self.episode.num_steps or any(self.ended)
 
 
+def require_replayable(number: int, episode: RecordedEpisode, by: By) -> None:
+    """Raise UserError if an episode lacks what its replay begins from."""
+    start = episode.metadata.get("start") or {}
+    if start.get("step", 0):
+        raise UserError(
+            f"Episode {number} (seed {episode.seed}) cannot be replayed: it started inside another episode, at a step that its seed "
+            "does not give."
+        )
+    if by == "state" and episode.state is None and not episode.snapshots:
+        raise UserError(
+            f"Episode {number} (seed {episode.seed}) was recorded without states (states=physics or states=snapshots:K): replay it "
+            "by=action."
+        )
+
+
 class Replayer:
     """Replays as many episodes at a time as the manager has slots.
 
@@ -171,7 +186,7 @@ class Replayer:
     def _begin(self, waiting: Iterator[tuple[int, RecordedEpisode]]) -> None:
         while self._idle and (following := next(waiting, None)) is not None:
             number, episode = following
-            self._check(number, episode)
+            require_replayable(number, episode, self._by)
             tracks = {key: _Track() for key in self._keys if key in episode.observation}
             sink = None if self._open_sink is None else self._open_sink(episode)
             self._running[self._idle.pop(0)] = _Running(number, episode, tracks, sink)
@@ -190,19 +205,6 @@ class Replayer:
                 running.sink.start(
                     _at(episode.observation, 0), _at(episode.state or {}, 0) or None, {**_at(episode.images, 0), **first.images}
                 )
-
-    def _check(self, number: int, episode: RecordedEpisode) -> None:
-        start = episode.metadata.get("start") or {}
-        if start.get("step", 0):
-            raise UserError(
-                f"Episode {number} (seed {episode.seed}) cannot be replayed: it started inside another episode, at a step that its seed "
-                "does not give."
-            )
-        if self._by == "state" and episode.state is None and not episode.snapshots:
-            raise UserError(
-                f"Episode {number} (seed {episode.seed}) was recorded without states "
-                "(states=physics or states=snapshots:K): replay it by=action."
-            )
 
     def _restore(self) -> None:
         """Restore the recorded states; by action, only repeat the snapshots of the recording."""

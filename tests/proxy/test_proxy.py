@@ -259,7 +259,7 @@ async def _with_key(client: OpenAITokens, key: str) -> None:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_request", "surrogate"),
         ({"temperatur": 1}, 400, "unknown_parameter", "Did you mean 'temperature'"),
         ({"temperature": -1}, 400, "invalid_request", "'temperature' must be a number between 0 and"),
-        ({"max_tokens": 0}, 400, "invalid_request", "'max_tokens' must be a whole number between 1"),
+        ({"max_tokens": 0}, 400, "invalid_request", "'max_tokens' must be a whole number between 1 and 1,048,576, got 0"),
         ({"n": 0}, 400, "invalid_request", "'n' must be a whole number between 1"),
         ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "backend of this server does not support"),
         ({"response_format": {"type": "json_schema"}}, 400, "invalid_request", "json_schema and its schema"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from embodied_rl.bounds import Bounds
 from embodied_rl.generation.tokens import Completion
 from embodied_rl.serving.http_server import HttpProblem
 
@@ -215,7 +216,7 @@ def number_in(body: Mapping[str, Any], name: str, low: float, high: float, *, wh
     """A number of the body, None if missing. Raises HttpProblem 400."""
     value = body.get(name)
     if value is not None and (not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not low <= value <= high):
-        raise bad(f"'{name}' must be a {'whole ' * whole}number between {low:g} and {high:g}, got {value!r:.80}.")
+        raise bad(f"'{name}' must be a {'whole ' * whole}number {Bounds(low, high)}, got {value!r:.80}.")
     return value
 
 
