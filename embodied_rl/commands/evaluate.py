@@ -395,7 +395,8 @@ def _tell_players(
 ) -> None:
     first, against = players[0][0], values["against"] is not None
     if len(players) == 1:
-        tables, default = [output.result_table(results[0])], first.run_dir / EVALUATION_FILE
+        name = EVALUATION_FILE if values["domain"] is None else f"evaluation-{values['domain']}.json"
+        tables, default = [output.result_table(results[0])], first.run_dir / name
     else:
         tables = [output.overview(players, results, against=against), *([output.comparison_table(players, results)] if against else [])]
         default = next_free(first.run_dir / COMPARISON_FILE)

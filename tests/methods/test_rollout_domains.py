@@ -13,6 +13,7 @@ import torch
 
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.checkpoint.folder import domain_part
+from embodied_rl.commands.evaluate import main as evaluate
 from embodied_rl.commands.offline_eval import main as offline_eval
 from embodied_rl.commands.record import main as record
 from embodied_rl.compose import load_train_config
@@ -218,6 +219,8 @@ def test_a_share_of_every_domain_s_episodes_is_recorded(tmp_path: Path, capsys: 
     offline_eval([f"checkpoint={run}", "domain=arm", f"recording={played}", "estimators=none", f"output={figures}"])
     (scored,) = json.loads((figures / "offline_eval.json").read_text(encoding="utf-8"))["policies"]
     assert scored["step"] == 320
+    evaluate([f"checkpoint={run}", "domain=arm", "num_episodes=1"])
+    assert (run / "evaluation-arm.json").is_file(), "evaluations of the domains do not replace each other"
     with pytest.raises(SystemExit):
         offline_eval([f"checkpoint={run}", f"recording={played}"])
     assert "choose domain=near or domain=far or domain=arm" in capsys.readouterr().err
