@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from embodied_rl.checkpoint import load_checkpoint
-from embodied_rl.commands.evaluate import choose_sim, evaluate_checkpoint, expand_checkpoints, main
+from embodied_rl.commands.evaluate import choose_sim, evaluate_checkpoint, expand_checkpoints, load_to_play, main
 from embodied_rl.config import load_sim_config
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.generation.random_backend import NoisyGenerator, RandomGenerator
@@ -209,6 +209,9 @@ def test_random_choices_are_all_taken() -> None:
 def test_values_of_the_simulator_can_be_changed(cartpole: Path) -> None:
     checkpoint = load_checkpoint(cartpole, with_learner=False)
     assert choose_sim(checkpoint, None, {}) == checkpoint.config.sim
+    with pytest.raises(UserError, match="of a run with one domain: leave domain= out"):
+        load_to_play(cartpole, domain="pole")
+    assert load_to_play(cartpole, domain="pole", against=True).path == checkpoint.path, "the domain is that of the other checkpoint"
     one = choose_sim(checkpoint, None, {"sim.num_slots": 1})
     assert (one.num_slots, one.num_workers, one.num_groups) == (1, 1, 1)
     with pytest.raises(UserError, match=r"sim.num_workers must be <= sim.num_slots \(1\), got 2"):

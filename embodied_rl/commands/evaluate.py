@@ -248,6 +248,7 @@ def load_to_play(
     overrides: Iterable[str] = (),
     trust: Sequence[str] = (),
     logs: bool = False,
+    against: bool = False,
 ) -> Checkpoint:
     """Load a checkpoint, or one domain's part of it, to play in the simulator that `choose_sim` makes of the same arguments.
 
@@ -255,12 +256,14 @@ def load_to_play(
         overrides: keys such as ``sim.target``; values that they replace need no trust, and neither does the simulator if `sim` is given.
         trust: see `load_checkpoint`.
         logs: whether the checkpoint's own loggers will be used.
+        against: it is only compared with another checkpoint, to which `domain` belongs; its own run may have one domain.
     """
     keys = [*overrides, *([] if logs else ["logger"])]
 
     def load(replaced: Sequence[str]) -> Checkpoint:
         everywhere = [*replaced, *(f"domains.{domain}.{key}" for key in replaced if domain is not None)]
-        return domain_part(load_checkpoint(path, with_learner=False, trust=trust, replaced=everywhere), domain)
+        found = load_checkpoint(path, with_learner=False, trust=trust, replaced=everywhere)
+        return domain_part(found, None if against and not found.config.domains else domain)
 
     loaded = load(keys if sim is None else [*keys, "sim"])
     return load(keys) if sim == loaded.config.sim.name else loaded
@@ -376,13 +379,13 @@ def read_protocol(name: str | None) -> Measured:
     return Measured(changed, evaluation.get("num_episodes"), evaluation.get("temperature"))
 
 
-def _players(checkpoint: str, policy: str, against: str | None, load: Callable[[str], Checkpoint]) -> list[tuple[Checkpoint, str]]:
+def _players(checkpoint: str, policy: str, against: str | None, load: Callable[..., Checkpoint]) -> list[tuple[Checkpoint, str]]:
     """Players, with the one to compare against last."""
     loaded = {found.path: found for found in map(load, expand_checkpoints(checkpoint))}
     players = [(found, policy) for found in loaded.values()]
     if against is None:
         return players
-    other = (players[0][0], "random") if against == "random" else (load(against), "checkpoint")
+    other = (players[0][0], "random") if against == "random" else (load(against, against=True), "checkpoint")
     # If a pattern includes it too, it is only compared against.
     players = [player for player in players if (player[0].path, player[1]) != (other[0].path, other[1])]
     if not players:

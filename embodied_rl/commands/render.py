@@ -380,7 +380,7 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
     players = [(checkpoint, values["policy"])]
     if values["against"] is not None:
         random = values["against"] == "random"
-        other = None if random else load(values["against"])
+        other = None if random else load(values["against"], against=True)
         players.append((checkpoint, "random") if other is None else (other, "checkpoint"))
     output = require_writable(Path(values["output"]) if values["output"] else checkpoint.run_dir / "videos" / (values["domain"] or ""))
     paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides), with_dialogues=True)
