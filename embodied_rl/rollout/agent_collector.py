@@ -151,6 +151,8 @@ class AgentCollector(SlotPump[_Playing]):
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """Move on what is ready, or everything in lockstep; False: no episode is running.
         `patience_s`: longest wait if nothing is ready; in lockstep the collector waits for everything."""
+        # First, so that in lockstep no request is in flight between two rounds: further ones would join it when the clock lets them.
+        self._take_tools(patience_s)
         taken = self._take_scores()
         self._begin_idle()
         if not self._playing:
@@ -162,7 +164,6 @@ class AgentCollector(SlotPump[_Playing]):
             self._take_steps(self.manager.recv(min_ready=self.min_ready, timeout_s=wait_s))
             self._waited += time.perf_counter() - before
         self._take_answers(patience_s)
-        self._take_tools(patience_s)
         self._tick()
         return True
 

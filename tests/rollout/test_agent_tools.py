@@ -107,6 +107,18 @@ def test_calls_are_turns_of_their_own_without_a_reward_and_what_is_trained_was_s
     assert figures["invalid"] == 0.0
 
 
+def test_in_lockstep_no_request_is_in_flight_between_two_rounds(lake: EnvManager, tmp_path: Path) -> None:
+    """A host that samples in a process of its own would let those of other domains join it at a step that the clock decides."""
+    agent = make_agent(tmp_path)
+    backend = scripted(agent, lambda text: "up" if "<tool_response>" in text else call("calculator", expression="1 + 1"))
+    collector = make_collector(lake, agent, backend, group_size=2, groups_per_step=2)
+    for _ in range(6):
+        assert collector.pump()
+        assert not collector._requests
+    assert collector.figures()["tool_turns"] == 0.5
+    agent.close()
+
+
 def test_an_agent_that_only_calls_runs_out_of_calls_and_the_game_goes_on(lake: EnvManager, tmp_path: Path) -> None:
     agent = make_agent(tmp_path, max_calls_per_turn=2, max_calls=3)
     collector = make_collector(lake, agent, scripted(agent, lambda text: call("nothing")), group_size=1, groups_per_step=1)
