@@ -221,6 +221,11 @@ def test_split_by_outcome_and_by_task(native: Path, tmp_path: Path, capsys: pyte
     assert tools("split", native, f"output={tmp_path / 'outcomes'}", "by=success") == 0
     with open_recording(tmp_path / "outcomes" / "success") as good, open_recording(tmp_path / "outcomes" / "failure") as bad:
         assert (good.seeds.tolist(), bad.seeds.tolist()) == ([0, 2, 4], [1, 3, 5])
+        assert all("chosen by their success" in part.info.selected_by_outcome for part in (good, bad)), "no estimate of a return from them"
+    assert tools("merge", native, tmp_path / "outcomes" / "success", f"output={tmp_path / 'again'}") == 0
+    with open_recording(native) as whole, open_recording(tmp_path / "again") as again:
+        assert whole.info.selected_by_outcome == ""
+        assert "chosen by their success" in again.info.selected_by_outcome
     tasks = [make_episode(STATE, seed, 2, task=task) for seed, task in enumerate(["a/b", None, "a/b"])]
     with record(tmp_path / "tasks", info_of(STATE), tasks) as recording:
         assert parts_of(recording, None, None, "task", 0) == {"Push-v1": [1], "a_b": [0, 2]}

@@ -318,10 +318,13 @@ def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
     data = asdict(config)
     numbers: dict[str, Any] = {"num_envs": 3, "steps": 100, "seed": 0}
     keys = ["task", "target", "kwargs.…", *numbers]
+    given = dict[str, str]()
     for word in words:
         key, equals, text = word.removeprefix("sim.").partition("=")
         if not equals:
             raise UserError(f"Argument '{word}' is not of the form key=value. Known: {', '.join(keys)}.")
+        if given.setdefault(key, text) != text:
+            raise UserError(f"'{key}' is given twice: '{given[key]}' and '{text}'. Remove one.")
         if key in numbers:
             if not text.isdecimal() or int(text) < (key != "seed"):
                 raise UserError(f"{key} must be a whole number{'' if key == 'seed' else ' >= 1'}, got '{text}'.")

@@ -18,7 +18,7 @@ from embodied_rl.episodes.formats import NATIVE, new_folder, write_foreign
 from embodied_rl.episodes.formats.base import unknown_seed
 from embodied_rl.episodes.layout import VIDEO_FORMATS
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recording import FieldNote, Recording, RecordingError, RecordingInfo
+from embodied_rl.episodes.recording import CHOSEN, FieldNote, Recording, RecordingError, RecordingInfo
 from embodied_rl.episodes.writer import SAME_SIM, SKIPPED, RecordingWriter
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.progress import progress_bar
@@ -286,7 +286,8 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
                         f"sim.{key} is {ours} in '{first.path}' and {theirs} in '{other.path}': an episode of one cannot be replayed in "
                         "the other. ignore_sim=true merges them without the simulator's configuration."
                     )
-    metadata = {**first.info.metadata, "merged": [str(source.path) for source in sources]}
+    chosen = {CHOSEN: True} if any(source.info.selected_by_outcome for source in sources) else {}
+    metadata = {**first.info.metadata, **chosen, "merged": [str(source.path) for source in sources]}
     info = dataclasses.replace(first.info, metadata=metadata, sim=first.info.sim if same else {})
     with progress_bar("merging", sum(map(len, sources))) as advance, new_folder(output) as folder:
         return _write_native(folder, info, [(source, range(len(source))) for source in sources], video, "skip", advance)
@@ -312,12 +313,13 @@ def split_numbers(recording: Recording, fractions: Sequence[float], seed: int) -
     return [sorted(part) for part in parts]
 
 
-def split(recording: Recording, output: Path, parts: Mapping[str, Sequence[int]], video: str = "mp4") -> None:
-    """Write episodes by number into ``output/<name>``, each part a separate recording. Raises RecordingError: the recording is damaged, or
-    the output exists; UserError: the output cannot be written."""
+def split(recording: Recording, output: Path, parts: Mapping[str, Sequence[int]], video: str = "mp4", by: str | None = None) -> None:
+    """Write episodes by number into ``output/<name>``, each part a separate recording, which notes a choice `by` success.
+    Raises RecordingError: the recording is damaged, or the output exists; UserError: the output cannot be written."""
     with progress_bar("splitting", sum(map(len, parts.values()))) as advance, new_folder(output) as folder:
         for name, numbers in parts.items():
-            metadata = {**recording.info.metadata, "split_from": str(recording.path), "split": name}
+            chosen = {CHOSEN: True} if by == "success" else {}
+            metadata = {**recording.info.metadata, **chosen, "split_from": str(recording.path), "split": name}
             info = dataclasses.replace(recording.info, metadata=metadata)
             _write_native(folder / name, info, [(recording, numbers)], video, "allow", advance)
 
@@ -361,7 +363,7 @@ def _merge(values: dict[str, Any]) -> None:
 def _split(values: dict[str, Any]) -> None:
     with open_recording(values["path"]) as recording:
         parts = parts_of(recording, values["fractions"], values["names"], values["by"], values["seed"])
-        split(recording, Path(values["output"]), parts, values["video"])
+        split(recording, Path(values["output"]), parts, values["video"], values["by"])
     for name, numbers in parts.items():
         print(f"{len(numbers):,} episodes: {Path(values['output']) / name}")
 

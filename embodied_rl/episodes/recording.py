@@ -135,6 +135,10 @@ class RecordedEpisode:
         return bool(self.terminated[-1] or self.truncated[-1])
 
 
+CHOSEN = "chosen_by_success"
+"""Metadata of a recording that a split by success made, or a merge with such a one."""
+
+
 @dataclass(frozen=True)
 class RecordingInfo:
     """Data shared by all episodes of a recording, including everything needed to replay them."""
@@ -157,6 +161,16 @@ class RecordingInfo:
     def signed(self) -> RecordingInfo:
         """Sign `sim` as this user, for the run that records it; the signature later permits `sim` to name the user's own code."""
         return replace(self, signature=sign(RECORDING, self.sim_bytes))
+
+    @property
+    def selected_by_outcome(self) -> str:
+        """Why its episodes are a biased sample of the acting policy's behaviour; "" if they may be a fair one."""
+        plan = self.metadata.get("plan")
+        if isinstance(plan, Mapping) and plan.get("only_success"):
+            return "the recording keeps only successful episodes (only_success=true), so a mean over its episodes is not the policy's value"
+        if self.metadata.get(CHOSEN):
+            return "its episodes, or some of them, were chosen by their success (split by=success), so their mean is not the policy's value"
+        return ""
 
     @property
     def sim_bytes(self) -> bytes:

@@ -402,17 +402,9 @@ def deterministic_behaviour(info: RecordingInfo, episodes: Sequence[PlayedEpisod
     return "every recorded action has the density of its distribution's mode" if constant and not uniform else ""
 
 
-def selected_by_outcome(info: RecordingInfo) -> str:
-    """Why the recording's episodes are a biased sample of the acting policy's behaviour; "" if they may be a fair one."""
-    plan = info.metadata.get("plan")
-    if isinstance(plan, Mapping) and plan.get("only_success"):
-        return "the recording keeps only successful episodes (only_success=true), so a mean over its episodes is not the policy's value"
-    return ""
-
-
 def weights_unsupported(info: RecordingInfo, episodes: Sequence[PlayedEpisode], target: TargetPolicy) -> str:
     """Why importance weights are unavailable; "" if they are available."""
-    if reason := selected_by_outcome(info):
+    if reason := info.selected_by_outcome:
         return reason
     if reason := deterministic_behaviour(info, episodes):
         return f"deterministic behaviour: {reason}, so no other action was tried in these states"

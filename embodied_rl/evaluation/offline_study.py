@@ -325,7 +325,7 @@ def _fit_unsupported(
     scores: Sequence[offline_policy.ScoredEpisode],
     settings: OfflineSettings,
 ) -> str:
-    if reason := offline_policy.selected_by_outcome(recording.info):
+    if reason := recording.info.selected_by_outcome:
         return reason
     if target.horizon != 1:
         return f"fitted values need single decisions, and this policy decides {target.horizon} steps at once"
