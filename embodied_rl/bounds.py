@@ -41,6 +41,11 @@ def bounds_of(kind: Any) -> tuple[Any, Bounds | None]:
     return plain, next((note for note in notes if isinstance(note, Bounds)), None)
 
 
+def whole_number(text: str) -> int | None:
+    """Number of a text of 1 to 18 ASCII digits; None for another text, such as ``²``, which `str.isdigit` accepts and `int` does not."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
+
+
 def _digits(number: float) -> str:
     """1000000 as 1,000,000; numbers above a trillion, and small ones, as a power of ten."""
     return f"{number:,}" if isinstance(number, int) and abs(number) <= 10**12 else f"{number:g}"

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from embodied_rl.bounds import Episodes, HeldOutSeed, Seed
+from embodied_rl.bounds import Episodes, HeldOutSeed, Seed, whole_number
 from embodied_rl.checkpoint import Checkpoint
 from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_command, command_line, fail
 from embodied_rl.config import SimConfig, load_sim_config
@@ -84,12 +84,12 @@ class Showing:
         every: int | None = None
         kind, _, number = states.partition(":")
         if kind == "snapshots":
-            if not number.isdigit() or int(number) < 1:
+            every = whole_number(number)
+            if not every:
                 raise UserError(f"states={states} needs the number of steps between snapshots, for example states=snapshots:10.")
-            every = int(number)
         elif states not in ("none", "physics"):
             raise UserError(f"states={states} is not a choice. Known: none, physics, snapshots:K.")
-        if images != "none" and not (images.isdigit() and 16 <= int(images) <= 2048):
+        if images != "none" and not 16 <= (whole_number(images) or 0) <= 2048:
             raise UserError(f"images={images} must be none, or the longer side of a picture in pixels, between 16 and 2048.")
         names = tuple(name.strip() for name in cameras.split(","))
         if not all(names) or len(set(names)) < len(names):

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.bounds import whole_number
 from embodied_rl.episodes.layout import FINITE_COLUMNS, SNAPSHOTS, Column
 from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Recording, RecordingError, RecordingInfo
 from embodied_rl.errors import brief
@@ -135,7 +136,7 @@ def read_info(folder: Path) -> RecordingInfo:
 
 
 def part_folders(recording: Path) -> list[Path]:
-    found = [folder for folder in recording.glob("part-*") if folder.name[5:].isdigit() and folder.is_dir()]
+    found = [folder for folder in recording.glob("part-*") if whole_number(folder.name[5:]) is not None and folder.is_dir()]
     return sorted(found, key=lambda folder: int(folder.name[5:]))
 
 

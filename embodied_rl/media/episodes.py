@@ -10,6 +10,7 @@ import numpy as np
 
 from embodied_rl.agents.agent import Answer, Prompt
 from embodied_rl.agents.turns import Turn
+from embodied_rl.bounds import whole_number
 from embodied_rl.episodes.recording import RecordedEpisode, Recording
 from embodied_rl.episodes.sink import Sink
 from embodied_rl.errors import UserError, require_known
@@ -51,9 +52,9 @@ class Selection:
         """
         kind, colon, count = text.partition(":")
         require_known(kind, KINDS, f"select={text}: '{kind}' is not a choice.")
-        if colon and not (count.isascii() and count.isdigit()):
+        shown = whole_number(count) if colon else num_shown
+        if shown is None:
             raise UserError(f"select={text}: '{count}' is not a number of episodes; write for example select={kind}:4.")
-        shown = int(count) if colon else num_shown
         wanted = shown if kind == "first" else PLAYED_FOR_EACH * shown
         return Selection(next(known for known in KINDS if known == kind), shown, wanted if among is None else among)
 

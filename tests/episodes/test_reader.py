@@ -135,7 +135,7 @@ def test_no_recording_names_the_near_one(sound: Path, tmp_path: Path) -> None:
 
 
 def test_part_order_is_by_number(tmp_path: Path) -> None:
-    for name in ("part-10", "part-9", "part-0001", "part-x", ".new-1"):
+    for name in ("part-10", "part-9", "part-0001", "part-x", "part-²", ".new-1"):
         (tmp_path / name).mkdir()
     assert [folder.name for folder in part_folders(tmp_path)] == ["part-0001", "part-9", "part-10"]
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.bounds import whole_number
 from embodied_rl.errors import MissingAssetsError, MissingExtraError, UserError, did_you_mean, from_extra, require_known
 from embodied_rl.files import write_atomic
 from embodied_rl.sim.robots.robosuite import FIXED_ARGUMENTS, RobosuiteSim, check_name, quiet_import
@@ -274,10 +275,10 @@ def _expand(task: str) -> list[str]:
     require_known(suite, known, f"LIBERO suite '{suite}' is not known.")
     if not name:
         return [f"{suite}/{each}" for each in known[suite]]
-    if name.isdigit() and int(name) < len(known[suite]):
-        name = known[suite][int(name)]
+    if (number := whole_number(name)) is not None and number < len(known[suite]):
+        name = known[suite][number]
     if name not in known[suite]:
-        choices = f" Or a number below {len(known[suite])}." if name.isdigit() else ""
+        choices = f" Or a number below {len(known[suite])}." if number is not None else ""
         raise UserError(f"LIBERO task '{task}' is not known.{choices}{did_you_mean(name, known[suite])}")
     return [f"{suite}/{name}"]
 
