@@ -465,9 +465,12 @@ class RolloutWorker:
             self._take_weights()
 
     def _give_up_weights(self) -> None:
-        """Give up what was played ahead, and act with the newest weights."""
+        """Give up what was played ahead, and act with the newest weights. What older weights must play is recorded first, so that the
+        recording does not depend on how far the worker was."""
         self._residency.begin("generation")
         self._take_back()
+        if self.recorders:
+            self._act_with_newest()
         self._may_pump = False
         self._take_weights()
 

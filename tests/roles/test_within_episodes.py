@@ -84,9 +84,12 @@ def test_rollouts_that_were_played_ahead(tmp_path: Path, steps: int, placement: 
     check(tmp_path, [*PPO, f"algorithm.max_staleness={steps}"], placement, like)
 
 
-@pytest.mark.parametrize(("placement", "staleness"), [("multiplexed", 0), ("disaggregated", 1)])
-def test_a_checkpoint_does_not_show_how_fast_the_worker_was(tmp_path: Path, placement: str, staleness: int) -> None:
-    """A worker that plays on between the trainer's requests and one that has no time to: the same episodes are saved and recorded."""
+@pytest.mark.parametrize(
+    ("placement", "staleness", "evaluates"), [("multiplexed", 0, False), ("disaggregated", 1, False), ("disaggregated", 1, True)]
+)
+def test_a_checkpoint_does_not_show_how_fast_the_worker_was(tmp_path: Path, placement: str, staleness: int, evaluates: bool) -> None:
+    """A worker that plays on between the trainer's requests and one that has no time to: the same episodes are saved and recorded, also
+    where an evaluation gives up what runs."""
 
     def saved(name: str, pumps: int) -> tuple[list[bytes], list[tuple[int, int]]]:
         task = [*PPO, f"hybrid.placement={placement}", f"algorithm.max_staleness={staleness}", "record.share=0.7"]
@@ -104,7 +107,9 @@ def test_a_checkpoint_does_not_show_how_fast_the_worker_was(tmp_path: Path, plac
                 worker.load(version + 1, iter(weights))
                 for _ in range(pumps):
                     worker.pump()
-            episodes = [episode.tobytes() for episode in worker.episodes()]
+            if evaluates:
+                worker.evaluate(2, 0)
+            episodes = [] if evaluates else [episode.tobytes() for episode in worker.episodes()]
         finally:
             worker.close()
         return episodes, [(episode.seed, episode.num_steps) for episode in open_recording(tmp_path / name / "episodes")]
