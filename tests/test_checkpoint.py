@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from embodied_rl.checkpoint import (
 from embodied_rl.checkpoint import folder as module
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.files import sum_of_document
-from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
+from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.sample_run import SPEC, make_config
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -264,6 +265,8 @@ def test_another_simulator_is_refused_with_what_differs(tmp_path: Path) -> None:
     tilted = SimSpec(SPEC.task, SPEC.observation, ActionSpec.continuous([-1, -1, -1, -0.5], [1, 1, 1, 1]))
     with pytest.raises(IncompatibleCheckpointError, match="bounds of single dimensions"):
         check_compatible(loaded, tilted)
+    talk = SimSpec("Talk-v0", {"text": VariableSpec("text", 100)}, ActionSpec.text(50))
+    check_compatible(replace(loaded, spec=talk), replace(talk, observation={"text": VariableSpec("text", 200)}, action=ActionSpec.text(9)))
 
 
 def test_other_tensors_are_named(tmp_path: Path) -> None:
