@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from embodied_rl.errors import UserError, did_you_mean
+from embodied_rl.errors import UserError, did_you_mean, shown
 from embodied_rl.trust import RECORDING, sign
 from embodied_rl.types import Observation, SimSpec
 
@@ -188,8 +188,11 @@ class RecordingInfo:
             raise ValueError(
                 f"format {data.get('format')!r} version {data.get('format_version')!r}; this is 'embodied_rl episodes' {FORMAT_VERSION}"
             )
-        fields = ("sim", "policy", "command", "versions", "created", "metadata")
-        return RecordingInfo(SimSpec.from_dict(data["spec"]), **{name: data[name] for name in fields}, signature=data.get("signature"))
+        mappings, texts = ("sim", "policy", "versions", "metadata"), ("command", "created")
+        if wrong := [name for name in mappings if not isinstance(data[name], dict)] or [n for n in texts if not isinstance(data[n], str)]:
+            raise TypeError(f"'{wrong[0]}' must be {'a mapping' if wrong[0] in mappings else 'a text'}, got {shown(data[wrong[0]])}")
+        fields = {name: data[name] for name in (*mappings, *texts)}
+        return RecordingInfo(SimSpec.from_dict(data["spec"]), **fields, signature=data.get("signature"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,13 +106,17 @@ def load_run(path: Path | str) -> RunData:
     results = _read(folder / RESULTS_FILE, parse_json, problems)
     checkpoint_config = _read(folder / "checkpoints" / "last" / "config.yaml", parse_yaml, problems)
     metrics = _metrics(folder, problems)
+    config = results.get("config") or checkpoint_config
+    if not isinstance(config, dict) or not isinstance(config.get("sim") or {}, dict):
+        problems.append(f"{RESULTS_FILE} has no configuration")
+        config = {}
     if not (results or checkpoint_config or metrics):
         raise UserError(f"'{path}' is not the folder of a run: it has no {RESULTS_FILE}, {METRICS_FILE} or checkpoint.")
     curves = folder / CURVES_FILE
     return RunData(
         path=folder,
         results=results,
-        config=results.get("config") or checkpoint_config,
+        config=config,
         metrics=metrics,
         evaluations=_evaluations(folder, problems),
         faults=_lines(folder / FAULTS_FILE, problems),
@@ -124,12 +128,19 @@ def load_run(path: Path | str) -> RunData:
     )
 
 
+def _is_metric(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) < 1e300)
+
+
 def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
     path = folder / METRICS_FILE
     if not path.is_file():
         return []
     try:
-        rows = [derived(row) for row in read_metrics(folder) if isinstance(row, dict) and isinstance(row.get("step"), int)]
+        rows = [row for row in read_metrics(folder) if isinstance(row, dict) and isinstance(row.get("step"), int)]
+        strange = {name for row in rows for name, value in row.items() if "/" in name and not _is_metric(value)}
+        problems += [f"{METRICS_FILE} has '{name}' that is not a finite number" for name in sorted(strange)]
+        rows = [derived({name: value for name, value in row.items() if name not in strange}) for row in rows]
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"{METRICS_FILE} cannot be read: {error}")
         return []

@@ -143,6 +143,11 @@ def test_part_order_is_by_number(tmp_path: Path) -> None:
 # ---- damage that is found when it is opened -------------------------------------------------------------------------
 
 
+def edit_info(recording: Path, **changes: Any) -> None:
+    path = recording / "recording.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
 def edit_line(part: Path, number: int, **changes: Any) -> None:
     lines = (part / "episodes.jsonl").read_text().splitlines()
     entry = json.loads(lines[number])
@@ -175,6 +180,9 @@ OPENING = {
     "info missing field": (lambda r, p: edit_json(r / "recording.json", lambda d: d.pop("sim")), r"recording.json' has no field 'sim'"),
     "info garbage": (lambda r, p: (r / "recording.json").write_text("{"), r"recording.json' does not describe a recording"),
     "info version": (lambda r, p: edit_json(r / "recording.json", lambda d: d.update(format_version=9)), r"version 9; this is .* 1"),
+    "info policy": (lambda r, p: edit_info(r, policy="x"), r"recording.json' does not describe a recording: 'policy' must be a mapping"),
+    "info sim": (lambda r, p: edit_info(r, sim=5), r"'sim' must be a mapping, got 5"),
+    "info command": (lambda r, p: edit_info(r, command=[]), r"'command' must be a text"),
     "info list": (lambda r, p: (r / "recording.json").write_text("[]"), r"recording.json' does not describe a recording"),
     "info dtype": (
         lambda r, p: edit_json(r / "recording.json", lambda d: d["spec"]["observation"]["state"].update(dtype="os:system")),

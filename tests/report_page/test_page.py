@@ -162,7 +162,13 @@ def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     (run / "evaluation.json").write_text("{")
     (run / "comparison.json").write_text("[1]")
     (run / "evaluation_deep.json").write_text("[" * 100_000)
+    rows = [{"step": 10**6, "time/act_s": value} for value in ({}, "x", float("nan"))]
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    (run / "results.json").write_text(json.dumps({**json.loads((run / "results.json").read_text()), "config": True}))
     _, parsed = page(write_report([run]))
+    assert "metrics.jsonl has 'time/act_s' that is not a finite number" in parsed.text
+    assert "results.json has no configuration" in parsed.text
     assert "evaluation.json cannot be read" in parsed.text
     assert "comparison.json is not a JSON object" in parsed.text
     assert "evaluation_deep.json cannot be read: it is nested too deeply" in parsed.text
