@@ -136,6 +136,8 @@ class ActionSpec:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ActionSpec:
+        if not all(isinstance(bound, int | float) for name in ("low", "high") for bound in data[name]):
+            raise TypeError("a bound of the actions is no number")
         return ActionSpec(
             data["kind"],
             int(data["dim"]),
@@ -226,6 +228,8 @@ class SimSpec:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> SimSpec:
+        if not all(isinstance(data.get(name), str | None) for name in ("task", "instruction")):
+            raise TypeError("the task or its instruction is no text")
         return SimSpec(
             **{
                 **data,

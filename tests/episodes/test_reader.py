@@ -148,6 +148,10 @@ def edit_info(recording: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def edit_spec(recording: Path, **changes: Any) -> None:
+    edit_info(recording, spec={**json.loads((recording / "recording.json").read_text())["spec"], **changes})
+
+
 def edit_line(part: Path, number: int, **changes: Any) -> None:
     lines = (part / "episodes.jsonl").read_text().splitlines()
     entry = json.loads(lines[number])
@@ -182,6 +186,8 @@ OPENING = {
     "info version": (lambda r, p: edit_json(r / "recording.json", lambda d: d.update(format_version=9)), r"version 9; this is .* 1"),
     "info policy": (lambda r, p: edit_info(r, policy="x"), r"recording.json' does not describe a recording: 'policy' must be a mapping"),
     "info sim": (lambda r, p: edit_info(r, sim=5), r"'sim' must be a mapping, got 5"),
+    "info task": (lambda r, p: edit_spec(r, task={}), r"the task or its instruction is no text"),
+    "info bounds": (lambda r, p: edit_spec(r, action={"kind": "continuous", "dim": 1, "low": "x", "high": [1]}), r"bound of the actions"),
     "info command": (lambda r, p: edit_info(r, command=[]), r"'command' must be a text"),
     "info list": (lambda r, p: (r / "recording.json").write_text("[]"), r"recording.json' does not describe a recording"),
     "info dtype": (
