@@ -40,7 +40,7 @@ class Measured:
 
 def subjects() -> Iterator[tuple[str, str, SimConfig]]:
     """(simulator, variant, configuration) of every task that has an expert."""
-    for name in ("maniskill_pushcube", "maniskill_pickcube", "maniskill_stackcube"):
+    for name in ("maniskill_pushcube", "maniskill_pickcube", "maniskill_stackcube", "maniskill_liftpegupright"):
         config = load_sim_config(name)
         for mode in CONTROL_MODES:
             yield name, mode, dataclasses.replace(config, kwargs={**config.kwargs, "control_mode": mode})

@@ -29,6 +29,7 @@ EXPERTS: dict[str, dict[str, str]] = {
         "PushCube": f"{_HERE}.experts:PushCubeExpert",
         "PickCube": f"{_HERE}.experts:PickCubeExpert",
         "StackCube": f"{_HERE}.experts:StackCubeExpert",
+        "LiftPegUpright": f"{_HERE}.experts:LiftPegUprightExpert",
     },
     f"{_HERE}.metaworld:make": {ANY_TASK: f"{_HERE}.experts:MetaWorldExpert"},
     f"{_HERE}.gymnasium_robotics:make": {
@@ -162,6 +163,10 @@ _HASTE = 2.0
 """Factor on joint displacements, because the drives do some 40% of the way within one control step."""
 _GRASP_M = 0.012
 """Distance in metres from the cube's centre at which the gripper closes."""
+_LOOSE = 0.28
+"""Gripper's action that presses the peg's 5 cm with a tenth of the force of CLOSED."""
+_PEG_HOLD_M, _PEG_HANGS_RAD = 0.06, 0.15
+"""Distance from the peg's centre at which it is held, and the tilt below which it hangs."""
 
 
 class PandaMotion:
@@ -298,6 +303,24 @@ class StackCubeExpert(_PandaExpert):
             across = -from_place[:2] if clear else np.zeros(2)
             return motion.action(np.append(across, _CARRY_M - from_place[2]), CLOSED)
         return motion.action(-from_place, CLOSED, fastest_m=0.03 if from_place[2] < 0.02 else 0.06)
+
+
+class LiftPegUprightExpert(_PandaExpert):
+    """Lifts the peg by its farther half with a grip so loose that it swings down between the fingers, holds it once it hangs, and sets it
+    down."""
+
+    def act(self) -> np.ndarray:
+        env, motion = self.env, self.motion
+        peg, along = position(env.peg), env.peg.pose.to_transformation_matrix()[0, :3, 0].numpy().astype(np.float64)
+        along = along if along[0] + along[2] > 0 else -along  # towards the end that is held: ahead while it lies, up while it hangs
+        if not bool(env.agent.is_grasping(env.peg)):
+            return grasp(motion, peg + _PEG_HOLD_M * along)
+        standing = float(env.peg_half_length) + _PEG_HOLD_M
+        if along[2] < np.cos(_PEG_HANGS_RAD):
+            return motion.action(np.array([0.0, 0.0, standing + 0.05 - motion.tcp[2]]), _LOOSE)
+        # Loose again just above the table, which sets the peg straight.
+        grip = CLOSED if motion.tcp[2] > standing + 0.02 else _LOOSE
+        return motion.action(np.array([0.0, 0.0, standing - motion.tcp[2]]), grip)
 
 
 def grasp(motion: PandaMotion, cube: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from embodied_rl.sim.instrumented import EXPERT, expert_maker, instrumented
 from embodied_rl.sim.robots.experts import EXPERTS, expert_target, towards
 from embodied_rl.types import StepBuffers
 
-MANISKILL = ("maniskill_pushcube", "maniskill_pickcube", "maniskill_stackcube")
+MANISKILL = ("maniskill_pushcube", "maniskill_pickcube", "maniskill_stackcube", "maniskill_liftpegupright")
 
 
 def with_kwargs(name: str, **kwargs: Any) -> SimConfig:
