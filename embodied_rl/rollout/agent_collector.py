@@ -152,8 +152,8 @@ class AgentCollector(SlotPump[_Playing]):
         """Move on what is ready, or everything in lockstep; False: no episode is running.
         `patience_s`: longest wait if nothing is ready; in lockstep the collector waits for everything."""
         # First, so that in lockstep no request is in flight between two rounds: further ones would join it when the clock lets them.
-        self._take_tools(patience_s)
-        taken = self._take_scores()
+        moved = self._take_tools(patience_s)
+        taken = self._take_scores() or moved
         self._begin_idle()
         if not self._playing:
             return self._wait_for_scores(patience_s) or taken
@@ -415,10 +415,11 @@ class AgentCollector(SlotPump[_Playing]):
         self._counts.update(counts)
         return answer
 
-    def _take_tools(self, patience_s: float) -> None:
-        """Add the tools' results as turns without a reward, and request the next answers; in lockstep, wait for all tools."""
+    def _take_tools(self, patience_s: float) -> bool:
+        """Add the tools' results as turns without a reward, and request the next answers; in lockstep, wait for all tools. False: there are
+        no results."""
         if not self._tools:
-            return
+            return False
         with waiting:
             if self._overlaps:
                 wait(self._tools.values(), 0.0 if self._in_step or self._requests else patience_s, FIRST_COMPLETED)
@@ -439,6 +440,7 @@ class AgentCollector(SlotPump[_Playing]):
             self._note_turn(playing, 0.0, success=False)
             playing.observation = ready[slot]
         self._ask(asking, lambda playing: prompts[id(playing)])
+        return bool(ready)
 
     def _give_up_superfluous(self) -> None:
         """Abort the answers of episodes that the queue no longer needs; `poll` then returns them as aborted."""
