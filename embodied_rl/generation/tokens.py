@@ -105,7 +105,7 @@ def as_trained(
 ) -> tuple[np.ndarray, float]:
     """The log-probabilities [n] that training recomputes, and the temperature by which it divides the logits.
 
-    If a temperature alone shaped the draw, the policy is the distribution that drew (as in verl and ROLL). Top-p and top-k cut tokens off,
+    If only a temperature shaped the draw, the policy is the distribution that drew (as in verl and ROLL). Top-p and top-k cut tokens off,
     which no gradient passes, so the model's own distribution is trained; also after a greedy answer, and if the backend does not know
     `sampling_log_prob`.
     """
