@@ -158,7 +158,9 @@ time.sleep(600)
 
 def driver(*overrides: str) -> subprocess.Popen[str]:
     """A process that is connected to a cluster; a line on its standard input makes it let go of it."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
+    environment = dict(os.environ)
+    if len(overrides) == 1:  # its own cluster; another's may ask for the token that an earlier test of this process has set
+        environment = {key: value for key, value in environment.items() if not key.startswith("RAY_AUTH")}
     command = [sys.executable, "-c", DRIVER, *overrides]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
