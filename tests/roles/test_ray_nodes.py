@@ -159,7 +159,8 @@ time.sleep(600)
 def driver(*overrides: str) -> subprocess.Popen[str]:
     """A process that is connected to a cluster; a line on its standard input makes it let go of it."""
     environment = dict(os.environ)
-    if len(overrides) == 1:  # its own cluster; another's may ask for the token that an earlier test of this process has set
+    # Another's cluster may ask for the token that an earlier test of this process has set.
+    if not any(word.startswith("hybrid.ray.address=") for word in overrides):
         environment = {key: value for key, value in environment.items() if not key.startswith("RAY_AUTH")}
     command = [sys.executable, "-c", DRIVER, *overrides]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
