@@ -20,6 +20,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.generation import make_generator
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import RandomTokens, SharedTokens, TokenBackend
+from embodied_rl.learning.devices import training_device
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.acting import make_rollout_collector
 from embodied_rl.methods.agents import TokenLearner
@@ -346,6 +347,8 @@ def build_here(
     """
     give_starts(streams)
     policies, languages = _policies(streams, run_dir, checkpoint, base)
+    for language in languages.values():  # now, because a token backend samples where its policy is when the backend is made
+        language.to(training_device(config.hybrid, language, 0, None if ranks is None else ranks.device_index(0)))
     queue, first = make_queue(config, streams) if config.algorithm.groups is not None else None, streams[0]
     with torch.random.fork_rng(devices=[]):  # so that learning starts from the same weights if another process plays
         playing = let_play(streams, ActingHere(policies, languages, run_dir), queue, run_dir)

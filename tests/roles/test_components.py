@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from embodied_rl.commands import evaluate
 from embodied_rl.config import TrainConfig
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
+from embodied_rl.policies.language import LanguagePolicy
+from embodied_rl.roles.components import start_simulators
 from embodied_rl.train import train
 from tests.roles import runs
 from tests.roles.runs import ROLLOUTS
@@ -68,6 +72,18 @@ def test_torch_samples_the_tokens_of_a_language_policy(tmp_path: Path) -> None:
     plain = runs.trained(tmp_path / "plain", *task, "generation=torch")
     runs.assert_same_run(runs.trained(tmp_path / "tokens", *task, "generation=tokens_torch"), plain)
     evaluate.main([f"checkpoint={plain}", "num_episodes=2"])
+
+
+def test_a_backend_samples_on_the_device_that_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embodied_rl.learning.devices.resolve_device", lambda _: torch.device("meta"))  # the only other one everywhere
+    monkeypatch.setattr(LanguagePolicy, "generation_model", lambda policy: copy.deepcopy(policy.base))  # without numbers to copy
+    started = start_simulators(runs.configured(tmp_path, *runs.TEXTS, "generation=tokens_torch"), print)
+    try:
+        components = started.build(started.simulators.spec, tmp_path, None, None)
+        (cache,) = components.generator.caches
+        assert str(cache.device) == str(next(components.policy.parameters()).device) == "meta"
+    finally:
+        started.simulators.close()
 
 
 def test_offloading_to_the_host_where_there_is_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
