@@ -237,6 +237,12 @@ class SlabCache(Cache):
         for layer in self._slabs:
             layer.swap(one, other, length)
 
+    def free(self, num_columns: int) -> None:
+        """Free keys and values; the next prompt makes room for `num_columns`. (Dropping the cache would not: its layers refer to it.)"""
+        self.num_columns = num_columns
+        for layer in self._slabs:
+            layer.keys, layer.values, layer.is_initialized = None, None, False
+
     def _make_room(self, columns: int) -> None:
         if columns <= self.num_columns:
             return
@@ -496,7 +502,8 @@ class TorchTokens(Stepwise):
             freed = self._cache.num_bytes
             self._paused_before, self._paused = self._paused, True
             self._kept.clear()
-            self._cache = SlabCache(len(self._cache.layers), self._max_batch, min(_FIRST_COLUMNS, self._context), self._context)
+            self._cache.free(min(_FIRST_COLUMNS, self._context))
+            torch.cuda.empty_cache()  # training may be another process
             return freed
 
     @torch.inference_mode()
@@ -515,7 +522,7 @@ class TorchTokens(Stepwise):
         with self._turn():
             self._rows, self._ready, self._kept = [], [], {}
             self._waiting.clear()
-            self._cache = SlabCache(len(self._cache.layers), self._max_batch, 1, 1)
+            self._cache.free(1)
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 

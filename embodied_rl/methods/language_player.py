@@ -145,6 +145,7 @@ def make_backend(config: GenerationConfig, policy: LanguagePolicy, run_dir: Path
         folder = policy.save_model(run_dir / "generation_model")
         options = VLLMOptions(
             str(folder),
+            dtype=str(policy.base.dtype).removeprefix("torch."),
             max_batch=config.max_batch,
             gpu_memory_share=config.gpu_memory_share,
             compiled=config.compiled,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,10 @@ def test_key_value_cache_is_let_go_and_made_anew(tmp_path: Path) -> None:
                 for _ in range(4):
                     found += backend.poll(timeout_s=0.0)
                 sizes.append(backend.cache_bytes)
+                keys = weakref.ref(backend._cache.layers[0].keys)
             with engine.training():
                 sizes.append(backend.cache_bytes)
+                assert (keys() is None) == bool(config.offload), "free at once, without the collector of circles"
                 if turn == 1:
                     backend.abort([1])
                 if config.offload:  # nothing is sampled without a cache
