@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -125,6 +126,7 @@ class HostActors:
         """Free the memory of these hosts' copies."""
         for number in hosts:
             self._on.pop(number, None)
+        gc.collect()  # OpenVLA's policies refer to themselves
         torch.cuda.empty_cache()
 
     def take_back(self, hosts: Iterable[int]) -> None:

@@ -78,7 +78,7 @@ class Rank:
         """Take one step on this rank's rows in these micro-batches (`Part`); return figures of the whole minibatch.
         `seed`: seeds the draws of the policy's loss from torch's global generators, whose state is restored afterwards."""
         own, device = rows.staged(self.device), self.device
-        with torch.random.fork_rng(enabled=seed is not None):
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
             return objective_step(

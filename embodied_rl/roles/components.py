@@ -98,7 +98,7 @@ def rollout_player(config: TrainConfig) -> Player:
 
     def seconds(manager: EnvManager, num_steps: int) -> Callable[[], tuple[float, int]]:
         own = dataclasses.replace(config, algorithm=dataclasses.replace(config.algorithm, rollout_steps=num_steps, max_staleness=0))
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             policy = build_policy(config.policy, plain_spec(manager.spec))
         generator = make_generator(config.generation, policy)
         gpu = devices_here(config).ranks[0]

@@ -26,6 +26,8 @@ from embodied_rl.roles.ray_watch import ClusterWatch
 
 _HEAD = "node:__internal_head__"
 _KNOCK_S = 10.0
+_NO_OTHERS_GPUS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
+"""Hides all GPUs from actors that get none: otherwise Ray 2.60 shows them those of the node."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ class RayCluster:
     def _connect(self) -> None:
         path = [str(Path(embodied_rl.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         common: dict[str, Any] = {
-            "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(path)}},
+            "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(path), **_NO_OTHERS_GPUS}},
             "logging_level": "error",
             "log_to_driver": False,
         }

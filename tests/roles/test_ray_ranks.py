@@ -191,6 +191,8 @@ def test_a_driver_that_is_killed_leaves_no_rank_behind_and_its_run_goes_on(tmp_p
             names[part.pid] = part.name()
     actors = [pid for pid, name in names.items() if name.startswith("ray::") and "Worker" in name]
     assert all(any(role in names[pid] for pid in actors) for role in ("TrainWorker", "RankWorker")), names
+    see_no_gpu = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"  # of a role without GPUs
+    assert {psutil.Process(pid).environ().get(see_no_gpu) for pid in actors} == {"1"}
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_until_gone(actors)

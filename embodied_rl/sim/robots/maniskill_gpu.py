@@ -104,7 +104,7 @@ class HostBuffers:
         """Arrays with the tensors' values, valid until the next call; shapes and dtypes must stay the same from call to call."""
         import torch
 
-        on_gpu = False
+        device: torch.device | None = None
         for name, tensor in tensors.items():
             source = tensor.detach()
             if name not in self._buffers:
@@ -113,9 +113,9 @@ class HostBuffers:
             assert buffer.shape == source.shape, f"{name}: {tuple(source.shape)} after {tuple(buffer.shape)}"
             assert buffer.dtype == source.dtype, f"{name}: {source.dtype} after {buffer.dtype}"
             buffer.copy_(source, non_blocking=source.is_cuda)
-            on_gpu |= source.is_cuda
-        if on_gpu:
-            torch.cuda.synchronize()
+            device = source.device if source.is_cuda else device
+        if device is not None:
+            torch.cuda.synchronize(device)  # which need not be torch's present device
         return {name: self._buffers[name].numpy() for name in tensors}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from copy import deepcopy as copy_of
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from embodied_rl.errors import UserError
-from embodied_rl.generation.torch_backend import ModuleActor
+from embodied_rl.generation.torch_backend import HostActors, ModuleActor
 from embodied_rl.policies.openvla.oft import OFTConfig
 from embodied_rl.policies.openvla.policy import VALUE_HEAD, OFTPolicy, OpenVLAPolicy, VLAOptions, VLAPolicy, load_vla_policy
 from embodied_rl.policies.openvla.vision import ValueHead
@@ -309,6 +311,18 @@ def test_a_copy_acts_with_its_own_weights(checkpoint: Path, observation: dict[st
         twin.model.projector.fc3.bias += 1.0
     assert torch.equal(policy.act(observation, noise).log_prob, before.log_prob)
     assert (twin.act(observation, noise).log_prob - before.log_prob).abs().max() > 1e-3
+
+
+def test_a_lent_host_frees_its_copy_at_once(checkpoint: Path) -> None:
+    actors = HostActors(openvla(checkpoint), ["cpu", "cpu"])
+    copy, weight = weakref.ref(actors.modules[0]), weakref.ref(next(actors.modules[0].parameters()))
+    gc.disable()  # what refers to itself stays until it is collected
+    try:
+        actors.lend([0])
+        assert copy() is None
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_instruction_of_the_options_wins(checkpoint: Path, observation: dict[str, Any]) -> None:

@@ -282,6 +282,21 @@ def test_host_buffers_hand_over_values_and_keep_their_memory() -> None:
         host.fetch({"state": torch.zeros(3, 3)})
 
 
+def test_host_buffers_wait_for_the_device_that_they_copy_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for torch's present device: with ``device="cuda:1"`` rows were read before they had come."""
+    import torch
+
+    class OnGpu(torch.Tensor):
+        is_cuda, device = True, torch.device("cuda", 1)
+
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    host = HostBuffers()
+    host._buffers["state"] = torch.empty(3)  # pinned memory needs a GPU
+    assert host.fetch({"state": torch.ones(3).as_subclass(OnGpu)})["state"].tolist() == [1.0] * 3
+    assert waited == [torch.device("cuda", 1)]
+
+
 @pytest.mark.parametrize("task", ["PushCube-v1", "TwoRobotPickCube-v1"])
 def test_one_environment_on_the_cpu_is_bit_for_bit_the_cpu_simulator(task: str) -> None:
     together, single = maniskill_gpu.make(task, 1, device="cpu"), maniskill.make(task, 1)
