@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embodied_rl.config import GenerationConfig
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
 from embodied_rl.generation.tokens import GenerationRequest
 from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
+from embodied_rl.methods.language_player import make_backend
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
 from tests.generation.token_servers import vllm_server
@@ -140,6 +142,15 @@ def test_without_vllm_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.
         VLLMTokens(VLLMOptions(str(folder)))
     with pytest.raises(UserError, match="does not exist"):
         VLLMTokens(VLLMOptions(str(tmp_path / "nothing")))
+
+
+def test_the_engine_computes_in_the_policys_own_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embodied_rl.generation.vllm_tokens.VLLMTokens", lambda options: options)
+    folder = make_tiny_model(tmp_path / "model", TEXTS)
+    for dtype in ("float32", "bfloat16"):
+        policy = build_language_policy(LanguageConfig(str(folder), dtype=dtype))  # type: ignore[arg-type]
+        options: Any = make_backend(GenerationConfig(backend="vllm"), policy, tmp_path, seed=0)
+        assert options.dtype == dtype
 
 
 # ---- vLLM's own server ------------------------------------------------------------------------------------------------
