@@ -19,6 +19,24 @@ from embodied_rl.reading import parse_json, parse_yaml, read_regular
 RESULTS_FILE, FAULTS_FILE = "results.json", "faults.jsonl"
 NOT_MATHEMATICS = ("run_dir", "resume", "logger", "video")
 """Parts of a configuration without effect on what is learned."""
+_NUMBER, _PAIR = "a finite number", "a list of two finite numbers"
+_OF_POLICY: dict[str, Any] = {
+    **dict.fromkeys(("success", "success_at_end", "return_mean", "return_std", "length_mean"), _NUMBER),
+    **dict.fromkeys(("success_interval_95", "success_at_end_interval_95", "return_mean_interval_95"), _PAIR),
+}
+_COMPARED = {"success": {"difference": _NUMBER, "interval": _PAIR}, "return_difference": _NUMBER, "return_interval": _PAIR}
+_SHAPE: dict[str, Any] = {
+    **_OF_POLICY,
+    **dict.fromkeys(("wall_clock_s", "train_wall_clock_s", "whole_wall_clock_s"), _NUMBER),
+    "warm_start": {"before": _OF_POLICY, "after": _OF_POLICY},
+    "tasks": {"*": _OF_POLICY},
+    "versions": {},
+    "machine": {},
+    "episodes": [{"return": _NUMBER, "length": _NUMBER}],
+    "evaluations": [_OF_POLICY],
+    "comparisons": [_COMPARED],
+}
+"""Figures in results.json, evaluation*.json and comparison*.json that the page reads; see `_shaped`."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +87,10 @@ class RunData:
     def warm_start(self) -> dict[str, Mapping[str, Any]]:
         """{"before", "after": figures of an evaluation before and after cloning}; empty for a run without a warm start."""
         warm_start = self.results.get("warm_start") or {}
-        if isinstance(warm_start.get("before"), Mapping):
+        if warm_start.get("before") and warm_start.get("after"):
             return {"before": warm_start["before"], "after": warm_start["after"]}
         if "success_before" in warm_start:  # those of a language agent: rates
-            return {when: {"success": warm_start[f"success_{when}"]} for when in ("before", "after")}
+            return {when: {"success": warm_start.get(f"success_{when}")} for when in ("before", "after")}
         rates = {when: self.curve(f"warm_start/success_{when}")[1] for when in ("before", "after")}
         return {when: {"success": values[-1]} for when, values in rates.items()} if all(rates.values()) else {}
 
@@ -103,11 +121,11 @@ def load_run(path: Path | str) -> RunData:
             f"Run '{path}' does not exist.{did_you_mean(folder.name, (entry.name for entry in beside.iterdir() if entry.is_dir()))}"
         )
     problems: list[str] = []
-    results = _read(folder / RESULTS_FILE, parse_json, problems)
+    results = _shaped(_read(folder / RESULTS_FILE, parse_json, problems), _SHAPE, RESULTS_FILE, problems)
     checkpoint_config = _read(folder / "checkpoints" / "last" / "config.yaml", parse_yaml, problems)
     metrics = _metrics(folder, problems)
     config = results.get("config") or checkpoint_config
-    if not isinstance(config, dict) or not isinstance(config.get("sim") or {}, dict):
+    if not isinstance(config, dict) or any(not isinstance(config.get(part) or {}, dict) for part in ("sim", "algorithm", "policy")):
         problems.append(f"{RESULTS_FILE} has no configuration")
         config = {}
     if not (results or checkpoint_config or metrics):
@@ -149,8 +167,31 @@ def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
 
 def _evaluations(folder: Path, problems: list[str]) -> dict[str, Mapping[str, Any]]:
     files = [*sorted(folder.glob("evaluation*.json")), *sorted(folder.glob("comparison*.json"))]
-    found = {file.name: _read(file, parse_json, problems) for file in files}
+    found = {file.name: _shaped(_read(file, parse_json, problems), _SHAPE, file.name, problems) for file in files}
     return {name: content for name, content in found.items() if content}
+
+
+def _shaped(value: Any, shape: Any, where: str, problems: list[str]) -> Any:
+    """`value` without the parts that are null or not of their shape: `_NUMBER`, `_PAIR`, [shape of each], {key, or "*": shape}, or None:
+    any. Each of the latter is reported. None if nothing is left."""
+    if value is None or shape is None:
+        return value
+    if shape == _NUMBER:
+        fits = _is_metric(value)
+    elif shape == _PAIR:
+        fits = isinstance(value, list) and len(value) == 2 and None not in value and all(map(_is_metric, value))
+    else:
+        fits = isinstance(value, type(shape))
+    if not fits:
+        problems.append(f"{where} is not {shape if isinstance(shape, str) else 'a list' if isinstance(shape, list) else 'a JSON object'}")
+        return None
+    if isinstance(shape, list):
+        found = [_shaped(part, shape[0], f"{where}, {number}", problems) for number, part in enumerate(value)]
+        return [part for part in found if part is not None]
+    if isinstance(shape, dict):
+        parts = {key: _shaped(part, shape.get(key, shape.get("*")), f"{where}, {key}", problems) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if part is not None}
+    return value
 
 
 def _read(path: Path, parse: Callable[[bytes], object], problems: list[str]) -> dict[str, Any]:

@@ -284,8 +284,8 @@ def _tiles_of_one(run: RunData) -> list[str]:
     shown = []
     seeds = f"final evaluation, {results.get('num_episodes')} held-out seeds"
     if (success := results.get("success")) is not None:
-        low, high = results["success_interval_95"]
-        shown.append(tile("success", percent(success), f"{seeds}; 95%: {percent_range((low, high))}", (low, success, high)))
+        low, high = interval = results.get("success_interval_95") or (success, success)
+        shown.append(tile("success", percent(success), f"{seeds}; 95%: {percent_range(interval)}", (low, success, high)))
         if not (run.success_ends_episode and results.get("success_at_end") == success):
             at_end = results.get("success_at_end_interval_95")
             shown.append(tile("success at the end", percent(results.get("success_at_end")), f"95%: {percent_range(at_end)}"))
@@ -400,17 +400,14 @@ def _comparisons(document: Mapping[str, Any]) -> str:
     rows = []
     for one in document.get("comparisons") or []:
         success = one.get("success") or {}
-        points = f"{100 * success['difference']:+.1f} points" if success else "–"
-        interval = f"{100 * success['interval'][0]:+.1f} to {100 * success['interval'][1]:+.1f}" if success else "–"
-        cells = [
-            text(one.get("policy")),
-            text(one.get("against")),
-            text(one.get("num_pairs")),
-            points,
-            interval,
-            _p(success.get("p_value")),
+        points, ends, moved = success.get("difference"), success.get("interval"), one.get("return_difference")
+        cells = [text(one.get(key)) for key in ("policy", "against", "num_pairs")]
+        cells += [
+            "–" if points is None else f"{100 * points:+.1f} points",
+            f"{100 * ends[0]:+.1f} to {100 * ends[1]:+.1f}" if ends else "–",
         ]
-        cells += [f"{one['return_difference']:+.4g}", number_range(one.get("return_interval")), _p(one.get("return_p_value"))]
+        cells += [_p(success.get("p_value")), "–" if moved is None else f"{moved:+.4g}"]
+        cells += [number_range(one.get("return_interval")), _p(one.get("return_p_value"))]
         rows.append(cells)
     columns = ("policy", "against", "pairs", "success", "95% interval", "p", "return", "95% interval", "p")
     return grid(columns, rows, numbers=range(2, len(columns)))
@@ -429,13 +426,13 @@ def _by_task(results: Mapping[str, Any]) -> str:
 
 def _episodes_chart(results: Mapping[str, Any]) -> str:
     """Return over length, a point per episode."""
-    episodes = [row for row in results.get("episodes") or [] if isinstance(row.get("return"), int | float)]
+    episodes = [row for row in results.get("episodes") or [] if None not in (row.get("return"), row.get("length"))]
     has_success = results.get("success") is not None
     points = []
     for row in episodes[:2000]:
-        outcome = "" if not has_success else ", success" if row["success_once"] else ", no success"
-        colour = 0 if not has_success else 2 if row["success_once"] else 3
-        points.append((float(row["length"]), float(row["return"]), colour, f"seed {row['seed']}: return {row['return']:.4g}{outcome}"))
+        outcome = "" if not has_success else ", success" if row.get("success_once") else ", no success"
+        colour = 0 if not has_success else 2 if row.get("success_once") else 3
+        points.append((float(row["length"]), float(row["return"]), colour, f"seed {row.get('seed')}: return {row['return']:.4g}{outcome}"))
     legend = [("success", 2), ("no success", 3)] if has_success else []
     meaning = "Each point is an episode of the final evaluation. Point at it to see its seed, return and outcome."
     return scatter_chart("Final evaluation: return and length", points, legend=legend, x_label="steps of the episode", meaning=meaning)

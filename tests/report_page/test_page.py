@@ -188,6 +188,31 @@ def test_evaluations_comparisons_and_tasks_have_their_tables(tmp_path: Path) -> 
         assert shown in parsed.text, shown
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"success": "most"}, "results.json, success is not a finite number"),
+        ({"success_interval_95": [0.3]}, "results.json, success_interval_95 is not a list of two finite numbers"),
+        ({"return_mean": []}, "results.json, return_mean is not a finite number"),
+        ({"return_mean_interval_95": ["a", None]}, "results.json, return_mean_interval_95 is not a list of two finite numbers"),
+        ({"wall_clock_s": float("nan")}, "results.json, wall_clock_s is not a finite number"),
+        ({"episodes": 3}, "results.json, episodes is not a list"),
+        ({"episodes": [5, {"return": 1.0, "length": "x"}, {"return": 1.0}]}, "results.json, episodes, 1, length is not a finite number"),
+        ({"tasks": {"reach-v3": [1]}}, "results.json, tasks, reach-v3 is not a JSON object"),
+        ({"warm_start": {"before": {"success": 0.1}, "after": 1}}, "results.json, warm_start, after is not a JSON object"),
+        ({"versions": "new"}, "results.json, versions is not a JSON object"),
+    ],
+)
+def test_a_damaged_figure_is_left_out_and_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    run = write_run(tmp_path / "run", **changes)
+    pair = {"success": {"difference": "x", "interval": [0, 1]}, "return_difference": {}, "return_interval": 3}
+    (run / "comparison.json").write_text(json.dumps({"evaluations": [{"success_interval_95": 5}, 1], "comparisons": [pair, "none"]}))
+    text = page(write_report([run, run]))[1].text + page(write_report([run]))[1].text
+    for shown in (message, *(f"comparison.json, {where}" for where in ("evaluations, 1 is", "comparisons, 0, success, difference is"))):
+        assert shown in text, shown
+    assert "12,000" in text, "the other figures are there"
+
+
 def test_every_chart_and_tile_has_its_sentence(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", config={"sim": {"name": "toy", "task": "Toy-v0", "success_ends_episode": True}})
     source, parsed = page(write_report([run]))
