@@ -319,11 +319,12 @@ class EpisodeMethod(StepRewards):
                 penalty=config.overlong_penalty,
                 mask=batch.mask,
             )
-        reward, metrics = self.less_costs(reward, kl, mask)
+        learned = self._counted(batch)
+        reward, metrics = self.less_costs(reward, kl, mask, mask & learned.any(1, keepdim=True))
         if self.reward_normalizer is not None:
             self.restart_episodes()
             decided = self._of_decisions(batch, reward)
-            seen = decided.T.contiguous().numpy(), _ends(batch).T.contiguous().numpy(), batch.mask.T.contiguous().numpy()
+            seen = decided.T.contiguous().numpy(), _ends(batch).T.contiguous().numpy(), learned.T.contiguous().numpy()
             steps = reward.T.contiguous().numpy() if self.looks_into_chunks else None
             reward = torch.from_numpy(self.reward_normalizer(*seen, steps=steps)).T * mask
         normalizes = config.mean != "none" or config.std != "none"

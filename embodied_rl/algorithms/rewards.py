@@ -287,6 +287,7 @@ def kl_in_reward(
     kl: Tensor,
     coefficient: float,
     mask: Tensor | None = None,
+    counted: Tensor | None = None,
     denominator: float | Tensor | None = None,
     aggregation: Aggregation = TOKEN_MEAN,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -298,12 +299,13 @@ def kl_in_reward(
             actions; k1 is the paper's. An entry of several tokens has the sum of their estimates: an estimate from the tokens' summed
             log-ratio would vary many times as much, exponentially in their number for k3.
         coefficient: >= 0; `kl.KlCoefficient` may control it.
+        counted: entries of the means; None: those of `mask`.
 
     Returns rewards, and ``kl`` and ``kl_penalty``, their means by `aggregation`.
     """
     _require_not_negative("coefficient", coefficient)
     visible, estimate = visible_entries(mask, reward=reward, kl=kl.detach())
-    mean = aggregation.mean(estimate, mask, denominator)
+    mean = aggregation.mean(estimate, mask if counted is None else counted, denominator)
     return (visible - coefficient * estimate).to(reward.dtype), {"kl": mean, "kl_penalty": coefficient * mean}
 
 

@@ -39,15 +39,19 @@ class KlTerm:
         assert reference is not None, "the learner computes both"
         return kl_estimate(log_prob=log_prob, reference_log_prob=reference, kind=self.config.kind)
 
-    def penalized(self, reward: Tensor, kl: Tensor | None, mask: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def penalized(
+        self, reward: Tensor, kl: Tensor | None, mask: Tensor | None, learned: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
         """Subtract the divergence from rewards and update the coefficient; return ``kl`` and ``kl_penalty`` too. Changes nothing if the KL
-        term is not in the reward. `kl`: a `divergence`, shaped as `reward`; `mask`: entries that count, None: all."""
+        term is not in the reward. `kl`: a `divergence`, shaped as `reward`; `mask`: entries that count, None: all; `learned`: entries whose
+        divergence is measured, None: those of `mask`."""
         if not self.in_reward:
             return reward, {}
         assert kl is not None, "`divergence` gives it"
-        taken, metrics = kl_in_reward(reward=reward, kl=kl, coefficient=self.coefficient.value, mask=mask)
+        taken, metrics = kl_in_reward(reward=reward, kl=kl, coefficient=self.coefficient.value, mask=mask, counted=learned)
         figures = {name: float(value) for name, value in metrics.items()}
-        self.coefficient.update(figures["kl"], reward.numel() if mask is None else int(mask.sum()))
+        measured = mask if learned is None else learned
+        self.coefficient.update(figures["kl"], reward.numel() if measured is None else int(measured.sum()))
         return taken, figures
 
     def measured(self, stats: Mapping[str, float], num_samples: int) -> dict[str, float]:
@@ -73,9 +77,11 @@ class StepRewards:
             reward = clip_reward(reward=reward, low=-limit, high=limit, mask=mask)
         return reward * self.config.reward.scale
 
-    def less_costs(self, reward: Tensor, kl: Tensor | None, mask: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def less_costs(
+        self, reward: Tensor, kl: Tensor | None, mask: Tensor | None, learned: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, float]]:
         """Subtract the divergence `kl` (see `KlTerm.penalized`) and each step's cost; return metrics of the divergence too."""
-        reward, figures = self.kl.penalized(reward, kl, mask)
+        reward, figures = self.kl.penalized(reward, kl, mask, learned)
         price = self.config.reward.length_penalty
         return (reward - price * (1.0 if mask is None else mask)) if price else reward, figures
 

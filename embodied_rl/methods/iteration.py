@@ -24,7 +24,7 @@ from embodied_rl.rollout.collector import PATIENCE_S, Collector
 from embodied_rl.rollout.domains import place_of
 from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.queue_pump import age_figures
-from embodied_rl.types import EpisodeGroup, Rollout, SimSpec
+from embodied_rl.types import Episode, EpisodeGroup, Rollout, SimSpec
 
 
 class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
@@ -103,9 +103,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         groups = [] if self.queue is None else self._next_groups(iteration)
         episodes = [episode for group in groups for episode in group.episodes]
         finished = [episode for rollout in rollouts.values() for episode in finished_in(rollout)]
-        # Success rates, and decisions based on them, count ordinary starts only.
-        ordinary = [episode for episode in episodes if episode.metadata.get("start", {}).get("source") is None]
-        finished += [(episode.success, episode.game_return, episode.num_steps) for episode in ordinary]
+        finished += _finished(episodes)
         steps = sum(rollout.num_steps for rollout in rollouts.values()) + sum(episode.num_steps for episode in episodes)
 
         found: dict[str, Any] = {name: {} for name, own in self._stored.items() if name not in self._reading and iteration < own.first}
@@ -274,9 +272,13 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
 
 def _figures(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     """The number of ``groups`` in a batch, and `episode_figures`."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    finished = [(episode.success, episode.game_return, episode.num_steps) for episode in episodes]
-    return {"groups": float(len(groups)), **episode_figures(finished)}
+    return {"groups": float(len(groups)), **episode_figures(_finished([episode for group in groups for episode in group.episodes]))}
+
+
+def _finished(episodes: Iterable[Episode]) -> list[tuple[bool, float, int]]:
+    """See `Experience.finished`: success rates, and decisions based on them, count sampled episodes with ordinary starts only."""
+    own = (one for one in episodes if one.metadata.get("start", {}).get("source") is None and not one.metadata.get("greedy"))
+    return [(episode.success, episode.game_return, episode.num_steps) for episode in own]
 
 
 def _started(role: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,6 +129,24 @@ def test_a_greedy_episode_is_a_baseline_and_is_not_learned_from() -> None:
     assert found.mask.tolist() == [[False, False], [True, True], [True, False]]
 
 
+def test_what_is_measured_of_a_batch_leaves_out_greedy_episodes() -> None:
+    """Of the divergences 10, 2, 4 and 3, the greedy episode has the first; the coefficient follows the mean of the others' 3 steps, 3.
+    All are taken from rewards, half of each: those of the sampled episodes become 4, -1 and -0.5, and the greedy one returns 2 - 5."""
+    kl = KlConfig(coef=0.5, kind="k1", place="reward", target=1.0, horizon=10)
+    played = group(0, episode([2], 0, greedy=True), episode([5, 1], 0), episode([1], 0))
+    batch, method = EpisodeBatch.of([played]), EpisodeMethod(replace(CONFIG, advantage="remax", kl=kl))
+    zeros, divergence = EpisodeValues(torch.zeros(batch.shape), torch.zeros(3)), torch.tensor([[10.0, 0], [2, 4], [3, 0]])
+    found = method.prepare(batch, zeros, divergence)
+    assert found.metrics == pytest.approx({"kl": 3.0, "kl_penalty": 1.5})
+    assert method.kl.coefficient.value == pytest.approx(0.5 * (1 + 0.2 * 3 / 10))
+    assert found.advantage.tolist() == [[0, 0], [6, 6], [2.5, 0]]
+    method = EpisodeMethod(replace(CONFIG, advantage="remax", kl=kl, normalize_reward=True))
+    method.prepare(batch, zeros, divergence)
+    assert method.reward_normalizer is not None
+    assert method.reward_normalizer.count == 3
+    assert method.reward_normalizer.var == pytest.approx(np.var([4.0, -1 + 0.5 * 4, -0.5]))
+
+
 @pytest.mark.parametrize("kinds", [("none", "batch"), ("batch", "batch"), ("group", "batch"), ("group", "group"), ("running", "running")])
 def test_a_greedy_baseline_is_normalised_as_the_rewards_that_it_is_compared_with(kinds: tuple[Any, Any]) -> None:
     """(s - μ) / σ - (s_greedy - μ) / σ = (s - s_greedy) / σ, σ of the sampled episodes."""

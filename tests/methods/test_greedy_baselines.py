@@ -35,6 +35,10 @@ def test_a_group_keeps_its_greedy_episode_beside_redundant_ones(tmp_path: Path, 
 
         def note(experience: Any) -> Any:
             nonlocal last
+            sampled = [one for group in groups_of(experience) for one in group.episodes if not one.metadata["greedy"]]
+            assert experience.finished == [(one.success, one.game_return, one.num_steps) for one in sampled], (
+                "success is that of sampled ones"
+            )
             for group in groups_of(experience):
                 expected = [group.domain != "near", False]
                 assert [episode.metadata["greedy"] for episode in group.episodes] == expected
