@@ -165,16 +165,21 @@ def prepare_turns(algorithm: EpisodeMethod, learner: Learner, groups: Sequence[E
     present = reference = of_states = None
     if learner.has_reference:
         reference = learner.token_log_probs(tokens.sequences, of_reference=True)
+    final = torch.zeros(turns.shape[0])
     if algorithm.composition.needs_critic:
-        present, of_states = learner.token_values(tokens.sequences)
+        # The value before a token that nobody sampled: that of the state after a conversation that was cut off.
+        after = {number: one.next_prompt for number, one in enumerate(agent_episodes(groups)) if one.next_prompt is not None}
+        ends = [TokenSequence.of(token_ids, token_ids[-1:], images) for token_ids, images in after.values()]
+        of_all = learner.token_values([*tokens.sequences, *ends])
+        final[torch.tensor(list(after), dtype=torch.int64)] = of_all[1][len(rows) :].sum(1)
+        present, of_states = (found[: len(rows), : tokens.mask.shape[1]] for found in of_all)
     if not learner.needs_present:
         present = None
     elif trust_sampled:
         present = tokens.behaviour_log_prob
     elif present is None:
         present = learner.token_log_probs(tokens.sequences)
-    # A conversation that was cut off has no prompt, and so no value, after its last answer: as without a critic, 0 follows.
-    values = EpisodeValues(torch.zeros(turns.shape), torch.zeros(turns.shape[0]))
+    values = EpisodeValues(torch.zeros(turns.shape), final)
     if of_states is not None:
         of_states = of_states * _first_tokens(tokens.mask, tokens.chunk_id)
         values = replace(values, value=of_turns(of_states, rows, owner, turns.shape))

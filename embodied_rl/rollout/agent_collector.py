@@ -240,6 +240,11 @@ class AgentCollector(SlotPump[_Playing]):
             playing.record.looked(observation, row)
         playing.budget.begin_turn()
 
+    def _prompt_after(self, playing: _Playing, observation: Observation, row: int) -> Prompt | PromptTooLong:
+        """The prompt that would follow if an episode were not over: a critic values it."""
+        text = self.agent.look(observation, row, playing.images)
+        return self.agent.show(playing.conversation.prompt(text), playing.images)
+
     def _finish(
         self,
         slot: int,
@@ -249,9 +254,10 @@ class AgentCollector(SlotPump[_Playing]):
         final_text: str,
         final_seen: dict[str, Any] | None = None,
         summary: EpisodeSummary | None = None,
+        next_prompt: Prompt | PromptTooLong | None = None,
     ) -> None:
         """End an episode. `final_seen`: the simulator's last observation, None if the agent saw it; `summary`: None if the simulator goes
-        on."""
+        on; `next_prompt`: that of a truncated episode."""
         playing = self._playing[slot]
         self._stop(slot)
         if not playing.turns:
@@ -273,7 +279,8 @@ class AgentCollector(SlotPump[_Playing]):
             playing.record.finish(
                 self.recorder, playing.assignment, playing.turns, **ends, greedy=playing.assignment.greedy, final=final_seen
             )
-        episode = replace(episode, metadata={**episode.metadata, **self._start_metadata(playing.start)})
+        after = (next_prompt.token_ids, next_prompt.images) if isinstance(next_prompt, Prompt) else None
+        episode = replace(episode, metadata={**episode.metadata, **self._start_metadata(playing.start)}, next_prompt=after)
         self._hand_in(playing.assignment, episode, partial(self._taken, playing, summary))
 
     def _taken(self, playing: _Playing, summary: EpisodeSummary | None) -> None:
@@ -312,7 +319,8 @@ class AgentCollector(SlotPump[_Playing]):
                 final = str(batch.final_observation["text"][row])
                 ends = {"terminated": bool(batch.terminated[row]), "truncated": bool(batch.truncated[row])}
                 seen = {key: copied(part[row]) for key, part in batch.final_observation.items()}
-                self._finish(slot, **ends, final_text=final, final_seen=seen, summary=ended[slot])
+                after = self._prompt_after(playing, batch.final_observation, row) if ends["truncated"] and not ends["terminated"] else None
+                self._finish(slot, **ends, final_text=final, final_seen=seen, summary=ended[slot], next_prompt=after)
             elif self.queue.should_stop(playing.assignment):
                 self._stop(slot)
             else:

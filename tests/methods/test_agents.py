@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,31 @@ def test_a_critic_values_what_each_turn_answers_at_the_turns_first_token(tmp_pat
     torch.testing.assert_close(tokens.advantage[tokens.mask], advantage.repeat_interleave(2), rtol=1e-5, atol=1e-6)
 
 
+def test_a_conversation_that_was_cut_off_is_followed_by_the_value_of_its_next_prompt(tmp_path: Path) -> None:
+    """The critic's target is 0.25 + 0.5 · V(next prompt); of a prompt that did not fit, and of a finished conversation, 0.25."""
+    policy = tiny_policy(tmp_path, value_head="linear")
+    assert policy.value_head is not None
+    with torch.no_grad():
+        for parameter in policy.value_head.parameters():
+            parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    config = AlgorithmConfig(groups=GroupsConfig(), advantage="gae", gamma=0.5, gae_lambda=1.0, normalize_advantage="none")
+    learner = make_learner(TokenObjective(policy, config), policy, config, HybridConfig(device="cpu", num_threads=1))
+    whole, prompt = episode(0.25, seed=5), np.array([4, 5, 6, 7, 8, 9, 3, 2, 5], np.int64)
+    cut = replace(whole, terminated=False, truncated=True)
+    group = make_group(0, [cut, replace(cut, next_prompt=(prompt, ())), whole])
+    tokens = prepare_turns(EpisodeMethod(config), learner, [group], trust_sampled=False).tokens
+    with torch.no_grad():
+        hidden = policy.model(torch.from_numpy(prompt)[None], output_hidden_states=True).hidden_states[-1][0, -1]
+        after = float(policy.value_head(hidden))
+    assert abs(after) > 0.1
+    assert tokens.returns is not None
+    assert tokens.valued is not None
+    expected = torch.tensor([0.25, 0.25 + 0.5 * after, 0.25])
+    torch.testing.assert_close(tokens.returns[tokens.valued], expected, rtol=1e-4, atol=1e-5)
+    assert tokens.present is not None
+    assert tokens.present.shape == tokens.mask.shape
+
+
 def test_values_and_present_log_probs_come_of_one_forward(tmp_path: Path) -> None:
     policy, forwards = tiny_policy(tmp_path, value_head="linear"), list[None]()
     config = AlgorithmConfig(groups=GroupsConfig(), advantage="gae", kl=KlConfig(coef=0.1))
@@ -220,7 +246,7 @@ def same_tensors(one: Path, other: Path) -> bool:
     )
 
 
-CRITIC = ("algorithm.advantage=gae", "policy.value_head=mlp", "algorithm.value_learning_rate=0.05")
+CRITIC = ("algorithm.advantage=gae", "algorithm.gamma=0.9", "policy.value_head=mlp", "algorithm.value_learning_rate=0.05")
 
 
 @pytest.mark.parametrize(

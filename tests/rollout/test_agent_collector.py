@@ -8,6 +8,7 @@ import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.parsing import InvalidAction
 from embodied_rl.agents.turns import AgentEpisode, rows_of
 from embodied_rl.config import AgentConfig
-from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, ScriptedTokens
+from embodied_rl.generation.tokens import Completion, Failure, GenerationRequest, RandomTokens, ScriptedTokens
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.rollout.agent_generator import AgentGenerator
@@ -63,9 +64,26 @@ def test_an_episode_is_what_the_game_makes_of_its_actions(agent: Agent, lake: En
                 np.testing.assert_allclose(turn.log_prob, [np.log(1 / 5), 0.0], rtol=1e-6)
                 invalid += wrong
             assert str(episode.final_observation["text"]) == out.observation["text"][0]
+            assert episode.next_prompt is None
             assert (episode.terminated, episode.truncated, episode.success) == (out.terminated[0], out.truncated[0], out.success[0])
             assert episode.game_return == pytest.approx(episode.episode_return + 0.25 * sum(episode.action == ""))
     assert invalid > 0
+
+
+@pytest.mark.parametrize("strategy", ["memory", "full"])
+def test_a_step_limit_leaves_the_prompt_that_would_follow(agent: Agent, lake: EnvManager, strategy: Literal["memory", "full"]) -> None:
+    """Nothing moves after an invalid answer, so that the limit ends every episode; a critic values the state after the last answer."""
+    speaking = Agent(dataclasses.replace(PLAIN, strategy=strategy), agent.tokenizer, instruction=None, max_context=2048)
+    (group,) = collect(make_collector(lake, speaking, RandomTokens(choices=[speaking.answer_ids("x")]), groups_per_step=1))
+    for episode in group.episodes:
+        assert isinstance(episode, AgentEpisode)
+        assert episode.truncated
+        assert episode.next_prompt is not None
+        (token_ids, images), last = episode.next_prompt, episode.turns[-1]
+        known = np.concatenate([last.prompt_ids, last.token_ids]) if strategy == "full" else last.prompt_ids[:0]
+        assert token_ids[: len(known)].tolist() == known.tolist()
+        assert agent.tokenizer.decode(token_ids[len(known) :]).strip() == str(episode.final_observation["text"]).strip()
+        assert images == ()
 
 
 def test_episodes_depend_on_the_seeds_alone(agent: Agent, lake: EnvManager) -> None:
