@@ -186,9 +186,7 @@ def decisions(rollout: Rollout, gamma: float, seen: SeenRewards) -> Units:
     if rollout.executed is None or rollout.chunk_reward is None:
         rewards, terminated = seen(rollout.reward, rollout.terminated, rollout.success)
         return Units(rewards, np.full(rewards.shape, float(gamma)), terminated, rollout.truncated)
-    rewards, over = seen(rollout.chunk_reward, np.zeros_like(rollout.executed), rollout.chunk_success)
-    before = np.cumsum(over, axis=-1) - over > 0
-    counted = rollout.executed & ~before
+    rewards, over, counted = _of_chunks(rollout, rollout.executed, rollout.chunk_reward, seen)
     powers = np.power(float(gamma), np.arange(rewards.shape[-1]))
     return Units(
         (rewards.astype(np.float64) * counted) @ powers,
@@ -196,6 +194,25 @@ def decisions(rollout: Rollout, gamma: float, seen: SeenRewards) -> Units:
         rollout.terminated | (over & counted).any(-1),
         rollout.truncated,
     )
+
+
+def rewards_of_steps(rollout: Rollout, seen: SeenRewards) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """(rewards, ends, mask of those that count or None) [T, N] of a rollout's steps, or [T·K, N] of those of its chunks, for running
+    statistics as `EpisodeDataset.rewards`."""
+    if rollout.executed is None or rollout.chunk_reward is None:
+        rewards, over = seen(rollout.reward, rollout.terminated, rollout.success)
+        return rewards, over | rollout.truncated, None
+    rewards, over, counted = _of_chunks(rollout, rollout.executed, rollout.chunk_reward, seen)
+    last = counted & (counted[..., ::-1].cumsum(-1)[..., ::-1] == 1)
+    over = over | last & (rollout.terminated | rollout.truncated)[..., None]
+    rewards, over, counted = (part.swapaxes(1, 2).reshape(-1, part.shape[1]) for part in (rewards * counted, over & counted, counted))
+    return rewards, over, counted
+
+
+def _of_chunks(rollout: Rollout, executed: np.ndarray, reward: np.ndarray, seen: SeenRewards) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rewards, successes that end, steps that count) [T, N, K] of a rollout's chunks."""
+    rewards, over = seen(reward, np.zeros_like(executed), rollout.chunk_success)
+    return rewards, over, executed & ~(np.cumsum(over, axis=-1) - over > 0)
 
 
 class ReplayBuffer:

@@ -11,7 +11,7 @@ import numpy as np
 
 from embodied_rl.algorithms.step_rewards import StepRewards
 from embodied_rl.config import TrainConfig
-from embodied_rl.episodes.dataset import EpisodeDataset, ReplayBuffer, SeenRewards, Transitions, decisions, rollout_transitions
+from embodied_rl.episodes.dataset import EpisodeDataset, ReplayBuffer, SeenRewards, Transitions, rewards_of_steps, rollout_transitions
 from embodied_rl.errors import UserError
 from embodied_rl.learning.executors import Figures
 from embodied_rl.learning.learner import make_learner, scheduled
@@ -67,8 +67,7 @@ class CriticSteps(StoredSteps):
     def add(self, rollout: Rollout) -> None:
         gamma, policy = self.config.algorithm.gamma, self.policy
         if (normalizer := self._rewards.reward_normalizer) is not None:
-            units = decisions(rollout, gamma, self._seen)
-            normalizer.fold(units.reward, units.terminated | units.truncated)
+            normalizer.fold(*rewards_of_steps(rollout, self._seen))
         fresh = rollout_transitions(
             rollout,
             policy.observation_keys,

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied_rl.episodes.dataset import SeenRewards, n_step_windows, rollout_transitions
+from embodied_rl.algorithms.rewards import ReturnNormalizer
+from embodied_rl.episodes.dataset import SeenRewards, n_step_windows, rewards_of_steps, rollout_transitions
 from embodied_rl.errors import UserError
 from embodied_rl.types import ActionSpec, Rollout
 
@@ -164,6 +165,23 @@ def test_a_chunk_that_succeeds_in_its_middle_counts_up_to_there() -> None:
     found = rollout_transitions(chunks_of_two(), ("state",), np.zeros((4, 2, 1), np.float32), gamma=0.5, rewards=SeenRewards("success"))
     np.testing.assert_allclose(found.reward, [0, 1, 0, 0])
     np.testing.assert_allclose(found.discount, [1 / 4, 0, 1 / 4, 0])
+
+
+def test_steps_of_chunks_are_counted_one_by_one_as_recorded_ones_are() -> None:
+    """Slot 0 goes on, slot 1 ends with its third step and had no fourth; by success with its first, and the second is not counted."""
+    normalizer = ReturnNormalizer(0.5)
+    normalizer.fold(*rewards_of_steps(chunks_of_two(), SeenRewards()))
+    returns = [1, 2.5, 5.25, 10.625, 10, 25, 52.5]
+    assert (normalizer.count, normalizer.mean, normalizer.var) == pytest.approx((7, np.mean(returns), np.var(returns)))
+    assert normalizer.carried is not None
+    assert normalizer.carried.tolist() == [10.625, 0]
+    by_success = ReturnNormalizer(0.5)
+    by_success.fold(*rewards_of_steps(chunks_of_two(), SeenRewards("success")))
+    assert (by_success.count, by_success.mean) == pytest.approx((6, 1 / 6))
+    reward, over, mask = rewards_of_steps(make_rollout(), SeenRewards())
+    assert mask is None
+    assert reward.tolist() == [[1, 10], [2, 20], [4, 40]]
+    assert over.tolist() == [[False, True], [True, False], [False, False]]
 
 
 def test_actions_are_normalised_as_denormalise_undoes() -> None:
