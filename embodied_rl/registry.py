@@ -18,7 +18,7 @@ def load_target(target: str, extra: str | None = None) -> Any:
     """Import ``package.module:Attribute``.
 
     Raises:
-        MissingExtraError: a module is not installed and `extra` names the extra that provides it.
+        MissingExtraError: a module that the target imports is not installed, and `extra` names the extra that provides it.
         UserError: the text is not a target, or the module or attribute does not exist.
     """
     module_name, _, attribute = target.partition(":")
@@ -28,7 +28,7 @@ def load_target(target: str, extra: str | None = None) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if extra is not None:
+        if extra is not None and (error.name or "").partition(".")[0] != module_name.partition(".")[0]:
             raise MissingExtraError(f"'{target}'", extra, error) from error
         raise UserError(f"Target '{target}' cannot be imported: {error}. Is its package installed in this environment?") from error
     try:

@@ -17,6 +17,7 @@ from embodied_rl.bounds import Bounds
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, WrittenFolder, command_line, loading, run_command
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import MissingExtraError, NonFiniteError, UserError, did_you_mean
+from embodied_rl.registry import load_target
 from embodied_rl.sim.faults import FaultKind, SimFault
 
 COMMAND = Command(
@@ -142,6 +143,17 @@ def test_each_kind_of_error_has_its_message_and_status(
         run_command(raising(error))
     assert stopped.value.code == status
     assert capsys.readouterr().err == message
+
+
+def test_an_extra_is_recommended_for_what_a_target_imports_not_for_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "easel.py").write_text("import easel_paint\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MissingExtraError, match="No module named 'easel_paint'"):
+        load_target("easel:Easel", "paint")
+    for target in ("easle:Easel", "easle.sims.one:Easel"):
+        with pytest.raises(UserError, match="cannot be imported: No module named 'easle'") as raised:
+            load_target(target, "paint")
+        assert not isinstance(raised.value, MissingExtraError)
 
 
 def test_our_own_mistakes_keep_their_traceback() -> None:

@@ -57,7 +57,7 @@ COMMAND = Command(
         Argument("against", str, "also film the same seeds with this checkpoint, or with 'random', in a row below", None),
         Argument("recording", str, "show recorded episodes instead; episodes without pictures are replayed in the simulator", None),
         Argument("tokenizer", str, "folder of the served model, for captured sessions of serve_agent", None),
-        Argument("num_episodes", ShownEpisodes, "episodes to show", 4),
+        Argument("num_episodes", ShownEpisodes, "episodes to show; default: as many as select says, or 4", None),
         Argument("select", str, "episodes to show: first, best, worst or random; best:9 shows nine", "first"),
         Argument("among", PlayedEpisodes, "episodes to select from; default: four times the number shown, or the whole recording", None),
         Argument("seed", HeldOutSeed, "the held-out seeds are 2**30 + seed, 2**30 + seed + 1, …; also the seed of select=random", 0),

@@ -83,16 +83,18 @@ class CloningObjective(StoredObjective[Policy, StepRows]):
         was_training, device = policy.training, next(policy.parameters()).device
         policy.train(False)
         total, away, count = 0.0, 0.0, 0
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(0)  # a flow's loss draws noise: the same each time, so that losses can be compared
-            for rows in batches:
-                total += float(self(policy, *self.begin(rows, kl_coef=0.0))[0]) * rows.num_rows
-                count += rows.num_rows
-                if not policy.translates:
-                    mode = policy.act(rows.observation, None).action
-                    off = (mode == rows.action).float() if discrete else (mode.clamp(-1.0, 1.0) - rows.action).abs().mean(-1)
-                    away += float(off.sum())
-        policy.train(was_training)
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(0)  # a flow's loss draws noise: the same each time, so that losses can be compared
+                for rows in batches:
+                    total += float(self(policy, *self.begin(rows, kl_coef=0.0))[0]) * rows.num_rows
+                    count += rows.num_rows
+                    if not policy.translates:
+                        mode = policy.act(rows.observation, None).action
+                        off = (mode == rows.action).float() if discrete else (mode.clamp(-1.0, 1.0) - rows.action).abs().mean(-1)
+                        away += float(off.sum())
+        finally:
+            policy.train(was_training)
         if policy.translates:
             return {"validation_loss": total / count}
         return {"validation_loss": total / count, ("validation_accuracy" if discrete else "validation_mae"): away / count}

@@ -42,19 +42,23 @@ class Selection:
             raise UserError(f"select={self.kind}:{self.num_shown}: between 1 and among={self.among} episodes can be shown.")
 
     @staticmethod
-    def parse(text: str, num_shown: int, among: int | None) -> Selection:
+    def parse(text: str, num_shown: int | None, among: int | None) -> Selection:
         """Parse ``best`` or ``best:4``. Raises UserError for anything else.
 
         Args:
             text: a kind, optionally with a colon and the number of episodes shown.
-            num_shown: number if the text has none.
-            among: episodes to choose from; None: four times as many as are shown, or only those shown for ``first``.
+            num_shown: number if the text has none; None: 4.
+            among: episodes to choose from; None: four times as many as are shown, or only those shown for ``first``, which chooses nothing.
         """
         kind, colon, count = text.partition(":")
         require_known(kind, KINDS, f"select={text}: '{kind}' is not a choice.")
-        shown = whole_number(count) if colon else num_shown
+        shown = whole_number(count) if colon else num_shown or 4
         if shown is None:
             raise UserError(f"select={text}: '{count}' is not a number of episodes; write for example select={kind}:4.")
+        if num_shown not in (None, shown):
+            raise UserError(f"select={text} and num_episodes={num_shown} contradict each other: leave out one of them.")
+        if kind == "first" and among is not None:
+            raise UserError(f"among={among} has no effect with select={text}: choose best, worst or random, or leave it out.")
         wanted = shown if kind == "first" else PLAYED_FOR_EACH * shown
         return Selection(next(known for known in KINDS if known == kind), shown, wanted if among is None else among)
 

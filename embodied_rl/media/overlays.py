@@ -282,7 +282,8 @@ MAX_CAMERAS = 8
 class Film(Config):
     """Settings of a film. Raises UserError for an impossible value."""
 
-    num_episodes: ShownEpisodes = 4
+    num_episodes: ShownEpisodes | None = None
+    """None: as many as `select` says, or 4."""
     select: str = "first"
     among: PlayedEpisodes | None = None
     seed: HeldOutSeed = 0

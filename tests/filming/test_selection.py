@@ -27,14 +27,14 @@ def test_success_comes_before_return_and_the_smaller_seed_before_the_larger() ->
     ("text", "among", "expected"),
     [
         ("first", None, ("first", 4, 4)),
-        ("first:2", 10, ("first", 2, 10)),
+        ("first:2", None, ("first", 2, 2)),
         ("best", None, ("best", 4, 16)),
         ("worst:3", None, ("worst", 3, 12)),
         ("random:3", 50, ("random", 3, 50)),
     ],
 )
 def test_what_is_written_and_how_many_are_played_for_it(text: str, among: int | None, expected: tuple[str, int, int]) -> None:
-    selection = Selection.parse(text, 4, among)
+    selection = Selection.parse(text, None, among)
     assert (selection.kind, selection.num_shown, selection.among) == expected
     assert selection.is_known_before == (expected[0] in ("first", "random"))
 
@@ -52,6 +52,8 @@ def test_random_ones_follow_from_the_seed_and_are_all_met_in_time() -> None:
 @pytest.mark.parametrize(
     ("text", "among", "message"),
     [
+        ("first", 10, "among=10 has no effect with select=first"),
+        ("first:4", 10, "among=10 has no effect with select=first:4"),
         ("frist", None, "Did you mean 'first'"),
         ("best:", None, "'' is not a number"),
         ("best:-1", None, "'-1' is not a number"),
@@ -61,4 +63,10 @@ def test_random_ones_follow_from_the_seed_and_are_all_met_in_time() -> None:
 )
 def test_an_impossible_selection_is_one_line(text: str, among: int | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Selection.parse(text, 4, among)
+        Selection.parse(text, None, among)
+
+
+def test_two_numbers_of_episodes_are_not_both_obeyed() -> None:
+    assert Selection.parse("best:3", 3, None).num_shown == Selection.parse("best", 3, None).num_shown == 3
+    with pytest.raises(UserError, match="select=best:2 and num_episodes=3 contradict each other"):
+        Selection.parse("best:2", 3, None)

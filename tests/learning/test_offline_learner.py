@@ -113,6 +113,10 @@ def test_cloning_of_choices_reaches_their_entropy() -> None:
     figures = learner.validate([rows(state, action)])
     assert figures["validation_loss"] == pytest.approx(0.5623 / 2, abs=0.01)
     assert figures["validation_accuracy"] == pytest.approx(0.875)
+    learner.policy.train()
+    with pytest.raises(ValueError):
+        learner.validate([rows(np.ones((1, 3)), np.zeros(1))])
+    assert learner.policy.training, "a batch that cannot be read leaves the policy as it was"
 
 
 def test_noise_free_actions_stop_at_the_smallest_deviation() -> None:

@@ -228,10 +228,6 @@ def _with_divergence(velocity: Velocity, x: Tensor, t: float) -> tuple[Tensor, T
     return v.detach(), divergence.detach()
 
 
-TimeDistribution = Literal["uniform", "beta"]
-"""beta: pi0's 0.001 + 0.999·Beta(1.5, 1), which prefers noisy times."""
-
-
 def flow_matching_loss(
     velocity: Callable[[Tensor, Tensor], Tensor], action: Tensor, noise: Tensor, t: Tensor, mask: Tensor | None = None
 ) -> Tensor:
@@ -249,12 +245,6 @@ def flow_matching_loss(
     # where, not a product: masked values may be NaN.
     kept = torch.where(mask, error, torch.zeros_like(error))
     return kept.sum(-1) / mask.sum(-1).clamp_min(1)
-
-
-def sample_times(rows: int, distribution: TimeDistribution, generator: torch.Generator) -> Tensor:
-    """Times [rows] float32 on the CPU. Beta(1.5, 1) by its inverse distribution function, u^(1/1.5)."""
-    uniform = torch.rand(rows, generator=generator)
-    return uniform if distribution == "uniform" else 0.001 + 0.999 * uniform.pow(1.0 / 1.5)
 
 
 _FIXED_NOISE_SEED = 0
@@ -455,7 +445,7 @@ class FlowPolicy(Policy, Generic[Context]):
         Args:
             action: [B, H, D'] normalised; missing dimensions are zero-padded, as in pi0.
             noise: [B, H, D] standard normal; None: from torch's global generator.
-            t: [B] times from `sample_times`; None: uniform ones, from the same generator.
+            t: [B] times in [0, 1]; None: uniform ones, from the same generator.
             mask: [B, H] steps that exist.
         """
         context = self.model.context(observation)

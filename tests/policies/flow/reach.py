@@ -17,7 +17,7 @@ from embodied_rl.algorithms.batch import Batch
 from embodied_rl.algorithms.losses import ppo_clip_loss, value_loss
 from embodied_rl.config import AlgorithmConfig
 from embodied_rl.config.policy import Method
-from embodied_rl.policies.flow.policy import FlowPolicy, FlowPolicyConfig, build_flow, sample_times
+from embodied_rl.policies.flow.policy import FlowPolicy, FlowPolicyConfig, build_flow
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec
 from tests.learning.samples import rollout_learner, update
 
@@ -76,7 +76,7 @@ def clone(policy: FlowPolicy, steps: int = 1500) -> float:
         place = objects(256, generator)
         sign = torch.randint(0, 2, (256,), generator=generator) * 2.0 - 1.0
         action = side(place, sign * ANGLE) + SPREAD * torch.randn(256, 2, generator=generator)
-        noise, t = torch.randn(256, 1, 2, generator=generator), sample_times(256, "uniform", generator)
+        noise, t = torch.randn(256, 1, 2, generator=generator), torch.rand(256, generator=generator)
         loss = policy.cloning_loss({"state": place}, action[:, None], noise=noise, t=t).mean()
         optimizer.zero_grad()
         loss.backward()

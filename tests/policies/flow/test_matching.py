@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied_rl.policies.flow.policy import flow_matching_loss, sample_times
+from embodied_rl.policies.flow.policy import flow_matching_loss
 from tests.policies.flow.closed_forms import normal_velocity
 
 
@@ -41,11 +41,3 @@ def test_the_true_velocity_is_the_best(t: float) -> None:
 
     # A constant error c adds c².
     assert flow_matching_loss(off, action, noise, times).mean().item() == pytest.approx(expected + 0.09, rel=0.03)
-
-
-def test_times_have_their_distributions() -> None:
-    uniform, beta = (sample_times(50_000, kind, torch.Generator().manual_seed(1)) for kind in ("uniform", "beta"))  # type: ignore[arg-type]
-    assert uniform.mean().item() == pytest.approx(0.5, abs=0.01)
-    # Beta(1.5, 1): mean 0.6, P(below 0.5) = 0.5^1.5.
-    assert beta.mean().item() == pytest.approx(0.001 + 0.999 * 0.6, abs=0.01)
-    assert (beta < 0.001 + 0.999 * 0.5).float().mean().item() == pytest.approx(0.5**1.5, abs=0.01)
