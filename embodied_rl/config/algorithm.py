@@ -36,7 +36,7 @@ class RecordedConfig(Config, place="algorithm.recorded"):
     """Recorded episodes to learn from, and what the expert records first if the run has no `recording`."""
 
     max_episodes: Episodes | None = None
-    """Use only this many episodes, the first ones; null: all."""
+    """Learn from only this many episodes, drawn by the run's seed, of which a smaller number draws a part; null: all."""
     only_success: bool = False
     """Use only episodes that succeeded at some step."""
     memory_mb: Megabytes = 1024.0

@@ -272,7 +272,7 @@ EpisodeRef = tuple[Recording, int]
 """(recording, number of one of its episodes)"""
 _TEXT_BYTES = 128
 """Estimated memory of a text."""
-_SAMPLE, _ORDER, _EPOCH = 11, 12, 13
+_SAMPLE, _ORDER, _EPOCH, _CHOICE = 11, 12, 13, 14
 """Streams of randomness, each for one purpose."""
 
 
@@ -567,8 +567,11 @@ def split_episodes(episodes: Sequence[EpisodeRef], share: float, *, seed: int) -
     return [e for i, e in enumerate(episodes) if i not in chosen], [episodes[i] for i in sorted(chosen)]
 
 
-def choose_episodes(recordings: Sequence[Recording], *, only_success: bool = False, max_episodes: int | None = None) -> list[EpisodeRef]:
-    """The episodes to learn from, in the order of their recordings. Raises UserError, with the reason, if there is none."""
+def choose_episodes(
+    recordings: Sequence[Recording], *, only_success: bool = False, max_episodes: int | None = None, seed: int = 0
+) -> list[EpisodeRef]:
+    """The episodes to learn from, in the order of their recordings; of more than `max_episodes`, so many that the seed draws.
+    Raises UserError, with the reason, if there is none."""
     names = ", ".join(f"'{recording.path}'" for recording in recordings)
     found = [(recording, number) for recording in recordings for number in range(len(recording))]
     if not found:
@@ -583,7 +586,8 @@ def choose_episodes(recordings: Sequence[Recording], *, only_success: bool = Fal
                 "Record a better policy, or learn from all episodes: algorithm.recorded.only_success=false, or no algorithm.warm_start."
             )
         found = good
-    return found[:max_episodes]
+    order = np.random.default_rng(np.random.SeedSequence([seed, _CHOICE])).permutation(len(found))
+    return [found[index] for index in sorted(order[:max_episodes].tolist())]
 
 
 def check_recording(recording: Recording, spec: SimSpec, keys: Sequence[str], *, same_task: bool) -> None:

@@ -85,7 +85,9 @@ class Demonstrations:
         if not self._recordings:
             self._record_expert()
             self._recordings.append(open_recording(self._folder))
-        return choose_episodes(self._recordings, only_success=recorded.only_success, max_episodes=recorded.max_episodes)
+        return choose_episodes(
+            self._recordings, only_success=recorded.only_success, max_episodes=recorded.max_episodes, seed=self.config.seed
+        )
 
     def options(self, *, rewards: SeenRewards = AS_RECORDED, n_step: int = 1, action_margin: float = 0.0) -> DatasetOptions:
         """Dataset options for this policy. A chunk is one decision: `n_step` of them are as many times its steps."""

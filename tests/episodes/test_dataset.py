@@ -157,11 +157,23 @@ def test_whole_episodes_are_held_out() -> None:
     assert [len(part) for part in split_episodes(source[:1], 0.9, seed=1)] == [1, 0]
 
 
-def test_successful_and_first_episodes() -> None:
+def test_successful_and_drawn_episodes() -> None:
     good = np.array([0, 1], bool)
     source = recording([episode(2, 0), episode(2, 1, success=good), episode(2, 2), episode(2, 3, success=good)])
     assert [number for _, number in choose_episodes([source], only_success=True)] == [1, 3]
-    assert [number for _, number in choose_episodes([source, source], max_episodes=5)] == [0, 1, 2, 3, 0]
+    other, drawn = recording([episode(2, number) for number in range(4)]), set()
+    everything = choose_episodes([source, other])
+    assert choose_episodes([source, other], max_episodes=8, seed=3) == everything
+    for seed in range(60):
+        three, five = (choose_episodes([source, other], max_episodes=count, seed=seed) for count in (3, 5))
+        places = [everything.index(ref) for ref in five]
+        assert len(set(places)) == 5
+        assert places == sorted(places)
+        assert len(three) == 3
+        assert all(ref in five for ref in three)
+        drawn |= {everything.index(ref) for ref in three}
+    # One of eight is missed by a draw of three with probability 5/8, by sixty with 6e-13.
+    assert drawn == set(range(8))
     with pytest.raises(UserError, match="none of its 1 episodes succeeded"):
         choose_episodes([recording([episode(2)])], only_success=True)
     silent = recording([episode(2)], dataclasses.replace(SPEC, reports_success=False))
