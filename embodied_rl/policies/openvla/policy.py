@@ -140,7 +140,7 @@ class _Graph(Generic[Output]):
                 function(**self._inputs, **key)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=stream):  # torch's own stream is one of the first GPU that captured
             self._outputs = function(**self._inputs, **key)
 
     def replay(self, tensors: dict[str, Tensor | None]) -> Output:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import LogitsProcessor
 from embodied_rl.policies.action_tokens import TokenDistribution
 from embodied_rl.policies.openvla.config import OpenVLAConfig
 from embodied_rl.policies.openvla.model import Embedded, OpenVLA
-from embodied_rl.policies.openvla.policy import Accelerated, Generated, generate
+from embodied_rl.policies.openvla.policy import Accelerated, Generated, _Graph, generate
 from embodied_rl.policies.openvla.processor import OpenVLAProcessor
 from tests.policies.openvla.conftest import VISION
 
@@ -144,6 +145,28 @@ def test_graphs_are_for_gpus_only(model: OpenVLA, batch: Embedded) -> None:
     tensors: dict[str, Tensor | None] = {"embeds": batch.embeds, "mask": batch.mask, "noise": None}
     assert torch.equal(graphed(tensors, padded=True).choices, generate(model, batch, None, 7).choices)
     assert graphed.num_graphs == 0
+
+
+def test_a_graph_is_captured_on_a_stream_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes its stream for captures once, on the GPU of the first: on another GPU, a capture there would hold nothing."""
+
+    class Stream:
+        def wait_stream(self, other: Stream) -> None:
+            pass
+
+    captured: list[object] = []
+
+    def capture(graph: object, stream: object = None) -> nullcontext[None]:
+        captured.append(stream)
+        return nullcontext()
+
+    fakes = {"Stream": Stream, "current_stream": Stream, "stream": nullcontext, "CUDAGraph": object, "graph": capture}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for _ in range(2):
+        _Graph(lambda embeds: Generated(embeds, embeds, embeds), {"embeds": torch.zeros(1)}, {})
+    assert [type(stream) for stream in captured] == [Stream, Stream]
+    assert captured[0] is not captured[1]
 
 
 @pytest.mark.gpu
