@@ -10,6 +10,7 @@ The memory has no name (memfd) and is freed with its last user.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -249,7 +250,11 @@ def _pin(memory: mmap.mmap) -> int:
     -1: the system refuses, and copies are slower.
     """
     address = np.frombuffer(memory, np.uint8).ctypes.data
-    return address if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)) == 0 else -1
+    if int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0)) == 0:
+        return address
+    with contextlib.suppress(RuntimeError):  # CUDA keeps the refusal, and torch raises it at its next kernel, whatever that is
+        torch.ones(1, device="cuda")
+    return -1
 
 
 def _unpin(address: int) -> None:

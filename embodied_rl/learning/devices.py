@@ -9,9 +9,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from embodied_rl.config import HybridConfig
 from embodied_rl.errors import UserError, shown
@@ -53,7 +56,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
     """Make a GPU add gradients in the same order in every run, so that the same seed gives the same weights, as on a CPU.
 
     Otherwise the gradients of convolutions and of attention are sums in the order in which blocks finish. Operations that have no fixed
-    order in torch stay as they are.
+    order in torch stay as they are: cuDNN's attention is not used here.
     """
     if device.type != "cuda":
         yield
@@ -62,13 +65,30 @@ def repeatable(device: torch.device) -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
+    attend, with_cudnn = functional.scaled_dot_product_attention, torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    functional.scaled_dot_product_attention = functools.partial(_attend_repeatably, attend)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".* does not have a deterministic implementation")
             warnings.filterwarnings("ignore", message="Deterministic behavior was enabled with")
             yield
     finally:
+        functional.scaled_dot_product_attention = attend
+        torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
         torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+def _attend_repeatably(attend: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+    """Attention whose gradient is computed in strict mode: with warnings only, torch computes it in any order."""
+    found = attend(*arguments, **options)
+    node = found.grad_fn
+    while node is not None and node.name().startswith("Slice"):  # heads whose size was padded
+        node = node.next_functions[0][0]
+    if node is not None and node.name().startswith("ScaledDotProduct"):
+        node.register_prehook(lambda gradients: torch.use_deterministic_algorithms(True))
+        node.register_hook(lambda inputs, gradients: torch.use_deterministic_algorithms(True, warn_only=True))
+    return found
 
 
 def num_cores() -> int:

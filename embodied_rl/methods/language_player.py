@@ -261,5 +261,7 @@ def blank_backend(config: TrainConfig, folder: Path, device: torch.device) -> To
     installed."""
     # Published weights have their adapter merged in.
     plain = dataclasses.replace(config.language, model=str(folder), adapter=None, lora_rank=0, value_head="none")
-    policy = build_language_policy(plain, device, weights=False)
+    # vLLM reads files; a policy on its GPU would only take memory while it starts.
+    where = "cpu" if config.generation.backend == "vllm" else device
+    policy = build_language_policy(plain, where, weights=False)
     return make_backend(config.generation, policy, folder, seed=config.seed)

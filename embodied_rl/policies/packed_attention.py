@@ -26,6 +26,8 @@ def registered(name: str, attention: Callable[..., tuple[Tensor, None]]) -> str:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
+    # cuDNN, torch's first choice on Hopper, plans for every new length, some 30 ms each, and lengths change with every call.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     AttentionInterface.register(name, partial(attention, sdpa_attention_forward))
     AttentionMaskInterface.register(name, sdpa_mask)
     return name

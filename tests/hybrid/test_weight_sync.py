@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import select
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
-from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader
+from embodied_rl.hybrid.shared_weights import SharedWeightsPublisher, SharedWeightsReader, _pin
 from embodied_rl.hybrid.weight_sync import BASE, INDEX, DeltaSource, apply_delta, buckets
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
@@ -231,6 +233,24 @@ def test_ray_object_store() -> None:
     finally:
         ray.shutdown()
     assert all(torch.equal(got[name], tensor) for name, tensor in same(4).items())
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending: list[int] = []
+
+    def refuse(address: int, size: int, flags: int) -> int:
+        pending.append(801)
+        return 801
+
+    def launch(*shape: int, device: str) -> None:
+        if pending:
+            raise RuntimeError(f"CUDA error {pending.pop()}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
+    monkeypatch.setattr(torch, "ones", launch)
+    with mmap.mmap(-1, 4096) as memory:
+        assert _pin(memory) == -1
+    assert not pending
 
 
 @pytest.mark.gpu

@@ -354,3 +354,33 @@ def test_only_steps_on_a_gpu_ask_for_repeatable_sums() -> None:
         with repeatable(torch.device(device)):
             assert torch.are_deterministic_algorithms_enabled() is asked
         assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_attention_has_its_gradient_in_strict_mode() -> None:
+    """torch's kernels for GPUs ignore determinism that only warns (attention_backward.cu); other operations may have no fixed order."""
+    strict: dict[str, bool] = {}
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor, name: str) -> torch.Tensor:
+            ctx.name = name
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            strict[ctx.name] = not torch.is_deterministic_algorithms_warn_only_enabled()
+            return gradient, None
+
+    query = torch.randn(1, 2, 5, 8, requires_grad=True)
+    plain, with_cudnn = torch.nn.functional.scaled_dot_product_attention, torch.backends.cuda.cudnn_sdp_enabled()
+    with repeatable(torch.device("cuda")):
+        read = Seen.apply(query, "before")
+        found = torch.nn.functional.scaled_dot_product_attention(read, read, read, is_causal=True)
+        assert found.grad_fn is not None
+        found.grad_fn.register_prehook(lambda gradients: strict.update(attention=not torch.is_deterministic_algorithms_warn_only_enabled()))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        Seen.apply(found, "after").sum().backward()
+    assert strict == {"after": False, "attention": True, "before": False}
+    assert torch.nn.functional.scaled_dot_product_attention is plain
+    assert torch.backends.cuda.cudnn_sdp_enabled() is with_cudnn
+    assert not torch.are_deterministic_algorithms_enabled()
