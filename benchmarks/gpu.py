@@ -75,9 +75,14 @@ SECTIONS: dict[str, Section] = {
         ("offload.py", "--megabytes", "12", "--rounds", "2"),
     ),
     "job": Section(
-        "OpenVLA-7B trained by PPO, end to end: seconds of each stage",
+        "OpenVLA-7B by PPO and a language agent by GRPO, end to end: seconds of each stage",
         ("gpu_job.py",),
         ("gpu_job.py", "--shape", "tiny", "--slots", "4", "--micro", "4", "--ways", "LoRA"),
+    ),
+    "tokens": Section(
+        "Language models: tokens a second of the torch backend and of vLLM against transformers",
+        ("generation.py", "--batches", "1", "32", "--rounds", "2"),
+        ("generation.py", "--batches", "4", "--requests", "8", "--rounds", "1"),
     ),
     "vllm": Section("vLLM: seconds to sleep and wake, bytes left", ("vllm_turns.py",), ("vllm_turns.py", "--tiny")),
     "weights": Section("Publication of weights", ("weight_sync.py",), ("weight_sync.py", "--megabytes", "8", "--rounds", "2")),

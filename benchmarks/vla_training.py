@@ -134,7 +134,7 @@ def measure_alone(shape: str, way: str, rank: int, rows: int, rounds: int, devic
 def measure(options: argparse.Namespace, device: str) -> dict[str, dict[str, Any]]:
     """{way: what its own process says}"""
     results = {}
-    for way in WAYS:
+    for way in options.ways:
         own = ["--alone", way, "--shape", options.shape, "--device", device]
         own += [f"--{name}={getattr(options, name)}" for name in ("rank", "rows", "rounds")]
         done = subprocess.run([sys.executable, __file__, *own], capture_output=True, text=True, check=False)
@@ -165,6 +165,8 @@ def report(results: dict[str, dict[str, Any]], rows: int, shape: str, peaks: tup
     table = text_table(["training step", "trained weights", "ms", "tokens/s", "peak MiB", "MFU"], lines)
 
     def ratio(over: str, under: str) -> str:
+        if not {over, under} <= results.keys():
+            return "not measured"
         if "error" in results[over] or "error" in results[under]:
             return "out of memory"
         time_ratio, peak_ratio = (results[over][key] / results[under][key] for key in ("seconds", "peak_bytes"))
@@ -181,6 +183,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each way")
     parser.add_argument("--rank", type=int, default=32, help="of LoRA")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--alone", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,6 +1,6 @@
 """An engine of vLLM takes turns with training: seconds to sleep and to wake, and the bytes that stay on the device.
 
-``python benchmarks/vllm_turns.py``: a random model of Qwen's layout with 1.5 billion weights. On processors vLLM frees nothing when it
+``python benchmarks/vllm_turns.py``: a random model of Qwen's layout with 1.7 billion weights. On processors vLLM frees nothing when it
 sleeps; ``--tiny`` goes through the same turns there with a small model.
 """
 
@@ -23,16 +23,18 @@ SIZES = {
 }
 
 
-def make_model(folder: Path, sizes: dict[str, int], dtype: torch.dtype) -> None:
-    """A folder with random weights and a small tokenizer."""
+def make_model(folder: Path, sizes: dict[str, int], device: str) -> None:
+    """A folder with random weights, bfloat16 on a GPU, and a small tokenizer."""
     import transformers
 
     from embodied_rl.policies.tiny_language import train_tokenizer
 
     tokenizer = train_tokenizer(TEXTS, 300)
-    config = transformers.Qwen2Config(**sizes, vocab_size=len(tokenizer), max_position_embeddings=512, eos_token_id=2, pad_token_id=0)
+    config = transformers.Qwen2Config(**sizes, vocab_size=len(tokenizer), max_position_embeddings=2048, eos_token_id=2, pad_token_id=0)
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -52,7 +54,7 @@ def main() -> None:
 
     gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), SIZES["tiny" if options.tiny else "full"], torch.bfloat16 if gpu else torch.float32)
+        make_model(Path(folder), SIZES["tiny" if options.tiny else "full"], "cuda" if gpu else "cpu")
         backend = VLLMTokens(VLLMOptions(folder, dtype="bfloat16" if gpu else "float32"))
         seconds: dict[str, list[float]] = {"release_memory": [], "restore_memory": []}
         left: list[int] = []

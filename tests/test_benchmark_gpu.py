@@ -65,7 +65,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_what_is_done_stays_done(tmp_path: Path) -> None:
     first = command(tmp_path, "--sections", "maniskill")
     assert first.returncode == 0, first.stdout + first.stderr
-    assert first.stdout.splitlines()[-1] == "figure: 1 of 11 sections are done"
+    assert first.stdout.splitlines()[-1] == "figure: 1 of 12 sections are done"
     noted = json.loads((tmp_path / "gpu.json").read_text())["maniskill"]
     assert noted["figure"].startswith("cartpole ")
     assert noted["figure"] in (tmp_path / "gpu.md").read_text()

@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed as dist
 
+from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
 from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.tokens import Completion, GenerationRequest
 from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
+from embodied_rl.learning.ranks import RankExecutor
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
@@ -27,6 +30,16 @@ from tests.generation.constrained import STRUCTURE, masked_log_prob
 from tests.policies.language_models import TEXTS, alone
 
 CONTEXT = 256
+
+
+def runs_the_second_runner(engine: Any) -> bool:
+    """Whether vLLM would take the model runner whose sampler the worker extension does not know, if triton were here as on GPUs."""
+    settings = importlib.import_module("vllm.config.vllm")
+    before, settings.HAS_TRITON = settings.HAS_TRITON, True
+    try:
+        return bool(engine.use_v2_model_runner)
+    finally:
+        settings.HAS_TRITON = before
 
 
 class Player:
@@ -39,6 +52,7 @@ class Player:
         self.backend: Any = VLLMTokens(options)
         engine = self.backend._engine.vllm_config
         assert (engine.cache_config.gpu_memory_utilization, engine.model_config.enforce_eager) == (0.25, True)
+        assert not runs_the_second_runner(engine)
         self.rng = np.random.default_rng(0)
         self.next_id = 0
 
@@ -236,6 +250,27 @@ def asleep(player: Player) -> dict[str, Any]:
     return {**figures, "answered": answered, "same": same, "error": player.error(requests, new), "versions": versions, "version": old + 1}
 
 
+def beside_ranks(player: Player) -> dict[str, Any]:
+    """Two ranks train in this process and another while the engine is here, and leave before it."""
+    before, requests = dist.is_initialized(), player.requests(3)
+    first = player.ask(requests)
+    hybrid = HybridConfig(sharding=ShardingConfig(num_shards=2))
+    whole = {name: tensor.clone() for name, tensor in player.policy.state_dict().items()}
+    ranks = RankExecutor(player.policy, AlgorithmConfig(), hybrid, torch.device("cpu"))
+    try:
+        meanwhile = dist.get_world_size()
+        ranks.write_back()
+    finally:
+        ranks.close()
+    again = [GenerationRequest(**{**vars(one), "request_id": 8000 + one.request_id}) for one in requests]
+    got = player.ask(again)
+    return {
+        "sizes": [before, meanwhile, dist.is_initialized()],
+        "written_back": all(torch.equal(tensor, whole[name]) for name, tensor in player.policy.state_dict().items()),
+        "same": [got[8000 + one.request_id].token_ids.tolist() == first[one.request_id].token_ids.tolist() for one in requests],
+    }
+
+
 def structures(player: Player) -> dict[str, Any]:
     """Answers that keep to a structure beside answers that do not, in one batch; and the likeliest tokens of every place."""
     stop = 2
@@ -310,6 +345,7 @@ def main() -> None:
                 "ends": ends(player),
                 "in_flight": in_flight(player),
                 "asleep": asleep(player),
+                "beside_ranks": beside_ranks(player),
                 "structures": structures(player),
                 "refusals": refusals(player),
             }
