@@ -285,8 +285,9 @@ def _engine_arguments(options: VLLMOptions, vision: VLLMVision | None) -> dict[s
         # Otherwise the folder's sampling defaults (a temperature, say) would change a request's settings.
         "generation_config": "vllm",
         "disable_log_stats": True,
-        # The CPU build has no such memory.
-        "enable_sleep_mode": not _on_processors(),
+        # The CPU build has no such memory. On GPUs, other kernels for mixtures of experts than Triton's keep the weights in another
+        # order, into which new weights are not loaded.
+        **({} if _on_processors() else {"enable_sleep_mode": True, "moe_backend": "triton"}),
         **({} if vision is None else vision.engine_arguments()),
     }
 
@@ -307,7 +308,7 @@ def _started(options: VLLMOptions, arguments: dict[str, Any]) -> Any:
     try:
         with scannable_modules(), own_process_group():
             return LLMEngine.from_engine_args(EngineArgs(**arguments))
-    except (ValueError, RuntimeError, OSError, ImportError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError, AssertionError) as error:  # AssertionError: a GPU's second engine here
         raise UserError(f"vLLM cannot serve '{options.model}': {first_line(error)}") from error
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from embodied_rl.config.policy import LanguageConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.generation.openai_tokens import OpenAIOptions, OpenAITokens
 from embodied_rl.generation.tokens import GenerationRequest
-from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens
+from embodied_rl.generation.vllm_tokens import VLLMOptions, VLLMTokens, _engine_arguments
 from embodied_rl.methods.language_player import make_backend
 from embodied_rl.policies.language import build_language_policy
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
@@ -147,6 +148,16 @@ def test_without_vllm_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.
         VLLMTokens(VLLMOptions(str(folder)))
     with pytest.raises(UserError, match="does not exist"):
         VLLMTokens(VLLMOptions(str(tmp_path / "nothing")))
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_arguments_of_an_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    """It sleeps, and new weights can be loaded over those of a mixture of experts."""
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setattr("embodied_rl.generation.vllm_tokens._on_processors", lambda: not on_gpu)
+    found = _engine_arguments(VLLMOptions("model"), None)
+    names = ("enable_sleep_mode", "moe_backend", "enable_chunked_prefill")
+    assert [found.get(name) for name in names] == ([True, "triton", None] if on_gpu else [None, None, False])
 
 
 def test_the_engine_computes_in_the_policys_own_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
