@@ -78,7 +78,19 @@ MEANINGS = {
     "train/value_mean": Meaning("", "Mean of the predicted returns."),
     "train/q_mean": Meaning("", "Mean of the critics' predicted returns."),
     "train/q_spread": Meaning("", "Disagreement of the critics; large where data is scarce."),
-    "train/kl_coefficient": Meaning("", "Current weight of the KL term."),
+    "train/kl_coef": Meaning("", "Weight of the KL term after the update."),
+    "train/kl_penalty": Meaning("", "Mean penalty for the distance from the reference model that was taken from the rewards."),
+    "train/rejected_fraction": Meaning("", "Share of samples rejected because the policy is too far from the one that acted."),
+    "train/entropy_coef": Meaning("", "Current weight of the entropy in the targets of critics and policy."),
+    "train/validation_mae": Meaning(
+        "", "Mean distance of the policy's mode from the actions of validation episodes, in halves of their range."
+    ),
+    "train/validation_accuracy": Meaning("", "Share of the actions of validation episodes that the policy's mode equals."),
+    "train/grad_norm_critics": Meaning("", "Norm of the critics' gradient before clipping."),
+    "train/grad_norm_policy": Meaning("", "Norm of the policy's gradient before clipping."),
+    "train/minibatches": Meaning("", "Gradient steps of the iteration."),
+    "train/tokens": Meaning("", "Sampled tokens that the iteration learned from."),
+    "train/updates": Meaning("", "Critics' gradient steps of the whole run."),
     "warm_start/success_before": Meaning("success before cloning", "Share of held-out episodes with success before the warm start."),
     "warm_start/success_after": Meaning(
         "success after cloning", "Share of the same episodes with success after cloning, before reinforcement learning."
@@ -98,6 +110,9 @@ MEANINGS = {
     "agent/": Meaning("", "Statistics of the language agent's turns."),
     "tools/": Meaning("", "Counts of the agent's tool calls and their outcomes."),
     "reward_worker/": Meaning("", "Episodes that the reward worker scored, and their waiting times."),
+    "rollout/": Meaning("", "Age of the played steps when they are learned from, in versions of the weights."),
+    "domains/": Meaning("", "Figures of one domain: of each batch's episodes, of its agent, starts and stored steps."),
+    "players/": Meaning("", "Figures of the episodes of one of several players."),
     "sim/faults": Meaning("", "Simulator workers that failed and were replaced."),
     "sim/episodes_given_up": Meaning("", "Episodes lost to failing simulators."),
     "data/": Meaning("", "Recorded and fresh steps used for training."),

@@ -23,7 +23,7 @@ from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import TokenBatch
 from embodied_rl.methods.groups import of_domain
-from embodied_rl.methods.learners import PolicyLearner
+from embodied_rl.methods.learners import PolicyLearner, of_domains
 from embodied_rl.methods.streams import Stream, prefixed
 from embodied_rl.methods.warm_start import NO_START, WarmStart
 from embodied_rl.policies.language import LanguagePolicy
@@ -74,10 +74,10 @@ class TokenLearner(PolicyLearner):
 
     def prepare(self, gathered: Sequence[EpisodeGroup]) -> PreparedTurns:
         """See `PolicyLearner.prepare`: returns the tokens of all domains, with each domain's credit."""
-        parts: list[PreparedTurns] = []
+        parts: dict[str, PreparedTurns] = {}
         for name, method in self._methods.items():
             if own := of_domain(name, gathered):
-                parts.append(prepare_turns(method, self.learner, own, trust_sampled=self._trust_sampled))
+                parts[name] = prepare_turns(method, self.learner, own, trust_sampled=self._trust_sampled)
         return joined(parts)
 
     def update(self, prepared: PreparedTurns, *, iteration: int, progress: float) -> dict[str, float]:
@@ -251,11 +251,10 @@ def of_turns(values: Tensor, rows: Sequence[TokenRow], owner: Sequence[int], sha
     return total
 
 
-def joined(parts: Sequence[PreparedTurns]) -> PreparedTurns:
-    """Concatenate rows, padded to the widest."""
-    if len(parts) == 1:
-        return parts[0]
-    metrics: dict[str, float] = {}
-    for part in parts:
-        metrics |= part.metrics
-    return PreparedTurns(TokenBatch.joined([part.tokens for part in parts]), sum(part.num_turns for part in parts), metrics)
+def joined(parts: Mapping[str, PreparedTurns]) -> PreparedTurns:
+    """Concatenate the domains' rows, padded to the widest."""
+    found = list(parts.values())
+    if len(found) == 1:
+        return found[0]
+    metrics = of_domains({name: (part.num_turns, part.metrics) for name, part in parts.items()})
+    return PreparedTurns(TokenBatch.joined([part.tokens for part in found]), sum(part.num_turns for part in found), metrics)

@@ -14,7 +14,7 @@ from embodied_rl.learning.episode_objectives import EpisodeObjective
 from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.learning.rows import EpisodeRows
-from embodied_rl.methods.learners import RobotLearner, together
+from embodied_rl.methods.learners import RobotLearner, of_domains, together
 from embodied_rl.policies.base import Policy, TensorObservation, prepare_observation
 from embodied_rl.rollout.domains import PLAYER_SIGN
 from embodied_rl.types import EpisodeGroup
@@ -52,11 +52,11 @@ class EpisodeLearner(RobotLearner[EpisodeMethod]):
     def observation(self, gathered: dict[str, EpisodeBatch]) -> TensorObservation:
         return together([batch.observation for batch in gathered.values()]) if self.moves_statistics else {}
 
-    def prepare(self, gathered: dict[str, EpisodeBatch]) -> list[PreparedEpisodes]:
-        return [prepare_episodes(self.methods[name], self.learner, self._objective, batch) for name, batch in gathered.items()]
+    def prepare(self, gathered: dict[str, EpisodeBatch]) -> dict[str, PreparedEpisodes]:
+        return {name: prepare_episodes(self.methods[name], self.learner, self._objective, batch) for name, batch in gathered.items()}
 
-    def update(self, prepared: list[PreparedEpisodes], *, iteration: int, progress: float) -> dict[str, float]:
-        rows = EpisodeRows.joined([part.rows for part in prepared])
+    def update(self, prepared: dict[str, PreparedEpisodes], *, iteration: int, progress: float) -> dict[str, float]:
+        rows = EpisodeRows.joined([part.rows for part in prepared.values()])
         if iteration < self.config.algorithm.critic_warmup:
             rows = replace(rows, inputs={**rows.inputs, "advantage": torch.zeros_like(rows.inputs["advantage"])})
         stats = self.learner.update(
@@ -66,8 +66,8 @@ class EpisodeLearner(RobotLearner[EpisodeMethod]):
             seed=[self.config.seed, iteration],
             kl_coef=self.kl.coefficient.value,
         )
-        credit = {key: value for part in prepared for key, value in part.credit.metrics.items()}
-        return {**stats, **credit, **self.kl.measured(stats, int(rows.inputs["decisions"].sum()))}
+        credit = {name: (int(part.credit.mask.sum()), part.credit.metrics) for name, part in prepared.items()}
+        return {**stats, **of_domains(credit), **self.kl.measured(stats, int(rows.inputs["decisions"].sum()))}
 
 
 def prepare_episodes(algorithm: EpisodeMethod, learner: Learner, objective: EpisodeObjective, batch: EpisodeBatch) -> PreparedEpisodes:

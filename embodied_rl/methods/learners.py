@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from embodied_rl.config import AlgorithmConfig, TrainConfig
 from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.learning.objectives import Objective
 from embodied_rl.learning.rank_hosts import RankHost
-from embodied_rl.methods.streams import Stream
+from embodied_rl.methods.streams import Stream, prefixed
 from embodied_rl.policies.base import Policy, TensorObservation, TrainedModule
 from embodied_rl.types import EpisodeGroup
 
@@ -142,6 +143,17 @@ class RobotLearner(PolicyLearner, Generic[Valued]):
         own = state[self.place] if self.place else state
         for name, method in self.methods.items():
             method.load_state_dict(own[name] if len(self.methods) > 1 else own)
+
+
+def of_domains(parts: Mapping[str, tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Figures of a batch from {domain: (its rows, its figures)}: of several domains their means by rows, and ``domain/figure`` of each."""
+    if len(parts) == 1:
+        return dict(next(iter(parts.values()))[1])
+    figures: dict[str, float] = {}
+    for name in dict.fromkeys(name for _, own in parts.values() for name in own):
+        rows, values = zip(*((max(count, 1), own[name]) for count, own in parts.values() if name in own), strict=True)
+        figures[name] = float(np.average(values, weights=rows))
+    return figures | {name: value for domain, (_, own) in parts.items() for name, value in prefixed(domain, own).items()}
 
 
 def together(seen: Sequence[TensorObservation]) -> TensorObservation:

@@ -15,7 +15,7 @@ from embodied_rl.learning.learner import Learner
 from embodied_rl.learning.objectives import RolloutObjective
 from embodied_rl.learning.rank_hosts import RankHost
 from embodied_rl.methods.acting import seen_in
-from embodied_rl.methods.learners import RobotLearner, together
+from embodied_rl.methods.learners import RobotLearner, of_domains, together
 from embodied_rl.policies.base import Policy, TensorObservation, prepare_observation
 from embodied_rl.types import Rollout
 
@@ -34,10 +34,12 @@ class RolloutLearner(RobotLearner[PPO]):
         return together([seen_in(rollout) for rollout in gathered.values()]) if self.moves_statistics else {}
 
     def prepare(self, gathered: dict[str, Rollout]) -> Batch:
-        self._figures = {}
-        return Batch.joined([self._prepared(self.methods[name], rollout) for name, rollout in gathered.items()])
+        found = {name: self._prepared(self.methods[name], rollout) for name, rollout in gathered.items()}
+        self._figures = of_domains({name: (batch.num_rows, figures) for name, (batch, figures) in found.items()})
+        return Batch.joined([batch for batch, _ in found.values()])
 
-    def _prepared(self, algorithm: PPO, rollout: Rollout) -> Batch:
+    def _prepared(self, algorithm: PPO, rollout: Rollout) -> tuple[Batch, dict[str, float]]:
+        """A domain's batch, and metrics of importance weights and of the KL term of its rewards."""
         learner, policy, kl = self.learner, self.policy, algorithm.kl
         values = rollout_values(learner, policy, rollout)
         seen = {key: rollout.observation[key].reshape(-1, *rollout.observation[key].shape[2:]) for key in policy.observation_keys}
@@ -54,8 +56,7 @@ class RolloutLearner(RobotLearner[PPO]):
         if algorithm.config.correction.enabled and present is not None:
             batch, weighed = corrected(batch, present, algorithm.config.correction, level=algorithm.config.ratio, steps=steps)
             figures |= weighed
-        self._figures |= figures
-        return batch
+        return batch, figures
 
     def update(self, prepared: Batch, *, iteration: int, progress: float) -> dict[str, float]:
         if iteration < self.config.algorithm.critic_warmup:  # without advantages the policy's loss has no gradient

@@ -19,6 +19,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.learning.episode_objectives import EpisodeObjective
 from embodied_rl.learning.rows import EpisodeRows
+from embodied_rl.methods.learners import of_domains
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.learning.samples import make_policy
@@ -217,3 +218,9 @@ def test_a_critic_learns_only_from_the_domains_that_have_returns() -> None:
     # A value of 1 everywhere explains nothing.
     assert objective.summary(joined, 1, 1)["explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert "value_loss" not in objective(policy, *objective.begin(EpisodeRows.joined([others, others]), kl_coef=0.0))[1]
+
+
+def test_figures_of_domains_are_their_mean_by_rows_and_each_ones_own() -> None:
+    parts = {"near": (30, {"kl": 0.1, "weight_mean": 1.0}), "far": (10, {"kl": 0.5}), "cut_off": (0, {})}
+    assert of_domains(parts) == pytest.approx({"kl": 0.2, "weight_mean": 1.0, "near/kl": 0.1, "near/weight_mean": 1.0, "far/kl": 0.5})
+    assert of_domains({"near": parts["near"]}) == parts["near"][1]

@@ -88,7 +88,7 @@ def test_each_domain_plays_what_it_would_by_itself(tmp_path: Path) -> None:
 
 
 def test_each_domain_s_steps_are_valued_in_its_way_and_one_update_learns_from_all(tmp_path: Path) -> None:
-    with Trainer(configured(tmp_path), tmp_path, command="test") as trainer:
+    with Trainer(configured(tmp_path, "algorithm.kl={coef: 0.1, place: reward}"), tmp_path, command="test") as trainer:
         trainer.engine.publish(0)
         trainer.method.restart(0)
         with trainer.engine.generation():
@@ -111,7 +111,8 @@ def test_each_domain_s_steps_are_valued_in_its_way_and_one_update_learns_from_al
     # Without a future (gamma = 0) a step's return is its reward; with one it is more.
     np.testing.assert_allclose(batch.returns[far].numpy(), rollouts["far"].reward.ravel(), atol=1e-5)
     assert float(batch.returns[near].mean()) > 2.0
-    assert {"shared/policy_loss", "arm/policy_loss"} <= stats.keys()
+    assert {"shared/policy_loss", "arm/policy_loss", "shared/kl", "shared/near/kl", "shared/far/kl", "arm/kl"} <= stats.keys()
+    assert "arm/arm/kl" not in stats
     for name, rollout in rollouts.items():
         ended = [episode.episode_return for episode in rollout.episodes]
         assert figures[f"domains/{name}/steps"] == rollout.reward.size

@@ -16,6 +16,7 @@ from embodied_rl.compose import load_train_config
 from embodied_rl.config import AlgorithmConfig, KlConfig
 from embodied_rl.errors import IncompatibleCheckpointError
 from embodied_rl.loggers.jsonl import read_metrics
+from embodied_rl.loggers.meanings import meaning_of
 from embodied_rl.policies.build import build_policy
 from embodied_rl.resuming import load_policy
 from embodied_rl.train import train
@@ -55,6 +56,7 @@ def test_the_coefficient_follows_its_target_and_a_resumed_run_goes_on_with_it(tm
     whole = train_shortly(tmp_path / "whole", *words)
     factors = [line["train/kl_coef"] for line in read_metrics(whole)]
     assert len(set(factors)) == len(factors) > 4
+    assert all(meaning_of(name).text for name in read_metrics(whole)[-1] if name.startswith("train/"))
     resumed = tmp_path / "resumed"
     shutil.copytree(whole / "checkpoints" / "step_000000512", resumed / "checkpoints" / "step_000000512")
     train_shortly(resumed, *words, "resume=auto")
