@@ -77,7 +77,7 @@ SECTIONS: dict[str, Section] = {
     "job": Section(
         "OpenVLA-7B by PPO and a language agent by GRPO, end to end: seconds of each stage",
         ("gpu_job.py",),
-        ("gpu_job.py", "--shape", "tiny", "--slots", "4", "--micro", "4", "--ways", "LoRA"),
+        ("gpu_job.py", "--shape", "tiny", "--slots", "4", "--micro", "4", "--ways", "LoRA", "agents, torch"),
     ),
     "tokens": Section(
         "Language models: tokens a second of the torch backend and of vLLM against transformers",

@@ -86,4 +86,4 @@ def test_every_section_runs_on_a_processor(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     pytest.importorskip("peft")
     done = command(tmp_path)
-    assert done.stdout.splitlines()[-1] == "figure: 11 of 11 sections are done", done.stdout + (tmp_path / "gpu.md").read_text()
+    assert done.stdout.splitlines()[-1] == "figure: 12 of 12 sections are done", done.stdout + (tmp_path / "gpu.md").read_text()
