@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from embodied_rl.config import HybridConfig
@@ -27,18 +28,25 @@ class HybridEngine:
     """
 
     def __init__(
-        self, policy: Any, generator: Generator, *, trained: TrainedCopy | None = None, residency: Residency | None = None
+        self,
+        policy: Any,
+        generator: Generator,
+        *,
+        trained: TrainedCopy | None = None,
+        residency: Residency | None = None,
+        lends: bool = False,
     ) -> None:
         """
         Args:
             policy: the module that acts; also the trained one, unless there is a `trained` copy.
             trained: copy whose weights `publish` writes into the policy first.
             residency: moves state between the turns; None: nothing moves.
+            lends: other processes act on the training devices between updates (placement multiplexed).
         """
         self.policy = policy
         self.generator = generator
         self.trained = trained
-        self.residency = residency or Residency()
+        self.residency, self._lends = residency or Residency(), lends
         self.phase: str | None = None
         """``generation``, ``training``, or None outside both."""
 
@@ -61,6 +69,8 @@ class HybridEngine:
         if self.trained is not None:
             self.residency.onload("parameters")
             self.trained.write_back()
+        if self._lends:
+            torch.cuda.empty_cache()  # what torch keeps of an update's memory is lost to the hosts, which act again from now on
         self.generator.publish(version)
 
     def metrics(self) -> dict[str, float]:
@@ -127,7 +137,7 @@ def make_engine(config: HybridConfig, policy: nn.Module, generator: Generator, m
                 "hybrid.offload=[optimizer]: this learner (for small networks) already keeps its optimizer state on the CPU. Leave it out."
             )
         residency.register("optimizer", Tensors(lambda: [part for tensors in moved for part in tensors() or ()]))
-    return HybridEngine(policy, generator, trained=method.trained_copy, residency=residency)
+    return HybridEngine(policy, generator, trained=method.trained_copy, residency=residency, lends=config.placement.kind == "multiplexed")
 
 
 def residency_of_playing(offload: Sequence[str], simulators: Simulators, caches: Sequence[TokenCache], acting: object) -> Residency:

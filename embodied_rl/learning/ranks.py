@@ -203,7 +203,7 @@ class RankExecutor(Executor):
         """
         assert config.sharding is not None
         super().__init__(policy, algorithm, device)
-        self.sharding = config.sharding
+        self.sharding, self._lends = config.sharding, config.placement.kind == "multiplexed"
         self._objective: Objective[Any, Any] | None = None
         self._rows: Rows | None = None
         self._is_apart = False
@@ -318,7 +318,7 @@ class RankExecutor(Executor):
     @torch.no_grad()
     def write_back(self) -> None:
         """See `Executor.write_back`: one parameter at a time; frozen parameters and statistics stay unchanged."""
-        self._tell({"do": "weights"})
+        self._tell({"do": "weights", "frees": self._lends})
         own = dict(self.policy.named_parameters())
         with self._blaming_workers():
             for name, tensor in self.rank.weights():

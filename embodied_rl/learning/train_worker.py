@@ -108,6 +108,8 @@ def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) ->
         for name, tensor in rank.weights():  # all ranks gather them
             if answers:
                 kept[name] = tensor.detach().cpu().clone()
+        if message.get("frees"):
+            torch.cuda.empty_cache()  # see `HybridEngine.publish`
         return kept if answers else None
     if what == "optimizer_state":
         state = rank.optimizer_state()

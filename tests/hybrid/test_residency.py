@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from embodied_rl.config import HybridConfig, ShardingConfig
+from embodied_rl.config.hybrid import PlacementConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import GenerationRequest, TokenBackend
@@ -183,6 +184,19 @@ def test_key_value_cache_is_let_go_and_made_anew(tmp_path: Path) -> None:
     for number in (0, 2, 3):
         assert moved[number].token_ids.tolist() == plain[number].token_ids.tolist()
         np.testing.assert_allclose(moved[number].log_prob, plain[number].log_prob, atol=1e-5)
+
+
+def test_memory_that_torch_keeps_is_given_to_hosts_that_act_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
+    policy = make_policy()
+    generator, trains = TorchGenerator(policy), Trains(rollout_learner(policy, CONFIG))
+    monkeypatch.setattr(generator, "publish", lambda version: done.append("published"))
+    for kind, wanted in (("collocated", ["published"]), ("multiplexed", ["freed", "published"])):
+        config = HybridConfig(device="cpu", placement=PlacementConfig(kind=kind))  # type: ignore[arg-type]
+        make_engine(config, policy, generator, trains, Simulators()).publish(1)
+        assert done == wanted
+        done.clear()
 
 
 def test_impossible_settings_are_refused() -> None:

@@ -1,7 +1,7 @@
 """ManiSkill 3 (Tao et al. 2024, arXiv:2410.00425) on a CUDA device: all environments of a process in one simulation.
 
 They advance together, in one call of the physics engine. A step's results move from the device into pinned memory in one go, and from there
-into the rows. Run one process per GPU: set ``num_workers`` to the number of GPUs and ``pipeline_groups`` to 1.
+into the rows. All processes of a manager use the same `device`: set ``num_workers`` and ``pipeline_groups`` to 1.
 """
 
 from __future__ import annotations
