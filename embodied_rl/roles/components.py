@@ -169,6 +169,8 @@ def hybrid_here(config: TrainConfig) -> HybridConfig:
     sharding = hybrid.sharding
     if hybrid.cluster == "ray" and not config.keeps_steps:
         sharding = None
+        if all(own.warm_start is None for own in config.algorithms.values()):
+            hybrid = on_processor(hybrid)  # nothing is computed here, and Ray may give this machine's GPUs to actors
     elif hybrid.cluster == "ray" and sharding is None and hybrid.ray.gpus.train > 0:
         sharding = ShardingConfig()
     return dataclasses.replace(hybrid, offload=offload, sharding=sharding)

@@ -15,7 +15,7 @@ from embodied_rl.config.compose import load_train_config
 from embodied_rl.config.rules import resolve
 from embodied_rl.errors import UserError
 from embodied_rl.policies.language import LanguagePolicy
-from embodied_rl.roles.components import start_simulators
+from embodied_rl.roles.components import hybrid_here, start_simulators
 from embodied_rl.train import train
 from tests.roles import runs
 from tests.roles.runs import ROLLOUTS
@@ -84,6 +84,20 @@ def test_a_backend_samples_on_the_device_that_trains(tmp_path: Path, monkeypatch
         assert str(cache.device) == str(next(components.policy.parameters()).device) == "meta"
     finally:
         started.simulators.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "device"),
+    [
+        (("hybrid=ray",), "cpu"),
+        (("hybrid=ray", "hybrid.sharding={num_shards: 2, cpu_offload: true}", "hybrid.ray.gpus.train=2", "hybrid.device=cuda"), "cpu"),
+        (("hybrid=ray", "experiment=frozenlake_text"), "auto"),  # its warm start runs in the loop's process
+        (("hybrid=ray", "algorithm=sac", "sim=pendulum"), "auto"),  # its learner, too
+        ((APART,), "auto"),
+    ],
+)
+def test_the_loop_of_a_run_on_ray_takes_no_gpu(words: tuple[str, ...], device: str) -> None:
+    assert hybrid_here(load_train_config(["sim=cartpole", *words])).device == device
 
 
 def test_offloading_to_the_host_where_there_is_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
