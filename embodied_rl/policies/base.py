@@ -125,8 +125,8 @@ class TrainedModule(nn.Module):
         self.reference = (copy.deepcopy(self).eval(),)
 
     def reference_state(self) -> dict[str, Tensor]:
-        """Copies of the reference's tensors."""
-        return {name: tensor.detach().clone() for reference in self.reference for name, tensor in reference.state_dict().items()}
+        """Copies of the reference's tensors, on the host."""
+        return {name: tensor.to("cpu", copy=True) for reference in self.reference for name, tensor in reference.state_dict().items()}
 
     def load_reference_state(self, state: Mapping[str, Tensor]) -> None:
         """Load what `reference_state` returned, after `keep_reference`."""

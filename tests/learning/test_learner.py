@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
 from embodied_rl.errors import IncompatibleCheckpointError, NonFiniteError
@@ -347,6 +348,16 @@ def test_a_gpu_is_left_to_others_where_it_would_wait_for_calls(
     policy.work, policy.layer = work, torch.nn.Linear(1, 1)  # type: ignore[assignment]
     assert training_device(HybridConfig(**options), policy, widest).type == wanted
     assert training_device(HybridConfig(**options), policy, widest, gpu=3).index == (3 if wanted == "cuda" else None), "as roles name it"
+
+
+def test_the_state_of_a_reference_on_a_gpu_is_on_the_host() -> None:
+    """As all of a learner's: with Ray it goes to a process that may have no GPU."""
+    with FakeTensorMode():
+        policy, there = TrainedModule(), TrainedModule()
+        there.weight = torch.nn.Parameter(torch.empty(2, device="cuda"))
+        policy.reference = (there,)
+        (state,) = policy.reference_state().values()
+    assert state.device.type == "cpu"
 
 
 def test_only_steps_on_a_gpu_ask_for_repeatable_sums() -> None:
