@@ -423,7 +423,7 @@ class RolloutWorker:
         """Drop running episodes, so that the simulators are free for other uses."""
         self._give_up_weights()
         if self.queue is not None:
-            self.collector.restart(self.queue)
+            self.collector.give_up_groups(self.queue)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

@@ -74,6 +74,10 @@ class Collector:
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """Begin new episodes: those that `queue` asks for, or one in each slot, with seeds of `seed_round`."""
 
+    def give_up_groups(self, queue: GroupQueue) -> None:
+        """Give up the running episodes of groups, so that their simulators are free; `queue` asks for them again."""
+        self.restart(queue)
+
     def score_with(self, scorer: Scorer | None) -> None:
         """Hand finished episodes to `scorer` before the queue; None: directly to the queue."""
         self.scorer = scorer

@@ -342,6 +342,9 @@ class MixedCollector(Collector):
         self._groups.restart(queue)
         self._rollouts.restart(seed_round=seed_round)
 
+    def give_up_groups(self, queue: GroupQueue) -> None:
+        self._groups.restart(queue)
+
     def draw(self, way: Way, *, random_before: int = 0, first: int = 0, domain: str = "") -> None:
         self._rollouts.draw(way, random_before=random_before, first=first, domain=domain)
 

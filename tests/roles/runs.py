@@ -41,11 +41,11 @@ TEXTS = [
 """A language agent, with a warm start."""
 
 
-_POLE = "{name: cartpole, target: 'embodied_rl.sim.robots.gymnasium:make', task: CartPole-v1, num_slots: 3, num_workers: 1}"
+POLE = "{name: cartpole, target: 'embodied_rl.sim.robots.gymnasium:make', task: CartPole-v1, num_slots: 3, num_workers: 1}"
 TWO_POLES = [
     *(word for word in GROUPS if not word.startswith(("sim", "algorithm.kl", "algorithm.groups.groups_per_step"))),
     "algorithm.groups.groups_per_step=6",
-    *(f"domains.{name}={{weight: {weight}, sim: {_POLE}, policy: {{hidden_sizes: [8]}}}}" for name, weight in (("near", 1), ("far", 2))),
+    *(f"domains.{name}={{weight: {weight}, sim: {POLE}, policy: {{hidden_sizes: [8]}}}}" for name, weight in (("near", 1), ("far", 2))),
 ]
 """Two domains, each with its own network."""
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError
 from embodied_rl.roles.worker import RolloutWorker
-from tests.roles.runs import GROUPS, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
+from tests.roles.runs import GROUPS, POLE, ROLLOUTS, TEXTS, assert_same_run, configured, curve, trained
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -117,6 +119,39 @@ def test_a_checkpoint_does_not_show_how_fast_the_worker_was(tmp_path: Path, plac
     slow, quick = saved("slow", 0), saved("quick", 200)
     assert len(slow[1]) > 3
     assert quick == slow
+
+
+def test_an_evaluation_resets_the_simulators_of_rollouts_beside_groups_once(tmp_path: Path) -> None:
+    """Giving up the groups in flight frees their simulators; those of rollouts are free, and are reset for the evaluation."""
+    task = [
+        *(word for word in GROUPS if not word.startswith(("sim", "algorithm.kl"))),
+        *(f"+domains.{name}.{part}" for name in ("near", "far") for part in (f"sim={POLE}", "policy={hidden_sizes: [8]}")),
+        *("+algorithm@domains.far.algorithm=ppo", "domains.far.algorithm.rollout_steps=8", "domains.far.algorithm.minibatch_size=8"),
+        "hybrid=disaggregated",
+    ]
+    worker: Any = RolloutWorker(configured(tmp_path, *task))
+    resets: list[str] = []
+
+    def counting(name: str, reset: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, **options: (resets.append(name), reset(*arguments, **options))[1]
+
+    try:
+        worker.take_models({})
+        policies = worker.acting.policies.items()
+        weights = [(f"{name}/{key}", part) for name, own in policies for key, part in own.policy.state_dict().items()]
+        worker.load(0, iter(weights))
+        worker.restart(0, worker.queue.state_dict())
+        worker.play(0)
+        for stream in worker.streams:
+            stream.manager.reset = counting(stream.name, stream.manager.reset)
+        worker.evaluate(2, 0)
+        assert sorted(resets) == ["far", "near"]
+        worker.load(1, iter(weights))
+        worker.restart(1, worker.queue.state_dict())
+        assert worker.play(1).rollouts.keys() == {"far"}
+    finally:
+        worker.close()
+    assert sorted(resets) == ["far", "far", "near"]
 
 
 @pytest.mark.slow
