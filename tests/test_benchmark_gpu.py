@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.forks import run_forked
 from tests.test_benchmark_runs import run_script
 
 pytest.importorskip("transformers")
@@ -50,9 +51,10 @@ def test_policies_stay_on_their_device() -> None:
     assert lines[-1] == "figure: 6 policies, 0 copies or failures"
 
 
-def test_a_tensor_on_the_wrong_device_is_found() -> None:
+def test_a_tensor_on_the_wrong_device_is_found(tmp_path: Path) -> None:
     program = PLANTED.format(benchmarks=str(ROOT / "benchmarks"), plants=list(PLANTS))
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    (tmp_path / "planted.py").write_text(program, encoding="utf-8")
+    done = run_forked("planted", cwd=tmp_path)
     lines = done.stdout.splitlines()[-len(PLANTS) :]
     assert [told in line for told, line in zip(PLANTS.values(), lines, strict=True)] == [True] * len(PLANTS), done.stdout + done.stderr
 

@@ -9,8 +9,6 @@ import itertools
 import json
 import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.types import ActionSpec
+from tests.forks import run_forked
 from tests.sample_run import SPEC
 from tests.short_run import one_line_error, score_interval, told, train_shortly
 
@@ -109,7 +108,7 @@ def test_one_thread_acts_beside_the_simulators(cartpole: Path, tmp_path: Path, c
 def test_the_command_line_writes_every_episode_and_their_figures(reach: Path, tmp_path: Path) -> None:
     shutil.copytree(reach, tmp_path / "run", symlinks=True)
     arguments = ["checkpoint=run", "num_episodes=12", "seed=40", "sim.num_slots=3"]
-    done = subprocess.run([sys.executable, "-m", "embodied_rl.evaluate", *arguments], cwd=tmp_path, capture_output=True, text=True)
+    done = run_forked("embodied_rl.evaluate", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "run/evaluation.json").read_text(encoding="utf-8"))
     rows = document["episodes"]

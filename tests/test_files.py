@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,8 @@ import pytest
 from embodied_rl.commands.cli import Written
 from embodied_rl.errors import UserError
 from embodied_rl.files import reset_mode, write_atomic
+from tests.forks import run_forked
 
-ROOT = Path(__file__).parents[1]
 WRITERS = """
 import os
 import sys
@@ -45,10 +43,9 @@ for umask in (0o022, 0o077):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with its checkpoints, and each way of writing a model's folder, below a folder for each umask."""
-    folder = tmp_path_factory.mktemp("written")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", WRITERS, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    folder, program = tmp_path_factory.mktemp("written"), tmp_path_factory.mktemp("program")
+    (program / "writers.py").write_text(WRITERS, encoding="utf-8")
+    done = run_forked("writers", str(folder), cwd=program)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

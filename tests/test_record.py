@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,11 +18,11 @@ from embodied_rl.commands.record import COMMAND, Showing, main
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import RecordedEpisode
 from embodied_rl.sim.episode_log import Snapshot
+from tests.forks import start_forked
 from tests.short_run import one_line_error, train_shortly
 
 pytestmark = pytest.mark.usefixtures("forked")
 
-ROOT = Path(__file__).resolve().parents[1]
 FIELDS = ("action", "reward", "terminated", "truncated", "success", "sampled_action", "log_prob", "value", "policy_version")
 
 
@@ -156,20 +154,21 @@ main()
 @pytest.mark.ci_sample
 def test_killed_and_resumed_is_the_same_recording(tmp_path: Path, run_dir: Path) -> None:
     """SIGKILL in the middle; what is there is readable, and resuming gives what an uninterrupted recorder gave, bit by bit."""
-    arguments = [f"checkpoint={run_dir}", "sample=true", "num_episodes=240", "sim.num_slots=5", "states=snapshots:16"]
+    (tmp_path / "held_back_recorder.py").write_text(HELD_BACK, encoding="utf-8")
+    arguments = [f"checkpoint={run_dir}", "sample=true", "num_episodes=120", "sim.num_slots=5", "states=snapshots:16"]
     main([*arguments, f"output={tmp_path / 'whole'}"])
     killed = tmp_path / "killed"
-    for wanted in (20, 80):
+    for wanted in (15, 50):
         resume = ["resume=true"] if killed.exists() else []
-        command = [sys.executable, "-c", HELD_BACK, "200", *arguments, *resume, f"output={killed}"]
-        with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
-            deadline = time.monotonic() + 240
-            while process.poll() is None and time.monotonic() < deadline and num_lines(killed) < wanted:
-                time.sleep(0.01)
-            assert process.poll() is None, "it has ended by itself"
-            os.killpg(process.pid, signal.SIGKILL)
+        process = start_forked("held_back_recorder", "100", *arguments, *resume, f"output={killed}", collects=True, folder=tmp_path)
+        deadline = time.monotonic() + 240
+        while process.poll() is None and time.monotonic() < deadline and num_lines(killed) < wanted:
+            time.sleep(0.01)
+        assert process.poll() is None, "it has ended by itself"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
         there = len(by_seed(killed))
-        assert wanted - 1 <= there <= 200
+        assert wanted - 1 <= there <= 100
     main([*arguments, "resume=true", f"output={killed}"])
     assert_same_episodes(tmp_path / "whole", killed)
     first, second = by_seed(tmp_path / "whole")[7], by_seed(killed)[7]

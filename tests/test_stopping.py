@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,9 +23,11 @@ from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.stopping import Stopper, WaitStopped, waiting
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
+from tests.forks import Fork, start_forked
 from tests.roles.runs import GROUPS, QUICK, TEXTS
 from tests.short_run import last_of
 
+ROOT = Path(__file__).parents[1]
 DEADLINE_S = 240.0
 PATIENT = ["sim.step_timeout_s=9000", "sim.start_timeout_s=9000"]
 PATIENT += ["+sim.kwargs.attempt_s=9000", "+sim.kwargs.deadline_s=8000", "+sim.kwargs.start_timeout_s=8000"]
@@ -92,15 +92,20 @@ def proxies() -> Iterator[list[SilentProxy]]:
         proxy.close()
 
 
-def started(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "embodied_rl.train", *last_of(overrides), f"run_dir={folder}"]
-    return subprocess.Popen(command, cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True, start_new_session=True)
+def started(folder: Path, *overrides: str) -> Fork:
+    """A command in a process of its own, which writes beside `folder`: see `printed`."""
+    with open(folder.with_name("printed"), "wb") as output:
+        return start_forked("embodied_rl.train", *last_of(overrides), f"run_dir={folder}", output=output, collects=True, folder=ROOT)
 
 
-def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+def printed(folder: Path) -> str:
+    return folder.with_name("printed").read_text(encoding="utf-8")
+
+
+def wait_for(condition: Any, process: Fork) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert process.poll() is None, process.communicate()[1]
+        assert process.poll() is None, "it has ended by itself"
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -133,8 +138,8 @@ def test_a_simulator_behind_a_server_that_falls_silent(
     proxies[0].is_silent = True
     wait_for(proxies[0].kept_waiting.is_set, process)
     os.kill(process.pid, number)
-    _, errors = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, errors
+    status, errors = process.wait(DEADLINE_S), printed(folder)
+    assert status == 0, errors
     assert "Interrupted and saved" in errors
     assert "Traceback" not in errors
     steps = json.loads((folder / "checkpoints/last/state.json").read_text())["step"]
@@ -155,8 +160,8 @@ def test_an_agent_behind_a_server_that_never_answers(tmp_path: Path, proxies: li
     process = started(folder, *TEXTS, "algorithm.warm_start=null", f"generation.mix={player}", "total_steps=100000")
     wait_for(proxies[0].kept_waiting.is_set, process)
     os.kill(process.pid, signal.SIGTERM)
-    _, errors = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, errors
+    status, errors = process.wait(DEADLINE_S), printed(folder)
+    assert status == 0, errors
     assert "Interrupted and saved at" in errors
     assert (folder / "checkpoints/last/model/model.safetensors").is_file()
 

@@ -25,6 +25,8 @@ from embodied_rl.policies.actor_critic import ActorCritic
 from tests.learning.samples import make_batch, make_policy, parameters, rollout_learner, update
 from tests.short_run import train_shortly
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 CONFIG = AlgorithmConfig(num_epochs=2, minibatch_size=64, entropy_coef=0.01, value_clip=0.2, normalize_advantage="minibatch")
 ROWS = 203
 """No multiple of anything: ranks and micro-batches differ in size."""

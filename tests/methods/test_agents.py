@@ -32,6 +32,8 @@ from embodied_rl.types import EpisodeGroup
 from tests.agents.samples import make_episode, make_group, make_turn, tiny_policy
 from tests.roles.runs import assert_same_run
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 # ---- credit ---------------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,8 @@ from tests.learning.samples import make_policy
 from tests.methods.test_multi_domain import COMMON, DOMAINS
 from tests.roles.runs import TWO_POLES, assert_same_run, configured, curve, trained
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 PLAYERS = (("lake", "frozenlake"), ("sums", "questions"))
 
 

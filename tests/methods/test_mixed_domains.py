@@ -18,6 +18,8 @@ from tests.methods.test_rollout_domains import check_equal_runs
 from tests.methods.test_stored_domains import AHEAD, APART, CRITICS, LINE, OWN, check_close_runs
 from tests.rollout.test_training_recording import curve
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 COMMON = [
     *("sim=custom", "sim.target=tests.methods.line:Line", "video.enabled=no", "logger=quiet", "hybrid.num_threads=1", "hybrid.device=cpu"),
     *("algorithm=ppo", "algorithm.minibatch_size=10", "algorithm.num_epochs=2", "algorithm.rollout_steps=6", "policy.hidden_sizes=[8]"),
@@ -167,7 +169,7 @@ def test_a_run_is_resumed_to_the_bit(tmp_path: Path, methods: tuple[str, ...], w
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wide", ["by_sac", "by_bc", "shared"])
-def test_the_largest_policy_is_divided_over_two_ranks(tmp_path: Path, wide: str, forked: None) -> None:
+def test_the_largest_policy_is_divided_over_two_ranks(tmp_path: Path, wide: str) -> None:
     widened = "policy.hidden_sizes=[32]" if wide == "shared" else f"domains.{wide}.policy.hidden_sizes=[32]"
     words = [word for word in (*COMMON, *ALL) if not word.startswith(("hybrid", "policy"))]
     check_moves(tmp_path, (*words, "policy.hidden_sizes=[8]", widened, "domains.by_bc.algorithm.cloning.patience=null"), 96, 192)

@@ -36,6 +36,8 @@ from embodied_rl.trainer import Trainer
 from tests.neighbours.overlay import overlay
 from tests.short_run import last_of
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 AGENT = ROOT / "examples" / "agent_program"
 ONCE = ["sim.kwargs.function=null", f"sim.kwargs.command=['{{python}}','{AGENT / 'agent.py'}','{{task}}']", "sim.kwargs.reward=http"]

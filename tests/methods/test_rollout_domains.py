@@ -25,6 +25,8 @@ from embodied_rl.trainer import Trainer
 from embodied_rl.types import Rollout
 from tests.rollout.test_training_recording import curve, weights
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 COMMON = [
     *("sim=cartpole", "algorithm=ppo", "video.enabled=no", "logger=quiet", "hybrid.num_threads=1", "hybrid.device=cpu"),
     *("algorithm.rollout_steps=16", "algorithm.minibatch_size=32", "algorithm.num_epochs=2", "policy.hidden_sizes=[8]"),

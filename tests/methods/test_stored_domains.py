@@ -24,6 +24,8 @@ from tests.learning.test_sharded_runs import check_moves
 from tests.methods.test_rollout_domains import ARM, POLE, check_equal_runs, check_own_evaluation
 from tests.rollout.test_training_recording import curve
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 COMMON = [
     *("sim=custom", "sim.target=tests.methods.line:Line", "video.enabled=no", "logger=quiet", "hybrid.num_threads=1", "hybrid.device=cpu"),
     *("algorithm.minibatch_size=30", "policy.hidden_sizes=[8]", "policy.distribution=squashed", "stop_at_success=null"),
@@ -226,7 +228,7 @@ def test_what_a_domain_plays_is_kept_for_it(tmp_path: Path, method: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["bc", "rlpd"])
-def test_the_largest_policy_is_divided_over_two_ranks(tmp_path: Path, method: str, forked: None) -> None:
+def test_the_largest_policy_is_divided_over_two_ranks(tmp_path: Path, method: str) -> None:
     words = [word for word in (*METHODS[method], *COMMON, *DOMAINS) if not word.startswith(("total_steps", "hybrid"))]
     words += ["algorithm.cloning.patience=null"] if method == "bc" else []  # a run that ends has its last weights
     check_moves(tmp_path, tuple(words), *((14, 42) if method == "bc" else (48, 96)))

@@ -125,14 +125,6 @@ def test_each_player_is_started_on_its_own(tmp_path: Path, monkeypatch: pytest.M
     assert run(configured(tmp_path / "two", *words, roles("0/gpu:1-2", "0/cpu")), tmp_path / "two")[1] == ["1", "2"]
 
 
-def test_roles_of_one_processor_are_a_run_in_turns_with_its_ranks(tmp_path: Path) -> None:
-    """Which are real, and meet over gloo."""
-    task = [*ROLLOUTS, RANKS, "total_steps=256"]
-    trainer, seen = run(configured(tmp_path / "named", *task, roles("0/cpu", "0/cpu")), tmp_path / "named")
-    assert (seen, len(trainer.method.sharded.host.processes)) == ([], 1)
-    assert_same_run(trained(tmp_path / "here", *task), tmp_path / "named")
-
-
 def test_what_trains_on_the_processor_leaves_the_gpus_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy of pictures would take a GPU that is there: these are made up, and taking one fails."""
     made_up(monkeypatch, 2)
@@ -148,3 +140,12 @@ def test_what_trains_on_the_processor_leaves_the_gpus_alone(tmp_path: Path, monk
 def test_roles_on_two_gpus(tmp_path: Path, generation: str, train: str, device: int) -> None:
     trainer, _ = run(configured(tmp_path / "run", *RUNS["ppo_cnn"], "hybrid.device=cuda", roles(generation, train)), tmp_path / "run")
     assert {part.device.index for part in trainer.policy.parameters()} == {device}
+
+
+@pytest.mark.usefixtures("forked")  # for the rest of the module: the environment of a fork is not what others see of it
+def test_roles_of_one_processor_are_a_run_in_turns_with_its_ranks(tmp_path: Path) -> None:
+    """Which are real, and meet over gloo."""
+    task = [*ROLLOUTS, RANKS, "total_steps=256"]
+    trainer, seen = run(configured(tmp_path / "named", *task, roles("0/cpu", "0/cpu")), tmp_path / "named")
+    assert (seen, len(trainer.method.sharded.host.processes)) == ([], 1)
+    assert_same_run(trained(tmp_path / "here", *task), tmp_path / "named")

@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +23,7 @@ from embodied_rl.hybrid.weight_sync import RayPublisher, ray_tensors
 from embodied_rl.roles.ray_cluster import Need, RayCluster, needs_of, why_never
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
+from tests.forks import run_forked
 from tests.methods.test_domain_options import DOOR as DOOR_SIM
 from tests.methods.test_domain_options import PLAYERS
 from tests.methods.test_multi_domain import COMMON, DOMAINS
@@ -215,8 +214,7 @@ def test_an_address_where_nobody_listens_is_said_at_once(tmp_path: Path) -> None
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         wrong = [f"hybrid.ray.address=127.0.0.1:{free.getsockname()[1]}", f"run_dir={tmp_path / 'run'}"]
-        command = [sys.executable, "-m", "embodied_rl.train", "experiment=cartpole", "hybrid=ray", *wrong]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        done = run_forked("embodied_rl.train", "experiment=cartpole", "hybrid=ray", *wrong, cwd=tmp_path)
     assert done.returncode != 0
     assert "no Ray cluster could be reached there" in done.stderr
     assert "refused" in done.stderr

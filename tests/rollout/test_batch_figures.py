@@ -14,6 +14,8 @@ from embodied_rl.train import train
 from tests.roles.runs import GROUPS, configured, curve
 from tests.rollout.samples import answer
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 
 def test_ages_by_hand() -> None:
     assert age_figures("groups", [0, 2, 2], 3) == {

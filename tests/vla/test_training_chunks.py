@@ -34,6 +34,8 @@ from tests.policies.openvla.test_training import folder as folder
 from tests.rollout.test_training_recording import curve, weights
 from tests.vla.test_runs import GRPO, PPO, QUIET, SIM, TINY
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 FLOW = ("policy=flow", "policy.chunk=3", "policy.hidden_sizes=[16]", "policy.num_steps=2")
 ONE = ("sim.num_slots=1", "total_steps=1")
 """A single iteration, by the weights that the seed gives; each pass has one row, as in the recording that is compared."""
