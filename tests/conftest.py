@@ -83,8 +83,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays to the end: the garbage collector need not look through it again and again."""
-    gc.collect()
+    """What is loaded by now stays to the end: the garbage collector need not look through it, not once."""
     gc.freeze()
 
 

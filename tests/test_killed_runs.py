@@ -30,12 +30,12 @@ COMMON = (
 )
 CARTPOLE = (*COMMON, "sim=cartpole", "policy.hidden_sizes=[16]", "algorithm.minibatch_size=32", "algorithm.lr_schedule=linear")
 PPO = (
-    *(*CARTPOLE, "algorithm.rollout_steps=16", "algorithm.num_epochs=2", "algorithm.normalize_reward=true", "total_steps=2560"),
+    *(*CARTPOLE, "algorithm.rollout_steps=16", "algorithm.num_epochs=2", "algorithm.normalize_reward=true", "total_steps=1600"),
     *("checkpoint.every_steps=192", "evaluation.every_steps=640"),
 )
 GROUPS = (
     *(*CARTPOLE, "algorithm=grpo", "algorithm.groups.group_size=3", "algorithm.groups.groups_per_step=1", "algorithm.kl.coef=0.1"),
-    *("algorithm.kl.target=0.01", "total_steps=1500", "checkpoint.every_steps=200", "evaluation.every_steps=null"),
+    *("algorithm.kl.target=0.01", "total_steps=1000", "checkpoint.every_steps=200", "evaluation.every_steps=null"),
 )
 LANGUAGE = (
     *(*COMMON, "experiment=frozenlake_text", "algorithm.groups.group_size=2", "algorithm.groups.groups_per_step=2"),
@@ -130,7 +130,7 @@ def test_groups(tmp_path: Path, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.ci_sample), 1])
 def test_rollouts_that_go_on_within_their_episodes(tmp_path: Path, seed: int) -> None:
-    overrides = (*PPO, "checkpoint.within_episodes=true", "total_steps=1920")
+    overrides = (*PPO, "checkpoint.within_episodes=true", "total_steps=1280")
     check_killed(tmp_path, overrides, seed=seed, kills=1)
 
 
@@ -159,7 +159,14 @@ def test_a_disk_that_fills_up_ends_the_run_in_one_line(tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=1500k tmpfs {run}"
     if subprocess.run(["unshare", "-Urm", "sh", "-c", mount], capture_output=True, check=False).returncode != 0:
         pytest.skip("file systems cannot be mounted here")
-    overrides = (*PPO, "policy.hidden_sizes=[64,64]", "checkpoint.keep_last=99", "checkpoint.every_steps=64", "evaluation.every_steps=null")
+    overrides = (
+        *PPO,
+        "total_steps=2560",
+        "policy.hidden_sizes=[64,64]",
+        "checkpoint.keep_last=99",
+        "checkpoint.every_steps=64",
+        "evaluation.every_steps=null",
+    )
     words = [sys.executable, "-m", "embodied_rl.train", *last_of(overrides), f"run_dir={run}/it", "resume=auto"]
     command = f'{mount} && {shlex.join(words)}; status=$?; cp -a "{run}/it" "{kept}" && exit $status'
     done = subprocess.run(["unshare", "-Urm", "sh", "-c", command], cwd=root, capture_output=True, text=True, check=False, timeout=START_S)
