@@ -79,6 +79,7 @@ EXAMPLES = (
     ("gpg_advantage", f"{GROUPS} algorithm.loss=gpg", "set algorithm.advantage=gpg, not 'grpo'"),
     ("ipa_advantage", f"{GROUPS} algorithm.loss=ipa algorithm.loss_options.max_mismatch=2", "set algorithm.advantage=ipa, not 'grpo'"),
     ("kl_without_gradient", f"{GROUPS} algorithm.kl={{coef:0.1,kind:k1}}", "set algorithm.kl.kind=k2 or k3, or algorithm.kl.place=reward"),
+    ("anchor_similarity", f"{CARTPOLE} algorithm.anchor_similarity=0.9", "algorithm.advantage='gae' does not use the comparison"),
     ("anchor_similarity", f"{GROUPS} algorithm.anchor_similarity=0.9", "algorithm.advantage='grpo' does not use the comparison"),
     (
         "stale_without_ratio",
@@ -89,6 +90,8 @@ EXAMPLES = (
     ("aggregation_horizon", f"{CARTPOLE} algorithm.aggregation=seq-mean-token-sum-norm", "and horizon=None"),
     ("adapted_from_zero", f"{GROUPS} algorithm.kl.target=0.1", "set algorithm.kl.coef above 0"),
     # divergence
+    ("updates_of_stored", f"{CARTPOLE} algorithm=iql algorithm.correction.mode=clamp", "algorithm=iql has none: leave them out"),
+    ("updates_of_stored", f"{CARTPOLE} algorithm=bc {EXPERT} algorithm.adjust_batch=delete", "algorithm=bc has none: leave them out"),
     ("kl_of_recordings", f"{CARTPOLE} algorithm=iql algorithm.kl.coef=0.1", "its objective already keeps the policy near"),
     # recordings
     ("unbounded_sac", f"{CARTPOLE} algorithm=sac policy.distribution=gaussian", "set policy.distribution=squashed"),

@@ -173,7 +173,7 @@ _WHOLE_EPISODES = (
     ),
     Rule(
         "anchor_similarity",
-        _with_groups(lambda run, groups: run.algorithm.anchor_similarity is not None and "anchors" not in run.advantage.needs),
+        lambda run: run.algorithm.anchor_similarity is not None and (run.groups is None or "anchors" not in run.advantage.needs),
         "algorithm.anchor_similarity={algorithm.anchor_similarity:g} compares observations, and "
         "algorithm.advantage='{algorithm.advantage}' does not use the comparison: leave it out.",
     ),
@@ -192,6 +192,15 @@ _WHOLE_EPISODES = (
 )
 
 _DIVERGENCE = (
+    Rule(
+        "updates_of_stored",
+        lambda run: (
+            not (own := run.algorithm).on_policy
+            and (own.correction.enabled or (own.advantage_clip, own.adjust_batch, own.aggregation) != (None, None, None))
+        ),
+        "algorithm.correction, .advantage_clip, .adjust_batch and .aggregation belong to updates on played advantages, and "
+        "algorithm={algorithm.name} has none: leave them out.",
+    ),
     Rule(
         "kl_of_recordings",
         lambda run: run.algorithm.kl.coef > 0 and not run.algorithm.on_policy,
