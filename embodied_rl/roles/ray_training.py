@@ -54,7 +54,7 @@ class TrainWorker:
             specs: simulator specs of all streams (`RemoteWorker.specs`).
             ranks: `RankWorker` actors of rank 1, 2, …
         """
-        self._publisher = RayPublisher()
+        self._publisher, self._lends = RayPublisher(), config.hybrid.placement.kind == "multiplexed"
 
         def build() -> None:
             threads = config
@@ -63,6 +63,7 @@ class TrainWorker:
             # Playing, and with it the rest of `hybrid`, is elsewhere.
             hybrid = HybridConfig(
                 device=config.hybrid.device,
+                placement=config.hybrid.placement,
                 num_threads=threads.hybrid.num_threads,
                 precision=config.hybrid.precision,
                 sharding=config.hybrid.sharding,
@@ -108,7 +109,10 @@ class TrainWorker:
         def publish() -> list[Any]:
             if self._ranks is not None:
                 self._ranks.write_back()
-            return self._publisher.publish(self.policy.state_dict().items())[0]
+            references, _ = self._publisher.publish(self.policy.state_dict().items())
+            if self._lends:
+                torch.cuda.empty_cache()  # see `HybridEngine.publish`
+            return references
 
         return outcome_of(publish)
 
