@@ -257,7 +257,7 @@ class RayCpusConfig(Config, place="hybrid.ray.cpus"):
 
 @dataclass(frozen=True)
 class RayGpusConfig(Config, place="hybrid.ray.gpus"):
-    """GPUs of each role's actor; roles may share one GPU (0.5)."""
+    """GPUs of each role's actor, which sees no others; roles may share one GPU (0.5)."""
 
     env: Units = 0.0
     """Simulators of each rollout worker."""
