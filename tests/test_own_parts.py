@@ -82,6 +82,23 @@ def test_the_example_advantage_by_hand() -> None:
     assert found.tolist() == [-4.0, 7.0, 0.0, 4.0, -7.0]
 
 
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["algorithm.loss=my_parts.losses:spo"], "algorithm.loss_options"),
+        (["algorithm=grpo", "algorithm.advantage=rloo"], "algorithm.advantage_options"),
+        (["policy=custom", "policy.target=my_parts.policies:Own"], "policy.options"),
+        ([], "sim.kwargs"),
+    ],
+)
+def test_arguments_are_given_one_by_one_or_as_a_mapping(words: list[str], place: str) -> None:
+    single, whole = (
+        load_train_config(["sim=cartpole", "run_dir=run", *words, f"{place}{word}"]) for word in (".epsilon=0.3", "={epsilon: 0.3}")
+    )
+    assert whole == single
+    assert "'epsilon': 0.3" in str(whole.to_dict())
+
+
 def test_own_functions_train_and_are_saved_by_name(tmp_path: Path) -> None:
     words = (
         *("algorithm.loss=my_parts.losses:spo", "algorithm.loss_options.epsilon=0.3"),

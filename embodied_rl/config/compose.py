@@ -193,7 +193,7 @@ def with_sweeper_params(overrides: Sequence[str], sweep: bool) -> list[str]:
 
 
 _OPEN = (
-    *("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options.", "algorithm.loss_options.", "logger.options", "policy.options."),
+    *("sim.kwargs.", "sim.kwargs=", "algorithm.advantage_options", "algorithm.loss_options", "logger.options", "policy.options"),
     *("domains.", "domains=", "generation.mix.", "generation.mix="),
 )
 
