@@ -30,7 +30,10 @@ from tests.short_run import last_of, told
 pytestmark = pytest.mark.usefixtures("forked")
 
 QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.num_workers=1", "sim.num_slots=4", "stop_at_success=null"]
-PENDULUM = ["sim=pendulum", *QUICK, "algorithm.rollout_steps=64", "algorithm.num_epochs=2", "algorithm.minibatch_size=64"]
+PENDULUM = [
+    *("sim=pendulum", "sim.max_episode_steps=50", *QUICK),
+    *("algorithm.rollout_steps=64", "algorithm.num_epochs=2", "algorithm.minibatch_size=64"),
+]
 GROUPS = [
     *("sim=cartpole", "algorithm=grpo", "algorithm.groups.group_size=3", "algorithm.groups.groups_per_step=2"),
     *(*QUICK, "algorithm.num_epochs=2", "algorithm.minibatch_size=64", "policy.hidden_sizes=[16]"),
@@ -367,12 +370,11 @@ def test_more_workers_than_cores_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_run_says_first_what_it_will_do_and_that_its_time_is_too_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands, each a process of its own, which imports what it needs: start-up is what takes too long here."""
+    """Commands, each a process of its own: start-up is what takes too long here."""
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "embodied_rl.train", "experiment=cartpole", "sim.num_workers=1", "sim.num_slots=8", *words]
-        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        few = ("experiment=cartpole", "sim.num_workers=1", "sim.num_slots=8")
+        return run_forked("embodied_rl.train", *few, *words, cwd=tmp_path, env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
 
     options = ("stop_at_success=0.9", "evaluation.num_episodes=4", "max_minutes=10", "video.enabled=no")
     whole = run("run_dir=whole", "total_steps=512", *options)
@@ -388,15 +390,15 @@ def test_a_run_says_first_what_it_will_do_and_that_its_time_is_too_short(tmp_pat
     assert 0 < times["start_s"] < trained_s
 
     remembered.write_text(json.dumps({"start_s": 30.0, "episode_s": 0.5}), encoding="utf-8")
-    short = run("run_dir=short", "max_minutes=0.01", "evaluation.num_episodes=20")
+    short = run("run_dir=short", "max_minutes=0.001", "evaluation.num_episodes=20")
     assert short.returncode == 2, short.stderr
     (line,) = told(short.stderr)
-    # 0.6 seconds are over at the first look at the clock, or when the simulators run, where the machine is that fast.
-    assert line.startswith("error: Nothing was trained: max_minutes=0.01 was over ")
+    # 0.06 seconds are over at the first look at the clock, or when the simulators run, where the machine is that fast.
+    assert line.startswith("error: Nothing was trained: max_minutes=0.001 was over ")
     assert line.endswith("Set a larger max_minutes.")
     # (1.5 * 30 + 20 * 0.5) / 60 = 0.92 minutes, rounded up.
     assert short.stdout.splitlines()[1] == (
-        "max_minutes=0.01 is short: the last such run needed 0:30 to start and 0:10 to evaluate 20 episodes; nothing will be "
+        "max_minutes=0.001 is short: the last such run needed 0:30 to start and 0:10 to evaluate 20 episodes; nothing will be "
         "trained, unless this run is faster. Set max_minutes=1 or more."
     )
     assert not (tmp_path / "short" / "results.json").exists(), "an untrained policy has no success of 0.0%"

@@ -24,6 +24,7 @@ QUICK = ["video.enabled=no", "evaluation.num_episodes=4", "logger=quiet", "sim.n
 ROLLOUTS = [
     *("sim=pendulum", *QUICK, "algorithm.rollout_steps=32", "algorithm.num_epochs=2", "algorithm.minibatch_size=64"),
     *("algorithm.normalize_reward=true", "hybrid.num_threads=1"),
+    "sim.max_episode_steps=40",  # more than a rollout, and evaluations take no longer
 ]
 GROUPS = [
     *("sim=cartpole", "algorithm=grpo", "algorithm.groups.group_size=3", "algorithm.groups.groups_per_step=2", "hybrid.num_threads=1"),

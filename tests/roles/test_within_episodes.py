@@ -24,6 +24,7 @@ GRPO = [*GROUPS, *WITHIN, "total_steps=500", "evaluation.every_steps=250"]
 SAC = [
     *(
         "sim=pendulum",
+        "sim.max_episode_steps=40",
         "algorithm=sac",
         "policy.distribution=squashed",
         *ROLLOUTS[1:6],
