@@ -214,7 +214,7 @@ def test_a_team_plays_while_training_and_nothing_is_older_than_allowed(tmp_path:
         update = method.update
 
         def note(prepared: Any, *, iteration: int, steps: int) -> dict[str, float]:
-            for group in prepared[""][0].batch.groups:
+            for group in prepared[""][""].batch.groups:
                 numbers.append(group.number)
                 ages.add((group.number % 2, group.age(iteration)))
             naps.take({(0, 1), (1, 1)} <= ages)
