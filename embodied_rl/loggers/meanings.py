@@ -65,8 +65,10 @@ MEANINGS = {
     ),
     "train/epochs_done": Meaning("", "Passes over the data of the iteration; fewer than num_epochs if the KL limit stopped them."),
     "train/learning_rate": Meaning("", "Current learning rate of the optimizer.", "train/learning_rate"),
-    "train/weight_mean": Meaning("", "Mean importance weight of samples from older policies; 1 means no difference."),
-    "train/weight_bounded_fraction": Meaning("", "Share of importance weights at their bound."),
+    "train/weight_mean": Meaning(
+        "", "Mean weight of samples: for the policy that acted (1 means no difference), or by advantage (iql, awac)."
+    ),
+    "train/weight_bounded_fraction": Meaning("", "Share of these weights at their bound."),
     "train/chunk_rejected_fraction": Meaning("", "Share of action chunks rejected because the policy has moved too far from them."),
     "train/log_prob_difference": Meaning(
         "", "Mean absolute difference between the generator's and the trainer's log-probabilities; it should be near 0."
@@ -106,8 +108,8 @@ MEANINGS = {
     "groups/in_flight": Meaning("", "Groups with episodes still being played."),
     "groups/": Meaning("", "Counts of groups (episodes from the same initial state) by outcome."),
     "episodes/": Meaning("", "Counts of the run's episodes by outcome."),
-    "agent/turns": Meaning("", "Mean number of answers per episode."),
-    "agent/": Meaning("", "Statistics of the language agent's turns."),
+    "agent/turns": Meaning("", "Number of the iteration's answers."),
+    "agent/": Meaning("", "Statistics of the language agent: shares of its answers, and means per answer or program."),
     "tools/": Meaning("", "Counts of the agent's tool calls and their outcomes."),
     "reward_worker/": Meaning("", "Episodes that the reward worker scored, and their waiting times."),
     "rollout/": Meaning("", "Age of the played steps when they are learned from, in versions of the weights."),
