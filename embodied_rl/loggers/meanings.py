@@ -107,7 +107,6 @@ MEANINGS = {
     "groups/failed": Meaning("", "Groups dropped because a simulator failed."),
     "groups/in_flight": Meaning("", "Groups with episodes still being played."),
     "groups/": Meaning("", "Counts of groups (episodes from the same initial state) by outcome."),
-    "episodes/": Meaning("", "Counts of the run's episodes by outcome."),
     "agent/turns": Meaning("", "Number of the iteration's answers."),
     "agent/": Meaning("", "Statistics of the language agent: shares of its answers, and means per answer or program."),
     "tools/": Meaning("", "Counts of the agent's tool calls and their outcomes."),

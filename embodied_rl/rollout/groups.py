@@ -529,18 +529,6 @@ class GroupQueue:
         """Episode counts over the whole run, including runs it resumed from."""
         return self._episodes
 
-    def metrics(self) -> dict[str, float]:
-        """Counts as flat figures: ``groups/<outcome>``, ``groups/<domain>/<outcome>``, ``episodes/<outcome>``; and the current
-        ``groups/ready``, ``groups/held`` and ``groups/age_max`` (oldest ready group)."""
-        with self._lock:
-            figures = {f"groups/{name}": float(value) for name, value in asdict(self._total).items()}
-            for domain, counts in sorted(self._by_domain.items()):
-                figures |= {f"groups/{domain}/{name}": float(value) for name, value in asdict(counts).items()}
-            figures |= {f"episodes/{name}": float(value) for name, value in asdict(self._episodes).items()}
-            ages = [group.age(self.version) for group in self._ready.values()]
-            lengths = {"ready": len(self._ready), "held": self._num_held, "age_max": max(ages, default=0)}
-            return figures | {f"groups/{name}": float(value) for name, value in lengths.items()}
-
     def lengths(self) -> dict[str, int]:
         """Current numbers of groups: ``ready`` wait for a batch, ``held`` occupy a place (unfinished, ready and training)."""
         with self._lock:

@@ -50,7 +50,7 @@ def test_one_synchronous_step_by_hand() -> None:
     assert [(a.group, a.version) for a in assignments(queue)] == [(2, 1), (2, 1), (3, 1), (3, 1)]
     counts = queue.counts()
     assert (counts.admitted, counts.consumed, counts.in_flight) == (4, 2, 2)
-    assert (queue.metrics()["groups/held"], queue.metrics()["groups/only/consumed"], queue.metrics()["episodes/running"]) == (2, 2, 4)
+    assert (queue.lengths()["held"], queue.domain_counts()["only"].consumed, queue.episode_counts().running) == (2, 2, 4)
 
 
 def test_first_finished_win_and_the_late_are_stopped() -> None:
