@@ -233,7 +233,7 @@ def test_another_format_version_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path)
     document = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**document, "format_version": 99, "package_version": "7.0.0"}))
-    with pytest.raises(IncompatibleCheckpointError, match=r"format version 99 \(written by embodied_rl 7.0.0\).* reads versions 1 to 3"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"format version 99 \(written by embodied_rl 7.0.0\).* reads versions 1 to 4"):
         load_checkpoint(folder)
 
 

@@ -46,10 +46,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-FORMAT_VERSION = 3
-_READ_VERSIONS = (1, 2, 3)
+FORMAT_VERSION = 4
+_READ_VERSIONS = (1, 2, 3, 4)
 """1: every tensor of the policy is in `POLICY_FILE`, as for policies without a model folder. 2: the policy has a model folder. 3: domains
-have their own models, with subfolders there. A checkpoint is written in the first version that can hold it."""
+have their own models, with subfolders there, or the model's value head has one. 4: so has the value head of a domain's own model. A
+checkpoint is written in the first version that can hold it."""
 SHARDED_FOLDER = "sharded"
 """Subfolder of a checkpoint of a run on several ranks (`embodied_rl.learning.sharded_checkpoint`)."""
 PARTS = ".parts-"

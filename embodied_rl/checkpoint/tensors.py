@@ -21,7 +21,8 @@ POLICY_FILE = "policy.safetensors"
 MODEL_FOLDER = "model"
 """Folder of a checkpoint with what the policy is built from, if the configuration does not fully say it."""
 MODEL_FILES = ("model.safetensors", "adapter_model.safetensors", "value_head.safetensors")
-"""Files of a model's folder that may hold tensors: of `MODEL_FOLDER`, or of its subfolder with a domain's own model."""
+"""Files of a model's folder that may hold tensors: of `MODEL_FOLDER`, or of its subfolder with a domain's own model; a value head may have
+a subfolder of either."""
 Exported = Mapping[str, tuple[str, str]]
 """{tensor of the policy's state: (file in the model folder, name in that file)}; tied tensors share a name."""
 
@@ -66,7 +67,7 @@ def read_exported(document: object, path: Path) -> dict[str, tuple[str, str]]:
 
 def _is_model_file(found: object) -> bool:
     *own, file = found.split("/") if isinstance(found, str) else [""]
-    return file in MODEL_FILES and (not own or (len(own) == 1 and own[0].isidentifier()))
+    return file in MODEL_FILES and len(own) <= 2 and all(part.isidentifier() for part in own)
 
 
 def weights_sha256(folder: Path, exported: Exported) -> str:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-MODEL, ADAPTER, VALUE_HEAD = "model.safetensors", "adapter_model.safetensors", "value_head.safetensors"
+MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+VALUE_HEAD = "value_head/value_head.safetensors"
+"""In a folder of its own, because vLLM loads every safetensors file beside the model's; until 2026-11-27 it lay there."""
 _ADAPTER = "default"
 """peft's name of the only adapter."""
 
@@ -194,8 +196,8 @@ def _names_on_disk(base: PreTrainedModel, plain: dict[str, Tensor]) -> dict[str,
 
 def load_value_head(head: nn.Module, folder: Path) -> bool:
     """Fill a value head from a folder; False if the folder has none. Raises UserError if it is damaged or another model's."""
-    path = folder / VALUE_HEAD
-    if not path.is_file():
+    path = next((path for path in (folder / VALUE_HEAD, folder / Path(VALUE_HEAD).name) if path.is_file()), None)
+    if path is None:
         return False
     try:
         head.load_state_dict(load_file(path))
@@ -207,6 +209,7 @@ def load_value_head(head: nn.Module, folder: Path) -> bool:
 def _save_value_head(head: nn.Module | None, folder: Path) -> None:
     if head is not None:
         state = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
+        (folder / VALUE_HEAD).parent.mkdir()
         write_atomic_with(folder / VALUE_HEAD, lambda temporary: save_file(state, temporary))
 
 

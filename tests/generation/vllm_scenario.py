@@ -47,8 +47,8 @@ class Player:
 
     def __init__(self, tied: bool, folder: Path) -> None:
         make_tiny_model(folder, TEXTS, shape=TinyShape(tied=tied, spread=0.15, max_context=CONTEXT))
-        self.policy = build_language_policy(LanguageConfig(str(folder), dtype="float32", lora_rank=0 if tied else 4))
-        options = VLLMOptions(str(folder), max_batch=16, gpu_memory_share=0.25, seed=5)
+        self.policy = build_language_policy(LanguageConfig(str(folder), dtype="float32", lora_rank=0 if tied else 4, value_head="linear"))
+        options = VLLMOptions(str(self.policy.save_model(folder / "saved")), max_batch=16, gpu_memory_share=0.25, seed=5)
         self.backend: Any = VLLMTokens(options)
         engine = self.backend._engine.vllm_config
         assert (engine.cache_config.gpu_memory_utilization, engine.model_config.enforce_eager) == (0.25, True)

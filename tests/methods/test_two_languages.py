@@ -168,8 +168,8 @@ def test_two_adapters_beside_each_other(tmp_path: Path) -> None:
     folder = load_checkpoint(here).path / "model"
     for place in ("", "sums"):
         assert {"adapter_model.safetensors", "model.safetensors"} <= {path.name for path in (folder / place).iterdir()}
-    assert (folder / "sums" / "value_head.safetensors").is_file()
-    assert not (folder / "value_head.safetensors").exists()
+    assert (folder / "sums" / "value_head" / "value_head.safetensors").is_file()
+    assert not (folder / "value_head").exists()
     assert_same_run(here, resumed(tmp_path / "part", sorted((here / "checkpoints").glob("step_*"))[0], *words))
     assert evaluate_checkpoint(domain_part(load_checkpoint(here), "sums"), 2).episodes
 

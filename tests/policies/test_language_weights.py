@@ -142,6 +142,11 @@ def test_saved_model_is_an_ordinary_folder(folder: Path, tmp_path: Path) -> None
         first, second = policy.evaluate(sequences), again.evaluate(sequences)
     torch.testing.assert_close(first.log_prob, second.log_prob, atol=2e-5, rtol=0)
     torch.testing.assert_close(first.value, second.value, atol=2e-5, rtol=0)
+    # vLLM loads every safetensors file beside the model's.
+    assert [path.name for path in saved.glob("*.safetensors")] == ["model.safetensors"]
+    # Where earlier versions wrote it.
+    (saved / "value_head" / "value_head.safetensors").rename(saved / "value_head.safetensors")
+    assert torch.equal(build(saved, value_head="linear").value_head.weight, again.value_head.weight)
     assert again.tokenizer.encode("go left").tolist() == policy.tokenizer.encode("go left").tolist()
     assert again.tokenizer.has_chat_template
     # Saving again over what is there replaces it whole.
