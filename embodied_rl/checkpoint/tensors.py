@@ -67,7 +67,8 @@ def read_exported(document: object, path: Path) -> dict[str, tuple[str, str]]:
 
 def _is_model_file(found: object) -> bool:
     *own, file = found.split("/") if isinstance(found, str) else [""]
-    return file in MODEL_FILES and len(own) <= 2 and all(part.isidentifier() for part in own)
+    depth = len(own) - (own[-1:] == ["value_head"])
+    return file in MODEL_FILES and depth <= 1 and all(part.isidentifier() for part in own)
 
 
 def weights_sha256(folder: Path, exported: Exported) -> str:
