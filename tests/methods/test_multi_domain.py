@@ -85,16 +85,17 @@ def test_players_take_their_share_of_each_domain_that_they_play() -> None:
 def test_rows_of_several_domains_are_one_batch() -> None:
     one = make_group(0, [make_episode([make_turn("a", [3], [4, 5], 1.0)]), make_episode([make_turn("a", [3], [6], 0.0)])])
     other = make_group(1, [make_episode([make_turn("b", [3, 3, 3], [7, 8, 9], 1.0)])])
-    parts = []
-    for group, advantage in ((one, 2.0), (other, -1.0)):
+    parts = {}
+    for name, group, advantage, kl in (("one", one, 2.0, 0.25), ("other", other, -1.0, 1.0)):
         turns = turn_batch([group])
         rows, owner = token_rows([episode for episode in group.episodes if isinstance(episode, AgentEpisode)])
         credit = Credit(torch.full(turns.shape, advantage), turns.mask, torch.zeros(turns.shape), None, turns.success, {})
         tokens = token_batch(rows, owner, credit)
         tokens = replace(tokens, present=tokens.behaviour_log_prob * 2)
-        parts.append(PreparedTurns(tokens, int(turns.mask.sum()), {}))
+        parts[name] = PreparedTurns(tokens, int(turns.mask.sum()), {"kl": kl})
     whole = joined(parts)
     assert whole.num_turns == 3
+    assert whole.metrics == {"kl": 0.5, "one/kl": 0.25, "other/kl": 1.0}, "two turns and one"
     assert whole.tokens.advantage.tolist() == [[0, 2, 2, 0, 0, 0], [0, 2, 0, 0, 0, 0], [0, 0, 0, -1, -1, -1]]
     assert whole.tokens.mask.sum() == 6
     assert whole.tokens.present is not None
