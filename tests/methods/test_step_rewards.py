@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -53,13 +55,20 @@ def shortly(run_dir: Path, *words: str) -> Path:
     return train(load_train_config([*quick, *words, f"run_dir={run_dir}"]))
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Path]:
+    """The run of a method's own words."""
+    return cache(lambda method: shortly(tmp_path_factory.mktemp("plain") / "run", *method))
+
+
 @ALL
-def test_half_of_a_reward_of_one_is_half_of_it_whatever_took_the_rest(method: tuple[str, ...], tmp_path: Path) -> None:
+def test_half_of_a_reward_of_one_is_half_of_it_whatever_took_the_rest(
+    method: tuple[str, ...], tmp_path: Path, plain: Callable[[tuple[str, ...]], Path]
+) -> None:
     """CartPole gives 1 a step: clipped to 0.5, times 0.5 or less a price of 0.5 are the same run, bit for bit."""
     words = ("clip: 0.5", "scale: 0.5", "length_penalty: 0.5")
     runs = [shortly(tmp_path / word[:4], *method, f"algorithm.reward={{{word}}}") for word in words]
-    plain = shortly(tmp_path / "plain", *method)
-    assert curve(runs[0]) == curve(runs[1]) == curve(runs[2]) != curve(plain)
+    assert curve(runs[0]) == curve(runs[1]) == curve(runs[2]) != curve(plain(method))
     for name, tensor in weights(runs[0]).items():
         np.testing.assert_array_equal(tensor, weights(runs[1])[name])
         np.testing.assert_array_equal(tensor, weights(runs[2])[name])
@@ -105,10 +114,12 @@ def test_recorded_rewards_are_divided_by_the_spread_of_recorded_returns(tmp_path
 
 
 @ALL
-def test_rewards_divided_by_the_spread_of_returns_go_on_after_a_resume(method: tuple[str, ...], tmp_path: Path) -> None:
+def test_rewards_divided_by_the_spread_of_returns_go_on_after_a_resume(
+    method: tuple[str, ...], tmp_path: Path, plain: Callable[[tuple[str, ...]], Path]
+) -> None:
     words = (*method, "algorithm.normalize_reward=true", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
     whole = shortly(tmp_path / "whole", *words)
-    assert curve(whole) != curve(shortly(tmp_path / "plain", *method))
+    assert curve(whole) != curve(plain(method))
     first = sorted((whole / "checkpoints").glob("step_*"))[0]
     shutil.copytree(first, tmp_path / "resumed" / "checkpoints" / first.name)
     resumed = shortly(tmp_path / "resumed", *words, "resume=auto")
