@@ -100,12 +100,12 @@ def test_a_recording_of_the_simulator_is_learned_from_in_place_of_the_expert(clo
 
 def test_dagger_answers_where_the_policy_goes(tmp_path: Path) -> None:
     """Two episodes to clone; then the expert's answers. The task is solved, and labels are counted: each is a step that was played."""
-    overrides = [*KEY_DOOR, "algorithm=dagger", "algorithm.recorded.expert_episodes=2", "algorithm.learning_rate=3e-3", "total_steps=1024"]
+    overrides = [*KEY_DOOR, "algorithm=dagger", "algorithm.recorded.expert_episodes=2", "algorithm.learning_rate=3e-3", "total_steps=768"]
     folder = run(tmp_path, "dagger", *overrides, MEASURED)
     curve = rows(folder)
     assert curve[0]["step"] == 0
-    assert curve[-1]["step"] == 1024
-    assert curve[-1]["data/labels"] == curve[-1]["data/recorded_steps"] + 1024
+    assert curve[-1]["step"] == 768
+    assert curve[-1]["data/labels"] == curve[-1]["data/recorded_steps"] + 768
     assert success(folder) >= 0.9
     with open_recording(folder / "demonstrations") as recording:
         assert recording.num_steps == curve[-1]["data/recorded_steps"]
@@ -120,7 +120,7 @@ def test_critics_find_what_is_good_in_bad_data(tmp_path: Path, algorithm: str) -
     """The player drifts to the left, and the goal is on the right: cloning does as it did. A few episodes that began near the goal are
     where rewards come from, and critics carry them to the left."""
     line = ["sim=custom", "sim.target=tests.methods.line:Line", *QUICK, MEASURED, "algorithm.recorded.expert=tests.methods.line:Lazy"]
-    cloned = run(tmp_path, "bc", *line, "algorithm=bc", "algorithm.recorded.expert_episodes=60", "total_steps=200")
+    cloned = run(tmp_path, "bc", *line, "algorithm=bc", "algorithm.recorded.expert_episodes=60", "total_steps=100")
     with open_recording(cloned / "demonstrations") as recording:
         assert 0 < recording.success_once.mean() < 0.1
     assert success(cloned) <= 0.1
@@ -132,7 +132,7 @@ def test_critics_find_what_is_good_in_bad_data(tmp_path: Path, algorithm: str) -
     ]
     offline = run(
         tmp_path,
-        *("offline", *line, f"algorithm={algorithm}", *SMALL, *options, "total_steps=600", "algorithm.learning_rate=3e-3"),
+        *("offline", *line, f"algorithm={algorithm}", *SMALL, *options, "total_steps=400", "algorithm.learning_rate=3e-3"),
         f"recording={cloned / 'demonstrations'}",
     )
     assert success(offline) >= success(cloned) + 0.15
@@ -171,7 +171,7 @@ def test_the_first_update_reads_observations_as_later_ones_do(tmp_path: Path) ->
 
 
 def test_choices_are_cloned(tmp_path: Path) -> None:
-    overrides = ["sim=cartpole", *QUICK, MEASURED, "algorithm=bc", "algorithm.recorded.expert_episodes=8", "total_steps=800"]
+    overrides = ["sim=cartpole", *QUICK, MEASURED, "algorithm=bc", "algorithm.recorded.expert_episodes=8", "total_steps=500"]
     expert = "algorithm.recorded.expert=tests.methods.experts:CartPoleController"
     folder = run(tmp_path, "bc", *overrides, expert, "algorithm.learning_rate=3e-3")
     assert rows(folder)[-1]["train/validation_accuracy"] > 0.95
