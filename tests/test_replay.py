@@ -143,17 +143,20 @@ def test_pictures_for_what_was_recorded_without(key_door: Path, tmp_path: Path) 
     np.testing.assert_array_equal(open_recording(tmp_path / "by_state").episode(0).images["render"], drawn.episode(0).images["render"])
 
 
+HALFCHEETAH = ("sim=halfcheetah", "policy=random", "sim.max_episode_steps=60")
+CARTPOLE = ("sim=cartpole", "policy=random")
+PIXEL_REACH = ("sim=pixel_reach", "sim.kwargs.pixels=false", "policy=random")
+HUMANOID = ("sim=humanoid", "policy=random")
+
+
 @pytest.mark.parametrize(
-    "sim",
+    ("states", "sim"),
     [
-        ("sim=halfcheetah", "policy=random", "sim.max_episode_steps=60"),
-        ("sim=humanoid", "policy=random"),
-        ("sim=cartpole", "policy=random"),
-        ("sim=pixel_reach", "sim.kwargs.pixels=false", "policy=random"),
+        *(("physics", sim) for sim in (HALFCHEETAH, HUMANOID, CARTPOLE, PIXEL_REACH)),
+        *(("snapshots:7", sim) for sim in (HALFCHEETAH, CARTPOLE, PIXEL_REACH)),
     ],
-    ids=lambda words: words[0],
+    ids=lambda given: given if isinstance(given, str) else given[0],
 )
-@pytest.mark.parametrize("states", ["physics", "snapshots:7"])
 def test_mujoco_is_exact_by_action_and_by_state(sim: tuple[str, ...], states: str, tmp_path: Path) -> None:
     recording = open_recording(recorded(tmp_path / "r", *sim, "num_episodes=3", "sim.num_slots=2", f"states={states}"))
     for by in ("action", "state"):
