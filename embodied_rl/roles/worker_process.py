@@ -12,7 +12,7 @@ import select
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -81,6 +81,21 @@ class WorkerProcess:
         return unpack(message["value"], tensors)
 
 
+class LentTensors:
+    """(name, tensor) pairs of a publisher: its own memory until `give_back`, from which a GPU loads at the speed of its link; copies
+    afterwards, if nobody has read them by then."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors, self._were_read = tensors, False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._were_read = True
+        return iter(self._tensors.items())
+
+    def give_back(self) -> None:
+        self._tensors = {} if self._were_read else {name: tensor.clone() for name, tensor in self._tensors.items()}
+
+
 class _LinkInbox(Inbox):
     """Requests from the socket."""
 
@@ -97,12 +112,19 @@ class _LinkInbox(Inbox):
             raise EOFError from error
         arguments = unpack(message["with"], tensors)
         if message["do"] == "load":
-            return "load", self._weights(**arguments), self._answer
+            return "load", *self._load(**arguments)
         return message["do"], arguments, self._answer
 
-    def _weights(self, version: int, path: str) -> dict[str, Any]:
-        with self._announced.hold(version, path) as held:
-            return {"version": version, "tensors": {name: tensor.clone() for name, tensor in held.tensors.items()}.items()}
+    def _load(self, version: int, path: str) -> tuple[dict[str, Any], Callable[[Any, BaseException | None], None]]:
+        hold = contextlib.ExitStack()
+        lent = LentTensors(hold.enter_context(self._announced.hold(version, path)).tensors)
+
+        def answer(value: object, error: BaseException | None) -> None:
+            lent.give_back()
+            hold.close()
+            self._answer(value, error)
+
+        return {"version": version, "tensors": lent}, answer
 
     def _answer(self, value: object, error: BaseException | None) -> None:
         try:

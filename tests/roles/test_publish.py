@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from embodied_rl.hybrid.weight_sync import DeltaSink, DeltaSource
+from embodied_rl.roles.worker_process import LentTensors
 from tests.methods.test_multi_domain import COMMON, DOMAINS
 from tests.roles.runs import GROUPS, TEXTS, assert_same_run, trained
 
@@ -41,6 +42,17 @@ def test_a_sink_has_what_the_source_has() -> None:
         sink.take(5, source.stream(5, weights.items()))
     with pytest.raises(ValueError, match="must begin with its base version, not with 'a'"):
         sink.take(6, weights.items())
+
+
+def test_lent_weights_are_copied_only_if_they_wait() -> None:
+    shared = {"a": torch.arange(3.0)}
+    at_once, waiting = LentTensors(shared), LentTensors(shared)
+    assert next(iter(at_once))[1].data_ptr() == shared["a"].data_ptr()
+    for lent in (at_once, waiting):
+        lent.give_back()
+    shared["a"].zero_()  # the publisher writes the version after next
+    assert [tensor.tolist() for _, tensor in waiting] == [[0.0, 1.0, 2.0]]
+    assert not list(at_once)
 
 
 def test_an_adapter_is_merged_where_it_is_played_and_what_did_not_change_stays(tmp_path: Path) -> None:
