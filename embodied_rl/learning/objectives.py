@@ -272,4 +272,6 @@ class RolloutObjective(ActingObjective[Batch]):
 
     def summary(self, rows: Batch, num_epochs: int, num_minibatches: int) -> dict[str, float]:
         counted = rows.counted()
-        return {"explained_variance": explained_variance(value=counted.value, returns=counted.returns), "epochs_done": float(num_epochs)}
+        there = slice(None) if counted.value_mask is None else counted.value_mask
+        explained = explained_variance(value=counted.value[there], returns=counted.returns[there])
+        return {"explained_variance": explained, "epochs_done": float(num_epochs)}

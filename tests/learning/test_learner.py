@@ -265,6 +265,16 @@ def test_minibatches_of_images_are_computed_side_by_side(changes: dict[str, Any]
         assert found[1][1][name] == pytest.approx(value, abs=1e-4, rel=1e-3), name
 
 
+def test_steps_that_a_chunk_did_not_take_are_not_explained() -> None:
+    """Returns 1, 2, 3 vary by 2/3 and the errors of values 1, 2, 4 by 2/9: 2/3 are explained. The fourth step does not exist."""
+    rows = make_batch(make_policy(), 2).replaced(
+        value=torch.tensor([[1.0, 2.0], [4.0, 9.0]]),
+        returns=torch.tensor([[1.0, 2.0], [3.0, 0.0]]),
+        value_mask=torch.tensor([[True, True], [True, False]]),
+    )
+    assert RolloutObjective(make_policy(), CONFIG).summary(rows, 1, 1)["explained_variance"] == pytest.approx(2 / 3)
+
+
 def test_learning_rate_schedules() -> None:
     linear = replace(CONFIG, lr_schedule="linear", learning_rate=0.1)
     assert [scheduled(linear, i / 4) for i in range(6)] == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0, 0.0])
