@@ -6,6 +6,7 @@ below.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tempfile
@@ -47,7 +48,7 @@ class PI0Context:
     """Shared data of the denoising steps of one decision."""
 
     cache: Cache
-    """Keys and values of the prefix; every step appends to it and is removed again."""
+    """Keys and values of the prefix; a step's are added to what it attends to, and not stored."""
     mask: Tensor
     """[B, P] int64, 0 at padding."""
     state: Tensor
@@ -99,13 +100,12 @@ class PI0Model(VelocityModel[PI0Context]):
         )
         share = (mask / mask.sum(-1, keepdim=True)).to(torch.float32)
         features = torch.einsum("bp,bpf->bf", share, output.last_hidden_state.float())
-        return PI0Context(output.past_key_values, mask, tensors["state"].to(weight.dtype), features)
+        return PI0Context(_fixed(output.past_key_values), mask, tensors["state"].to(weight.dtype), features)
 
     def features(self, context: PI0Context) -> Tensor:
         return context.features
 
     def velocity(self, context: PI0Context, x: Tensor, t: Tensor) -> Tensor:
-        prefix = context.mask.shape[1]
         output = self.pi0(
             state=context.state,
             noise=x.to(context.state.dtype),
@@ -113,8 +113,21 @@ class PI0Model(VelocityModel[PI0Context]):
             attention_mask=context.mask,
             past_key_values=context.cache,
         )
-        context.cache.crop(prefix)
         return output.logits.to(x.dtype)
+
+
+def _fixed(written: Any) -> Cache:
+    """The prefix's cache for denoising steps. Neither it nor `written`, which the prefix's layers refer to, stores anything from here on:
+    layers that are computed again in the backward pass must find what they found the first time."""
+    prefix = [(layer.keys, layer.values) for layer in written.layers]
+
+    def beside(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        return torch.cat([prefix[layer][0], keys], dim=-2), torch.cat([prefix[layer][1], values], dim=-2)
+
+    cache: Any = copy.copy(written)
+    cache.update = beside
+    written.update = lambda keys, values, layer: (keys, values)
+    return cast("Cache", cache)
 
 
 VALUE_HEAD, NOISE_NET, STATISTICS = "value_head.safetensors", "noise_net.safetensors", "flow_statistics.json"

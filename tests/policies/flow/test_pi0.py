@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils.checkpoint import checkpoint
 
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.compose import load_train_config
 from embodied_rl.config import PI0PolicyConfig
 from embodied_rl.errors import UserError
+from embodied_rl.learning.fsdp import blocks_of
 from embodied_rl.loggers.jsonl import read_metrics
 from embodied_rl.policies.build import build_policy
 from embodied_rl.policies.flow.pi0 import Moments, PI0Options, PI0Policy, letterbox, load_pi0_policy
@@ -137,6 +140,22 @@ def test_evaluate_reproduces_what_act_said(folder: Path, method: str) -> None:
     # Everything but what the last layer of the prefix makes beyond its keys and values: that is read by the value alone.
     without = [name for name, p in policy.named_parameters() if p.grad is None or not p.grad.any()]
     assert [name for name in without if "lm_head" not in name and "embed_tokens" not in name and "noise_net" not in name] == []
+
+
+def test_layers_computed_again_have_the_gradients_of_kept_activations(folder: Path) -> None:
+    """As with ``hybrid.sharding.checkpoint_activations``: the prefix's layers, and each denoising step's, which attend to the prefix."""
+    gradients = []
+    for again in (False, True):
+        policy = load(folder, "dppo")
+        for block in blocks_of(policy) if again else ():
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        ready = policy.prepare(observe(2))
+        action = policy.act(ready, torch.randn(2, policy.noise_width, generator=torch.Generator().manual_seed(2))).action
+        evaluation = policy.evaluate(ready, action)
+        (evaluation.log_prob.sum() + evaluation.value.sum()).backward()
+        gradients.append({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
+    assert len(gradients[0]) > 40
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
 
 
 def test_prompts_of_different_length_do_not_disturb_each_other(folder: Path) -> None:
