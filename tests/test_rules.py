@@ -286,6 +286,22 @@ def test_a_run_says_that_its_answers_are_not_drawn_from_what_it_trains() -> None
         resolve(load_train_config(f"{TEXTS} agent.evaluation_temperature=0.5 agent.temperature=0.7".split()))
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (f"{GROUPS} algorithm.value_clip=0.2", "has no critic"),
+        (f"{GROUPS} algorithm.reward.overlong_tokens=9", "a language agent's answers"),
+    ],
+)
+def test_a_run_says_which_options_have_no_effect(words: str, message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
+        resolve(load_train_config(words.split()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for good in (f"{CARTPOLE} algorithm.value_clip=0.2", f"{TEXTS} algorithm.reward.overlong_tokens=9"):
+            resolve(load_train_config(good.split()))
+
+
 def test_names_that_nothing_has_are_refused() -> None:
     for words, message in (
         (f"{GROUPS} algorithm.advantage=grpoo", "Did you mean 'grpo'"),

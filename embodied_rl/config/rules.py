@@ -578,6 +578,20 @@ WARNINGS = (
         "are those of the model's own distribution, so the policy's gradient is biased, and algorithm.correction does not see it. Set "
         "top_p=1, top_k=0 and a temperature above 0 for an unbiased one.",
     ),
+    Rule(
+        "options_of_no_critic",
+        lambda run: (
+            run.algorithm.on_policy
+            and (run.algorithm.value_clip, run.algorithm.value_learning_rate) != (None, None)
+            and not any(task.advantage.returns_value_target for task in run.tasks)
+        ),
+        "algorithm.value_clip and .value_learning_rate have no effect: algorithm.advantage='{algorithm.advantage}' has no critic.",
+    ),
+    Rule(
+        "overlong_actions",
+        lambda run: run.algorithm.reward.overlong_tokens is not None and not any(task.speaks for task in run.tasks),
+        "algorithm.reward.overlong_* have no effect: they are about a language agent's answers.",
+    ),
 )
 """Rules that only warn."""
 
