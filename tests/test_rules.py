@@ -16,6 +16,8 @@ CARTPOLE = "sim=cartpole hybrid.device=cpu"
 GROUPS = f"{CARTPOLE} algorithm=grpo"
 OWN_LOSS = f"{CARTPOLE} algorithm.correction.mode=mask"
 VLA = "sim=pixel_reach policy=tiny_vla hybrid.device=cpu"
+OPENVLA = "sim=pixel_tasks policy=openvla policy.path=. hybrid.device=cpu"
+TENSOR_SHARDS = "hybrid.sharding={num_tensor_shards:2}"
 EXPERT = "algorithm.recorded.expert=a.b:c"
 TEXTS = "sim=frozenlake policy=language algorithm=grpo generation=tokens_torch hybrid.device=cpu"
 PROGRAM = TEXTS.replace("frozenlake", "agent_program")
@@ -130,6 +132,11 @@ EXAMPLES = (
     ("small_head_learning_rate", "algorithm.head_learning_rate=1", "policy.name='actor_critic' has none: set it to null"),
     ("no_model_folder", "sim=pixel_tasks policy=openvla policy.path=nowhere", "policy.path='nowhere' is not a folder"),
     ("no_probabilities", "sim=pixel_tasks policy=openvla_oft policy.path=. policy.head=l1", "set policy.head=discrete"),
+    ("headless_critic", f"{OPENVLA} policy.value_head=false", "algorithm=ppo needs a critic, and policy.value_head=false has none"),
+    ("headless_critic", f"{OPENVLA} policy.value_head=false algorithm=iql {EXPERT}", "algorithm=iql needs a critic"),
+    ("no_tensor_plan", f"{VLA} {TENSOR_SHARDS}", "and policy.name='tiny_vla' has none: set it to 1, and use num_shards"),
+    ("tensor_shards_of_adapters", f"{TEXTS} {TENSOR_SHARDS} policy.lora_rank=2", "policy.lora_rank=2 adds LoRA to all of them"),
+    ("nothing_recorded", f"{CARTPOLE} algorithm=iql {EXPERT} record.share=0.5", "record.share=0.5: algorithm=iql plays no episodes"),
     ("values_of_steps", f"{VLA} policy.value=action", "got policy.value=action and algorithm.advantage=gae."),
     (
         "values_of_steps",

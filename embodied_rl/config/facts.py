@@ -120,6 +120,21 @@ class Run:
             return policy.lora_rank > 0 or policy.adapter is not None
         return isinstance(policy, policies.OpenVLAPolicyConfig) and policy.lora_rank > 0
 
+    @property
+    def adapts_all(self) -> bool:
+        """Whether every linear layer of the policy gets a LoRA adapter."""
+        policy = self.policy
+        if not isinstance(policy, policies.LanguageConfig | policies.OpenVLAPolicyConfig):
+            return False
+        return policy.lora_rank > 0 and "all-linear" in policy.lora_targets
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a robot's method reads values of states."""
+        own = self.algorithm
+        stored = own.off_policy is not None and own.off_policy.update == "iql"
+        return stored or (own.on_policy and self.advantage.returns_value_target)
+
     # ---- placement --------------------------------------------------------------------------------------------------
 
     @property
@@ -133,6 +148,10 @@ class Run:
     @property
     def ranks(self) -> int:
         return 1 if self.hybrid.sharding is None else self.hybrid.sharding.num_ranks
+
+    @property
+    def tensor_shards(self) -> int:
+        return 1 if self.hybrid.sharding is None else self.hybrid.sharding.num_tensor_shards
 
     @cached_property
     def machine(self) -> Cluster:

@@ -391,6 +391,8 @@ class PolicyConfig(PolicyOptions):
         super().__post_init__()
         fits = self.encoder == "mixed" or not self.observation_keys
         require(fits, "policy.observation_keys", f"empty for policy.encoder={self.encoder}, which reads one", self.observation_keys)
+        scaled = self.encoder == "cnn" and self.normalize_observation
+        require(not scaled, "policy.normalize_observation", "false for policy.encoder=cnn: images are always scaled to [-0.5, 0.5]", True)
         for name in ("cnn_kernels", "cnn_strides"):
             sizes = vars(self)[name]
             require(len(sizes) == len(self.cnn_channels), f"policy.{name}", f"as many as policy.cnn_channels {self.cnn_channels}", sizes)

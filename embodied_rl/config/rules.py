@@ -354,6 +354,12 @@ _ROBOTS = (
         "policy.head=l1 gives actions without probabilities, which only cloning and evaluation can use: set policy.head=discrete.",
     ),
     Rule(
+        "headless_critic",
+        lambda run: isinstance(run.policy, policies.OpenVLAPolicyConfig) and not run.policy.value_head and run.needs_critic,
+        "algorithm={algorithm.name} needs a critic, and policy.value_head=false has none: set policy.value_head=true, or choose a method "
+        "without one (grpo, gigpo, rloo, awac, …).",
+    ),
+    Rule(
         "values_of_steps",
         lambda run: run.gives_others and run.values_steps != (run.algorithm.advantage == "gae_action") and run.algorithm.cloning is None,
         "policy.value=action (a value for each step of a chunk) and algorithm.advantage=gae_action need each other: got "
@@ -367,7 +373,22 @@ _ROBOTS = (
     ),
 )
 
-OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_DIVERGENCE, *_OFF_POLICY, *_PROGRAMS, *_LANGUAGE_AGENTS, *_ROBOTS)
+_TENSOR_SHARDS = (
+    Rule(
+        "no_tensor_plan",
+        lambda run: run.tensor_shards > 1 and (run.is_small or isinstance(run.policy, policies.TinyVLAConfig | policies.FlowPolicyConfig)),
+        "hybrid.sharding.num_tensor_shards={run.tensor_shards} divides the layers of a transformers model (language, openvla, openvla_oft, "
+        "pi0), and policy.name='{policy.name}' has none: set it to 1, and use num_shards, which shards the parameters of any module.",
+    ),
+    Rule(
+        "tensor_shards_of_adapters",
+        lambda run: run.tensor_shards > 1 and run.adapts_all,
+        "hybrid.sharding.num_tensor_shards={run.tensor_shards} divides linear layers, and policy.lora_rank={policy.lora_rank} adds LoRA to "
+        "all of them, which only num_shards can shard: set it to 1, or policy.lora_rank=0.",
+    ),
+)
+
+OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_DIVERGENCE, *_OFF_POLICY, *_PROGRAMS, *_LANGUAGE_AGENTS, *_ROBOTS, *_TENSOR_SHARDS)
 """Rules for each domain's own configuration, or for the run's if it has no domains."""
 
 # ---- for the whole run -------------------------------------------------------------------------------------------------
@@ -420,6 +441,14 @@ EVALUATION = (
         lambda run: run.config.evaluation.temperature is not None and not any(task.draws_tokens for task in run.tasks),
         "evaluation.temperature={config.evaluation.temperature:g} applies to action tokens (tiny_vla, openvla, openvla_oft), and "
         "policy.name={policy.name} samples none: set it to null.",
+    ),
+)
+
+_RECORDS = (
+    Rule(
+        "nothing_recorded",
+        lambda run: run.config.record.share > 0 and not run.config.plays,
+        "record.share={config.record.share:g}: algorithm={algorithm.name} plays no episodes. Set record.share=0.",
     ),
 )
 
@@ -547,7 +576,7 @@ _WEIGHTS_SENT = (
 
 OF_RUNS = (*_DOMAINS, *EVALUATION)
 """Rules for the run, checked before its tasks."""
-OF_PLACEMENT = (*_CHECKPOINTS, *_REWARDS, *_STALENESS, *_HERE, *_APART, *_PLAYERS, *_WEIGHTS_SENT)
+OF_PLACEMENT = (*_RECORDS, *_CHECKPOINTS, *_REWARDS, *_STALENESS, *_HERE, *_APART, *_PLAYERS, *_WEIGHTS_SENT)
 """Rules for the run's playing and training, checked after its tasks."""
 
 RULES = (*OF_RUNS, *OF_TASKS, *OF_PLACEMENT)

@@ -21,7 +21,6 @@ from embodied_rl.algorithms.filters import GroupFilter, build_filters
 from embodied_rl.config import GroupsConfig, PlayerConfig, TrainConfig
 from embodied_rl.config.policy import draws_tokens
 from embodied_rl.episodes.recording import RecordingInfo
-from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
 from embodied_rl.generation.tokens import TokenCache
 from embodied_rl.methods.base import Recordable
@@ -334,10 +333,7 @@ def episode_figures(finished: Sequence[tuple[bool, float, int]]) -> dict[str, fl
 
 def start_recorders(config: TrainConfig, recordable: Sequence[Recordable], run_dir: Path, command: str) -> list[TrainingRecorder]:
     """Record a share of the training episodes in ``<run_dir>/episodes``, or in each collector's folder there.
-    Raises UserError: no episodes are played; RecordingError: see `TrainingRecorder`."""
-    if not recordable:
-        raise UserError(f"record.share={config.record.share:g}: algorithm={config.algorithm.name} plays no episodes. Set record.share=0.")
-
+    Raises RecordingError: see `TrainingRecorder`."""
     who = {"kind": "training", "algorithm": config.algorithm.name, "seed": config.seed}
     recorders = []
     for one in recordable:

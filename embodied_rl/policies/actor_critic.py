@@ -223,11 +223,6 @@ def _check_one_key(config: PolicyConfig, spec: SimSpec) -> None:
             f"policy.encoder='mlp' reads vectors, but observation '{key}' of task '{spec.task}' is {part.dtype} {list(part.shape)}. "
             f"Use policy.encoder=cnn for images, or a vector: {_keys(spec, 1)}."
         )
-    if config.encoder == "cnn" and config.normalize_observation:
-        raise UserError(
-            "policy.normalize_observation=true is for vectors; images are always scaled to [-0.5, 0.5]. "
-            "Set policy.normalize_observation=false."
-        )
 
 
 def make_mlp(size: int, hidden_sizes: tuple[int, ...], num_outputs: int, activation: str, output_gain: float) -> nn.Sequential:

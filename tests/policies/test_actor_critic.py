@@ -169,7 +169,7 @@ def test_weights_do_not_depend_on_the_number_of_threads() -> None:
         ({"observation_key": "top", "encoder": "cnn"}, spec(BOTH), "Type: policy.observation_key=rgb"),
         ({"encoder": "cnn"}, spec(IMAGE), "or an image: rgb"),
         ({"observation_key": "rgb"}, spec(IMAGE), "or a vector: state"),
-        ({"observation_key": "rgb", "encoder": "cnn", "normalize_observation": True}, spec(IMAGE), "normalize_observation=false"),
+        ({"observation_key": "rgb", "encoder": "cnn", "normalize_observation": True}, spec(IMAGE), "must be false for policy.encoder=cnn"),
         (
             {"encoder": "mixed", "observation_keys": ("goall",)},
             spec(BOTH),
