@@ -373,12 +373,24 @@ _ROBOTS = (
     ),
 )
 
-_TENSOR_SHARDS = (
+_RANKS = (
     Rule(
         "no_tensor_plan",
         lambda run: run.tensor_shards > 1 and (run.is_small or isinstance(run.policy, policies.TinyVLAConfig | policies.FlowPolicyConfig)),
         "hybrid.sharding.num_tensor_shards={run.tensor_shards} divides the layers of a transformers model (language, openvla, openvla_oft, "
         "pi0), and policy.name='{policy.name}' has none: set it to 1, and use num_shards, which shards the parameters of any module.",
+    ),
+    Rule(
+        # OpenVLA samples actions with its layers' weights, past the modules that FSDP gathers them for.
+        "sampling_on_ranks",
+        lambda run: (
+            run.hybrid.sharding is not None
+            and isinstance(run.policy, policies.OpenVLAPolicyConfig)
+            and (options := run.algorithm.off_policy) is not None
+            and options.update != "iql"
+        ),
+        "algorithm={algorithm.name} samples actions in its updates, which policy.name='{policy.name}' cannot do on the ranks of "
+        "hybrid.sharding: set hybrid.sharding=null (hybrid=collocated), or choose algorithm=iql.",
     ),
     Rule(
         "tensor_shards_of_adapters",
@@ -388,7 +400,7 @@ _TENSOR_SHARDS = (
     ),
 )
 
-OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_DIVERGENCE, *_OFF_POLICY, *_PROGRAMS, *_LANGUAGE_AGENTS, *_ROBOTS, *_TENSOR_SHARDS)
+OF_TASKS = (*_FIXED_ROLLOUTS, *_WHOLE_EPISODES, *_DIVERGENCE, *_OFF_POLICY, *_PROGRAMS, *_LANGUAGE_AGENTS, *_ROBOTS, *_RANKS)
 """Rules for each domain's own configuration, or for the run's if it has no domains."""
 
 # ---- for the whole run -------------------------------------------------------------------------------------------------
