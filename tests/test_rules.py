@@ -135,7 +135,6 @@ EXAMPLES = (
     ("headless_critic", f"{OPENVLA} policy.value_head=false", "algorithm=ppo needs a critic, and policy.value_head=false has none"),
     ("headless_critic", f"{OPENVLA} policy.value_head=false algorithm=iql {EXPERT}", "algorithm=iql needs a critic"),
     ("no_tensor_plan", f"{VLA} {TENSOR_SHARDS}", "and policy.name='tiny_vla' has none: set it to 1, and use num_shards"),
-    ("sampling_on_ranks", f"{OPENVLA} hybrid.sharding={{num_shards:2}} algorithm=awac {EXPERT}", "algorithm=awac samples actions in its"),
     ("tensor_shards_of_adapters", f"{TEXTS} {TENSOR_SHARDS} policy.lora_rank=2", "policy.lora_rank=2 adds LoRA to all of them"),
     ("nothing_recorded", f"{CARTPOLE} algorithm=iql {EXPERT} record.share=0.5", "record.share=0.5: algorithm=iql plays no episodes"),
     ("values_of_steps", f"{VLA} policy.value=action", "got policy.value=action and algorithm.advantage=gae."),

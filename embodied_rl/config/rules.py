@@ -381,18 +381,6 @@ _RANKS = (
         "pi0), and policy.name='{policy.name}' has none: set it to 1, and use num_shards, which shards the parameters of any module.",
     ),
     Rule(
-        # OpenVLA samples actions with its layers' weights, past the modules that FSDP gathers them for.
-        "sampling_on_ranks",
-        lambda run: (
-            run.hybrid.sharding is not None
-            and isinstance(run.policy, policies.OpenVLAPolicyConfig)
-            and (options := run.algorithm.off_policy) is not None
-            and options.update != "iql"
-        ),
-        "algorithm={algorithm.name} samples actions in its updates, which policy.name='{policy.name}' cannot do on the ranks of "
-        "hybrid.sharding: set hybrid.sharding=null (hybrid=collocated), or choose algorithm=iql.",
-    ),
-    Rule(
         "tensor_shards_of_adapters",
         lambda run: run.tensor_shards > 1 and run.adapts_all,
         "hybrid.sharding.num_tensor_shards={run.tensor_shards} divides linear layers, and policy.lora_rank={policy.lora_rank} adds LoRA to "

@@ -12,7 +12,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 MESH = ("replicate", "shard", "tensor")
 FORWARD_METHODS = ("evaluate", "value", "act", "features", "cloning_loss", "gathered")
 """Policy methods that compute with its parameters; FSDP gathers the parameters before the call and frees them after."""
+
+WHOLE_METHODS = ("sampled",)
+"""Policy methods that read parameters past their modules: all blocks are gathered for the call."""
 
 
 def is_cut(tensor: Tensor) -> TypeIs[DTensor]:
@@ -108,7 +111,20 @@ def shard(module: AnyModule, mesh: DeviceMesh, config: ShardingConfig) -> AnyMod
     for name in FORWARD_METHODS:
         if name in dir(module):
             register_fsdp_forward_method(module, name)
+    for owner, name in ((owner, name) for owner in module.modules() for name in WHOLE_METHODS if name in dir(owner)):
+        setattr(owner, name, functools.partial(_with_blocks, owner, getattr(owner, name)))
     return module
+
+
+def _with_blocks(module: nn.Module, compute: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+    blocks = [part for child in module.children() for part in sharded_parts(child)]
+    for block in blocks:
+        block.unshard()
+    try:
+        return compute(*arguments, **options)
+    finally:
+        for block in blocks:
+            block.reshard()
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:

@@ -350,8 +350,9 @@ class VLAPolicy(Policy):
 
         An action's gradient is that of the tokens' mean (straight-through; Bengio et al. 2013, arXiv:1308.3432).
         """
-        tokens = self.act(observation, noise).action
         tensors, padded = self._inputs(observation)
+        self._check_noise(noise, len(cast(Tensor, tensors["input_ids"])))
+        tokens = self.sampled(tensors | {"noise": noise}, padded=padded) + self.model.tokens.first_token
         coder, (logits, _) = self.model.tokens, self._scores(tensors, tokens, padded=padded)
         distribution = TokenDistribution.from_logits(logits, self.temperature)
         every = np.arange(coder.first_token, coder.vocab_size)[:, None].repeat(self.num_units, 1)
@@ -359,6 +360,11 @@ class VLAPolicy(Policy):
         mean = torch.einsum("blv,vl->bl", distribution.log_probs.exp(), centers)
         chosen = centers.gather(0, coder.choices(tokens))
         return chosen + mean - mean.detach(), -distribution.entropy - math.log(2.0 / (coder.num_bins - 1))
+
+    @torch.no_grad()
+    def sampled(self, tensors: Mapping[str, Tensor | None], *, padded: bool) -> Tensor:
+        """Choices [B, L] as in `act`, from prepared tensors and without a CUDA graph: an update's weights may lie elsewhere each time."""
+        return self._decision(padded=padded, temperature=self.temperature, **tensors).choices
 
     # ---- files ----------------------------------------------------------------------------------------------------------
 

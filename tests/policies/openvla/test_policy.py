@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from collections.abc import Callable
 from copy import deepcopy as copy_of
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save_file
 from torch import Tensor
+from torch import distributed as dist
 
+from embodied_rl.config import ShardingConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_backend import HostActors, ModuleActor
+from embodied_rl.learning import fsdp
 from embodied_rl.policies.openvla.oft import OFTConfig
 from embodied_rl.policies.openvla.policy import VALUE_HEAD, OFTPolicy, OpenVLAPolicy, VLAOptions, VLAPolicy, load_vla_policy
 from embodied_rl.policies.openvla.vision import ValueHead
@@ -134,6 +138,37 @@ def test_critics_read_the_last_prompt_token_and_actions_within_the_bounds(
     head = policy.model.language_model.lm_head.weight
     (found,) = torch.autograd.grad(drawn.sum(), head, retain_graph=True)
     assert found.abs().sum() > 0
+
+
+class _Networks(torch.nn.Module):
+    def __init__(self, policy: VLAPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def gathered(self, compute: Callable[[], Any]) -> Any:
+        """As `ActorWithCritics.gathered`."""
+        return compute()
+
+
+@pytest.mark.parametrize("kind", ["one", "chunked"])
+def test_a_rank_draws_what_the_whole_policy_draws(kind: str, observation: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    """Sampling reads the layers' weights past their modules, for which FSDP gathers them."""
+    policy: VLAPolicy = request.getfixturevalue(kind)
+    ready, noise = policy.prepare(observation), noise_of(policy)
+    wanted = policy.drawn(ready, policy.features(ready), noise)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = ShardingConfig(num_shards=1)
+        networks = fsdp.shard(_Networks(copy_of(policy)), fsdp.make_mesh(config, "cpu"), config)
+        found = networks.gathered(lambda: networks.policy.drawn(ready, networks.policy.features(ready), noise))
+        found[0].sum().backward()
+        head = networks.policy.model.language_model.lm_head.weight.grad
+        assert head is not None
+        assert fsdp.whole(head).abs().sum() > 0
+    finally:
+        dist.destroy_process_group()
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
 
 
 def test_greedy_actions_are_the_originals(checkpoint: Path, io: dict[str, Tensor], meta: dict[str, Any]) -> None:
