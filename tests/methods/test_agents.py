@@ -24,8 +24,9 @@ from embodied_rl.config import AlgorithmConfig, GroupsConfig, HybridConfig, KlCo
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.learning.episode_objectives import TokenObjective
-from embodied_rl.learning.learner import make_learner
+from embodied_rl.learning.learner import Learner, make_learner
 from embodied_rl.methods.agents import of_turns, prepare_turns, token_batch, token_rows, turn_batch
+from embodied_rl.policies.language import LanguagePolicy
 from embodied_rl.policies.packing import TokenSequence
 from embodied_rl.train import train
 from embodied_rl.types import EpisodeGroup
@@ -131,15 +132,21 @@ def test_a_divergence_in_the_reward_is_the_sum_of_the_tokens_estimates(tmp_path:
     assert found.metrics["kl"] == pytest.approx(float(penalty.mean()) / 0.1, rel=1e-5)
 
 
-def test_a_critic_values_what_each_turn_answers_at_the_turns_first_token(tmp_path: Path) -> None:
-    """By hand: with λ = 1 an advantage is the discounted return less the value, and the critic's target the return."""
-    policy = tiny_policy(tmp_path, value_head="linear")
+def with_critic(folder: Path) -> tuple[LanguagePolicy, AlgorithmConfig, Learner]:
+    """With a value head of random weights, and half of the reward left a turn earlier."""
+    policy = tiny_policy(folder, value_head="linear")
     assert policy.value_head is not None
     with torch.no_grad():
         for parameter in policy.value_head.parameters():
             parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     config = AlgorithmConfig(groups=GroupsConfig(), advantage="gae", gamma=0.5, gae_lambda=1.0, normalize_advantage="none")
-    learner = make_learner(TokenObjective(policy, config), policy, config, HybridConfig(device="cpu", num_threads=1))
+    return policy, config, make_learner(TokenObjective(policy, config), policy, config, HybridConfig(device="cpu", num_threads=1))
+
+
+def test_a_critic_values_what_each_turn_answers_at_the_turns_first_token(tmp_path: Path) -> None:
+    """By hand: with λ = 1 an advantage is the discounted return less the value, and the critic's target the return."""
+    policy, config, learner = with_critic(tmp_path)
+    assert policy.value_head is not None
     conversation = make_episode([make_turn("a", [4, 5], [6, 7], 0.0), make_turn("b", [4, 5, 6, 7, 8], [9, 2], 1.0)], seed=5)
     group = make_group(0, [conversation, episode(0.25, seed=5)])
     tokens = prepare_turns(EpisodeMethod(config), learner, [group], trust_sampled=True).tokens
@@ -164,13 +171,8 @@ def test_a_critic_values_what_each_turn_answers_at_the_turns_first_token(tmp_pat
 
 def test_a_conversation_that_was_cut_off_is_followed_by_the_value_of_its_next_prompt(tmp_path: Path) -> None:
     """The critic's target is 0.25 + 0.5 · V(next prompt); of a prompt that did not fit, and of a finished conversation, 0.25."""
-    policy = tiny_policy(tmp_path, value_head="linear")
+    policy, config, learner = with_critic(tmp_path)
     assert policy.value_head is not None
-    with torch.no_grad():
-        for parameter in policy.value_head.parameters():
-            parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    config = AlgorithmConfig(groups=GroupsConfig(), advantage="gae", gamma=0.5, gae_lambda=1.0, normalize_advantage="none")
-    learner = make_learner(TokenObjective(policy, config), policy, config, HybridConfig(device="cpu", num_threads=1))
     whole, prompt = episode(0.25, seed=5), np.array([4, 5, 6, 7, 8, 9, 3, 2, 5], np.int64)
     cut = replace(whole, terminated=False, truncated=True)
     group = make_group(0, [cut, replace(cut, next_prompt=(prompt, ())), whole])
