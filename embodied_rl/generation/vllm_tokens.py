@@ -63,20 +63,34 @@ def scannable_modules() -> Iterator[None]:
         looking.sys = sys
 
 
-@contextmanager
-def own_process_group() -> Iterator[None]:
-    """Context in which an engine starts and ends. vLLM makes torch's default process group for the one process of its engine, and sends
-    nothing through it; ranks that train in this process (`hybrid.sharding`) need a default group of their own, and ranks in other processes
-    know its groups by their numbers."""
-    world = distributed_c10d._world
-    before, count = dist.group.WORLD, world.group_count
-    distributed_c10d._update_default_pg(None)
-    world.group_count += _OTHER_GROUPS
-    try:
-        yield
-    finally:
-        distributed_c10d._update_default_pg(before)
-        world.group_count = count
+class _Groups:
+    """The process groups of this process's engines, beside those of ranks that train in it.
+
+    vLLM makes torch's default process group for the one process of its engines, and sends nothing through it. Ranks (`hybrid.sharding`)
+    need a default group of their own, and ranks in other processes know its groups by their numbers.
+    """
+
+    def __init__(self) -> None:
+        self._default: dist.ProcessGroup | None = None
+        self._count = 1000
+        """Number of the engines' next group: more than other groups of a process are numbered."""
+
+    @contextmanager
+    def present(self, *, default: bool) -> Iterator[None]:
+        """Context in which an engine starts, with the engines' default group, or ends, without one: vLLM would destroy all groups."""
+        world = distributed_c10d._world
+        before, count = dist.group.WORLD, world.group_count
+        distributed_c10d._update_default_pg(self._default if default and self._default in world.pg_map else None)
+        world.group_count = self._count
+        try:
+            yield
+        finally:
+            self._default, self._count = dist.group.WORLD or self._default, world.group_count
+            distributed_c10d._update_default_pg(before)
+            world.group_count = count
+
+
+_groups = _Groups()
 
 
 class Sleeper:
@@ -223,8 +237,6 @@ SAMPLING_COLUMN = -1
 """Key in the worker's answers, in place of a token id, for the log-probability under the sampling distribution."""
 MAX_TOP_LOGPROBS = 20
 _MAX_TEMPERATURE = 2.0
-_OTHER_GROUPS = 1000
-"""Number of the engine's first process group: more than other groups of a process are numbered."""
 _CPU_CACHE_GIB = "1"
 """Size of the key-value cache on a CPU."""
 _REASONS: dict[str, tokens.FinishReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
@@ -306,7 +318,7 @@ def _started(options: VLLMOptions, arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     try:
-        with scannable_modules(), own_process_group():
+        with scannable_modules(), _groups.present(default=True):
             return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except (ValueError, RuntimeError, OSError, ImportError, AssertionError) as error:  # AssertionError: a GPU's second engine here
         raise UserError(f"vLLM cannot serve '{options.model}': {first_line(error)}") from error
@@ -314,7 +326,7 @@ def _started(options: VLLMOptions, arguments: dict[str, Any]) -> Any:
 
 def _shut_down(engine: Any) -> None:
     # A ValueError: ranks that have left took all groups of this process with them, the engine's too.
-    with own_process_group(), suppress(ValueError):
+    with _groups.present(default=False), suppress(ValueError):
         engine.engine_core.shutdown()
 
 
