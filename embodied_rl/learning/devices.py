@@ -56,7 +56,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
     """Make a GPU add gradients in the same order in every run, so that the same seed gives the same weights, as on a CPU.
 
     Otherwise the gradients of convolutions and of attention are sums in the order in which blocks finish. Operations that have no fixed
-    order in torch stay as they are: cuDNN's attention is not used here.
+    order in torch stay as they are; cuDNN's attention, one of them, is not used here.
     """
     if device.type != "cuda":
         yield

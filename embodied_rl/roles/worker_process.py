@@ -83,7 +83,7 @@ class WorkerProcess:
 
 class LentTensors:
     """(name, tensor) pairs of a publisher: its own memory until `give_back`, from which a GPU loads at the speed of its link; copies
-    afterwards, if nobody has read them by then."""
+    afterwards, unless they were read before."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors, self._were_read = tensors, False
