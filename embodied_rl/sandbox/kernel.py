@@ -29,16 +29,16 @@ _COMMON = {
     "process_mrelease": 448, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466,
 }  # fmt: skip
 _X86_64 = {
-    "ioctl": 16, "shmget": 29, "socket": 41, "clone": 56, "kill": 62, "semget": 64, "msgget": 68, "chmod": 90, "fchmod": 91, "chown": 92,
-    "fchown": 93, "lchown": 94, "ptrace": 101, "syslog": 103, "capset": 126, "rt_sigqueueinfo": 129, "utime": 132, "setpriority": 141,
-    "sched_setparam": 142, "sched_setscheduler": 144, "pivot_root": 155, "chroot": 161, "acct": 163, "mount": 165, "umount2": 166,
-    "swapon": 167, "swapoff": 168, "reboot": 169, "init_module": 175, "delete_module": 176, "quotactl": 179, "setxattr": 188,
-    "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "tkill": 200,
+    "ioctl": 16, "shmget": 29, "socket": 41, "sendto": 44, "sendmsg": 46, "clone": 56, "kill": 62, "semget": 64, "msgget": 68, "chmod": 90,
+    "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "ptrace": 101, "syslog": 103, "capset": 126, "rt_sigqueueinfo": 129,
+    "utime": 132, "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144, "pivot_root": 155, "chroot": 161, "acct": 163,
+    "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169, "init_module": 175, "delete_module": 176, "quotactl": 179,
+    "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "tkill": 200,
     "sched_setaffinity": 203, "tgkill": 234, "utimes": 235, "mq_open": 240, "kexec_load": 246, "add_key": 248, "request_key": 249,
     "keyctl": 250, "ioprio_set": 251, "migrate_pages": 256, "fchownat": 260, "futimesat": 261, "fchmodat": 268, "unshare": 272,
     "move_pages": 279, "utimensat": 280, "rt_tgsigqueueinfo": 297, "perf_event_open": 298, "prlimit64": 302, "name_to_handle_at": 303,
-    "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313,
-    "sched_setattr": 314, "seccomp": 317, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+    "open_by_handle_at": 304, "sendmmsg": 307, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312,
+    "finit_module": 313, "sched_setattr": 314, "seccomp": 317, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
 }  # fmt: skip
 _AARCH64 = {
     "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "ioctl": 29, "ioprio_set": 30,
@@ -46,10 +46,10 @@ _AARCH64 = {
     "utimensat": 88, "acct": 89, "capset": 91, "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106, "syslog": 116,
     "ptrace": 117, "sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131,
     "rt_sigqueueinfo": 138, "setpriority": 140, "reboot": 142, "mq_open": 180, "msgget": 186, "semget": 190, "shmget": 194, "socket": 198,
-    "add_key": 217, "request_key": 218, "keyctl": 219, "clone": 220, "swapon": 224, "swapoff": 225, "migrate_pages": 238, "move_pages": 239,
-    "rt_tgsigqueueinfo": 240, "perf_event_open": 241, "prlimit64": 261, "name_to_handle_at": 264, "open_by_handle_at": 265, "setns": 268,
-    "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "sched_setattr": 274, "seccomp": 277, "bpf": 280,
-    "userfaultfd": 282, "kexec_file_load": 294,
+    "sendto": 206, "sendmsg": 211, "add_key": 217, "request_key": 218, "keyctl": 219, "clone": 220, "swapon": 224, "swapoff": 225,
+    "migrate_pages": 238, "move_pages": 239, "rt_tgsigqueueinfo": 240, "perf_event_open": 241, "prlimit64": 261, "name_to_handle_at": 264,
+    "open_by_handle_at": 265, "setns": 268, "sendmmsg": 269, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272,
+    "finit_module": 273, "sched_setattr": 274, "seccomp": 277, "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
 }  # fmt: skip
 CALLS = {**_COMMON, **(_X86_64 if ARCH == X86_64 else _AARCH64 if ARCH == AARCH64 else {})}
 """{name: number} on this machine."""

@@ -8,7 +8,7 @@ from embodied_rl.sandbox import kernel
 from embodied_rl.sandbox.kernel import CALLS
 
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
-_SOCK_STREAM = 1
+_SOCK_STREAM, _IPPROTO_TCP, _MSG_FASTOPEN = 1, 6, 0x20000000
 
 _DENIED = [
     "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
@@ -55,7 +55,9 @@ def _sockets(families: tuple[int, ...], streams_only: bool) -> list[Instruction]
     for family in families:
         inside: list[Instruction] = [(_RETURN, 0, 0, _ALLOW)]
         if streams_only and family in (AF_INET, AF_INET6):
-            inside = [_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _SOCK_STREAM), _refuse(_EACCES), (_RETURN, 0, 0, _ALLOW)]
+            # Landlock checks ports of TCP itself only: not of MPTCP, say, which has streams too.
+            protocol = [_argument(2), (_EQUAL, 2, 0, 0), (_EQUAL, 1, 0, _IPPROTO_TCP), _refuse(_EACCES)]
+            inside = [_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _SOCK_STREAM), _refuse(_EACCES), *protocol, *inside]
         body += [(_EQUAL, 0, len(inside), family), *inside]
     return [*body, _refuse(_EACCES)]
 
@@ -81,6 +83,9 @@ def rules(*, families: tuple[int, ...], streams_only: bool, our_view: bool, sign
     typing = [_argument(1), (_EQUAL, 1, 0, 0x5412), (_EQUAL, 0, 1, 0x541C), _refuse(_EPERM), (_RETURN, 0, 0, _ALLOW)]
     found += _when("ioctl", typing)
     found += _when("socket", _sockets(families, streams_only))
+    if streams_only:  # sending with this flag connects too, and Landlock does not see it
+        for name, index in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)):
+            found += _when(name, [_argument(index), (_ANY_BIT, 0, 1, _MSG_FASTOPEN), _refuse(_EACCES), (_RETURN, 0, 0, _ALLOW)])
     for name, index in _OWN_PROCESS_ONLY.items() if our_view else ():
         found += _when(name, [_argument(index), (_EQUAL, 1, 0, 0), _refuse(_EPERM), (_RETURN, 0, 0, _ALLOW)])
     return [*found, (_RETURN, 0, 0, _ALLOW)]

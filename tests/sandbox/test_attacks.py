@@ -95,6 +95,18 @@ def test_processor_time_of_children_that_nobody_waits_for_counts(level: Level) -
     assert cgroup.works(), "it was removed: there is room for another of this process"
 
 
+def test_limits_count_while_children_end_all_the_time() -> None:
+    """Each orphan that ends sends the supervisor a signal: here there always is one."""
+    code = (
+        "import os, signal, subprocess, types\nfrom embodied_rl.sandbox import supervisor\n"
+        "signal.sigtimedwait = lambda signals, timeout: types.SimpleNamespace(si_signo=signal.SIGCHLD)\n"
+        "child = subprocess.Popen(['sleep', '600'])\nspec = {'timeout_s': 10.0, 'parent': os.getppid(), 'processes': 0}\n"
+        "print(supervisor.watch(supervisor.Tree(child.pid, hulls=0), child.pid, spec))\nchild.kill()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
+    assert done.stdout == "('it ran 1 processes and threads at a time (limit: 0)', None)\n"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
 @pytest.mark.parametrize("which", ["reached", pytest.param("all", marks=pytest.mark.slow)])
 def test_it_holds_for_an_ordinary_user_too(which: str) -> None:
@@ -166,6 +178,14 @@ def test_one_port_and_no_other(level: Level, victim: Victim) -> None:
         assert "PermissionError" in run_boxed(f"{victim.names()}\n{second}\n{REACHED['connect']}", box).output
         datagram = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))"
         assert "PermissionError" in run_boxed(f"{victim.names()}\n{datagram}", box).output
+        # Landlock sees neither of these; the first is refused before the kernel says whether it has MPTCP.
+        for way in (
+            "socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)",
+            "socket.socket().sendto(b'x', 0x20000000, ('127.0.0.1', PORT))",
+        ):
+            assert "PermissionError" in run_boxed(f"{victim.names()}\n{second}\nimport socket\n{way}", box).output, way
+        sends = "import socket\none = socket.create_connection(('127.0.0.1', PORT))\none.sendmsg([b'x']); one.sendall(b'y')"
+        assert run_boxed(f"{victim.names()}\n{sends}\n{DONE}", box).output == "done\n"
 
 
 @pytest.mark.parametrize("level", LEVELS)
