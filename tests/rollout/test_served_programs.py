@@ -87,15 +87,16 @@ def test_a_crash_costs_its_episode_alone(tmp_path: Path) -> None:
         "    if seed == 3: sys.exit(0)\n"
         "    if seed == 4: return {'error': 'KeyError: 4'}\n"
         "    if seed == 5: open('HANGS', 'w').close(); time.sleep(600)\n"
-        "    if seed == 6: return {'done': True}\n"
+        "    if seed == 6: print('[' * 200_000); return {'done': True}\n"
         "    if seed == 8: import subprocess; subprocess.Popen(['sleep', '600']); os._exit(4)  # a child holds the output open\n"
         "    if seed == 7: return {'done': True, 'reward': 'much'}\n"
+        "    if seed == 11: return {'done': True, 'reward': 10**400}\n"
         "    return {'done': True, 'reward': ME}\n"
         "serve(play)\n"
     )
     hangs = tmp_path / "hangs"
     with running(says(words, "red"), words, served(lasting(tmp_path, body.replace("HANGS", str(hangs))))) as runner:
-        found = {played.seed: played for played in play(runner, *range(1, 11), hangs=hangs)}
+        found = {played.seed: played for played in play(runner, *range(1, 12), hangs=hangs)}
         pool = runner._pool
         assert pool is not None
         assert pool.num_started == 5  # the first; and after seeds 2, 3, 5 and 8
@@ -107,6 +108,7 @@ def test_a_crash_costs_its_episode_alone(tmp_path: Path) -> None:
     assert "so it ends" in fault(found[2]).detail
     assert "KeyError: 4" in str(found[4].outcome)
     assert "not a finite number: 'much'" in str(found[7].outcome)
+    assert "not a finite number: 1000" in str(found[11].outcome)
     assert found[1].reward > 1
     assert found[9].reward == found[10].reward != found[1].reward
     assert all(found[seed].reward == 0.0 for seed in range(2, 9))

@@ -32,13 +32,14 @@ _UNITS = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\{([^{}]*)\}")
 
 def boxed(text: str) -> str | None:
     r"""Contents of the last ``\boxed{…}``, inner braces included; None: no closed one."""
-    for start in reversed([found.end() for found in re.finditer(r"\\(?:f?boxed)\s*\{", text)]):
-        depth = 1
-        for place in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if depth == 0:
-                return text[start:place].strip()
-    return None
+    starts = {found.end() for found in re.finditer(r"\\f?boxed\s*\{", text)}
+    opened, last = list[int](), (-1, -1)
+    for brace in re.finditer(r"[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.end())
+        elif opened and (start := opened.pop()) in starts:
+            last = max(last, (start, brace.start()))
+    return text[last[0] : last[1]].strip() if last[0] >= 0 else None
 
 
 def final_answer(text: str, kind: str = "text") -> str | None:

@@ -151,7 +151,10 @@ def _equal(given: object, wanted: Json) -> bool:
     if isinstance(given, bool) or isinstance(wanted, bool):
         return given is wanted
     if isinstance(given, (int, float)) and isinstance(wanted, (int, float)):
-        return given == wanted or abs(given - wanted) <= _TOLERANCE * max(abs(wanted), 1.0)
+        try:
+            return given == wanted or abs(given - wanted) <= _TOLERANCE * max(abs(wanted), 1.0)
+        except OverflowError:  # an integer beyond all floats, and a float
+            return False
     if isinstance(given, (list, tuple)) and isinstance(wanted, (list, tuple)):
         return len(given) == len(wanted) and all(_equal(one, other) for one, other in zip(given, wanted, strict=True))
     if isinstance(given, dict) and isinstance(wanted, dict):

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import select
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -298,7 +298,7 @@ class ServedEpisode:
         assert self._process is not None, "it wrote the line"
         try:
             said = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         if not isinstance(said, dict) or not (said.get("done") is True or "error" in said):
             return None
@@ -307,7 +307,9 @@ class ServedEpisode:
         reward = said.get("reward")
         if "error" in said:
             return ProgramEnding(None, f"{self._process.tail()}\n{said['error']}", failed=True)
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward)):
+        if reward is not None and (
+            isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max
+        ):
             return ProgramEnding(None, f"{self._process.tail()}\nThe reply's reward is not a finite number: {reward!r:.80}", failed=True)
         return ProgramEnding(None, self._process.tail(), None if reward is None else float(reward))
 

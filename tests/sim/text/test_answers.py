@@ -101,6 +101,9 @@ def test_what_a_text_says_in_the_end(text: str, kind: str, answer: str | None) -
 def test_boxes_may_hold_braces() -> None:
     assert boxed(r"\boxed{\sqrt{x^{2}}} and {more}") == r"\sqrt{x^{2}}"
     assert boxed("no box") is None
+    assert boxed(r"\boxed{1} then \boxed{2") == "1", "the last one that is closed"
+    assert boxed(r"} \boxed{a \fbox{b} \boxed {c}} \boxed{d} {") == "d"
+    assert boxed(r"\boxed{" * 200_000) is None, "in one pass: what a model repeats is not read again and again"
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,8 @@ def test_values_are_compared_as_json_knows_them() -> None:
     tests = [CodeTest(call="f(1)", result=[1, [2.5]]), CodeTest(call="f(2)", result={"1": True}), CodeTest(call="f(3)", result=1)]
     code = "def f(n): return {1: (1, (2.5,)), 2: {1: True}, 3: True}[n]"
     assert run_tests(code, tests, LIMITS, LEVEL).passed == (True, True, False), "true is not 1"
+    report = run_tests("def f(n): return 10**400", [CodeTest(call="f(1)", result=0.5)], LIMITS, LEVEL)
+    assert report.passed == (False,), "beyond every float"
 
 
 def test_what_programs_print_is_compared_word_by_word() -> None:
