@@ -95,6 +95,7 @@ SIM = {"name": "a", "target": "b:c"}
         ("success_ends_episode", 1, "sim.success_ends_episode must be true or false, got 1."),
         ("name", ["a"], "sim.name must be text, got ['a']."),
         ("kwargs", [1], "sim.kwargs must be a mapping of keys to values, got [1]."),
+        ("kwargs", {1: 2}, "A key of sim.kwargs must be text, got 1."),
         ("kwargs", {"a": [{"b": math.nan}]}, f"sim.kwargs.a[0].b must be a finite number {FREE}, got nan."),
         ("kwargs", {"size": 10**20}, f"sim.kwargs.size must be a finite number {FREE}, got 100000000000000000000."),
         ("kwargs", {"size": -1e300}, f"sim.kwargs.size must be a finite number {FREE}, got -1e+300."),

@@ -123,6 +123,8 @@ class AgentConfig(Config, place="agent"):
         super().__post_init__()
         require(len(set(self.tools)) == len(self.tools), "agent.tools", "different names", self.tools)
         options = self.tool_options
+        same = self.strategy == "summarised" and self.answer == "tag" and self.tag.lower() == self.summary_tag.lower()
+        require(not same, "agent.summary_tag", "another tag than agent.tag, which is around actions", self.summary_tag)
         require("search" not in self.tools or options.corpus is not None, "agent.tool_options.corpus", "given for tools=[search]", None)
         require("mcp" not in self.tools or len(options.mcp) > 0, "agent.tool_options.mcp", "given for tools=[mcp]", options.mcp)
         require(len({word.lower() for word in self.actions}) == len(self.actions), "agent.actions", "different words", self.actions)
@@ -153,7 +155,9 @@ class WarmStartConfig(Config, place="algorithm.warm_start"):
 def _check_template(where: str, text: str, fields: tuple[str, ...]) -> None:
     try:
         named = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
-    except ValueError as error:
+        if named <= set(fields):  # their forms fit too: not {step:s}
+            text.format_map({name: 1 if name == "step" else "" for name in fields})
+    except (ValueError, LookupError, AttributeError) as error:
         require(False, where, f"a template (double the braces that are meant as such: {error})", text)
         return
     allowed = ", ".join(f"{{{field}}}" for field in fields)

@@ -95,6 +95,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         return origin(convert(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
     if origin is dict:
         require(isinstance(value, Mapping), where, "a mapping of keys to values", value)
+        for key in value:
+            require(isinstance(key, str), f"A key of {where}", "text", key)
         return {key: convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(hint, type) and issubclass(hint, Config):
         return hint.from_value(value, where)

@@ -183,6 +183,8 @@ def test_templates_that_cannot_continue_a_conversation_are_one_line() -> None:
         ({"template": "{board}"}, r"agent.template must be a template of \{observation\}"),
         ({"memory_item": "{summary}"}, r"agent.memory_item must be a template of \{observation\}, \{action\}, \{step\}"),
         ({"template": "{observation"}, "double the braces"),
+        ({"template": "{observation} {step:s}"}, "agent.template must be .*Unknown format code 's'"),
+        ({"strategy": "summarised", "tag": "Summary"}, "agent.summary_tag must be another tag than agent.tag"),
         ({"actions": ("up", "UP")}, "agent.actions must be different words"),
         ({"max_new_tokens": 0}, "agent.max_new_tokens must be between 1 and 100,000,000, got 0"),
     ],
