@@ -13,8 +13,7 @@ from embodied_rl.algorithms.loss_table import LossInfo
 from embodied_rl.config import policy as policies
 from embodied_rl.config.algorithm import AlgorithmConfig, GroupsConfig, RewardConfig
 from embodied_rl.config.hybrid import HybridConfig
-from embodied_rl.config.run import LANGUAGE, SHARED, SimConfig, TrainConfig
-from embodied_rl.errors import did_you_mean
+from embodied_rl.config.run import SimConfig, TrainConfig
 from embodied_rl.hybrid.placement import Cluster, Placement
 from embodied_rl.hybrid.placement import resolve as placed
 from embodied_rl.roles.local_devices import LocalDevices, plan_devices, this_machine
@@ -268,33 +267,3 @@ class Run:
     def played(self) -> list[str]:
         """Domains that players of `generation.mix` can play: not agent programs, which talk to the policy that learns from them."""
         return [name for name in self.texts if not is_program(self.config.domains[name].sim)]
-
-    @property
-    def ill_named(self) -> str | None:
-        return next((name for name in self.config.domains if not name.isidentifier() or name in (LANGUAGE, SHARED, "roles")), None)
-
-    @property
-    def sampling_domain(self) -> str | None:
-        backed = (name for name, domain in self.config.domains.items() if domain.policy is not None and domain.backend is not None)
-        return next((name for name in backed if not self.config.speaks_in(name)), None)
-
-    @property
-    def stray(self) -> tuple[str, str] | None:
-        """(player, domain) of the first player of `generation.mix` in a domain that is not one of text."""
-        named = ((name, domain) for name, player in self.config.generation.mix.items() for domain in player.domains)
-        return next(((name, domain) for name, domain in named if domain not in self.played), None)
-
-    @property
-    def near_stray(self) -> str:
-        return did_you_mean(self.stray[1], self.played) if self.stray is not None else ""
-
-    @property
-    def mute(self) -> tuple[str, str] | None:
-        """(player, domain) of the first random player of `generation.mix` in a domain without a list of actions."""
-        random = {name: player.domains or self.played for name, player in self.config.generation.mix.items() if player.backend == "random"}
-        named = ((name, domain) for name, domains in random.items() for domain in domains)
-        return next(((name, domain) for name, domain in named if not self.config.for_domain(domain).agent.actions), None)
-
-    @property
-    def mixed(self) -> str:
-        return next(iter(self.config.generation.mix), "")

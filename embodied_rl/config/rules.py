@@ -17,9 +17,9 @@ from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.config import policy as policies
 from embodied_rl.config.algorithm import GroupsConfig, RewardConfig
 from embodied_rl.config.facts import Run
-from embodied_rl.config.run import OF_STEPS, DomainConfig, SimConfig, TrainConfig
+from embodied_rl.config.run import LANGUAGE, OF_STEPS, SHARED, DomainConfig, SimConfig, TrainConfig
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.errors import UserError
+from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.methods.demonstrations import expert_of, training_sim
 from embodied_rl.methods.streams import queue_config
 from embodied_rl.policies.build import custom_class
@@ -40,24 +40,16 @@ class Rule:
     when: Condition
     """Condition under which it applies; any true value."""
     says: str
-    """One line for the user; {names} are the attributes of a `Run`."""
+    """One line for the user; {names} are the attributes of a `Run`, {found} is the condition's value."""
 
-    def message(self, run: Run) -> str:
+    def message(self, run: Run, found: object) -> str:
         """The message for the user."""
-        names = {"run": run, "config": run.config, "algorithm": run.algorithm, "policy": run.policy, "hybrid": run.hybrid, "sim": run.sim}
-        return self.says.format(**names)
-
-
-def _every(*conditions: Condition) -> Condition:
-    return lambda run: all(condition(run) for condition in conditions)
-
-
-def _no_groups(run: Run) -> bool:
-    return run.groups is None
+        parts = {name: getattr(run, name) for name in ("config", "algorithm", "policy", "hybrid", "sim")}
+        return self.says.format(run=run, found=found, **parts)
 
 
 def _without_groups(when: Condition) -> Condition:
-    return _every(_no_groups, when)
+    return lambda run: run.groups is None and when(run)
 
 
 def _with_groups(when: Callable[[Run, GroupsConfig], Any]) -> Condition:
@@ -81,8 +73,8 @@ _FIXED_ROLLOUTS = (
     ),
     Rule(
         "rollout_loss",
-        _without_groups(lambda run: run.why_episodes is not None),
-        "algorithm.loss='{algorithm.loss}' needs whole episodes ({run.why_episodes}): set algorithm.groups, or choose a loss of single "
+        _without_groups(lambda run: run.why_episodes),
+        "algorithm.loss='{algorithm.loss}' needs whole episodes ({found}): set algorithm.groups, or choose a loss of single "
         "decisions (ppo_clip, cispo or your own).",
     ),
     Rule(
@@ -162,14 +154,10 @@ _WHOLE_EPISODES = (
         "choose algorithm=bc or dagger.",
     ),
     Rule(
-        "gpg_advantage",
-        _with_groups(lambda run, groups: run.loss.name == "gpg" and run.advantage.name != "gpg"),
-        "algorithm.loss='gpg' needs GPG's own advantage: set algorithm.advantage=gpg, not '{algorithm.advantage}'.",
-    ),
-    Rule(
-        "ipa_advantage",
-        _with_groups(lambda run, groups: run.loss.name == "ipa" and run.advantage.name != "ipa"),
-        "algorithm.loss='ipa' reads success from the sign of IPA's returns: set algorithm.advantage=ipa, not '{algorithm.advantage}'.",
+        "advantage_of_its_own",
+        _with_groups(lambda run, groups: run.loss.name in ("gpg", "ipa") and run.advantage.name != run.loss.name),
+        "algorithm.loss='{algorithm.loss}' computes with the returns of its own advantage: set algorithm.advantage={algorithm.loss}, not "
+        "'{algorithm.advantage}'.",
     ),
     Rule(
         "anchor_similarity",
@@ -401,31 +389,45 @@ _DOMAINS = (
     ),
     Rule(
         "domain_name",
-        lambda run: run.ill_named is not None,
-        "domains: the name '{run.ill_named}' is not allowed. Use letters, digits and _, not a digit first, and none of 'language', "
+        lambda run: [name for name in run.config.domains if not name.isidentifier() or name in (LANGUAGE, SHARED, "roles")],
+        "domains: the name '{found[0]}' is not allowed. Use letters, digits and _, not a digit first, and none of 'language', "
         "'shared' and 'roles'.",
     ),
     Rule(
         "domain_backend",
-        lambda run: run.sampling_domain is not None,
-        "domains.{run.sampling_domain}.backend samples tokens of a language policy, and domains.{run.sampling_domain}.policy computes "
-        "batches of actions: leave the backend out.",
+        lambda run: [
+            name
+            for name, domain in run.config.domains.items()
+            if domain.policy is not None and domain.backend is not None and not run.config.speaks_in(name)
+        ],
+        "domains.{found[0]}.backend samples tokens of a language policy, and domains.{found[0]}.policy computes batches of actions: leave "
+        "the backend out.",
     ),
     Rule(
         "mix_in_no_text",
-        lambda run: run.stray is not None,
-        "generation.mix.{run.stray[0]}.domains: '{run.stray[1]}' is not a text domain of this run.{run.near_stray}",
+        lambda run: [
+            (name, domain, did_you_mean(domain, run.played))
+            for name, player in run.config.generation.mix.items()
+            for domain in player.domains
+            if domain not in run.played
+        ],
+        "generation.mix.{found[0][0]}.domains: '{found[0][1]}' is not a text domain of this run.{found[0][2]}",
     ),
     Rule(
         "mix_without_text",
-        lambda run: run.config.generation.mix and not run.played,
-        "generation.mix.{run.mixed} plays text domains, and this run has none: leave generation.mix out.",
+        lambda run: [] if run.played else [*run.config.generation.mix],
+        "generation.mix.{found[0]} plays text domains, and this run has none: leave generation.mix out.",
     ),
     Rule(
         "mix_without_actions",
-        lambda run: run.mute is not None,
-        "generation.mix.{run.mute[0]}.backend=random draws one of agent.actions, and domain '{run.mute[1]}' lists none (any text is "
-        "allowed): list them, or name other domains in generation.mix.{run.mute[0]}.domains.",
+        lambda run: [
+            (name, domain)
+            for name, player in run.config.generation.mix.items()
+            for domain in (player.domains or run.played if player.backend == "random" else ())
+            if not run.config.for_domain(domain).agent.actions
+        ],
+        "generation.mix.{found[0][0]}.backend=random draws one of agent.actions, and domain '{found[0][1]}' lists none (any text is "
+        "allowed): list them, or name other domains in generation.mix.{found[0][0]}.domains.",
     ),
 )
 
@@ -638,16 +640,16 @@ def resolve(config: TrainConfig) -> TrainConfig:
     refuse(OF_PLACEMENT, run)
     config = _with_host_threads(config)
     for rule in WARNINGS:
-        if rule.when(run):
-            warnings.warn(rule.message(run), stacklevel=3)
+        if found := rule.when(run):
+            warnings.warn(rule.message(run, found), stacklevel=3)
     return config
 
 
 def refuse(rules: Sequence[Rule], run: Run) -> None:
     """Raise UserError with the message of the first of `rules` that applies."""
     for rule in rules:
-        if rule.when(run):
-            raise UserError(rule.message(run))
+        if found := rule.when(run):
+            raise UserError(rule.message(run, found))
 
 
 def _find_methods(task: Run) -> None:
