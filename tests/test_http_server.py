@@ -14,7 +14,7 @@ import pytest
 
 from embodied_rl.errors import UserError
 from embodied_rl.serving.environments.hub import ServiceLimits
-from embodied_rl.serving.http_server import EventStream, HttpRequest, HttpServer, Reply, ServerLimits
+from embodied_rl.serving.http_server import EventStream, HttpRequest, HttpServer, Reply, ServerLimits, token_to_ask_for
 
 LIMITS = ServerLimits(max_body_mb=2 / 16, max_connections=3, request_s=0.5)
 
@@ -127,6 +127,30 @@ def test_a_stream_for_a_client_of_http_1_0_ends_with_its_connection() -> None:
     streaming.close()
 
 
+def test_a_stream_that_fails_is_cut_off_for_its_client_and_told_to_us(capsys: pytest.CaptureFixture[str]) -> None:
+    def events() -> Iterator[bytes]:
+        yield b"data: 1\n\n"
+        raise KeyError("our own mistake")
+
+    streaming = HttpServer(lambda request: EventStream(events()))
+    with socket.create_connection(("127.0.0.1", streaming.port), timeout=60) as connection:
+        connection.sendall(got(LOCAL))
+        body = b"".join(iter(lambda: connection.recv(65536), b"")).partition(b"\r\n\r\n")[2]
+    assert body == b"9\r\ndata: 1\n\n\r\n", "without the last chunk"
+    assert "KeyError: 'our own mistake'" in capsys.readouterr().err
+    streaming.close()
+
+
+def test_a_client_that_asks_before_it_sends_its_body_is_told_to(server: HttpServer) -> None:
+    """As curl does before a megabyte; one whose head is refused hears that instead."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(posted(b"", b"Content-Length: 2", b"Expect: 100-continue", b"Connection: close"))
+        assert connection.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"{}")
+        assert b"".join(iter(lambda: connection.recv(65536), b"")).startswith(b"HTTP/1.1 200 ")
+    assert sent(server, posted(b"", b"Content-Length: 131073", b"Expect: 100-continue"), whole=False)[0] == 413
+
+
 def test_a_refusal_arrives_though_the_body_is_still_being_sent(server: HttpServer) -> None:
     # A connection that is closed over unread bytes is reset, and the answer in its way is lost.
     assert sent(server, posted(b"x" * 2_000_000))[0] == 413
@@ -168,6 +192,13 @@ def test_a_client_behind_a_high_descriptor_is_there(server: HttpServer) -> None:
 def test_a_port_that_is_none(port: int) -> None:
     with pytest.raises(UserError, match="0 to 65535"):
         HttpServer(lambda request: Reply({}), port=port)
+
+
+@pytest.mark.parametrize("token", [" correct horse", "correct horse\n", "correct h\u00f6rse", "correct\thorse", "correct \udc80"])
+def test_a_token_that_no_header_carries_is_refused(token: str) -> None:
+    with pytest.raises(UserError, match=r"^token must consist of printable ASCII"):
+        token_to_ask_for(token, "127.0.0.1")
+    assert token_to_ask_for("correct horse", "127.0.0.1") == ("correct horse", False)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])

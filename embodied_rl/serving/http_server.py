@@ -18,6 +18,7 @@ import secrets
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from email.errors import FirstHeaderLineIsContinuationDefect, MisplacedEnvelopeHeaderDefect, MissingHeaderBodySeparatorDefect
@@ -351,6 +352,8 @@ def token_to_ask_for(asked: str | None, host: str) -> tuple[str | None, bool]:
         return secrets.token_urlsafe(24), True
     if len(asked) < 8:
         raise UserError(f"{where} has {len(asked)} characters; a token needs at least 8.")
+    if not asked.isascii() or not asked.isprintable() or asked != asked.strip():
+        raise UserError(f"{where} must consist of printable ASCII characters, without spaces at its ends: no header carries others unchanged.")
     return asked, False
 
 
@@ -429,9 +432,12 @@ class _Requests(BaseHTTPRequestHandler):
         self.rfile: io.BufferedReader = io.BufferedReader(self._patient)
 
     def handle(self) -> None:
-        # A client that disconnects in the middle is not our error.
-        with contextlib.suppress(ConnectionError, TimeoutError):
+        try:
             super().handle()
+        except (ConnectionError, TimeoutError):
+            pass  # a client that disconnects in the middle is not our error
+        except Exception:  # in the middle of a stream, where no refusal can be sent any more
+            traceback.print_exc()
 
     def finish(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -455,6 +461,9 @@ class _Requests(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+    def handle_expect_100(self) -> bool:
+        return True  # the client is told to go on once its head was accepted
 
     def handle_one_request(self) -> None:
         """Wait for a request, read it in time, answer it."""
@@ -491,8 +500,6 @@ class _Requests(BaseHTTPRequestHandler):
             raise HttpProblem(422, "user_error", str(error)) from error
         except Exception as error:
             # Our own bug: the client gets only the exception's type, because its text may contain what the client must not see.
-            import traceback
-
             traceback.print_exc()
             raise HttpProblem(500, "internal_error", f"The server failed ({type(error).__name__}); see its log.") from error
 
@@ -532,6 +539,8 @@ class _Requests(BaseHTTPRequestHandler):
             raise HttpProblem(413, "body_too_large", f"The body has {size_text} bytes; this server takes {most:,}.")
         size = int(digits or 0)
         self._patient.until += size / _SLOWEST_BYTES_S
+        if size and headers.get("expect", "").lower() == "100-continue":
+            self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         data = self.rfile.read(size)
         if len(data) != size:
             raise HttpProblem(400, "bad_request", f"The body ends after {len(data):,} of {size:,} bytes.")

@@ -462,6 +462,13 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert len(read_captured(tmp_path)) == 2, "a session of the same name in another run replaces nothing"
 
 
+def test_the_command_asks_for_its_port_before_it_loads_a_model(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = [f"model={tmp_path / 'none'}", f"port={taken.getsockname()[1]}", "token=none"]
+        with pytest.raises(UserError, match=r"^Cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
+            serve_agent.start(serve_agent.COMMAND.parse(given)[0])
+
+
 def test_the_command_asks_for_a_token(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EMBODIED_RL_TOKEN", raising=False)
     proxy, token = serve_agent.start(serve_agent.COMMAND.parse([f"model={folder}", "port=0", f"output={tmp_path}", "name=tiny"])[0])

@@ -30,7 +30,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.serving.environments import hub as environment_module
 from embodied_rl.serving.environments.app import EnvironmentService
 from embodied_rl.serving.environments.hub import Environment, Outcome
-from embodied_rl.serving.http_server import ServerLimits
+from embodied_rl.serving.http_server import HttpProblem, ServerLimits
 from embodied_rl.sim import process
 from embodied_rl.sim.snapshots import decode_state
 from tests.service.servers import SIMULATORS, served
@@ -340,6 +340,70 @@ def test_what_is_no_request_is_refused_as_json_too(service: EnvironmentService) 
         connection.sendall(b"GET /v1/health HTTP/1.1 and more\r\n\r\n")
         data = b"".join(iter(lambda: connection.recv(4096), b""))
     assert json.loads(data.partition(b"\r\n\r\n")[2] or data)["kind"] == "bad_request"
+
+
+def test_a_gone_environment_keeps_nothing_of_the_requests_that_were_refused(service: EnvironmentService) -> None:
+    """An exception that is raised again and again would hold the frames of them all, and their bodies."""
+    env_id = make(service.url, "count")
+    ask(service.url, f"/v1/environments/{env_id}", method="DELETE")
+    for _ in range(2):
+        assert ask(service.url, f"/v1/environments/{env_id}/step", {"action": [1.0] * 1000})[1]["kind"] == "closed"
+    assert service.hub._gone[env_id].__traceback__ is None
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_no_environment_is_left_behind_by_a_make_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither if no process can be started for the next one, nor if the service closes meanwhile."""
+    started: list[process.WorkerProcess] = []
+
+    def start(*arguments: Any, **options: Any) -> process.WorkerProcess:
+        if len(started) == 1:
+            raise BlockingIOError("no more processes")
+        started.append(process.WorkerProcess(*arguments, **options))
+        return started[-1]
+
+    with served() as running:
+        monkeypatch.setattr(environment_module, "WorkerProcess", start)
+        assert ask(running.url, "/v1/environments", {"sim": "puck", "count": 2})[1]["kind"] == "internal_error"
+        assert is_gone(started[0].pid)
+        monkeypatch.undo()
+        closing, closed, started_before = threading.Event(), threading.Event(), Environment.started
+
+        def started_late(environment: Environment) -> None:
+            started_before(environment)
+            started.append(environment._process)
+            closing.set()
+            assert closed.wait(120)
+
+        monkeypatch.setattr(Environment, "started", started_late)
+        answers: list[tuple[int, dict[str, Any]]] = []
+        asking = threading.Thread(target=lambda: answers.append(ask(running.url, "/v1/environments", {"sim": "puck"})))
+        asking.start()
+        assert closing.wait(120)
+        running.hub.close()
+        closed.set()
+        asking.join()
+        assert (answers[0][0], answers[0][1]["kind"]) == (503, "closing")
+        assert is_gone(started[1].pid)
+        assert running.hub.num_environments == 0
+
+
+def test_an_environment_that_nobody_asks_is_closed_for_its_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served() as running:
+        env_id = make(running.url, "count")
+        problem = HttpProblem(500, "out_of_memory", "too much")
+        monkeypatch.setattr(Environment, "over_memory", lambda environment: problem)
+        until = time.monotonic() + 240
+        while running.hub.num_environments and time.monotonic() < until:
+            time.sleep(0.05)
+        assert ask(running.url, f"/v1/environments/{env_id}")[1]["kind"] == "out_of_memory"
 
 
 def test_closing_ends_every_process() -> None:

@@ -383,25 +383,31 @@ class Hub:
         self._reserve(count)
         made: list[Environment] = []
         try:
-            made += [Environment(secrets.token_hex(8), config, encoding, self.limits) for _ in range(count)]
+            for _ in range(count):  # one by one: if there is no room for a further process, the earlier ones must end
+                made.append(Environment(secrets.token_hex(8), config, encoding, self.limits))
             for environment in made:
                 environment.started()
             for environment in made:
                 environment.touch()  # the first ones waited for the last
+            with self._lock:
+                self._require_open()  # `close` ends those that are here, and no later ones
+                self._environments.update({environment.env_id: environment for environment in made})
+                self._being_made -= count
         except BaseException:
             for environment in made:
                 environment.end(HttpProblem(410, "closed", "One of the environments that were made together could not be built."))
-            raise
-        finally:
             with self._lock:
                 self._being_made -= count
-                self._environments.update({e.env_id: e for e in made if e.fate is None})
+            raise
         return made
+
+    def _require_open(self) -> None:
+        if self._closing.is_set():
+            raise HttpProblem(503, "closing", "The service is going down.")
 
     def _reserve(self, count: int) -> None:
         with self._lock:
-            if self._closing.is_set():
-                raise HttpProblem(503, "closing", "The service is going down.")
+            self._require_open()
             taken, most = len(self._environments) + self._being_made, self.limits.max_environments
             if taken + count > most:
                 message = f"{count} more environments would make {taken + count}; the limit of this service is {most}. Close some, or wait."
@@ -415,8 +421,9 @@ class Hub:
         with self._lock:
             if env_id in self._environments:
                 return self._environments[env_id]
-            if env_id in self._gone:
-                raise self._gone[env_id]
+            fate = self._gone.get(env_id)
+        if fate is not None:  # a copy: the traceback of one exception would keep the frames, and so the bodies, of all requests
+            raise HttpProblem(fate.status, fate.kind, fate.message)
         raise HttpProblem(404, "unknown_environment", f"Environment '{env_id}' does not exist; the service may have been restarted.")
 
     def run(self, requests: Sequence[EnvRequest]) -> list[Outcome]:
@@ -500,13 +507,19 @@ class Hub:
         while not self._closing.wait(_WATCH_S):
             for environment in list(self._environments.values()):
                 if (problem := environment.over_memory()) is not None:
-                    environment.condemn(problem)
-                elif environment.idle_s > self.limits.idle_s and environment.lock.acquire(blocking=False):
+                    environment.condemn(problem)  # a thread that talks to it hears of it, and buries it
+                if (problem or self._idle(environment)) and environment.lock.acquire(blocking=False):
                     try:
-                        if environment.idle_s <= self.limits.idle_s:  # a request arrived meanwhile
-                            continue
-                        idle = f"Environment '{environment.env_id}' was closed after {self.limits.idle_s:g} s without a request."
-                        environment.end(HttpProblem(410, "idle", idle))
+                        problem = problem or self._idle(environment)  # unless a request arrived meanwhile
+                        if problem is not None:
+                            environment.end(problem)
                     finally:
                         environment.lock.release()
                     self._bury(environment)
+
+    def _idle(self, environment: Environment) -> HttpProblem | None:
+        """Problem of an environment without requests for too long; None if it has some."""
+        if environment.idle_s <= self.limits.idle_s:
+            return None
+        idle = f"Environment '{environment.env_id}' was closed after {self.limits.idle_s:g} s without a request."
+        return HttpProblem(410, "idle", idle)
