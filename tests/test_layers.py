@@ -65,7 +65,7 @@ FLOORS: dict[str, set[str]] = {
     "checkpoint": GROUND | {"config"},
     "loggers": GROUND | {"config", "video"},
     "generation": GROUND | {"config", "policies"},
-    "serving": {"distributed", "errors", "reading"},
+    "serving": {"bounds", "distributed", "errors", "reading"},
     "serving.environments": GROUND | {"config", "distributed", "serving", "sim"},
     "serving.agents": GROUND | {"config", "generation", "policies", "serving"},
     "agents": GROUND | {"config", "generation", "sandbox", "sim"},

@@ -24,10 +24,12 @@ from dataclasses import dataclass, field, replace
 from email.errors import FirstHeaderLineIsContinuationDefect, MisplacedEnvelopeHeaderDefect, MissingHeaderBodySeparatorDefect
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from embodied_rl import __version__
+from embodied_rl.bounds import Bounds
 from embodied_rl.distributed.channel import can_be_read
 from embodied_rl.errors import Limits, UserError, did_you_mean, in_short
 from embodied_rl.reading import require_shallow, yaml_text
@@ -169,10 +171,10 @@ class HttpRequest:
     """Whether the client has closed its end and no longer waits for the answer."""
 
     @property
-    def bearer(self) -> str | None:
-        """Token in ``Authorization: Bearer``."""
+    def key(self) -> str | None:
+        """Token in ``Authorization: Bearer``, or in ``x-api-key`` as Anthropic's clients send it."""
         scheme, _, value = self.headers.get("authorization", "").partition(" ")
-        return value.strip() if scheme.lower() == "bearer" and value.strip() else None
+        return (value.strip() if scheme.lower() == "bearer" else "") or self.headers.get("x-api-key")
 
 
 @dataclass(frozen=True)
@@ -353,15 +355,10 @@ def token_to_ask_for(asked: str | None, host: str) -> tuple[str | None, bool]:
     if len(asked) < 8:
         raise UserError(f"{where} has {len(asked)} characters; a token needs at least 8.")
     if not asked.isascii() or not asked.isprintable() or asked != asked.strip():
-        raise UserError(f"{where} must consist of printable ASCII characters, without spaces at its ends: no header carries others unchanged.")
+        raise UserError(
+            f"{where} must consist of printable ASCII characters, without spaces at its ends: no header carries others unchanged."
+        )
     return asked, False
-
-
-def only_known(body: Mapping[str, Any], names: Sequence[str], kind: str) -> None:
-    """Raise HttpProblem 400 with `kind` for a key that is not in `names`."""
-    for key in body:
-        if key not in names:
-            raise HttpProblem(400, kind, f"'{key}' is not known.{did_you_mean(key, names)}", choices=names)
 
 
 def wrong_method(request: HttpRequest, allowed: Iterable[str]) -> HttpProblem:
@@ -378,7 +375,7 @@ def same_token(given: str | None, token: str) -> bool:
 
 def require_token(request: HttpRequest, token: str | None) -> None:
     """Raise HttpProblem 401 if there is a token and the request lacks it."""
-    if token is not None and not same_token(request.bearer, token):
+    if token is not None and not same_token(request.key, token):
         message = "This server needs a token: send 'Authorization: Bearer …'."
         raise HttpProblem(401, "unauthorized", message, headers={"WWW-Authenticate": "Bearer"})
 
@@ -592,6 +589,49 @@ class _Requests(BaseHTTPRequestHandler):
 TEXT, OBJECT, FLAG, NUMBER = {"type": "string"}, {"type": "object"}, {"type": "boolean"}, {"type": "number"}
 TEXTS, LIST = {"type": "array", "items": TEXT}, {"type": "array", "items": OBJECT}
 COUNT = {"type": "integer", "minimum": 0}
+_TYPES: Mapping[str, tuple[type | UnionType, str]] = {
+    "string": (str, "a text"),
+    "object": (dict, "an object"),
+    "array": (list, "a list"),
+    "boolean": (bool, "true or false"),
+    "integer": (int, "a whole number"),
+    "number": (int | float, "a number"),
+}
+"""{type in a schema: (type of its values, words for it)}"""
+
+
+def check_body(body: Mapping[str, Any], fields: Mapping[str, Any], needed: Sequence[str], kind: str | None = None) -> None:
+    """Refuse unknown fields, missing ones, and values of another type or outside their bounds; null means that an optional one is missing.
+
+    Args:
+        fields: {name: schema}
+        needed: names of the fields that must be there.
+        kind: word for programs; None: unknown_parameter, unsupported_parameter (not in ``enum``) or invalid_request.
+
+    Raises HttpProblem: 400, with the choices.
+    """
+
+    def refusal(word: str, message: str) -> HttpProblem:
+        return HttpProblem(400, kind or word, message, choices=fields)
+
+    for name in needed:
+        if name not in body:
+            raise refusal("invalid_request", f"'{name}' is missing.")
+    for name, value in body.items():
+        if value is None and name not in needed:
+            continue
+        if name not in fields:
+            raise refusal("unknown_parameter", f"'{name}' is not known.{did_you_mean(name, fields)}")
+        schema, got = fields[name], f"got {value!r:.80}"
+        if value not in schema.get("enum", [value]):
+            raise refusal("unsupported_parameter", f"'{name}' can only be {' or '.join(map(repr, schema['enum']))} here, {got}.")
+        python, words = _TYPES.get(schema.get("type", ""), (object, ""))
+        if not isinstance(value, python) or (isinstance(value, bool) and python not in (bool, object)):
+            raise refusal("invalid_request", f"'{name}' must be {words}, {got}.")
+        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        if isinstance(value, int | float) and not low <= value <= high:
+            bounds = Bounds(low, high) if high < math.inf else f">= {low}"
+            raise refusal("invalid_request", f"'{name}' must be {words} {bounds}, {got}.")
 
 
 def json_content(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -634,9 +674,10 @@ class Routes:
     Args:
         table: {"METHOD /path/{part}": route}; a part `{name:path}` may contain slashes.
         problem: schema of a refusal's body.
+        kind: see `check_body`.
     """
 
-    def __init__(self, title: str, table: Mapping[str, Route], problem: Mapping[str, Any]) -> None:
+    def __init__(self, title: str, table: Mapping[str, Route], problem: Mapping[str, Any], kind: str | None = None) -> None:
         refused = {"description": "What is wrong and the choices.", "content": json_content({"$ref": "#/components/schemas/Problem"})}
         self.document: dict[str, Any] = {
             "openapi": "3.1.0",
@@ -649,25 +690,30 @@ class Routes:
             },
             "security": [{"token": []}, {}],
         }
-        self._handlers: dict[str, dict[str, Callable[..., Reply | EventStream]]] = {
-            "/openapi.json": {"GET": lambda request: Reply(self.document)},
-            "/docs": {"GET": self._as_text},
+        self._kind = kind
+        self._handlers: dict[str, dict[str, tuple[Callable[..., Reply | EventStream], Mapping[str, Any] | None]]] = {
+            "/openapi.json": {"GET": (lambda request: Reply(self.document), None)},
+            "/docs": {"GET": (self._as_text, None)},
         }
         for place, (handler, described) in table.items():
             method, _, path = place.partition(" ")
-            self._handlers.setdefault(path, {})[method] = handler
+            schema = described["requestBody"]["content"]["application/json"]["schema"] if "requestBody" in described else None
+            self._handlers.setdefault(path, {})[method] = handler, schema
             parts = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in re.findall(r"\{(\w+)", path)]
             item = self.document["paths"].setdefault(path.replace(":path", ""), {"parameters": parts} if parts else {})
             item[method.lower()] = described
         self._patterns = {path: re.compile(_pattern(path)) for path in self._handlers}
 
     def answer(self, request: HttpRequest) -> Reply | EventStream:
-        """Answer a request. Raises HttpProblem: unknown path, or a method that it lacks."""
+        """Answer a request. Raises HttpProblem: unknown path, a method that it lacks, or another body than described."""
         for path, handlers in self._handlers.items():
             if (match := self._patterns[path].fullmatch(request.path)) is not None:
                 if request.method not in handlers:
                     raise wrong_method(request, handlers)
-                return handlers[request.method](request, *match.groups())
+                handler, schema = handlers[request.method]
+                if schema is not None:
+                    check_body(request.body, schema["properties"], schema["required"], self._kind)
+                return handler(request, *match.groups())
         paths = sorted(path.replace(":path", "") for path in self._handlers)
         near = did_you_mean(request.path, paths)
         raise HttpProblem(404, "unknown_route", f"Unknown path {request.path[:200]}.{near}", choices=paths)

@@ -22,12 +22,12 @@ from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBa
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.serving import http_server as web
 from embodied_rl.serving.agents import interfaces
-from embodied_rl.serving.agents.chat import ChatRequest, StopTexts, bad, number_in, plain_message
+from embodied_rl.serving.agents.chat import ChatRequest, StopTexts, bad, plain_message
 from embodied_rl.serving.agents.pump import BackendPump, SharedBackend
 from embodied_rl.serving.agents.sessions import CapturedSession, Prompt, Session, SessionBook, SessionLimits, SessionSampling
 
 _REWARD = {
-    "reward": web.NUMBER,
+    "reward": {**web.NUMBER, "minimum": -(10**12), "maximum": 10**12},
     "turn": {**web.TEXT, "description": "Id of the rewarded answer; if missing, the whole session is rewarded."},
     "reward_id": {**web.TEXT, "description": "A repeated id adds nothing."},
 }
@@ -206,12 +206,11 @@ class AgentProxy:
 
     def _admit(self, request: web.HttpRequest) -> None:
         """Raise HttpProblem 401 if there is a token and the request has neither it nor a session's key."""
-        key = request.bearer or request.headers.get("x-api-key")
-        if self._token is None or request.path in ("/openapi.json", "/docs") or web.same_token(key, self._token):
+        if self._token is None or request.path in ("/openapi.json", "/docs") or web.same_token(request.key, self._token):
             return
-        if request.path.startswith("/v1/sessions") and key not in self._book.keys:
+        if request.path.startswith("/v1/sessions") and request.key not in self._book.keys:
             web.require_token(request, self._token)
-        self._book.by_key(key)
+        self._book.by_key(request.key)
 
     def _model_entry(self) -> dict[str, Any]:
         return {"id": self._options.model, "object": "model", "created": 0, "owned_by": "embodied_rl"}
@@ -222,7 +221,7 @@ class AgentProxy:
 
     def _chat(self, interface: interfaces.Interface, request: web.HttpRequest) -> web.Reply | web.EventStream:
         self._end_idle()
-        session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
+        session = self._session_of_key(request.key)
         chat = self._possible(interface.read(request.body, session.recall))
         self._require_model(request.body.get("model", self._options.model))
         session.begin()
@@ -237,8 +236,8 @@ class AgentProxy:
 
     def _count_tokens(self, request: web.HttpRequest) -> web.Reply:
         """Token count of a prompt, for Anthropic's clients; nothing is sampled or kept."""
-        session = self._session_of_key(request.bearer or request.headers.get("x-api-key"))
-        prompt, _ = self._asked(session, interfaces.Messages().read_prompt(request.body))
+        session = self._session_of_key(request.key)
+        prompt, _ = self._asked(session, interfaces.Messages().read(request.body, session.recall))
         return web.Reply({"input_tokens": len(prompt.token_ids)})
 
     def _possible(self, chat: ChatRequest) -> ChatRequest:
@@ -306,13 +305,12 @@ class AgentProxy:
     def _open(self, request: web.HttpRequest) -> web.Reply:
         web.require_token(request, self._token)
         self._end_idle()
-        web.only_known(request.body, ("id", "metadata"), "unknown_parameter")
-        name, metadata = request.body.get("id"), request.body.get("metadata")
-        if (name is not None and not (isinstance(name, str) and _NAME.fullmatch(name))) or not isinstance(metadata, dict | None):
-            raise web.HttpProblem(400, "invalid_request", "'id' must be a name of letters, digits, '.', '_' and '-', 'metadata' an object.")
+        name = request.body.get("id")
+        if name is not None and not _NAME.fullmatch(name):
+            raise bad("'id' must be a name of letters, digits, '.', '_' and '-'.")
         name = name or f"session-{secrets.token_hex(8)}"
         key = f"sk-{secrets.token_urlsafe(24)}"
-        self._book.open(name, key, metadata)
+        self._book.open(name, key, request.body.get("metadata"))
         return web.Reply({"id": name, "api_key": key}, 201)
 
     def _list(self, request: web.HttpRequest) -> web.Reply:
@@ -321,7 +319,7 @@ class AgentProxy:
         return web.Reply({"sessions": sessions})
 
     def _session(self, request: web.HttpRequest, name: str) -> Session:
-        if request.bearer is None or self._book.keys.get(request.bearer) != name:  # a session's own key is accepted too
+        if request.key is None or self._book.keys.get(request.key) != name:  # a session's own key is accepted too
             web.require_token(request, self._token)
         return self._book.by_name(name)
 
@@ -331,13 +329,7 @@ class AgentProxy:
     def _rewarded(self, action: str, request: web.HttpRequest, name: str) -> web.Reply:
         session = self._session(request, name)
         body = request.body
-        web.only_known(body, ("reward", "turn", "reward_id"), "unknown_parameter")
-        reward = number_in(body, "reward", -1e12, 1e12, whole=False)
-        if reward is None and action == "reward":  # a session may end without a reward
-            raise bad("'reward' is missing.")
-        for key in ("turn", "reward_id"):
-            if not isinstance(body.get(key), str | None):
-                raise web.HttpProblem(400, "invalid_request", f"'{key}' must be a text, got {body[key]!r:.80}.")
+        reward = body.get("reward")  # a session may end without one
         total = session.total_reward if reward is None else session.give(float(reward), body.get("turn"), body.get("reward_id"))
         if action == "end":
             self._finish(session, "client")

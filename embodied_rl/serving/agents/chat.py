@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied_rl.bounds import Bounds
 from embodied_rl.generation.tokens import Completion
 from embodied_rl.serving.http_server import HttpProblem
 
@@ -188,11 +187,11 @@ class ChatRequest:
 
 
 def sampling(body: Mapping[str, Any], limit: str) -> dict[str, Any]:
-    """Fields of a `ChatRequest` that all interfaces share; `limit`: name of the token limit. Raises HttpProblem 400."""
+    """Fields of a `ChatRequest` that all interfaces share; `limit`: name of the token limit."""
     return {
-        "max_new_tokens": number_in(body, limit, 1, 2**20),
-        "temperature": 1.0 if (value := number_in(body, "temperature", 0.0, 100.0, whole=False)) is None else float(value),
-        "top_p": float(number_in(body, "top_p", 1e-6, 1.0, whole=False) or 1.0),
+        "max_new_tokens": body.get(limit),
+        "temperature": 1.0 if (value := body.get("temperature")) is None else float(value),
+        "top_p": float(body.get("top_p") or 1.0),
         "stream": bool(body.get("stream")),
         "asked": body,
     }
@@ -210,22 +209,6 @@ def stop_texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise bad(f"'{name}' must be a text or a list of texts, none of them empty.")
     return tuple(dict.fromkeys(texts))
-
-
-def number_in(body: Mapping[str, Any], name: str, low: float, high: float, *, whole: bool = True) -> Any:
-    """A number of the body, None if missing. Raises HttpProblem 400."""
-    value = body.get(name)
-    if value is not None and (not isinstance(value, int if whole else int | float) or isinstance(value, bool) or not low <= value <= high):
-        raise bad(f"'{name}' must be a {'whole ' * whole}number {Bounds(low, high)}, got {value!r:.80}.")
-    return value
-
-
-def parallel(body: Mapping[str, Any]) -> bool:
-    """Whether an answer may contain several calls. Raises HttpProblem 400."""
-    value = body.get("parallel_tool_calls")
-    if not isinstance(value, bool | None):
-        raise bad(f"'parallel_tool_calls' must be true or false, got {value!r:.80}.")
-    return value is not False
 
 
 def schema_of(form: object, where: str, holder: str | None = None) -> object:

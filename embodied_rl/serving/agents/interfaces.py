@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from embodied_rl.errors import did_you_mean
 from embodied_rl.serving.agents.chat import (
     CALL,
     ChatRequest,
     StopTexts,
     bad,
     constraints,
-    number_in,
-    parallel,
     plain_call,
     plain_message,
     plain_text,
@@ -29,13 +26,19 @@ from embodied_rl.serving.agents.chat import (
 )
 from embodied_rl.serving.http_server import COUNT, FLAG, LIST, NUMBER, OBJECT, TEXT, TEXTS, HttpProblem
 
-_SOME = {"type": "integer", "minimum": 1}
-_SAMPLING = {"temperature": {**NUMBER, "minimum": 0}, "top_p": {**NUMBER, "maximum": 1}}
+_TOKENS = {"type": "integer", "minimum": 1, "maximum": 2**20}
+_SAMPLING = {"temperature": {**NUMBER, "minimum": 0, "maximum": 100}, "top_p": {**NUMBER, "minimum": 1e-6, "maximum": 1}}
 _TOOL_CHOICE = {"description": "auto, none, required, or one function."}
 _TOP_LOGPROBS = {**COUNT, "maximum": 20}
-_HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
-"""Fields that OpenAI's clients send by habit; they do not affect the sampling."""
-_MAX_CHOICES, _MAX_TOP_LOGPROBS = 128, 20
+
+
+def _without_effect(*names: str) -> dict[str, Any]:
+    """Fields that clients send by habit; they do not affect the sampling."""
+    return {name: {"description": "Without effect here."} for name in names}
+
+
+_HARMLESS = _without_effect("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+"""Those of OpenAI's clients."""
 
 Recall = Callable[[str], tuple[dict[str, Any], ...] | None]
 """Messages of an earlier answer by its id, itself included; None: unknown."""
@@ -127,35 +130,24 @@ class AnswerStream(ABC):
         return certain[: len(certain) - half].rstrip()
 
 
+def _require_utf8(body: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise bad("The request contains half of a surrogate pair, which no tokenizer accepts.") from None
+
+
 class Interface(ABC):
     """Reads and writes requests, answers and refusals of one interface."""
 
     stream: type[AnswerStream]
     id_prefix: str
     fields: ClassVar[Mapping[str, Any]]
-    """{name: schema} of a request's body."""
-    harmless: frozenset[str] = frozenset()
-    """Further names whose values have no effect."""
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """{further name: its values without effect}"""
+    """{name: schema} of a request's body, which `embodied_rl.serving.http_server.Routes` checks."""
 
     @abstractmethod
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
         """Request from its body. Raises HttpProblem 400."""
-
-    def check(self, body: Mapping[str, Any]) -> None:
-        """Refuse unknown fields and unsupported features, instead of ignoring them. Raises HttpProblem: 400, with the choices."""
-        try:
-            json.dumps(body, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise bad("The request contains half of a surrogate pair, which no tokenizer accepts.") from None
-        for key, value in body.items():
-            if key in self.fields or key in self.harmless or value is None:
-                continue
-            if key not in self.neutral:
-                raise bad(f"'{key}' is not known.{did_you_mean(key, self.fields)}", "unknown_parameter", self.fields)
-            if value not in self.neutral[key]:
-                raise bad(f"'{key}' can only be {self.neutral[key][0]!r} here, got {value!r:.80}.", "unsupported_parameter")
 
     def new_id(self) -> str:
         """New id of an answer, which rewards refer to."""
@@ -231,46 +223,47 @@ class ChatCompletions(Interface):
         "tool_choice": _TOOL_CHOICE,
         "parallel_tool_calls": FLAG,
         "response_format": {**OBJECT, "description": "text, json_object, or json_schema with its schema."},
-        "max_tokens": _SOME,
-        "max_completion_tokens": _SOME,
+        "max_tokens": _TOKENS,
+        "max_completion_tokens": _TOKENS,
         **_SAMPLING,
-        "top_k": {"type": "integer"},
-        "seed": COUNT,
+        "top_k": {"type": "integer", "minimum": -1, "maximum": 2**20},
+        "seed": {**COUNT, "maximum": 2**63 - 1},
         "stop": {"description": "A text or several; the answer ends before the first."},
-        "n": _SOME,
+        "n": {"type": "integer", "minimum": 1, "maximum": 128},
         "logprobs": FLAG,
         "top_logprobs": _TOP_LOGPROBS,
         "stream": FLAG,
         "stream_options": OBJECT,
-    }
-    harmless = _HARMLESS
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "frequency_penalty": (0, 0.0),
-        "presence_penalty": (0, 0.0),
-        "logit_bias": ({},),
-        "modalities": (["text"],),
+        "frequency_penalty": {"enum": [0]},
+        "presence_penalty": {"enum": [0]},
+        "logit_bias": {"enum": [{}]},
+        "modalities": {"enum": [["text"]]},
+        **_HARMLESS,
     }
 
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        self.check(body)
-        messages, tools = body.get("messages"), self._tools(body)
-        if not isinstance(messages, list) or not messages:
+        _require_utf8(body)
+        messages, tools = body["messages"], self._tools(body)
+        if not messages:
             raise bad("'messages' must be a list of at least one message.")
-        options, top = body.get("stream_options"), number_in(body, "top_logprobs", 0, _MAX_TOP_LOGPROBS) or 0
+        options, top = body.get("stream_options") or {}, body.get("top_logprobs") or 0
         if top and not body.get("logprobs"):
             raise bad("'top_logprobs' needs 'logprobs': true.")
         return ChatRequest(
             messages=tuple(plain_message(message, place) for place, message in enumerate(messages)),
             tools=tools,
-            top_k=max(number_in(body, "top_k", -1, 2**20) or 0, 0),
-            seed=number_in(body, "seed", 0, 2**63 - 1),
+            top_k=max(body.get("top_k") or 0, 0),
+            seed=body.get("seed"),
             stop=stop_texts(body, "stop"),
-            include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+            include_usage=bool(options.get("include_usage")),
             logprobs=bool(body.get("logprobs")),
             top_logprobs=top,
-            num_choices=number_in(body, "n", 1, _MAX_CHOICES) or 1,
+            num_choices=body.get("n") or 1,
             **constraints(
-                body.get("tool_choice"), tools, schema_of(body.get("response_format"), "response_format", "json_schema"), parallel(body)
+                body.get("tool_choice"),
+                tools,
+                schema_of(body.get("response_format"), "response_format", "json_schema"),
+                body.get("parallel_tool_calls") is not False,
             ),
             **sampling(body, "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"),
         )
@@ -287,7 +280,7 @@ class ChatCompletions(Interface):
         tools = body.get("tools")
         if not tools or body.get("tool_choice") == "none":
             return None
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
+        if not all(isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools):
             raise bad("'tools' must be a list of objects with a 'function'.")
         return tuple(tools)
 
@@ -381,24 +374,26 @@ class Responses(Interface):
         "parallel_tool_calls": FLAG,
         "text": {**OBJECT, "description": "format: text, json_object, or json_schema with its schema."},
         "include": TEXTS,
-        "max_output_tokens": _SOME,
+        "max_output_tokens": _TOKENS,
         **_SAMPLING,
         "top_logprobs": _TOP_LOGPROBS,
         "stream": FLAG,
+        "truncation": {"enum": ["disabled", "auto"]},
+        "background": {"enum": [False]},
+        **_HARMLESS,
+        **_without_effect("stream_options", "reasoning", "max_tool_calls"),
     }
-    harmless = _HARMLESS | {"stream_options", "reasoning", "max_tool_calls"}
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"truncation": ("disabled", "auto"), "background": (False,)}
 
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        self.check(body)
-        choice, text = body.get("tool_choice"), body.get("text")
+        _require_utf8(body)
+        choice, form = body.get("tool_choice"), (body.get("text") or {}).get("format")
         tools = None if choice == "none" else self._tools(body.get("tools"))
         if isinstance(choice, dict):
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         include = body.get("include") or []
-        if not isinstance(include, list) or any(name not in _INCLUDED for name in include):
+        if any(name not in _INCLUDED for name in include):
             raise bad(f"'include' asks for {include!r:.80}.", "unsupported_parameter", _INCLUDED)
-        top = number_in(body, "top_logprobs", 0, _MAX_TOP_LOGPROBS) or 0
+        top = body.get("top_logprobs") or 0
         instructions, earlier = body.get("instructions"), self._earlier(body, recall)
         system = [] if instructions is None else [{"role": "system", "content": plain_text(instructions, "instructions")}]
         return ChatRequest(
@@ -406,7 +401,7 @@ class Responses(Interface):
             tools=tools,
             logprobs=_LOGPROBS in include or top > 0,
             top_logprobs=top,
-            **constraints(choice, tools, schema_of(text.get("format") if isinstance(text, dict) else None, "text.format"), parallel(body)),
+            **constraints(choice, tools, schema_of(form, "text.format"), body.get("parallel_tool_calls") is not False),
             **sampling(body, "max_output_tokens"),
             recalled_from=len(system),
         )
@@ -418,11 +413,11 @@ class Responses(Interface):
     def broken(self, problem: HttpProblem) -> bytes:
         return sse({"type": "error", "code": problem.kind, "message": problem.message, "param": None, "sequence_number": 0}, "error")
 
-    def _tools(self, tools: object) -> tuple[dict[str, Any], ...] | None:
+    def _tools(self, tools: list[Any] | None) -> tuple[dict[str, Any], ...] | None:
         """Tools in the form of chat completions, which templates know."""
         if not tools:
             return None
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        if not all(isinstance(tool, dict) for tool in tools):
             raise bad("'tools' must be a list of objects.")
         for tool in tools:
             if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
@@ -584,28 +579,22 @@ class Messages(Interface):
         "model": TEXT,
         "messages": {**LIST, "description": "Texts, uses of tools and their results."},
         "system": {"description": "A text, or blocks of text."},
-        "max_tokens": _SOME,
+        "max_tokens": _TOKENS,
         "stop_sequences": TEXTS,
         **_SAMPLING,
-        "top_k": COUNT,
+        "top_k": {**COUNT, "maximum": 2**20},
         "tools": LIST,
         "tool_choice": {**OBJECT, "description": "auto, any, tool with its name, or none."},
         "output_config": {**OBJECT, "description": "format: json_schema with its schema."},
         "stream": FLAG,
+        "thinking": {"enum": [{"type": "disabled"}]},
+        **_without_effect("metadata", "service_tier", "cache_control"),
     }
-    harmless = frozenset({"metadata", "service_tier", "cache_control"})
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"thinking": ({"type": "disabled"},)}
 
     def read(self, body: Mapping[str, Any], recall: Recall) -> ChatRequest:
-        if body.get("max_tokens") is None:
-            raise bad("'max_tokens' is missing.")
-        return self.read_prompt(body)
-
-    def read_prompt(self, body: Mapping[str, Any]) -> ChatRequest:
-        """As `read`, if nothing will be sampled: ``max_tokens`` is optional. Raises HttpProblem 400."""
-        self.check(body)
+        _require_utf8(body)
         choice = body.get("tool_choice") or {"type": "auto"}
-        kind = choice.get("type") if isinstance(choice, dict) else None
+        kind = choice.get("type")
         if kind not in (*_CHOICES, "tool"):
             raise bad(f"'tool_choice' must be {{'type': …}}, got {choice!r:.80}.", choices=[*_CHOICES, "tool"])
         tools = None if kind == "none" else self._tools(body.get("tools"))
@@ -613,9 +602,9 @@ class Messages(Interface):
         return ChatRequest(
             messages=self._messages(body),
             tools=tools,
-            top_k=number_in(body, "top_k", 0, 2**20) or 0,
+            top_k=body.get("top_k") or 0,
             stop=stop_texts(body, "stop_sequences"),
-            **constraints(asked, tools, self._schema(body.get("output_config")), not choice.get("disable_parallel_tool_use")),
+            **constraints(asked, tools, self._schema(body.get("output_config") or {}), not choice.get("disable_parallel_tool_use")),
             **sampling(body, "max_tokens"),
         )
 
@@ -633,11 +622,11 @@ class Messages(Interface):
     def broken(self, problem: HttpProblem) -> bytes:
         return sse(self.refusal(problem), "error")
 
-    def _tools(self, tools: object) -> tuple[dict[str, Any], ...] | None:
+    def _tools(self, tools: list[Any] | None) -> tuple[dict[str, Any], ...] | None:
         """Tools in the form of chat completions, which templates know."""
         if not tools:
             return None
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in tools):
+        if not all(isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in tools):
             raise bad("'tools' must be a list of objects with a 'name' and an 'input_schema'.")
         for tool in tools:
             if tool.get("type", "custom") != "custom":
@@ -648,9 +637,9 @@ class Messages(Interface):
         ]
         return tuple({"type": "function", "function": function} for function in described)
 
-    def _schema(self, config: object) -> object:
+    def _schema(self, config: Mapping[str, Any]) -> object:
         """JSON schema of ``output_config``; None: any text."""
-        form = config.get("format") if isinstance(config, dict) else None
+        form = config.get("format")
         if form is None:
             return None
         if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
@@ -658,8 +647,8 @@ class Messages(Interface):
         return form["schema"]
 
     def _messages(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-        found, messages = [], body.get("messages")
-        if not isinstance(messages, list) or not messages:
+        found, messages = [], body["messages"]
+        if not messages:
             raise bad("'messages' must be a list of at least one message.")
         if body.get("system"):
             found.append({"role": "system", "content": plain_text(body["system"], "system")})

@@ -11,8 +11,9 @@ from embodied_rl.config import SimConfig
 from embodied_rl.errors import did_you_mean
 from embodied_rl.serving import http_server as web
 from embodied_rl.serving.environments.hub import OPERATIONS, EnvRequest, Hub, ServiceLimits
-from embodied_rl.sim.wire import ENCODINGS
+from embodied_rl.sim.wire import ENCODINGS, Encoding
 
+_SEED = {**web.COUNT, "maximum": 2**63 - 1}
 _ASCENDING = {**web.COUNT, "description": "Ascending over an environment's requests; the same number again is the same request again."}
 _STATE = {
     "observation": {**web.OBJECT, "description": "Every part of the spec's observation: numbers as lists or base64, texts as they are."},
@@ -22,13 +23,14 @@ _STATE = {
     "success": web.FLAG,
 }
 CALLS: Mapping[str, tuple[str, Mapping[str, Any], Sequence[str]]] = {
-    "reset": ("Begin an episode; the same seed gives the same one.", {"seed": web.COUNT, "options": web.OBJECT}, ["seed"]),
+    "reset": ("Begin an episode; the same seed gives the same one.", {"seed": _SEED, "options": web.OBJECT}, ["seed"]),
     "step": ("One control step.", {"action": {"description": "A list of numbers in the simulator's units, or a text."}}, ["action"]),
     "snapshot": ("Save the running episode.", {}, []),
     "restore": ("Restore a saved episode.", {"snapshot": {"description": "What snapshot gave."}}, ["snapshot"]),
     "render": ("A picture of the environment.", {}, []),
 }
 """{operation: (description, request fields besides its number, required fields)}"""
+_IN_BATCH = {"id": web.TEXT, "operation": {**web.TEXT, "enum": list(CALLS)}}
 
 
 _PROBLEM = {"type": "object", "properties": {"error": web.TEXT, "kind": web.TEXT, "choices": web.TEXTS}, "required": ["error", "kind"]}
@@ -56,7 +58,7 @@ class EnvironmentService:
         self.token, self.token_is_new = web.token_to_ask_for(token, host)
         """Token required from clients, and whether it is new and must be shown to the user."""
         self.hub = Hub(simulators, limits or ServiceLimits())
-        self._routes = web.Routes("embodied_rl environment service", self._table(), _PROBLEM)
+        self._routes = web.Routes("embodied_rl environment service", self._table(), _PROBLEM, "bad_request")
         try:
             self._server = web.HttpServer(
                 self._routes.answer, host=host, port=port, admit=self._admit, limits=http, any_host_header=self.token is not None
@@ -90,8 +92,7 @@ class EnvironmentService:
             "request": web.TEXT,
         }
         make["count"] = {"type": "integer", "minimum": 1, "maximum": most, "default": 1}
-        asked = {"id": web.TEXT, "operation": {**web.TEXT, "enum": list(CALLS)}}
-        request = {"type": "object", "properties": asked, "required": list(asked)}
+        request = {"type": "object", "properties": _IN_BATCH, "required": list(_IN_BATCH)}
         batch = {"requests": {"type": "array", "minItems": 1, "maxItems": most, "items": request}}
         close = self._close, web.route("Close an environment.", "Its id.", {"closed": web.TEXT})
         made = {"environments": web.TEXTS, "spec": web.OBJECT}
@@ -133,7 +134,7 @@ class EnvironmentService:
         return web.Reply({"closed": env_id})
 
     def _call(self, operation: str, request: web.HttpRequest, env_id: str) -> web.Reply:
-        (outcome,) = self.hub.run([_env_request(env_id, operation, request.body)])
+        (outcome,) = self.hub.run([EnvRequest(env_id, operation, request.body.get("number"), _arguments(operation, request.body))])
         return web.Reply(outcome.body, outcome.status)
 
     def _health(self, request: web.HttpRequest) -> web.Reply:
@@ -144,73 +145,36 @@ class EnvironmentService:
 
     def _make(self, request: web.HttpRequest) -> web.Reply:
         body = request.body
-        web.only_known(body, ("sim", "task", "kwargs", "count", "encoding", "request"), "bad_request")
-        sim, count = _field(body, "sim", str), _field(body, "count", int, 1)
-        task, request_id = _field(body, "task", str, None), _field(body, "request", str, None)
-        kwargs = _field(body, "kwargs", dict, {})
-        encoding = _field(body, "encoding", str, "lists")
-        if encoding not in ENCODINGS:
-            raise _bad(f"encoding '{encoding}' is not a choice.{did_you_mean(encoding, ENCODINGS)}", ENCODINGS)
-        if not 1 <= count <= self.hub.limits.max_batch:
-            raise _bad(f"count must be between 1 and {self.hub.limits.max_batch}, got {count}.")
-        made = self.hub.make(sim, task, kwargs, count, "base64" if encoding == "base64" else "lists", request_id)
+        encoding: Encoding = body.get("encoding") or "lists"
+        made = self.hub.make(body["sim"], body.get("task"), body.get("kwargs") or {}, body.get("count") or 1, encoding, body.get("request"))
         return web.Reply({"environments": [environment.env_id for environment in made], "spec": made[0].spec}, 201)
 
     def _batch(self, request: web.HttpRequest) -> web.Reply:
-        web.only_known(request.body, ("requests",), "bad_request")
-        items = _field(request.body, "requests", list)
+        items = request.body["requests"]
         if not 1 <= len(items) <= self.hub.limits.max_batch:
             raise _bad(f"A batch holds between 1 and {self.hub.limits.max_batch} requests, got {len(items)}.")
-        requests = []
-        for item in items:
-            if not isinstance(item, dict):
-                raise _bad(f"A request of a batch must be an object, got {type(item).__name__}.")
-            rest = {key: value for key, value in item.items() if key not in ("id", "operation")}
-            requests.append(_env_request(_field(item, "id", str), _field(item, "operation", str), rest))
-        outcomes = self.hub.run(requests)
+        outcomes = self.hub.run([_of_batch(item) for item in items])
         # Bodies are JSON already, so pictures are not parsed again here.
         results = b",".join(b'{"status":%d,"body":%b}' % (outcome.status, outcome.body) for outcome in outcomes)
         whole = all(outcome.status == 200 for outcome in outcomes)
         return web.Reply(b'{"results":[%b]}' % results, 200 if whole else 207)
 
 
-def _env_request(env_id: str, operation: str, body: Mapping[str, Any]) -> EnvRequest:
-    """Request from its body. Raises HttpProblem 400."""
+def _of_batch(item: object) -> EnvRequest:
+    """Request of a batch. Raises HttpProblem 400."""
+    if not isinstance(item, dict):
+        raise _bad(f"A request of a batch must be an object, got {type(item).__name__}.")
+    operation = item.get("operation")
     if operation not in OPERATIONS:
-        raise _bad(f"operation '{operation}' is not a choice.{did_you_mean(operation, OPERATIONS)}", OPERATIONS)
+        raise _bad(f"operation {operation!r:.80} is not a choice.{did_you_mean(operation, OPERATIONS)}", OPERATIONS)
     _, fields, needed = CALLS[operation]
-    web.only_known(body, ("number", *fields), "bad_request")
-    number = _field(body, "number", int, None)
-    if number is not None and number < 0:
-        raise _bad(f"number must be >= 0, got {number}.")
-    for name in needed:
-        if name not in body:
-            raise _bad(f"'{name}' is missing: {operation} takes {', '.join(('number', *fields))}.", fields)
-    if operation == "reset":
-        seed = _field(body, "seed", int)
-        if not 0 <= seed < 2**63:
-            raise _bad(f"seed must be >= 0 and below 2**63, got {seed}.")
-        _field(body, "options", dict, None)
-    return EnvRequest(env_id, operation, number, {name: body[name] for name in fields if name in body})
+    web.check_body(item, {**_IN_BATCH, "number": _ASCENDING, **fields}, [*_IN_BATCH, *needed], "bad_request")
+    return EnvRequest(item["id"], operation, item.get("number"), _arguments(operation, item))
+
+
+def _arguments(operation: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in CALLS[operation][1] if name in body}
 
 
 def _bad(message: str, choices: Iterable[str] = ()) -> web.HttpProblem:
     return web.HttpProblem(400, "bad_request", message, choices=choices)
-
-
-_MISSING = object()
-
-
-def _field(body: Mapping[str, Any], name: str, kind: type, default: Any = _MISSING) -> Any:
-    """A field of a body; null means its default. Raises HttpProblem 400 if it is missing or has another type."""
-    value = body.get(name)
-    if value is None:
-        if default is _MISSING:
-            raise _bad(f"'{name}' is missing; it must be {_NAMES[kind]}.")
-        return default
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise _bad(f"'{name}' must be {_NAMES[kind]}, got {value!r:.80}.")
-    return value
-
-
-_NAMES = {str: "a text", int: "a whole number", dict: "an object", list: "a list"}

@@ -383,8 +383,8 @@ class Hub:
         self._reserve(count)
         made: list[Environment] = []
         try:
-            for _ in range(count):  # one by one: if there is no room for a further process, the earlier ones must end
-                made.append(Environment(secrets.token_hex(8), config, encoding, self.limits))
+            # Not by way of a list: if there is no room for a further process, the earlier ones must end.
+            made.extend(Environment(secrets.token_hex(8), config, encoding, self.limits) for _ in range(count))
             for environment in made:
                 environment.started()
             for environment in made:
