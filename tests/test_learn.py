@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -118,6 +119,9 @@ def test_what_cannot_be_sent_to_a_process_is_one_line(tmp_path: Path) -> None:
     for sim in (Inside, lambda: Docking()):
         with pytest.raises(UserError, match=r"is defined inside a function or as a lambda.*Write it into a file"):
             embodied_rl.learn(sim, run_dir=tmp_path / "run")
+    for made in (Docking(), functools.partial(Docking)):
+        with pytest.raises(UserError, match=r"sim must be a name, a class or a function, got .*Docking"):
+            embodied_rl.learn(made, run_dir=tmp_path / "run")
     script = "import embodied_rl\nlock = __import__('threading').Lock()\nclass Env:\n    def step(self, action):\n        return lock\n"
     (tmp_path / "script.py").write_text(script + "embodied_rl.learn(Env)\n", encoding="utf-8")
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)

@@ -73,7 +73,7 @@ def test_one_kind_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(int(age) for age in document["best"]["ages"]) <= document["workload"]["max_staleness"]
 
 
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     known = ["cluster=8x8", "workload=agents"]
     assert "workload=NAME (known times)" in error_of(capsys, "cluster=8x8")
     assert "workload=NAME (known times)" in error_of(capsys, *known, "measure=true")
@@ -84,6 +84,9 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "'num_slots' is a single value, 512" in error_of(capsys, *known, "workload.num_slots.x=1")
     assert "'name' is a single value, 'mine'" in error_of(capsys, *known, "workload.name=mine", "workload.name.x=1")
     assert "needs measure=true" in error_of(capsys, *known, "sim.num_slots=4")
+    monkeypatch.setattr("embodied_rl.planning.measuring.measure", lambda config: pytest.fail("refused before anything is measured"))
+    for word, part in (("workload.num_slot=3", "'workload.num_slot' is not known"), ("workload.num_slots=0", "must be between 1 and")):
+        assert part in error_of(capsys, "measure=true", "experiment=cartpole", word)
     assert "needs measure=true" in error_of(capsys, *known, "experiment=cartpole")
     assert "rows must be between 1 and" in error_of(capsys, *known, "rows=0")
     (tmp_path / "one.yaml").write_text("nodes: [{gpus: 1, gpu_memory_gib: 300}]", encoding="utf-8")

@@ -47,6 +47,7 @@ def test_what_is_searched_is_told_from_what_stays() -> None:
         (["algorithm.gamma=interval(0.9,0.8)"], "'algorithm.gamma': invalid search space"),
         (["algorithm.learning_rate=tag(log,interval(0,0.1))"], "above 0 with tag(log,…)"),
         (["algorithm.num_epochs=range(3,3)"], "'algorithm.num_epochs': invalid search space"),
+        (["algorithm.gamma=0.9", "+algorithm.gamma=choice(0.8,0.9)"], "'algorithm.gamma' is given twice"),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(words: list[str], message: str) -> None:
@@ -79,7 +80,7 @@ def test_a_study_runs_its_trials_ends_poor_ones_and_goes_on(tmp_path: Path, optu
     fixed = ["sim=cartpole", *QUICK, "total_steps=1024", "evaluation.every_steps=512", "evaluation.interim_episodes=2", "sim.num_slots=4"]
     searched = ["algorithm.learning_rate=tag(log,interval(1e-4,1e-1))", "algorithm.num_epochs=choice(1,3)"]
 
-    def tune(trials: int) -> str:
+    def tune(trials: int, status: int = 0) -> str:
         words = [
             sys.executable,
             "-m",
@@ -91,8 +92,8 @@ def test_a_study_runs_its_trials_ends_poor_ones_and_goes_on(tmp_path: Path, optu
         ]
         words = [word for word in words if word != "total_steps=256"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=500, check=False, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stderr if status else done.stdout
 
     tune(2)
     printed = tune(6)
@@ -125,3 +126,5 @@ def test_a_study_runs_its_trials_ends_poor_ones_and_goes_on(tmp_path: Path, optu
     (command,) = [line.split("train it", 1)[1].strip() for line in printed.splitlines() if "train it" in line]
     assert shlex.split(command)[-2:] == study.best_trial.user_attrs["overrides"]
     assert (tmp_path / "study" / "report.html").is_file()
+    searched[1] = "algorithm.num_epochs=choice(1,2)"
+    assert "has searched other values of a key" in tune(7, status=2)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from embodied_rl.algorithms.advantage_table import ADVANTAGES, AdvantageInfo
 from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES, LossInfo
-from embodied_rl.commands.cli import as_command, columns, fail, print_tables, terminal_width, value_of
+from embodied_rl.bounds import Seed, Size, Slots
+from embodied_rl.commands.cli import Argument, Command, as_command, fail, print_tables, terminal_width
 from embodied_rl.config import SimConfig, config_file, group_names, load_sim_config
-from embodied_rl.errors import UserError, did_you_mean, require_known
+from embodied_rl.errors import UserError, require_known
 from embodied_rl.progress import progress_bar, wrapped_lines
 from embodied_rl.sim.check import check_sim
 from embodied_rl.sim.factory import SimFactory, task_list
@@ -40,24 +41,32 @@ _WORDS = """List the entries of a kind with their tasks, descriptions and packag
 list all kinds. `algorithms` also lists the advantages, losses and loss terms that a configuration can name, with their formulas, needs and
 sources.
 
-tasks: list all tasks of a simulator (sim.task=NAME selects one). SIM is a name from the list of simulators.
-
-check: play a simulator and test the properties that training needs (determinism, seeds, snapshots, rows, ...). The exit status is 1 if a
-test fails. SIM is a name from the list of simulators, or package.module:Class."""
-_EXAMPLES = ("maniskill_pushcube", "halfcheetah task=Ant-v5 steps=200", "custom target=my_package.my_module:MyEnv kwargs.gravity=1.6")
+tasks: list all tasks of a simulator (sim.task=NAME selects one). SIM is a name from the list of simulators."""
+CHECK = Command(
+    name="catalog check",
+    summary=(
+        "Play a simulator and test the properties that training needs (determinism, seeds, snapshots, rows, …). The exit status is 1 if a "
+        "test fails. --json: print the report as JSON."
+    ),
+    arguments=(
+        Argument("task", str, "the same as sim.task=NAME of the training command", None),
+        Argument("target", str, "the same as sim.target=MODULE:CLASS", None),
+        Argument("num_envs", Slots, "number of environments", 3),
+        Argument("steps", Size, "length of the compared episodes", 100),
+        Argument("seed", Seed, "their seed", 0),
+    ),
+    prefixes={"kwargs.": "the same as sim.kwargs.KEY=VALUE"},
+    paths=(Argument("sim", str, "a name from the list of simulators, or package.module:Class"),),
+    examples=("maniskill_pushcube", "halfcheetah task=Ant-v5 steps=200", "custom target=my_package.my_module:MyEnv kwargs.gravity=1.6"),
+)
 
 
 def usage() -> str:
-    width = terminal_width()
     lines = ["usage: python -m embodied_rl.catalog KIND [--json]", f"       KIND is {'|'.join(KINDS)}"]
     lines += ["       python -m embodied_rl.catalog tasks SIM [--json]"]
-    lines += ["       python -m embodied_rl.catalog check SIM [KEY=VALUE ...] [--json]"]
     for paragraph in _WORDS.split("\n\n"):
-        lines += ["", *wrapped_lines(paragraph, width)]
-    keys = [("task=NAME kwargs.KEY=VALUE target=MODULE:CLASS", "the same as sim.KEY=VALUE of the training command")]
-    keys += [("num_envs=3 steps=100 seed=0", "number of environments, length of the compared episodes, and their seed")]
-    examples = [f"  python -m embodied_rl.catalog check {words}" for words in _EXAMPLES]
-    return "\n".join([*lines, "", *columns(keys, width), "", "examples:", *examples])
+        lines += ["", *wrapped_lines(paragraph, terminal_width())]
+    return "\n".join([*lines, "", CHECK.usage()])
 
 
 @dataclass(frozen=True)
@@ -311,28 +320,10 @@ def _check(arguments: Sequence[str], as_json: bool) -> None:
 
 def what_to_check(arguments: Sequence[str]) -> tuple[SimConfig, dict[str, Any]]:
     """Simulator's configuration and arguments of `check_sim`, from the words after ``check``. Raises UserError."""
-    if not arguments or "=" in arguments[0]:
-        raise UserError("Which simulator? python -m embodied_rl.catalog check SIM; `python -m embodied_rl.catalog simulators` lists them.")
-    name, *words = arguments
+    words = [word.removeprefix("sim.") if "=" in word else word for word in arguments]
+    numbers, kwargs = CHECK.parse(words)
+    name, task, target = (numbers.pop(key) for key in ("sim", "task", "target"))
     config = SimConfig(name=name, target=name) if ":" in name else load_sim_config(name)
-    data = asdict(config)
-    numbers: dict[str, Any] = {"num_envs": 3, "steps": 100, "seed": 0}
-    keys = ["task", "target", "kwargs.…", *numbers]
-    given = dict[str, str]()
-    for word in words:
-        key, equals, text = word.removeprefix("sim.").partition("=")
-        if not equals:
-            raise UserError(f"Argument '{word}' is not of the form key=value. Known: {', '.join(keys)}.")
-        if given.setdefault(key, text) != text:
-            raise UserError(f"'{key}' is given twice: '{given[key]}' and '{text}'. Remove one.")
-        if key in numbers:
-            if not text.isdecimal() or int(text) < (key != "seed"):
-                raise UserError(f"{key} must be a whole number{'' if key == 'seed' else ' >= 1'}, got '{text}'.")
-            numbers[key] = int(text)
-        elif key.startswith("kwargs.") and key.count(".") == 1:
-            data["kwargs"] = {**data["kwargs"], key.removeprefix("kwargs."): value_of(key, text)}
-        elif key in ("task", "target"):
-            data[key] = text
-        else:
-            raise UserError(f"Argument '{key}' is not known.{did_you_mean(key, keys)}")
-    return SimConfig.from_dict(data).with_target(), numbers
+    own = {key.removeprefix("kwargs."): value for key, value in kwargs.items()}
+    changed = {"task": task or config.task, "target": target or config.target, "kwargs": {**config.kwargs, **own}}
+    return SimConfig.from_dict({**asdict(config), **changed}).with_target(), numbers

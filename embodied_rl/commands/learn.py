@@ -299,6 +299,8 @@ def learn(
 
     Raises UserError: and its kinds, for everything a user can mend; SimFault, NonFiniteError: see `embodied_rl.trainer.Trainer.run`.
     """
+    if not isinstance(sim, str | type | FunctionType):
+        raise UserError(f"sim must be a name, a class or a function, got {shown(sim)}: other processes can only make environments anew.")
     name = sim if isinstance(sim, str) else sim.__name__
     given = [word for word in overrides if not word.startswith("run_dir=")]
     if run_dir is None:

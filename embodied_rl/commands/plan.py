@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from embodied_rl.bounds import Seed, Size
 from embodied_rl.commands.cli import Argument, Command, WrittenFile, as_command, command_line, print_tables, terminal_width
 from embodied_rl.config import config_file, group_names
+from embodied_rl.config.building import convert, type_hints
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.config.hybrid import ClusterConfig, PlacementConfig, WorkloadConfig, load_yaml
-from embodied_rl.errors import UserError, did_you_mean, shown
+from embodied_rl.errors import UserError, did_you_mean, require_known, shown
 from embodied_rl.files import write_atomic
 from embodied_rl.hybrid.placement import Cluster
 from embodied_rl.planning.model import Plan, candidates, plan
@@ -148,6 +149,13 @@ def _check(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
         raise UserError(
             "Give the times of an iteration: workload=NAME (known times), or measure=true experiment=NAME (measured on this machine)."
         )
+    hints = {field.name: type_hints(WorkloadConfig)[field.name] for field in dataclasses.fields(WorkloadConfig)}
+    for key, value in overrides.items():  # before a run is measured
+        group, name, *below = key.split(".")
+        if group == "workload":
+            require_known(name, hints, f"Configuration key {shown(key)} is not known.")
+            if not below:
+                convert(hints[name], value, key)
     if not values["measure"]:
         wrong = [key for key in overrides if not key.startswith("workload.")]
         wrong += [name for name in (*_RUN, "save") if values[name] is not None]

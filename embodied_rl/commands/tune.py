@@ -76,13 +76,17 @@ class Range:
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[Range]]:
-    """(overrides common to all trials, search spaces). Raises UserError: nothing is searched, or a search is malformed."""
+    """(overrides common to all trials, search spaces). Raises UserError: nothing is searched, a search is malformed, or a key is there
+    twice."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    fixed, ranges = [], []
-    for word in words:
+    fixed, ranges, seen = [], [], set[str]()
+    for word in dict.fromkeys(words):
         key, _, text = word.partition("=")
+        if (name := key.lstrip("+")) in seen:
+            raise UserError(f"{shown(name)} is given twice. Remove one.")
+        seen.add(name)
         if not text.startswith(("choice(", "range(", "interval(", "tag(")):
             fixed.append(word)
             continue
@@ -170,7 +174,10 @@ def _search(study: Study, folder: Path, fixed: Sequence[str], ranges: Sequence[R
     finished = []
     while len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL))) < trials:
         trial = study.ask()
-        chosen = [one.word(one.draw(trial)) for one in ranges]
+        try:
+            chosen = [one.word(one.draw(trial)) for one in ranges]
+        except ValueError as error:  # Optuna draws a key from the same choices, or the same kind of numbers, in all trials
+            raise UserError(f"study={folder} has searched other values of a key ({brief(error)}). Choose another study=….") from error
         trial.set_user_attr("overrides", chosen)
         name, run_dir, began_s = f"trial {trial.number + 1} of {trials}", _run_dir(folder, trial.number), time.monotonic()
         try:
