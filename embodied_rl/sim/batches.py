@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, memory_of
+from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, fence, memory_of
 from embodied_rl.sim.variable_length import INFO_BUFFER
 from embodied_rl.sim.worker_pool import WorkerPool
 from embodied_rl.specs import Rows
@@ -40,7 +40,7 @@ class SlotViews:
         self._marks = {mark: bytes([mark]) * self._size for mark in (IDLE, PENDING, READY)}
         self.idle, self.all_ready = self._marks[IDLE], self._marks[READY]
         self._text = pool.action_buffers() if pool.spec.action.kind == "text" else None
-        self._action = self._arrays["action"][self._rows] if self._is_range and self._text is None and chunk_size == 1 else None
+        self._actions, self._shape = self._arrays["action"], (self._size, pool.spec.action.dim)
         self._buffers = {
             f"{prefix}/{key}": pool.slab.buffers(f"{prefix}/{key}", buffer)
             for prefix in ("observation", "final_observation", *(("inner_observation",) if chunk_size > 1 else ()))
@@ -62,28 +62,30 @@ class SlotViews:
         marks = self._state.tobytes() if self._state is not None else self.marks()
         return marks == self.all_ready or (PENDING not in marks and IDLE not in marks)
 
-    def may_send(self) -> bool:
-        """Whether no slot is being stepped."""
-        return PENDING not in (self._state.tobytes() if self._state is not None else self.marks())
+    def start(self) -> None:
+        """Hand the slots to their workers, after everything that these read is written."""
+        fence()
+        self.mark(PENDING)
+        for doorbell in self.doorbells:
+            doorbell.ring()
 
     # ---- actions ----------------------------------------------------------------------------------------------------
 
     def put_actions(self, actions: Actions, watched: Sequence[bool] | None = None) -> np.ndarray | list[str]:
         """Write actions into the slab; returns a copy of them, one entry per slot. `watched`: see `Simulators.send`. Raises ValueError."""
-        if self._action is not None:
-            self._action[...] = actions
-            return self._action.copy()
         if self._text is not None:
             return self._put_texts(actions)
         if self._chunk_size > 1:
             self._arrays["watched"][self._rows] = False if watched is None else watched
             return self._put_chunks(np.asarray(actions))
-        own = np.asarray(actions)
-        self._arrays["action"][self._rows] = own
-        return self._arrays["action"][self._rows]
+        own = np.array(actions, self._actions.dtype)
+        if own.shape != self._shape:  # numpy would stretch one row over all
+            raise ValueError(f"Actions must be {list(self._shape)}, got {list(own.shape)}.")
+        self._actions[self._rows] = own
+        return own
 
     def _put_chunks(self, actions: np.ndarray) -> np.ndarray:
-        action = self._arrays["action"]
+        action = self._actions
         if actions.ndim != 3 or actions.shape[0] != self._size or not 1 <= actions.shape[1] <= self._chunk_size:
             raise ValueError(
                 f"Chunks must be [{self._size}, k, {action.shape[2]}] with 1 ≤ k ≤ {self._chunk_size}, got {list(actions.shape)}."
@@ -216,6 +218,8 @@ class ViewsOfSlots:
     def _checked(self, slots: range | list[int]) -> range | np.ndarray:
         if len(slots) and not (slots[0] >= 0 and slots[-1] < self._num_slots):
             raise ValueError(f"Slots {slots} are not within 0 … {self._num_slots - 1}.")
+        if len(set(slots)) < len(slots):
+            raise ValueError(f"Slots {slots} name a slot twice.")
         return slots if isinstance(slots, range) else np.asarray(slots, np.int64)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from embodied_rl.config import SimConfig
 from embodied_rl.sim.affinity import PlacementPolicy, place_workers
-from embodied_rl.sim.batches import Slots, ascending
+from embodied_rl.sim.batches import Slots, SlotViews, ascending
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.faults import FaultPolicy
 from embodied_rl.sim.process import done
@@ -165,7 +165,7 @@ class EnvManager(WorkerSimulators):
                 actions one `str` each.
             watched: for each slot, whether every step of its chunk is observed (`StepBatch.inner`); None: no slot. Single steps always are.
 
-        Raises ValueError: actions of the wrong shape, or a slot that is still stepping; UserError: a text is larger than its buffer.
+        Raises ValueError: actions of the wrong shape, or a slot whose last step was not received; UserError: a text exceeds its buffer.
         """
         if self._offloaded or self._pool is None:
             self._live_pool()  # raises
@@ -173,13 +173,10 @@ class EnvManager(WorkerSimulators):
             _, watched = ascending(slots, watched) if watched is not None else (None, None)
             slots, actions = ascending(slots, actions)
         views = self._views.of(slots)
-        if not views.may_send():
-            raise ValueError(f"Slots {list(views.slots)} were sent an action and have not been received yet.")
+        if views.marks() != views.idle:
+            raise _not_received(views)
         self._episode_log.sent(views.slots, views.put_actions(actions, watched))
-        fence()
-        views.mark(PENDING)
-        for doorbell in views.doorbells:
-            doorbell.ring()
+        views.start()
         self._sends += 1
         if not self._sends % _POLL_EVERY_SENDS:
             self._supervisor.poll()
@@ -193,17 +190,14 @@ class EnvManager(WorkerSimulators):
         assert pool.slab is not None, "the manager is closed"
         ordered, chosen = ascending(slots, seeds)
         views = self._views.of(ordered)
-        if not views.may_send():
-            raise ValueError(f"Slots {list(views.slots)} were sent an action and have not been received yet.")
+        if PENDING in views.marks():
+            raise _not_received(views)
         for slot, seed in zip(views.slots, chosen, strict=True):
             pool.slab.arrays["begin_seed"][slot] = int(seed)
             pool.slab.arrays["begin"][slot] = 1
             self._episode_log.begin(int(slot), int(seed))
             self._supervisor.episode_aborted(int(slot))  # an abort that was pending there is void
-        fence()
-        views.mark(PENDING)
-        for doorbell in views.doorbells:
-            doorbell.ring()
+        views.start()
 
     def recv(self, slots: Slots | None = None, *, min_ready: int | None = None, timeout_s: float | None = None) -> StepBatch:
         """Wait for steps and return them.
@@ -270,3 +264,7 @@ class EnvManager(WorkerSimulators):
             self._polled_at = now
             self._supervisor.poll()  # other workers may have failed while enough slots stay ready
         return [slot for slot, mark in enumerate(bytes(pool.state)) if mark >= READY]
+
+
+def _not_received(views: SlotViews) -> ValueError:
+    return ValueError(f"Slots {list(views.slots)} were sent an action and have not been received yet.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied_rl.errors import UserError
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.sim.transport import ABORTED, ENDED, IDLE, PENDING, READY, Marks, Slab, fence, memory_of
@@ -37,6 +38,12 @@ class _Part:
     """Some environments of a worker with their views, made once: ten fancy indices per step cost more than a small simulator's step."""
 
     def __init__(self, runner: SlotRunner, ids: list[int]) -> None:
+        """Raises UserError for a part of a simulator that steps all its environments together."""
+        if runner.sim.spec.steps_together and len(ids) < runner.num_envs:
+            raise UserError(
+                f"'{runner.sim.spec.task}' steps its {runner.num_envs} environments together, but only {len(ids)} were requested: set "
+                "sim.pipeline_groups=1."
+            )
         self.ids = ids
         contiguous = ids == list(range(ids[0], ids[-1] + 1))
         self.rows: Rows = slice(ids[0], ids[-1] + 1) if contiguous else np.asarray(ids)

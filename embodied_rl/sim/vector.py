@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -188,9 +188,7 @@ class ManagerVectorEnv(VectorEnv):
             if self._streams:
                 return self._reset_some(seed, slots), {}
         self._seed_round = 0 if seed is not None else self._seed_round + 1
-        if isinstance(seed, SupportsIndex):
-            self._seeds = EpisodeSeeds.training(int(seed))
-        elif seed is not None:
+        if seed is not None:
             self._seeds = _seeds_of_slots(seed, self.num_envs)
         batch = self.manager.reset(self._seeds, seed_round=self._seed_round, reconfigure=bool((options or {}).get("reconfigure")))
         self._over[:], self._begun = False, True
@@ -221,7 +219,7 @@ class ManagerVectorEnv(VectorEnv):
         """Begin new episodes in some slots. Returns the observations of all."""
         self._index[slots] += 1
         if seed is not None:
-            seeds = EpisodeSeeds.training(int(seed)) if isinstance(seed, SupportsIndex) else _seeds_of_slots(seed, self.num_envs)
+            seeds = _seeds_of_slots(seed, self.num_envs)
             for slot in slots.tolist():
                 self._streams[slot], self._index[slot] = SeedStream(seeds, 0, slot, self.num_envs), 0
         self.manager.begin(slots, [self._streams[slot].seed(int(self._index[slot])) for slot in slots])
@@ -305,8 +303,10 @@ class ManagerVectorEnv(VectorEnv):
         return gather(self.single_observation_space, observation)
 
 
-def _seeds_of_slots(seeds: Sequence[int | None], num_slots: int) -> EpisodeSeeds:
-    """Each slot's first seed as given; later ones follow from the list."""
+def _seeds_of_slots(seeds: int | Sequence[int | None], num_slots: int) -> EpisodeSeeds:
+    """All from one seed; or each slot's first seed as given, and later ones from the list."""
+    if isinstance(seeds, int | np.integer):
+        return EpisodeSeeds.training(int(seeds))
     first = tuple(None if seed is None else int(seed) for seed in seeds)
     if len(first) != num_slots:
         raise UserError(f"A list of seeds must have one for each of the {num_slots} slots, got {len(first)}.")

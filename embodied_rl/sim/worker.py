@@ -177,9 +177,10 @@ def _serve(released: threading.Event, channel: Channel, setup: dict[str, Any], s
 
 
 def _report(channel: Channel, worker: Worker, message: dict[str, Any]) -> None:
-    channel.answer(message)
+    # Set before the message, because the manager reads a message that exceeds the socket's buffer only once this is set.
     worker.failed[0] = 1
     worker.manager_doorbell.ring()
+    channel.answer(message)
 
 
 def main() -> None:

@@ -62,8 +62,8 @@ class _Watch:
     deadline: float = 0.0
     """Time when the phase ends: when a pause is over, or when the worker is late."""
     progress: int = 0
-    moved_at: float = 0.0
-    """Time when the worker last made progress or had no work."""
+    waits_since: float | None = None
+    """Time when a poll first found slots waiting without progress since the poll before; None: the last one did not."""
     failures: int = 0
     """Failures in a row without a step in between."""
     progress_at_failure: int = -1
@@ -83,16 +83,20 @@ class _Watch:
 class Supervisor:
     """Watches the workers of one `WorkerPool`: deadlines, deaths, restarts and fault records. `poll` never waits for a simulator."""
 
-    def __init__(self, pool: WorkerPool, policy: FaultPolicy, episode_log: EpisodeLog) -> None:
-        self.pool, self.policy, self.episode_log = pool, policy, episode_log
-        self.records: list[FaultRecord] = []
-        self.restarts = 0
-        self._watches = [_Watch(moved_at=time.perf_counter()) for _ in pool.workers]
+    def __init__(self, pool: WorkerPool, policy: FaultPolicy, episode_log: EpisodeLog, records: list[FaultRecord]) -> None:
+        """`records`: receives one for each fault, once the worker is back."""
+        self.pool, self.policy, self.episode_log, self.records = pool, policy, episode_log, records
+        self._watches = [_Watch() for _ in pool.workers]
         self._to_abort: set[int] = set()
         self._strikes: dict[int, tuple[int, int]] = {}
         self._memory_at = time.perf_counter()
 
     # ---- called by the manager --------------------------------------------------------------------------------------
+
+    @property
+    def restarts(self) -> int:
+        """Number of workers that were replaced, those that are not back yet included."""
+        return len(self.records) + sum(len(watch.open_faults) for watch in self._watches)
 
     def poll(self) -> None:
         """Check every worker once. Raises SimFault if the policy ends the run, and UserError as the simulator does."""
@@ -203,8 +207,10 @@ class Supervisor:
         state = self.pool.state
         progress = self._progress(index)
         if progress != watch.progress or all(state[slot] != PENDING for slot in self.pool.slots_of[index]):
-            watch.progress, watch.moved_at = progress, now
-        elif now - watch.moved_at > self.pool.plan.step_timeout_s:
+            watch.progress, watch.waits_since = progress, None
+        elif watch.waits_since is None:  # the poll before may be long ago: the caller does other things between two steps
+            watch.waits_since = now
+        elif now - watch.waits_since > self.pool.plan.step_timeout_s:
             raise worker.timed_out(self.pool.plan.step_timeout_s, "step")
         limit = self.policy.memory_limit_mb
         if check_memory and limit is not None and (used := worker.resident_mb()) > limit:
@@ -240,8 +246,7 @@ class Supervisor:
             self._is_back(index, watch, worker.receive(timeout, "take up its episodes", read_drift), now)
 
     def _is_back(self, index: int, watch: _Watch, drift: Mapping[int, float | None], now: float) -> None:
-        watch.phase, watch.moved_at = _Phase.LIVE, now
-        watch.progress = self._progress(index)
+        watch.phase, watch.waits_since, watch.progress = _Phase.LIVE, None, self._progress(index)
         watch.back_at = watch.progress if watch.open_faults else -1
         slots = tuple(
             SlotFault(
@@ -287,7 +292,6 @@ class Supervisor:
             watch.noticed_at = time.perf_counter()
         watch.open_faults.append(record)
         self.pool.remove(index)
-        self.restarts += 1
         watch.phase, watch.deadline = _Phase.PAUSED, time.perf_counter() + self.policy.pause_s(watch.failures)
 
     def _culprits(self, index: int, fault: SimFault) -> list[int]:
@@ -377,6 +381,7 @@ class WorkerSimulators(Simulators):
         self._plan, self._policy = plan, faults
         self._processes: list[WorkerProcess] = []
         self._finalizer = weakref.finalize(self, close_all, self._processes)
+        self._records: list[FaultRecord] = []
         self._idle_pools: dict[str, WorkerPool] = {}
         self._offloaded = False
         self.core_binding: CoreBinding | None = None
@@ -404,10 +409,10 @@ class WorkerSimulators(Simulators):
             if held is not None:
                 held.release()
         self._finalizer()
-        for pool in [*self._idle_pools.values(), *([self._pool] if self._pool is not None else [])]:
-            pool.close()
-        self._idle_pools.clear()
-        self._pool = None
+        self._close_idle_pools()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def __enter__(self) -> Self:
         return self
@@ -449,10 +454,14 @@ class WorkerSimulators(Simulators):
 
     def _take_pool(self, pool: WorkerPool) -> None:
         if pool.slab is None:
-            pool.finish()
+            try:
+                pool.finish()
+            except BaseException:
+                pool.close()
+                raise
         self._pool, self.spec = pool, pool.spec
         self._episode_log = EpisodeLog(self.num_slots, keep_actions=self.spec.snapshots != "none")
-        self._supervisor = Supervisor(pool, self._policy, self._episode_log)
+        self._supervisor = Supervisor(pool, self._policy, self._episode_log, self._records)
         self._resets = {reconfigure: self._plan.reset_patience(pool.built_s) for reconfigure in (False, True)}
         self.last_drift = {}
         self._views = ViewsOfSlots(pool, self.num_slots, self.chunk_size)
@@ -474,6 +483,7 @@ class WorkerSimulators(Simulators):
     def render(self, slots: Sequence[int]) -> list[np.ndarray]:
         """One picture [H, W, 3] uint8 of each slot, drawn by the workers in parallel. Raises UserError if the simulator cannot draw."""
         pool = self._live_pool()
+        self._drain()
         frames: dict[int, np.ndarray] = {}
         while left := [int(slot) for slot in slots if int(slot) not in frames]:
             turn = {int(pool.worker_of[slot]): slot for slot in reversed(left)}  # the first slot of each worker
@@ -532,11 +542,12 @@ class WorkerSimulators(Simulators):
         return views.batch(None)
 
     def offload(self) -> int:
-        """Save every slot's episode and end the processes to free their memory; returns the bytes kept instead.
+        """Save every slot's episode and end all processes, those of `prepare` too, to free their memory; returns the bytes kept instead.
 
         Batches that were received or are ready stay. `onload` restores the rest. Raises UserError as `snapshot`.
         """
         kept = sum(len(snapshot.to_bytes()) for snapshot in self.snapshot(range(self.num_slots)))
+        self._close_idle_pools()
         self._live_pool().stop()
         self._offloaded = True
         return kept
@@ -578,18 +589,23 @@ class WorkerSimulators(Simulators):
         """Change to another task, at once if `prepare` was called early enough. Call `reset` next.
 
         `keep`: leave the present task's workers running, so that switching back is immediate too.
+
+        Raises SimFault or UserError if the other task cannot be built; the present one then stays.
         """
         pool = self._live_pool()
         if factory.key == pool.factory.key:
             return
         self._drain()
         self.prepare(factory)
-        replacement = self._idle_pools.pop(factory.key)
+        self._take_pool(self._idle_pools.pop(factory.key))
         if keep:
             self._idle_pools[pool.factory.key] = pool
         else:
             pool.close()
-        self._take_pool(replacement)
+
+    def _close_idle_pools(self) -> None:
+        while self._idle_pools:
+            self._idle_pools.popitem()[1].close()
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
@@ -597,7 +613,7 @@ class WorkerSimulators(Simulators):
     def fault_records(self) -> list[FaultRecord]:
         """All faults so far, oldest first; a fault appears once its worker is back."""
         self._supervisor.catch_up()
-        return self._supervisor.records
+        return self._records
 
     @property
     def num_restarts(self) -> int:

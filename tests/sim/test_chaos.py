@@ -77,8 +77,8 @@ class Chaos:
     def _pass_time(self) -> None:
         """Who was stopped has been for hours."""
         for index, pid in enumerate(self.manager.worker_pids()):
-            if pid in self.stops:
-                self._watch(index).moved_at -= 2 * 3600.0
+            if pid in self.stops and (since := self._watch(index).waits_since) is not None:
+                self._watch(index).waits_since = since - 2 * 3600.0
 
     def _watch(self, index: int) -> _Watch:
         return self.manager._supervisor._watches[index]

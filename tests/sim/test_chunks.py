@@ -153,6 +153,29 @@ def test_unread_observations_are_not_made_and_nothing_else_changes(rule: str, to
     ]
 
 
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_environments_that_step_together_are_sent_together(chunk_size: int) -> None:
+    with make(chunk_size, target=SPLIT, together=True, length=50) as manager:
+        manager.reset()
+        manager.send([0], np.zeros((1, 1) if chunk_size == 1 else (1, 4, 1)))
+        with pytest.raises(UserError, match=r"steps its 2 environments together, but only 1 were requested: set sim.pipeline_groups=1"):
+            manager.recv([0])
+
+
+def test_chunks_of_a_vector_environment_end_each_on_its_own() -> None:
+    """One CartPole falls within ten pushes to the same side, the other one, pushed from side to side, does not."""
+    pushes = np.stack([np.ones((8, 1), np.int64), np.tile([[0], [1]], (4, 1))])
+    with make(8, target="tests.sim.toy:vector_cartpoles") as together, make(8, target="tests.sim.toy:cartpole") as alone:
+        together.reset()
+        alone.reset()
+        for _ in range(4):
+            batch, other = together.step(pushes), alone.step(pushes)
+            for part, expected in ((batch.executed, other.executed), (batch.observation["state"], other.observation["state"])):
+                np.testing.assert_array_equal(part, expected)
+            np.testing.assert_array_equal(batch.final_observation["state"][batch.done], other.final_observation["state"][other.done])
+            assert [episode.length for episode in batch.episodes] == [episode.length for episode in other.episodes]
+
+
 def test_one_observation_is_made_for_each_chunk() -> None:
     with make(target=SPLIT, length=11) as manager:
         manager.reset()

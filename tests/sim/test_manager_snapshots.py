@@ -8,6 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
+from embodied_rl.errors import UserError
 from embodied_rl.sim.episode_log import EpisodeLog, Snapshot
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
@@ -170,6 +171,14 @@ def test_switching_tasks_keeps_both_sets_of_workers_warm() -> None:
         assert_same(play_lockstep(manager, 8), clean)
         others = manager._processes
         assert len(others) == 2  # the second task's workers were not to be kept
+        with pytest.raises(UserError, match="does not take 'nonsense'"):
+            manager.switch(SimFactory(COUNTING, kwargs={"nonsense": 1}))
+        manager.reset()
+        assert_same(play_lockstep(manager, 8), clean)
+        manager.prepare(second)
+        manager.offload()
+        assert others == []
+        manager.onload()
 
 
 def test_snapshots_that_a_socket_cannot_hold_are_restored() -> None:

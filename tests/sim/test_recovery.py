@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -311,6 +312,49 @@ def test_other_slots_go_on_while_a_worker_hangs(tmp_path: Path, monkeypatch: pyt
         assert set(manager.recv(min_ready=1).slots.tolist()) <= {0, 1}  # they come back
         assert manager.fault_records[0].kind is FaultKind.TIMED_OUT
         assert "_hang_here" in manager.fault_records[0].detail
+
+
+def test_time_between_two_steps_is_not_a_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours for loading a model or for an update, then a step that takes long enough to be looked at."""
+    passing = PassingTime(monkeypatch)
+    with make(slots=2, workers=1, step_timeout_s=3600.0) as manager:
+        manager.reset()
+        for _ in range(2):
+            passing.pass_hours()
+            (pid,) = manager.worker_pids()
+            os.kill(pid, signal.SIGSTOP)
+            manager.send(range(2), np.ones((2, 1)))
+            manager._supervisor.poll()
+            os.kill(pid, signal.SIGCONT)
+            manager.recv()
+            manager._supervisor.poll()  # the slots wait for actions
+        assert manager.fault_records == []
+        assert manager.num_restarts == 0
+
+
+def test_a_report_that_a_socket_cannot_hold_is_read() -> None:
+    """The manager reads while the worker sends."""
+    with make(slots=1, workers=1, misbehave="raise at length", at=2, policy=FaultPolicy.stop()) as manager:
+        manager.reset()
+        manager.step(np.ones((1, 1)))
+        with pytest.raises(SimFault) as caught:
+            manager.step(np.ones((1, 1)))
+        assert caught.value.kind is FaultKind.RAISED
+        assert len(caught.value.detail) > 1_000_000
+
+
+def test_a_picture_waits_for_a_step_in_flight_and_for_its_failure(tmp_path: Path) -> None:
+    once = tmp_path / "happened"
+    with make(slots=1, workers=1, misbehave="wait and raise", at=2, once=str(once)) as manager:
+        manager.reset()
+        manager.step(np.ones((1, 1)))
+        manager.send([0], np.ones((1, 1)))
+        while not hangs(once):
+            time.sleep(0.01)
+        threading.Timer(0.1, once.with_name(f"{once.name}.goes_on").touch).start()
+        assert manager.render([0])[0][0, 0, 0] == 2
+        assert [record.kind for record in manager.fault_records] == [FaultKind.RAISED]
+        assert manager.recv().observation["state"][0, 1:].tolist() == [2, 2]
 
 
 def test_a_simulator_that_fails_at_once_ends_the_run_with_the_cause() -> None:

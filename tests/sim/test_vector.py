@@ -150,6 +150,7 @@ def test_a_list_of_seeds_is_that_of_the_slots_first_episodes() -> None:
         for wrong, message in (([1, 2], "one for each of the 3 slots, got 2"), ([1, 2, -1], "between 0 and 2\\*\\*31 - 1, got -1")):
             with pytest.raises(UserError, match=message):
                 vector.reset(seed=wrong)
+        np.testing.assert_array_equal(vector.reset(seed=np.array([1, 2, 3]))[0], vector.reset(seed=[1, 2, 3])[0])
 
 
 def test_a_reset_without_a_seed_goes_on_from_the_last_one() -> None:

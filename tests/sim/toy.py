@@ -21,9 +21,9 @@ from embodied_rl.types import ActionSpec, SimSpec, StepBuffers, TensorSpec, Vari
 class CountingSim(SimEnv):
     """Observation = [seed, steps taken, sum of actions]; ends (terminated) after ``length`` steps; reward = action.
 
-    `misbehave` says what happens at step `at`: raise, exit, hang, leak, nan_observation, nan_reward. With `once`, the path of a
-    file that does not exist yet, it happens a single time, whichever process comes first; with `victim`, only in the episode of
-    that seed. With `once`, a file of that name and ``.hangs`` says that it hangs.
+    `misbehave` says what happens at step `at`: raise, raise at length, wait and raise, exit, hang, leak, nan_observation, nan_reward.
+    With `once`, the path of a file that does not exist yet, it happens a single time, whichever process comes first; with `victim`, only in
+    the episode of that seed. With `once`, a file of that name and ``.hangs`` says that it hangs.
     """
 
     def __init__(
@@ -101,6 +101,13 @@ class CountingSim(SimEnv):
             self.leaked = b"x" * (400 * 2**20)  # written to, so that it is resident
             time.sleep(600)  # until it is noticed, however late
         if self.misbehave == "raise":
+            raise RuntimeError("the gripper fell off")
+        if self.misbehave == "raise at length":
+            raise RuntimeError("x" * 1_000_000)
+        if self.misbehave == "wait and raise":
+            open(f"{self.once}.hangs", "w").close()
+            while not os.path.exists(f"{self.once}.goes_on"):
+                time.sleep(0.01)
             raise RuntimeError("the gripper fell off")
         if self.misbehave == "exit":
             os._exit(7)
@@ -267,6 +274,14 @@ class BentEnv(gymnasium.Env):
         if bent:
             open(self.once, "w").close()
         return np.full(4 if bent else 3, self.steps, np.float32), 1.0, self.steps >= 6, False, {}
+
+
+def cartpole() -> gymnasium.Env:
+    return gymnasium.make("CartPole-v1")
+
+
+def vector_cartpoles(num_envs: int) -> gymnasium.vector.VectorEnv:
+    return gymnasium.vector.SyncVectorEnv([cartpole] * num_envs)
 
 
 class NoOpSim(SimEnv):

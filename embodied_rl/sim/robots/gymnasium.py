@@ -385,6 +385,8 @@ class VectorEnvSim(SimEnv):
         self.spec = replace(spec, snapshots="none", steps_together=True)
         self._write = spaces.row_writer(parts)
         self._to_action = spaces.action_converter(env.single_action_space)
+        self._over = np.zeros(env.num_envs, bool)
+        """Environments whose episode has ended: gymnasium refuses their next step."""
 
     def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
         chosen = np.zeros(self.env.num_envs, bool)
@@ -395,19 +397,18 @@ class VectorEnvSim(SimEnv):
         if not chosen.all():
             passed["reset_mask"] = chosen
         observation, _ = self.env.reset(seed=asked, options=passed or None)
+        self._over &= ~chosen
         for i in env_ids:
             self._write(out.observation, i, spaces.row_of(observation, i))
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        if len(env_ids) != self.env.num_envs:
-            raise UserError(
-                f"'{self.spec.task}' steps its {self.env.num_envs} environments together, but only {len(env_ids)} were requested: set "
-                "sim.pipeline_groups=1."
-            )
+        if self._over.any():  # in the middle of a chunk: what they do until the worker resets them is not read
+            self.env.reset(options={"reset_mask": self._over})
         order = np.argsort(np.asarray(env_ids))
         rows = self._to_action(actions[order])
         observation, reward, terminated, truncated, info = self.env.step(np.asarray(rows))
         out.reward[:], out.terminated[:], out.truncated[:] = reward, terminated, truncated
+        self._over = np.logical_or(terminated, truncated)
         out.success[:] = False if self._success_key is None else np.asarray(info.get(self._success_key, False), bool)
         for i in range(self.env.num_envs):
             self._write(out.observation, i, spaces.row_of(observation, i))

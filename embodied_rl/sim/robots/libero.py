@@ -176,12 +176,16 @@ class LiberoSim(RobosuiteSim):
             instruction=instruction(self.tasks[0]) if len(self.tasks) == 1 else None,
             multisampling=True,  # as in LIBERO's own pictures, pixel by pixel
         )
-        if len(self.tasks) > 1:
+        self.many_tasks = len(self.tasks) > 1
+        if self.many_tasks:
             parts: dict[str, TensorSpec | VariableSpec] = {**self.spec.observation, "instruction": VariableSpec("text", 1024)}
             self.spec = replace(self.spec, observation=parts, instruction=None)
 
     def task_of(self, seed: int) -> tuple[str, int]:
         return episode_of(self.tasks, self._which, int(seed))
+
+    def task_at(self, env_id: int) -> str:
+        return self._present[env_id]
 
     def advance(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         super().advance(env_ids, actions, out)

@@ -157,12 +157,7 @@ class ManiSkillGpuSim(ManiSkillBase):
         self._write(out, env_ids, self._host.fetch(named_parts(observation)))
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
-        """Take one control step in all environments. Raises UserError for a subset."""
-        if len(env_ids) != self.num_envs:
-            raise UserError(
-                f"'{self.spec.task}' steps its {self.num_envs} environments together, but only {len(env_ids)} were requested: set "
-                "sim.pipeline_groups=1."
-            )
+        """Take one control step in all environments, which `env_ids` must name."""
         rows = np.empty((self.num_envs, self.spec.action.dim), np.float32)
         rows[np.asarray(env_ids)] = actions
         with self._torch.inference_mode():

@@ -158,11 +158,9 @@ def action_converter(space: gymnasium.Space) -> Callable[[np.ndarray], Any]:
             return [{key: part[row] for key, part in parts.items()} for row in range(len(actions))]
 
         return split
-    if len(space.shape or ()) == 1:
-        dtype = space.dtype
-        return lambda actions: np.array(actions, dtype)
-    shape, dtype = space.shape or (), space.dtype
-    return lambda actions: np.array(actions, dtype).reshape(len(actions), *shape)
+    shape, dtype = space.shape or (), np.dtype(space.dtype)
+    whole = dtype.kind in "iu"  # otherwise only an action at the very bound would be the largest number
+    return lambda actions: np.array(np.rint(actions) if whole else actions, dtype).reshape(len(actions), *shape)
 
 
 # ---- spaces as data, and back ---------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from embodied_rl.sim.factory import SimFactory, adapt
 from embodied_rl.sim.faults import WrongShapeError
 from embodied_rl.sim.robots import gymnasium as adapter
 from embodied_rl.sim.robots.gymnasium import GymnasiumSim, VectorEnvSim
+from embodied_rl.sim.robots.spaces import action_converter
 from embodied_rl.types import StepBuffers, TensorSpec
 from tests.sim.robots.trajectories import actions_for, assert_depends_on_seed_alone, episode
 
@@ -293,12 +294,9 @@ def test_a_vector_environment_equals_single_ones() -> None:
     vector.close()
 
 
-def test_a_vector_environment_steps_all_or_nothing() -> None:
-    sim = VectorEnvSim(make_vector(2))
-    out = StepBuffers.allocate(sim.spec, 2)
-    sim.reset([0, 1], [0, 1], out)
-    with pytest.raises(UserError, match="pipeline_groups=1"):
-        sim.step([1], np.zeros((1, 1), np.float32), out)
+def test_actions_of_whole_numbers_are_rounded() -> None:
+    convert = action_converter(gymnasium.spaces.Box(-2, 2, (3,), np.int8))
+    assert convert(np.array([[1.6, -1.6, 0.4]], np.float32)).tolist() == [[2, -2, 0]]
 
 
 def test_a_vector_environment_that_resets_by_itself_is_refused() -> None:

@@ -179,6 +179,7 @@ def test_libero_suites_begin_every_task_at_its_stored_state(suite: str, assets: 
         sim.reset([0], [seed], out)
         task, number = sim.task_of(seed)
         assert (task, number) == (f"{suite}/{libero.suites()[suite][seed]}", 0)
+        assert (sim.many_tasks, sim.task_at(0)) == (True, task)
         assert out.observation["instruction"][0] == libero.instruction(task)
         stored = libero._init_states(task)[number]
         found = sim.envs[0].sim.data.qpos
