@@ -104,14 +104,10 @@ class Optimizer:
     @torch.no_grad()
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
         """Load a whole state, on any number of ranks. Raises KeyError or ValueError for a state of other parameters."""
-        for name, parameter in self.parameters.items():
-            moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
-            for key, moment in moments.items():
-                try:
-                    fsdp.fill(moment, state[f"{key}.{name}"])
-                except ValueError as error:
-                    raise ValueError(f"the optimizer state of '{name}' is of another shape: {error}") from error
-            self._state[name] = {"step": self._step_count(state["step"], parameter), **moments}
+        own = self.blank_parts()
+        for name, part in own.items():
+            fsdp.fill(part, state[name])
+        self.take_parts(own)
 
     def parts(self) -> dict[str, Tensor]:
         """The state under its names, each tensor sharded as its parameter is; zeros before the first step."""
@@ -126,25 +122,22 @@ class Optimizer:
 
     def blank_parts(self) -> dict[str, Tensor]:
         """Zeros with the shapes of `parts`, to be filled for `take_parts`."""
-        return {name: torch.zeros_like(tensor) for name, tensor in self.parts().items()}
+        moments = {f"{key}.{name}": torch.zeros_like(parameter) for name, parameter in self.parameters.items() for key in _MOMENTS}
+        return {"step": torch.zeros((), dtype=torch.int64), **moments}
 
     def take_parts(self, parts: Mapping[str, Tensor]) -> None:
         """Continue from parts that are sharded as these parameters are."""
         for name, parameter in self.parameters.items():
-            own = {key: parts[f"{key}.{name}"] for key in _MOMENTS}
-            self._state[name] = {"step": self._step_count(parts["step"], parameter), **own}
-
-    def _step_count(self, step: Tensor, parameter: nn.Parameter) -> Tensor:
-        """The step count on the parameter's device, as float32, as the fused kernel needs it."""
-        return step.to(fsdp.local_part(parameter).device, torch.float32).clone()
+            # The fused kernel needs each parameter's step count on its device, as float32.
+            step = parts["step"].to(fsdp.local_part(parameter).device, torch.float32, copy=True)
+            self._state[name] = {"step": step, **{key: parts[f"{key}.{name}"] for key in _MOMENTS}}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         """State of a parameter that is to be stepped; zeros before its first step."""
         if name not in self._state:
             parameter = self.parameters[name]
-            moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
             step = torch.zeros((), dtype=torch.float32, device=fsdp.local_part(parameter).device)
-            self._state[name] = {"step": step, **moments}
+            self._state[name] = {"step": step, **{key: torch.zeros_like(parameter) for key in _MOMENTS}}
         return self._state[name]
 
 

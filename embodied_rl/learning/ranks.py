@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -101,49 +101,47 @@ class Rank:
         ]
         return torch.cat(parts)
 
-    @torch.no_grad()
-    def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Load statistics that the training loop keeps (normalisation of observations)."""
-        own = dict(self.policy.named_buffers())
-        for name, value in buffers.items():
-            own[name].copy_(value)
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, whole tensor) of the parameters that learning changes, one at a time."""
         return fsdp.gather_named(self.policy, self.policy.changing())
-
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load whole tensors; without communication between ranks."""
-        fsdp.load_named(self.policy, tensors)
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """The whole optimizer state, on the host."""
         fsdp.reshard(self.policy)
         return self.optimizer.state_tensors()
 
-    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `optimizer_state` returned, on any number of ranks."""
+    @torch.no_grad()
+    def do(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Execute a request that needs no answer, see `RankExecutor`. Raises IncompatibleCheckpointError: a part cannot be loaded."""
+        what = message["do"]
         fsdp.reshard(self.policy)
-        self.optimizer.load_state_tensors(state)
+        if what == "buffers":  # statistics that the training loop keeps (normalisation of observations)
+            own = dict(self.policy.named_buffers())
+            for name, value in tensors.items():
+                own[name].copy_(value)
+        elif what == "load_weights":  # whole tensors, without communication between ranks
+            fsdp.load_named(self.policy, tensors)
+        elif what == "load_optimizer_state":  # as `optimizer_state` returned it, on any number of ranks
+            self.optimizer.load_state_tensors(tensors)
+        elif what == "forget":
+            self.optimizer.forget()
+        elif what == "save_parts":  # after the previous part is written; rank 0 reports what went wrong
+            self.finish_saving()
+            self.saving = save_sharded(message["folder"], self.optimizer.parts(), asynchronous=True)
+        elif what == "load_parts":  # written by any number of ranks
+            found = self.optimizer.blank_parts()
+            load_sharded(message["folder"], found)
+            self.optimizer.take_parts(found)
+        elif what == "leave":
+            self.finish_saving()
+            dist.destroy_process_group()
+        else:
+            raise ValueError(f"unknown request {what!r}")
 
-    def forget(self) -> None:
-        self.optimizer.forget()
-
-    def save_parts(self, folder: Path) -> SavingCheckpoint:
-        """Start writing this rank's part of the optimizer's state, after the previous one is written."""
+    def finish_saving(self) -> None:
+        """Wait until this rank's part of the last checkpoint is written."""
         if self.saving is not None:
             self.saving.finish()
-        fsdp.reshard(self.policy)
-        self.saving = save_sharded(folder, self.optimizer.parts(), asynchronous=True)
-        return self.saving
-
-    @torch.no_grad()
-    def load_parts(self, folder: Path) -> None:
-        """Load this rank's part of a state that any number of ranks wrote. Raises IncompatibleCheckpointError."""
-        fsdp.reshard(self.policy)
-        found = self.optimizer.blank_parts()
-        load_sharded(folder, found)
-        self.optimizer.take_parts(found)
 
 
 class RankElsewhere:
@@ -152,36 +150,27 @@ class RankElsewhere:
     def __init__(self, link: RankLink) -> None:
         self._link = link
 
-    def _ask(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        self._link.send({**message, "answers": True}, tensors)
+    def do(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self._link.send(message, tensors)
+
+    def _ask(self, what: str, tensors: Mapping[str, Tensor] | None = None, **arguments: object) -> dict[str, Tensor]:
+        self._link.send({"do": what, **arguments, "answers": True}, tensors)
         return self._link.recv()[1]
 
     def step(
         self, objective: str, rows: Rows, micro: list[list[int]], numbers: Numbers, learning_rate: float, seed: int | None = None
     ) -> Figures:
         message = {"objective": objective, "micro": micro, "numbers": numbers, "learning_rate": learning_rate, "seed": seed}
-        return {name: float(value) for name, value in self._ask({"do": "step", **message}, rows.tensors()).items()}
+        return {name: float(value) for name, value in self._ask("step", rows.tensors(), **message).items()}
 
     def values(self, observation: dict[str, Tensor]) -> Tensor:
-        return self._ask({"do": "values"}, observation)["value"]
-
-    def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        self._link.send({"do": "buffers"}, buffers)
+        return self._ask("values", observation)["value"]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._ask({"do": "weights"}).items()
-
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        self._link.send({"do": "load_weights"}, tensors)
+        yield from self._ask("weights").items()
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        return self._ask({"do": "optimizer_state"})
-
-    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        self._link.send({"do": "load_optimizer_state"}, state)
-
-    def forget(self) -> None:
-        self._link.send({"do": "forget"})
+        return self._ask("optimizer_state")
 
 
 class RankExecutor(Executor):
@@ -198,8 +187,9 @@ class RankExecutor(Executor):
         """Start the ranks on `host`; None: as processes of this machine.
 
         Raises:
-            UserError: there are fewer GPUs than ranks, the policy cannot be sharded, or torch.distributed is already in use.
-            TrainWorkerError: a rank did not start.
+            UserError: there are fewer GPUs than ranks, the policy cannot be sharded, torch.distributed is already in use, or a rank did not
+                start in time.
+            TrainWorkerError: a rank has ended.
         """
         assert config.sharding is not None
         super().__init__(policy, algorithm, device)
@@ -243,8 +233,7 @@ class RankExecutor(Executor):
         with self._blaming_workers():
             for index, link in links:
                 link.send({"do": "build", "rank": index, "device_index": host.device_index(index), **common}, state)
-            for _, link in links:
-                link.recv(sharding.start_timeout_s)  # reports early failures at once; from here on all ranks wait for each other
+            self._await_start(links)  # reports early failures at once; from here on all ranks wait for each other
             # Kept, because ranks read it later, and nothing else here refers to it if the first rank is elsewhere.
             with host.meeting(sharding.num_ranks, sharding.start_timeout_s) as (where, self._store):
                 for _, link in links:
@@ -252,9 +241,18 @@ class RankExecutor(Executor):
                 if host.first is None:
                     join(self._store, 0, sharding.num_ranks, device, sharding.start_timeout_s)
                     self._here = Rank(copy.deepcopy(self.policy), self.config, sharding, device)
-                for _, link in links:
-                    link.recv(sharding.start_timeout_s)
+                self._await_start(links)
         return RankElsewhere(host.first) if host.first is not None else self._part()
+
+    def _await_start(self, links: Sequence[tuple[int, RankLink]]) -> None:
+        for index, link in links:
+            try:
+                link.recv(self.sharding.start_timeout_s)
+            except TimeoutError:
+                raise UserError(
+                    f"hybrid.sharding: rank {index} of training did not start within {self.sharding.start_timeout_s:g} s: set a longer "
+                    "hybrid.sharding.start_timeout_s."
+                ) from None
 
     def _part(self) -> Rank:
         assert self._here is not None, "the first rank is elsewhere"
@@ -325,13 +323,10 @@ class RankExecutor(Executor):
                 own[name].copy_(tensor)
 
     def take_weights(self) -> None:
-        weights = self.policy.state_dict()
-        self._tell({"do": "load_weights"}, weights)
-        self.rank.load_weights(weights)
+        self._all("load_weights", self.policy.state_dict())
 
     def forget(self) -> None:
-        self._tell({"do": "forget"})
-        self.rank.forget()
+        self._all("forget")
 
     # ---- the optimizer's state --------------------------------------------------------------------------------------
 
@@ -347,8 +342,7 @@ class RankExecutor(Executor):
         """See `Executor.load_state_tensors`. Also takes the policy's present weights, which were loaded before."""
         self.take_weights()
         if not self._is_apart:
-            self._tell({"do": "load_optimizer_state"}, state)
-            self.rank.load_optimizer_state(state)
+            self._all("load_optimizer_state", state)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -364,16 +358,14 @@ class RankExecutor(Executor):
 
         That wait raises UserError if a part cannot be written.
         """
-        self._tell({"do": "save_parts", "folder": str(folder)})
-        with self._blaming_workers():
-            saving = self._part().save_parts(folder)
-        return lambda: saving.wait()
+        self._all("save_parts", folder=str(folder))
+        saving = self._part().saving
+        assert saving is not None, "it has just begun"
+        return saving.wait
 
     def load_parts(self, folder: Path) -> None:
         """Load on each rank its own part of a state that any number of ranks wrote. Raises IncompatibleCheckpointError."""
-        self._tell({"do": "load_parts", "folder": str(folder)})
-        with self._blaming_workers():
-            self._part().load_parts(folder)
+        self._all("load_parts", folder=str(folder))
 
     # ---- messages to the ranks ---------------------------------------------------------------------------------------
 
@@ -381,8 +373,14 @@ class RankExecutor(Executor):
         """Send the ranks the statistics that the training loop keeps, before they compute on new rows."""
         buffers = dict(self.policy.named_buffers())
         if buffers:
-            self._tell({"do": "buffers"}, buffers)
-            self.rank.set_buffers(buffers)
+            self._all("buffers", buffers)
+
+    def _all(self, what: str, tensors: Mapping[str, Tensor] | None = None, **arguments: object) -> None:
+        """Have every rank execute a request that needs no answer."""
+        message = {"do": what, **arguments}
+        self._tell(message, tensors)
+        with self._blaming_workers():
+            self.rank.do(message, tensors or {})
 
     def _tell(self, message: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Send the same message to every other rank."""

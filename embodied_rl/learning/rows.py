@@ -17,7 +17,7 @@ from embodied_rl.algorithms.batch import Rows, TensorRows
 from embodied_rl.errors import UserError
 from embodied_rl.policies.packing import KeptStructure, TokenSequence
 
-_INPUT, _OBSERVATION, _IMAGE, _STRUCTURES = "input.", "observation.", "image.", "structures"
+_IMAGE, _STRUCTURES = "image.", "structures"
 VALUED = "valued"
 """Input of episodes, [B, T] bool: decisions with returns, the critic's targets. Absent: all have returns, or none."""
 
@@ -87,7 +87,7 @@ class TransitionRows(StoredRows):
 
 
 @dataclass(frozen=True)
-class EpisodeRows(Rows):
+class EpisodeRows(TensorRows):
     """B episodes of at most T decisions, M decisions in all. A decision has U entries, the units of `algorithm.ratio`."""
 
     inputs: dict[str, Tensor]
@@ -134,6 +134,10 @@ class EpisodeRows(Rows):
         """B: number of rows."""
         return int(self.inputs["decisions"].shape[0])
 
+    @property
+    def device(self) -> torch.device:
+        return self.action.device
+
     def with_targets(self) -> EpisodeRows:
         """Add a critic's inputs, whether or not there are returns to learn."""
         decisions = self.inputs["decisions"]
@@ -174,23 +178,9 @@ class EpisodeRows(Rows):
         counted = self.inputs["decisions"].any(1)
         return self if bool(counted.all()) else self.chosen(counted.nonzero().squeeze(-1))
 
-    def moved(self, device: torch.device) -> EpisodeRows:
-        return EpisodeRows.of_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
-
-    def tensors(self) -> dict[str, Tensor]:
-        named = {f"{_INPUT}{name}": value for name, value in self.inputs.items()}
-        named |= {f"{_OBSERVATION}{key}": part for key, part in self.observation.items()}
-        own = {"action": self.action, "row": self.row, "column": self.column}
-        return {**named, **own, **({} if self.unit_mask is None else {"unit_mask": self.unit_mask})}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> EpisodeRows:
-
-        def below(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-        own = (tensors["action"], tensors["row"], tensors["column"], tensors.get("unit_mask"))
-        return cls(below(_INPUT), below(_OBSERVATION), *own)
+    def staged(self, device: torch.device) -> EpisodeRows:
+        """See `Rows.staged`: they stay on the host."""
+        return self
 
 
 @dataclass(frozen=True)

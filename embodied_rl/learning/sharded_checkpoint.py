@@ -30,7 +30,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from embodied_rl.errors import IncompatibleCheckpointError, UserError, brief
-from embodied_rl.files import cannot_write, fsync, replace_folder, reset_mode, sha256_of, sum_of_document, write_atomic
+from embodied_rl.files import cannot_write, fault_of, fsync, replace_folder, reset_mode, sha256_of, sum_of_document, write_atomic
 from embodied_rl.learning import fsdp
 from embodied_rl.policies.model_folder import torch_dtype
 from embodied_rl.reading import parse_json, read_regular
@@ -262,11 +262,7 @@ def _all_there(partial: Path, notes: list[Path]) -> bool:
 
 def _finish(partial: Path, final: Path, description: dict[str, Any], metadata: dict[str, Any], num_ranks: int, timeout_s: float) -> None:
     notes = [partial / f"rank_{rank:05d}.json" for rank in range(num_ranks)]
-    try:
-        _await(lambda: _all_there(partial, notes), timeout_s, f"not every rank wrote its part of checkpoint '{final}'")
-    except UserError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    _await(lambda: _all_there(partial, notes), timeout_s, f"not every rank wrote its part of checkpoint '{final}'")
     files, places = {}, {name: [] for name in description}  # type: ignore[var-annotated]
     for note in notes:
         written = json.loads(note.read_text(encoding="utf-8"))
@@ -297,7 +293,8 @@ def _fill(folder: Path, index: dict[str, Any], name: str, local: Tensor, start: 
             continue
         path = folder / part["file"]
         if verified is not None and part["file"] not in verified:
-            _verify(path, index["files"][part["file"]])
+            if (fault := fault_of(path, index["files"][part["file"]])) is not None:
+                raise _damaged(path, fault)
             verified.add(part["file"])
         source = tuple(slice(low - b, high - b) for (low, high), b in zip(overlap, part["start"], strict=True))
         target = tuple(slice(low - a, high - a) for (low, high), a in zip(overlap, start, strict=True))
@@ -325,15 +322,6 @@ def _check_entry(folder: Path, name: str, tensor: Tensor, entry: dict[str, Any] 
         raise IncompatibleCheckpointError(
             f"Tensor '{brief(name, 60)}' of checkpoint '{folder}' is {entry['dtype']} {brief(entry['shape'], 60)}, "
             f"but {wanted[1]} {wanted[0]} is needed."
-        )
-
-
-def _verify(path: Path, expected: dict[str, Any]) -> None:
-    if not path.is_file():
-        raise IncompatibleCheckpointError(f"Checkpoint '{path.parent}' is incomplete: {path.name} is missing. Use another checkpoint.")
-    if path.stat().st_size != expected["bytes"] or sha256_of(path) != expected["sha256"]:
-        raise IncompatibleCheckpointError(
-            f"Checkpoint file '{path}' is truncated or damaged: its checksum differs. Use another checkpoint."
         )
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from embodied_rl.config import AlgorithmConfig, AnyPolicyConfig, LanguageConfig, ShardingConfig
 from embodied_rl.config.building import build, convert
@@ -39,6 +38,11 @@ def main(descriptor: int) -> None:
     except ChannelClosed:
         # Rank 0 ended. Leaving the process group in order would wait for it.
         os._exit(0)
+    except BaseException:
+        # An exchange fails too if rank 0 was killed. The interpreter's own end would wait for a checkpoint that rank 0 no longer finishes.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 class RankServer:
@@ -114,24 +118,7 @@ def serve(rank: Rank, message: Mapping[str, Any], tensors: dict[str, Tensor]) ->
     if what == "optimizer_state":
         state = rank.optimizer_state()
         return state if answers else None
-    if what == "buffers":
-        rank.set_buffers(tensors)
-    elif what == "load_weights":
-        rank.load_weights(tensors)
-    elif what == "load_optimizer_state":
-        rank.load_optimizer_state(tensors)
-    elif what == "forget":
-        rank.forget()
-    elif what == "save_parts":
-        rank.save_parts(Path(message["folder"]))  # rank 0 reports what went wrong
-    elif what == "load_parts":
-        rank.load_parts(Path(message["folder"]))
-    elif what == "leave":
-        if rank.saving is not None:
-            rank.saving.finish()
-        dist.destroy_process_group()
-    else:
-        raise ValueError(f"unknown request {what!r}")
+    rank.do(message, tensors)
     return None
 
 

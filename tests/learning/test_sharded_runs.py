@@ -95,7 +95,7 @@ def test_rollouts_move_between_one_and_two_ranks(tmp_path: Path, capsys: pytest.
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
     part.write_bytes(bytes(content))
-    with pytest.raises(IncompatibleCheckpointError, match=r"rank_00001\.safetensors.*checksum differs"):
+    with pytest.raises(IncompatibleCheckpointError, match=r"rank_00001\.safetensors.*SHA-256 differs"):
         run(copied, *PPO, *QUIET, *ONE, "total_steps=1024", resume=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from embodied_rl.config import AlgorithmConfig, HybridConfig, ShardingConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.hybrid.engine import HybridEngine, make_engine
+from embodied_rl.learning import sharded_checkpoint
 from embodied_rl.learning.learner import Learner, NonFiniteLossError
 from embodied_rl.learning.objectives import RolloutObjective, divide
 from embodied_rl.learning.rank_hosts import TrainWorkerError
@@ -202,6 +204,30 @@ def test_a_rank_that_cannot_start_is_said_at_once(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(TrainWorkerError, match="rank 1 ended with status 1"):
         sharded(policy, 2, start_timeout_s=1e5)
     assert "of another policy" in capfd.readouterr().err
+
+
+def test_a_rank_that_starts_too_late_is_a_line() -> None:
+    with pytest.raises(
+        UserError, match=r"rank 1 of training did not start within 0\.001 s: set a longer hybrid\.sharding\.start_timeout_s"
+    ):
+        sharded(make_policy(), 2, start_timeout_s=1e-3)
+
+
+def test_a_rank_that_fails_ends_even_if_its_checkpoint_cannot_be_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As after the kill of rank 0, when the exchange that it took part in fails: nobody renames the folder that its thread waits for."""
+    finishes = threading.Event()
+    monkeypatch.setattr(sharded_checkpoint, "_finish", lambda *_: finishes.wait())
+    _, ranks = sharded(make_policy(), 2)
+    try:
+        ranks.save_parts(tmp_path / "parts")
+        ranks.host.tell({"do": "nothing that it knows"})
+        assert ranks.host.processes[0].wait(120) == 1  # type: ignore[attr-defined]
+        assert "unknown request" in capfd.readouterr().err
+    finally:
+        finishes.set()
+        ranks.close()
 
 
 def test_a_refused_run_leaves_no_rank_behind(tmp_path: Path) -> None:
