@@ -304,25 +304,13 @@ class RemoteCollector(Collector):
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
         """See `RolloutCollector.restart` and `GroupCollector.restart`; `queue` becomes the image of the worker's."""
         self._queue, self._played = queue, None
-        while True:
-            try:
-                state = None if queue is None else queue.state_dict()
-                self._worker.ask("restart", seed_round=seed_round, queue=state, drawn=self._drawn)
-            except RoleLost as lost:
-                self._worker.replace(lost)
-            else:
-                self._worker.needs_restart = False
-                return
+        state = None if queue is None else queue.state_dict()
+        self._worker.insist("restart", seed_round=seed_round, queue=state, drawn=self._drawn)
+        self._worker.needs_restart = False
 
     def episodes(self) -> list[bytes]:
         """See `RolloutCollector.episodes`; after a replacement, the new worker's episodes."""
-        while True:
-            if self._worker.needs_restart:
-                self._begin_again(self._worker.version)
-            try:
-                return [episode.tobytes() for episode in self._worker.ask("episodes")]
-            except RoleLost as lost:
-                self._worker.replace(lost)
+        return [episode.tobytes() for episode in self._insist("episodes", self._worker.version)]
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
         self._worker.insist("take_up", episodes=[np.frombuffer(episode, np.uint8) for episode in episodes])
@@ -353,16 +341,19 @@ class RemoteCollector(Collector):
             "roles/restarts": float(self._worker.num_restarts),
         }
 
-    def _play(self, version: int) -> Collected:
-        started = time.perf_counter()
+    def _insist(self, what: str, iteration: int, **arguments: object) -> Any:
+        """See `RemoteWorker.insist`; a new worker first begins the method's episodes again."""
         while True:
             if self._worker.needs_restart:
-                self._begin_again(version)
+                self._begin_again(iteration)
             try:
-                played: Collected = self._worker.ask("play", version=version, drawn=self._drawn)
-                break
+                return self._worker.ask(what, **arguments)
             except RoleLost as lost:
                 self._worker.replace(lost)
+
+    def _play(self, version: int) -> Collected:
+        started = time.perf_counter()
+        played: Collected = self._insist("play", version, version=version, drawn=self._drawn)
         waited = time.perf_counter() - started
         self._worker.note_faults(played.faults)
         if self._worker.starts is not None:

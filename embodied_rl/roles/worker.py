@@ -380,6 +380,8 @@ class RolloutWorker:
         """See `rollout.evaluation.evaluate`; running episodes are lost, so `restart` must follow.
         `domain`: domain to evaluate; empty: `num_episodes` of every domain."""
         self._give_up_episodes()
+        if num_episodes == 0:  # of a team with more workers than episodes
+            return []
         stream = self._stream(domain)
         assert stream.generator is not None, "take_models comes first"
         manager = stream.manager if domain else self.manager

@@ -142,9 +142,11 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
         return dataclasses.replace(sim, num_slots=slots, num_workers=workers, pipeline_groups=min(sim.num_groups, slots))
 
     mix = {name: dataclasses.replace(player, num_slots=part(player.num_slots)) for name, player in config.generation.mix.items()}
-    own, most = None, config.record.max_episodes
-    if groups is not None:
-        own = dataclasses.replace(groups, groups_per_step=part(groups.groups_per_step))
+    own = None if groups is None else dataclasses.replace(groups, groups_per_step=part(groups.groups_per_step))
+    record = config.record
+    if record.max_episodes is not None:  # a worker whose part is none records nothing
+        most = part(record.max_episodes)
+        record = dataclasses.replace(record, share=record.share if most else 0.0, max_episodes=most or None)
     return dataclasses.replace(
         config,
         sim=sim_part(config.sim),
@@ -152,7 +154,7 @@ def part_of(config: TrainConfig, index: int) -> TrainConfig:
         generation=dataclasses.replace(config.generation, mix=mix),
         algorithm=dataclasses.replace(config.algorithm, groups=own),
         hybrid=dataclasses.replace(config.hybrid, players=1),
-        record=dataclasses.replace(config.record, max_episodes=None if most is None else part(most)),
+        record=record,
     )
 
 

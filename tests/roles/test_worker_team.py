@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embodied_rl.roles.worker_team import divided, united
+from embodied_rl.roles.worker_team import divided, part_of, united
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig, Share
 from embodied_rl.trainer import Trainer
@@ -59,6 +59,12 @@ def test_shares_of_a_queue_and_their_states() -> None:
     assert [play(queue, 3, 0) for queue in again] == [[2, 4, 6], [3, 5, 7]]
     counted = united([queue.state_dict() for queue in again], Share(0, 2))["counts"]["a"]
     assert counted["consumed"] == 2, "what was counted before is counted once"
+
+
+def test_a_player_without_a_part_of_the_recorded_episodes_records_none(tmp_path: Path) -> None:
+    config = configured(tmp_path, *ROLLOUTS, *TWO, "record.share=0.5", "record.max_episodes=1")
+    parts = [part_of(config, index).record for index in range(2)]
+    assert [(part.share, part.max_episodes) for part in parts] == [(0.5, 1), (0.0, None)]
 
 
 def test_shares_of_batches_that_players_do_not_divide() -> None:
@@ -119,14 +125,14 @@ def test_two_players_play_every_domain_and_evaluate_in_its_order(tmp_path: Path)
         (tmp_path / name).mkdir()
         with Trainer(configured(tmp_path / name, *TWO_POLES, *words), tmp_path / name, command="test") as trainer:
             trainer.engine.publish(0)
-            held_out = trainer.evaluate(3, first_seed=0)
+            held_out = [*trainer.evaluate(3, first_seed=0), *trainer.evaluate(1, first_seed=5)]  # one of them has nothing to play
             trainer.method.restart(0)
             groups = trainer.method.collector.next_groups(0)
         found[name] = [(e.final_info["task"], e.seed, e.length, e.episode_return) for e in held_out]
         found[name] += [(g.domain, g.number, e.seed, e.num_steps, e.action.tobytes()) for g in groups for e in g.episodes]
     assert found["one"] == found["two"]
-    assert [row[0] for row in found["one"][:6]] == ["near"] * 3 + ["far"] * 3
-    assert {row[0] for row in found["one"][6:]} == {"near", "far"}
+    assert [row[0] for row in found["one"][:8]] == ["near"] * 3 + ["far"] * 3 + ["near", "far"]
+    assert {row[0] for row in found["one"][8:]} == {"near", "far"}
 
 
 @pytest.mark.parametrize(
