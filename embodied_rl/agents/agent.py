@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,18 +66,6 @@ class PromptTooLong:
 
     num_tokens: int
     limit: int
-
-
-class Conversation(Protocol):
-    """One episode from the agent's view: `prompt` and `answered` alternate."""
-
-    def prompt(self, observation: str) -> Prompt | PromptTooLong: ...
-
-    def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
-        """Prompt that continues the turn after a call of tools; `token_ids`: the sampled call, `response`: the tools' results."""
-
-    def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
-        """Record what was sampled, as ids and as text, and the simulator's action."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,58 +212,94 @@ def _about_summary(config: AgentConfig) -> str:
     )
 
 
-class _Growing:
-    """``full`` and ``last_k``: messages and sampled tokens in sequence."""
-
-    def __init__(self, prompts: Prompts, last_turns: int | None) -> None:
-        self._prompts, self._last_turns = prompts, last_turns
-        self._past: list[list[Exchange]] = []
-        self._within: list[Exchange] = []
-        self._message = ""
-        self._step = 0
-
-    def prompt(self, observation: str) -> Prompt | PromptTooLong:
-        self._step += 1
-        self._message, self._within = self._prompts.message(observation, self._step), []
-        return self._fitted()
-
-    def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
-        self._within.append(Exchange(self._message, token_ids))
-        self._message = response
-        return self._fitted()
-
-    def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
-        self._past.append([*self._within, Exchange(self._message, token_ids)])
-        self._within = []
-
-    def _fitted(self) -> Prompt | PromptTooLong:
-        wanted = len(self._past) if self._last_turns is None else min(self._last_turns, len(self._past))
-        return _fitted(self._prompts, wanted, self._draft)
-
-    def _draft(self, num_turns: int) -> Prompt:
-        earlier = [exchange for turn in self._past[len(self._past) - num_turns :] for exchange in turn]
-        return self._prompts.joined([*earlier, *self._within], self._message)
-
-
-class _Rendered:
-    """``memory`` and ``summarised``: one message, rewritten in each turn; tools within a turn continue it token by token."""
+class Conversation(ABC):
+    """One episode from the agent's view: `prompt` and `answered` alternate. Tools within a turn continue it token by token."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
-        self._past: list[tuple[str, str]] = []
-        self._within: list[tuple[np.ndarray, str]] = []  # (sampled tokens, results of the tools)
         self._observation = ""
-        self._summary = ""
         self._step = 0
+        self._within: list[tuple[np.ndarray, str]] = []
+        """(sampled call, results of its tools) of the present turn."""
 
     def prompt(self, observation: str) -> Prompt | PromptTooLong:
         self._step += 1
         self._observation, self._within = observation, []
-        return _fitted(self._prompts, len(self._past), self._draft)
+        return self._fitted()
 
     def tools_answered(self, token_ids: np.ndarray, response: str) -> Prompt | PromptTooLong:
+        """Prompt that continues the turn after a call of tools; `token_ids`: the sampled call, `response`: the tools' results."""
         self._within.append((token_ids, response))
-        return _fitted(self._prompts, len(self._past), self._draft)
+        return self._fitted()
+
+    @abstractmethod
+    def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
+        """Record what was sampled, as ids and as text, and the simulator's action."""
+
+    @property
+    @abstractmethod
+    def _num_turns(self) -> int:
+        """Most earlier turns in a prompt."""
+
+    @abstractmethod
+    def _draft(self, num_turns: int) -> Prompt:
+        """Prompt with the newest `num_turns` turns."""
+
+    def _turn(self, message: str) -> tuple[list[Exchange], str]:
+        """(exchanges of the present turn, whose first message is `message`; the message to be answered)."""
+        messages = [message, *(response for _, response in self._within)]
+        return [Exchange(one, token_ids) for one, (token_ids, _) in zip(messages, self._within, strict=False)], messages[-1]
+
+    def _fitted(self) -> Prompt | PromptTooLong:
+        """Prompt with as many of the newest turns as fit."""
+        num_turns, limit = self._num_turns, self._prompts.limit
+        whole = self._draft(num_turns)
+        length = len(whole.token_ids)
+        if length <= limit:
+            return whole
+        if self._prompts.config.overflow == "drop_oldest":
+            for kept in range(num_turns - 1, -1, -1):
+                shorter = self._draft(kept)
+                if len(shorter.token_ids) <= limit:
+                    return dataclasses.replace(shorter, dropped=Dropped(num_turns - kept, length - len(shorter.token_ids)))
+            length = len(self._draft(0).token_ids)
+        return PromptTooLong(length, limit)
+
+
+class _Growing(Conversation):
+    """``full`` and ``last_k``: messages and sampled tokens in sequence."""
+
+    def __init__(self, prompts: Prompts, last_turns: int | None) -> None:
+        super().__init__(prompts)
+        self._last_turns = last_turns
+        self._past: list[list[Exchange]] = []
+
+    def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
+        shown, message = self._turn(self._message)
+        self._past.append([*shown, Exchange(message, token_ids)])
+        self._within = []
+
+    @property
+    def _message(self) -> str:
+        return self._prompts.message(self._observation, self._step)
+
+    @property
+    def _num_turns(self) -> int:
+        return len(self._past) if self._last_turns is None else min(self._last_turns, len(self._past))
+
+    def _draft(self, num_turns: int) -> Prompt:
+        earlier = [exchange for turn in self._past[len(self._past) - num_turns :] for exchange in turn]
+        shown, message = self._turn(self._message)
+        return self._prompts.joined([*earlier, *shown], message)
+
+
+class _Rendered(Conversation):
+    """``memory`` and ``summarised``: one message, rewritten in each turn."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        super().__init__(prompts)
+        self._past: list[tuple[str, str]] = []
+        self._summary = ""
 
     def answered(self, token_ids: np.ndarray, answer: str, action: str) -> None:
         config = self._prompts.config
@@ -285,6 +310,10 @@ class _Rendered:
         elif config.last_turns:
             self._past = [*self._past, (self._observation, action)][-config.last_turns :]
 
+    @property
+    def _num_turns(self) -> int:
+        return len(self._past)
+
     def _draft(self, num_turns: int) -> Prompt:
         first = self._step - len(self._past)
         items = [
@@ -292,27 +321,7 @@ class _Rendered:
             for index, (observation, action) in enumerate(self._past)
         ]
         memory = "".join(items[len(items) - num_turns :])
-        messages = [
-            self._prompts.message(self._observation, self._step, memory=memory, summary=self._summary),
-            *(response for _, response in self._within),
-        ]
-        shown = [Exchange(message, answer_ids) for message, (answer_ids, _) in zip(messages, self._within, strict=False)]
-        return self._prompts.joined(shown, messages[-1])
-
-
-def _fitted(prompts: Prompts, num_turns: int, draft: Callable[[int], Prompt]) -> Prompt | PromptTooLong:
-    """Prompt with as many of the newest turns as fit; `draft(n)` makes the one with n turns."""
-    whole = draft(num_turns)
-    length = len(whole.token_ids)
-    if length <= prompts.limit:
-        return whole
-    if prompts.config.overflow == "drop_oldest":
-        for kept in range(num_turns - 1, -1, -1):
-            shorter = draft(kept)
-            if len(shorter.token_ids) <= prompts.limit:
-                return dataclasses.replace(shorter, dropped=Dropped(num_turns - kept, length - len(shorter.token_ids)))
-        length = len(draft(0).token_ids)
-    return PromptTooLong(length, prompts.limit)
+        return self._prompts.joined(*self._turn(self._prompts.message(self._observation, self._step, memory=memory, summary=self._summary)))
 
 
 @dataclass(frozen=True)
@@ -363,8 +372,16 @@ class Answer:
 class Agent:
     """Shared parts of all episodes; `begin` makes the state of one."""
 
-    def __init__(self, config: AgentConfig, tokenizer: PromptTokenizer, *, instruction: str | None, max_context: int) -> None:
-        """See `Prompts`. Starts the tools of `AgentConfig.tools`.
+    def __init__(
+        self,
+        config: AgentConfig,
+        tokenizer: PromptTokenizer,
+        *,
+        instruction: str | None,
+        max_context: int,
+        action_bytes: int | None = None,
+    ) -> None:
+        """See `Prompts`; `action_bytes`: longest action of the simulator. Starts the tools of `AgentConfig.tools`.
 
         Raises UserError as `Prompts` and `make_tools` do, and for a stop token that the tokenizer lacks."""
         self.config, self.tokenizer = config, tokenizer
@@ -378,7 +395,8 @@ class Agent:
         try:
             self.prompts = Prompts(config, tokenizer, instruction=instruction, max_context=max_context, tools=described)
             beside = config.summary_tag if config.strategy == "summarised" else None
-            self.parser = ActionParser(tag=config.tag if config.answer == "tag" else None, actions=config.actions, beside=beside)
+            tag = config.tag if config.answer == "tag" else None
+            self.parser = ActionParser(tag=tag, actions=config.actions, beside=beside, most_bytes=action_bytes)
             self.stop_ids = tokenizer.stop_ids(*config.stop)
         except BaseException:
             self.close()

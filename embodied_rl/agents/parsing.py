@@ -83,9 +83,9 @@ def tools_text(schemas: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-Reason = Literal["empty", "no_tag", "several_tags", "unknown_action", "cut", "tool_limit"]
-"""empty: an empty answer. no_tag, several_tags: not exactly one tag. unknown_action: not one of the allowed ones. cut: the answer reached
-its longest length without a complete action. tool_limit: it calls a tool, and no call is left."""
+Reason = Literal["empty", "no_tag", "several_tags", "unknown_action", "too_long", "cut", "tool_limit"]
+"""empty: an empty answer. no_tag, several_tags: not exactly one tag. unknown_action: not one of the allowed ones. too_long: longer than the
+simulator takes. cut: the answer reached its longest length without a complete action. tool_limit: it calls a tool, and no call is left."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,14 @@ ParsedAction = ValidAction | InvalidAction | ToolRequest
 class ActionParser:
     """Reads answers as `AgentConfig.answer` says. If actions are listed, surrounding spaces and case do not matter."""
 
-    def __init__(self, *, tag: str | None, actions: Sequence[str] = (), beside: str | None = None) -> None:
+    def __init__(self, *, tag: str | None, actions: Sequence[str] = (), beside: str | None = None, most_bytes: int | None = None) -> None:
         """Args:
         beside: ``<beside>…</beside>`` is not part of the action (a summary).
         tag: the action is in ``<tag>…</tag>``; None: the whole answer is the action.
         actions: allowed answers; empty: any text.
+        most_bytes: longest action, in UTF-8; None: no limit.
         """
+        self._most_bytes = most_bytes
         self._tag = None if tag is None else re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL | re.IGNORECASE)
         self._beside = None if beside is None else re.compile(rf"<{re.escape(beside)}>.*?</{re.escape(beside)}>", re.DOTALL | re.IGNORECASE)
         self._actions = {" ".join(action.lower().split()): action for action in actions}
@@ -152,7 +154,8 @@ class ActionParser:
         if not content:
             return InvalidAction("empty", answer)
         if not self._actions:
-            return ValidAction(content)
+            too_long = self._most_bytes is not None and len(content.encode("utf-8", "surrogatepass")) > self._most_bytes
+            return InvalidAction("too_long", answer) if too_long else ValidAction(content)
         action = self._actions.get(" ".join(content.lower().split()))
         return InvalidAction("unknown_action", answer) if action is None else ValidAction(action)
 

@@ -96,7 +96,9 @@ class Speaking(Protocol):
 def make_agent(config: AgentConfig, policy: Speaking, spec: SimSpec) -> Agent:
     """Make the agent that speaks through a policy's tokenizer. Raises UserError as `Agent` does, and for pictures that it cannot see."""
     image_inputs = _make_image_inputs(policy, spec)
-    agent = Agent(config, policy.tokenizer, instruction=spec.instruction, max_context=max_context(policy.hf_config))
+    context = max_context(policy.hf_config)
+    most_bytes = spec.action.max_bytes - 1  # a byte tells a text from none
+    agent = Agent(config, policy.tokenizer, instruction=spec.instruction, max_context=context, action_bytes=most_bytes)
     agent.image_inputs = image_inputs
     return agent
 

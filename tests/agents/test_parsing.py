@@ -45,6 +45,14 @@ def test_any_text_where_no_action_is_listed_and_its_letters_stay_as_they_are() -
     assert ActionParser(tag="answer").parse("So: <answer>\\boxed{Seven}</answer>") == ValidAction("\\boxed{Seven}")
 
 
+def test_an_action_that_is_too_long_for_its_simulator_is_none() -> None:
+    """It would end the run."""
+    parser = ActionParser(tag=None, most_bytes=4)
+    assert parser.parse(" öö\n") == ValidAction("öö")
+    assert parser.parse("ööx") == InvalidAction("too_long", "ööx")
+    assert parser.parse("\ud800xx", cut=True) == InvalidAction("cut", "\ud800xx")
+
+
 def test_a_cut_answer_counts_when_it_is_an_action_all_the_same() -> None:
     parser = ActionParser(tag="action", actions=MOVES)
     assert parser.parse("<action>up</action> because", cut=True) == ValidAction("up")

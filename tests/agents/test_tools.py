@@ -83,7 +83,7 @@ def test_uses_are_counted_and_failures_are_text() -> None:
         assert result.failed
         assert part in result.text
     assert box.call("calculater", {}).text.startswith("error: there is no tool 'calculater'. Did you mean 'calculator'?")
-    metrics = box.metrics()
+    metrics = box.take_metrics()
     assert (metrics["tools/calculator/calls"], metrics["tools/calculator/failures"], metrics["tools/unknown"]) == (6.0, 5.0, 1.0)
     assert metrics["tools/calculator/seconds"] > 0
     (schema,) = box.schemas()
@@ -240,7 +240,7 @@ def test_a_server_that_is_slow_or_dies(server: McpServer, monkeypatch: pytest.Mo
     assert box.call("add", {"a": 1, "b": 1}).text.startswith("2"), "the late answer is nobody's"
     assert box.call("die", {}).text == "error: the tool server has ended"
     assert box.call("add", {"a": 1, "b": 1}).text == "error: the tool server has ended"
-    assert box.metrics()["tools/add/failures"] == 1.0
+    assert box.take_metrics()["tools/add/failures"] == 1.0
 
 
 def test_servers_that_are_none() -> None:

@@ -101,21 +101,13 @@ class Toolbox:
             use.seconds += time.monotonic() - started
         return result
 
-    def metrics(self) -> dict[str, float]:
-        """Figures for a log: {tools/<name>/calls, …/failures, …/seconds} and tools/unknown."""
-        with self._lock:
-            return self._metrics()
-
     def take_metrics(self) -> dict[str, float]:
-        """Changes of `metrics` since the last call of this method."""
+        """Figures for a log since the last call: {tools/<name>/calls, …/failures, …/seconds} and tools/unknown."""
         with self._lock:
-            now, before = self._metrics(), self._taken
+            counted = {f"tools/{name}/{key}": float(value) for name, use in self.uses.items() for key, value in vars(use).items()}
+            now, before = {**counted, "tools/unknown": float(self.num_unknown)}, self._taken
             self._taken = now
         return {name: value - before.get(name, 0.0) for name, value in now.items()}
-
-    def _metrics(self) -> dict[str, float]:
-        counted = {f"tools/{name}/{key}": float(value) for name, use in self.uses.items() for key, value in vars(use).items()}
-        return {**counted, "tools/unknown": float(self.num_unknown)}
 
     def close(self) -> None:
         for tool in self._tools.values():

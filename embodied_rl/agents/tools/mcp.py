@@ -55,7 +55,7 @@ class McpServer:
             self._send({"jsonrpc": "2.0", "method": "notifications/initialized"})
             self.tools = self._list_tools()
             """The server's tools."""
-        except (ToolError, KeyError, TypeError) as error:
+        except (ToolError, KeyError, TypeError, ValueError) as error:
             self.close()
             raise UserError(f"MCP server '{' '.join(self._command)}' violates the protocol: {error}.") from error
 
