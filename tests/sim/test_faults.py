@@ -100,6 +100,11 @@ def test_nan_names_slot_seed_and_step(where: str) -> None:
         ("nonsense", {}, "not of the form"),
         (COUNTING, {"colour": "red"}, "does not take 'colour'. Known: at, busy_s, image, length"),
         ("embodied_rl.sim.robots.metaworld:make", {"colour": "red"}, "Simulator 'metaworld' does not take 'colour'"),
+        (
+            "embodied_rl.sim.text.frozenlake:make",
+            {"hole_share": "much"},
+            "Simulator 'frozenlake' cannot be made with {'hole_share': 'much'}",
+        ),
         ("math:pi", {}, "3.14159.* must be a class or function that makes a gymnasium.Env"),
         ("time:time", {}, "must be a class or function that makes a gymnasium.Env"),
         ("os:getcwd", {}, "without num_envs must return a gymnasium.Env, got str"),

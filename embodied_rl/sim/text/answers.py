@@ -17,7 +17,7 @@ KINDS = ("auto", "number", "choice", "text")
 MAX_CHARS = 500
 """Most characters of an answer that is examined; a longer one counts as no answer."""
 _MAX_EXPONENT = 1000
-_MARKS = ("final answer is", "final answer:", "the answer is", "answer is", "answer:", "####")
+_MARK = re.compile("final answer is|final answer:|the answer is|answer is|answer:|####", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.)?(?:[eE][-+]?\d{1,4})?")
 _LAST_NUMBER = re.compile(
     r"\\d?frac\{[^{}]*\}\{[^{}]*\}|[-+]?\d[\d,]*\s+\d+\s*/\s*\d+|[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?\s*\\?%?"
@@ -170,11 +170,10 @@ def _written_fraction(found: re.Match[str]) -> str:
 
 
 def _after_mark(text: str) -> str | None:
-    lowered = text.lower()
-    best = max(((lowered.rfind(mark), mark) for mark in _MARKS), key=lambda pair: pair[0] + len(pair[1]) if pair[0] >= 0 else -1)
-    if best[0] < 0:
+    ends = [found.end() for found in _MARK.finditer(text)]
+    if not ends:
         return None
-    lines = text[best[0] + len(best[1]) :].strip().lstrip(":").strip().splitlines()
+    lines = text[ends[-1] :].strip().lstrip(":").strip().splitlines()
     return lines[0].strip() if lines else None
 
 

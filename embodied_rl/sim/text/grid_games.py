@@ -212,9 +212,10 @@ def shortest_way(start: Node, arrived: Callable[[Node], bool], after: Callable[[
 
 def choose_size(size: int | Sequence[int], random: np.random.Generator, *, least: int, most: int, name: str) -> int:
     """A number, or one drawn from (smallest, largest). Raises UserError outside `least` … `most`."""
-    low, high = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
-    if not least <= low <= high <= most:
+    sides = [size, size] if isinstance(size, int) else list(size) if isinstance(size, list | tuple) else []
+    if len(sides) != 2 or not all(isinstance(side, int) for side in sides) or not least <= sides[0] <= sides[1] <= most:
         raise UserError(f"{name}: size must be between {least} and {most}, or a pair of these, got {size}.")
+    low, high = sides
     return low if low == high else int(random.integers(low, high + 1))
 
 

@@ -30,6 +30,7 @@ from embodied_rl.errors import UserError
 from embodied_rl.reading import json_lines
 from embodied_rl.sandbox.box import Box, is_below, protection
 from embodied_rl.sim.seeding import chosen
+from embodied_rl.sim.text.program_worker import episode_variables
 from embodied_rl.sim.text.served_program import ProgramEnding, StartedProgram, with_absolute_files
 from embodied_rl.types import ActionSpec, SimSpec, VariableSpec
 
@@ -299,14 +300,7 @@ def lasting_environment(options: ProgramOptions, base_url: str, model: str) -> d
 
 def program_environment(options: ProgramOptions, line: Mapping[str, Any]) -> dict[str, str]:
     """Environment of a program that is started for one episode; `line` is its `episode_line`."""
-    own = {
-        "OPENAI_API_KEY": line["api_key"],
-        "ANTHROPIC_API_KEY": line["api_key"],
-        "EMBODIED_RL_SESSION_URL": line["session_url"],
-        "EMBODIED_RL_TASK": json.dumps(line["task"]),
-        "EMBODIED_RL_SEED": str(line["seed"]),
-    }
-    return {**lasting_environment(options, line["base_url"], line["model"]), **own}
+    return {**lasting_environment(options, line["base_url"], line["model"]), **episode_variables(line)}
 
 
 # ---- the sandbox: a program's own files, the proxy's port, and what the configuration opens ---------------------------

@@ -82,19 +82,23 @@ class Clients:
         return self._first.with_options(base_url=base_url, api_key=key)
 
 
+def episode_variables(episode: Mapping[str, Any]) -> dict[str, str]:
+    """Environment variables of an episode's line, for packages that read them."""
+    return {
+        "OPENAI_BASE_URL": episode["base_url"],
+        "OPENAI_API_KEY": episode["api_key"],
+        "OPENAI_MODEL": episode["model"],
+        "ANTHROPIC_BASE_URL": episode["base_url"].removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": episode["api_key"],
+        "EMBODIED_RL_SESSION_URL": episode["session_url"],
+        "EMBODIED_RL_TASK": json.dumps(episode["task"]),
+        "EMBODIED_RL_SEED": str(episode["seed"]),
+    }
+
+
 def play(function: Function, clients: Clients, episode: Mapping[str, Any]) -> dict[str, Any]:
     """Play one episode; returns the reply line. An exception of the function fails the episode, not the process."""
-    os.environ.update(
-        {
-            "OPENAI_BASE_URL": episode["base_url"],
-            "OPENAI_API_KEY": episode["api_key"],
-            "ANTHROPIC_API_KEY": episode["api_key"],
-            "OPENAI_MODEL": episode["model"],
-            "EMBODIED_RL_SESSION_URL": episode["session_url"],
-            "EMBODIED_RL_TASK": json.dumps(episode["task"]),
-            "EMBODIED_RL_SEED": str(episode["seed"]),
-        }
-    )
+    os.environ.update(episode_variables(episode))
     number = {"episode": episode["episode"]}
     try:
         reward = function(clients.client(episode["base_url"], episode["api_key"]), dict(episode["task"]))

@@ -87,6 +87,7 @@ def test_what_is_no_choice(text: str) -> None:
         ("It is -2.", "number", "-2"),
         ("So B fits; A does not. Answer: (B)", "choice", "(B)"),
         ("A is wrong, so it must be C", "choice", "C"),
+        ("\u0130\u0130\u0130\u0130 The Answer is Paris", "text", "Paris"),  # which have more letters in lower case
         ("It must be C, I think", "choice", "C"),
         ("thinking\nParis\n", "text", "Paris"),
         ("", "text", None),

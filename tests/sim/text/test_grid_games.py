@@ -155,6 +155,9 @@ def test_limit_and_words() -> None:
     ("module", "options", "told"),
     [
         (frozenlake, {"size": 3}, "size must be between 4 and 8"),
+        (frozenlake, {"size": 4.5}, "size must be between 4 and 8, or a pair of these, got 4.5"),
+        (frozenlake, {"size": [4, 5, 6]}, "size must be between 4 and 8"),
+        (sokoban, {"size": []}, "size must be between 5 and 10"),
         (frozenlake, {"hole_share": 0.9}, "hole_share must be between 0 and 0.5, got 0.9"),
         (frozenlake, {"task": "Lake"}, "Known: FrozenLake"),
         (sokoban, {"num_boxes": 4}, "num_boxes must be between 1 and 3, got 4"),
