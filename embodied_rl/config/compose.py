@@ -28,15 +28,16 @@ if TYPE_CHECKING:
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 
-_PLAIN_FLAGS = ("--help", "-h", "--hydra-help", "--version", "--multirun", "-m", "--run", "-r", "--resolve")
 _FLAGS_WITH_VALUE = {
-    **dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all")),
-    **dict.fromkeys(("--info", "-i"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")),
-    **dict.fromkeys(("--config-dir", "-cd"), ()),
-    **dict.fromkeys(("--package", "-p"), ()),
+    "--cfg": ("job", "hydra", "all"),
+    "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath"),
+    "--config-dir": (),
+    "--package": (),
 }
 """{flag of Hydra: its choices; empty: any text}."""
-FLAGS = (*_PLAIN_FLAGS, *_FLAGS_WITH_VALUE, "--shell-completion", "-sc")
+_LONG = {"-h": "--help", "-m": "--multirun", "-r": "--run", "-sc": "--shell-completion"}
+_LONG |= {"-c": "--cfg", "-i": "--info", "-cd": "--config-dir", "-p": "--package"}
+FLAGS = (*dict.fromkeys((*_LONG, *_LONG.values())), "--hydra-help", "--version", "--resolve")
 
 _PATHS = re.compile(r"\+{0,2}(?:run_dir|resume|hydra\.(?:run|sweep)\.dir|(?:[\w.]+\.)?(?:\w+_)?(?:path|dir|folder|checkpoint|model))")
 """Keys whose values are paths: passed unchanged, whatever Hydra would read in them."""
@@ -46,7 +47,7 @@ _SYNTAX = "[{('\""
 
 
 def split_flags(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split into ({Hydra's flags: their values}, settings). Raises UserError for an unknown flag, or one without its value."""
+    """Split into ({long form of a flag of Hydra: its value}, settings). Raises UserError for an unknown flag, or one without its value."""
     flags: dict[str, str] = {}
     settings: list[str] = []
     left = list(overrides)
@@ -56,9 +57,10 @@ def split_flags(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
             settings.append(override)
             continue
         flag, equals, value = override.partition("=")
-        if flag in _FLAGS_WITH_VALUE:
-            choices = _FLAGS_WITH_VALUE[flag]
-            if not equals and (not left or "=" in left[0]) and flag not in ("--info", "-i"):
+        name = _LONG.get(flag, flag)
+        if name in _FLAGS_WITH_VALUE:
+            choices = _FLAGS_WITH_VALUE[name]
+            if not equals and (not left or "=" in left[0]) and name != "--info":
                 raise UserError(f"{flag} needs a value: {' or '.join(f'{flag} {c}' for c in choices) or f'{flag} FOLDER'}.")
             if not equals and left and "=" not in left[0]:
                 value = left.pop(0)
@@ -66,7 +68,7 @@ def split_flags(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
                 raise UserError(f"{flag} {shown(value)} is not a choice.{did_you_mean(value, choices)}")
         elif flag not in FLAGS:
             raise UserError(_no_flag(flag, value))
-        flags[flag] = value
+        flags[name] = value
     return flags, settings
 
 
@@ -355,7 +357,7 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
     or choice, a value that does not fit; and whatever `check` raises.
     """
     flags, overrides = split_flags(arguments)
-    sweep = bool({"-m", "--multirun"} & set(flags))
+    sweep = "--multirun" in flags
     given = [argument for argument in arguments if argument not in overrides]
     overrides = with_sweeper_params(overrides, sweep)
     if name == "train":
@@ -367,14 +369,11 @@ def check_overrides(name: str, arguments: Sequence[str], check: Callable[[TrainC
     for override in settings:
         check_form(override, top_keys, sweep=sweep)
     _check_given_once(overrides)
-    for flag in ("--config-dir", "-cd"):
-        if flag in flags and not Path(flags[flag]).is_dir():
-            raise UserError(f"{flag} {shown(flags[flag])} is not a folder.")
-    own = [
-        f"hydra.searchpath=[{quoted_value('file://' + str(Path(flags[flag]).absolute()))}]"
-        for flag in ("--config-dir", "-cd")
-        if flag in flags
-    ]
+    own = []
+    if (folder := flags.get("--config-dir")) is not None:
+        if not Path(folder).is_dir():
+            raise UserError(f"--config-dir {shown(folder)} is not a folder.")
+        own = [f"hydra.searchpath=[{quoted_value('file://' + str(Path(folder).absolute()))}]"]
     for run in of_each_value(settings)[:_MOST_COMPOSED]:
         plain = compose_config(name, [*run, *own])
         if name == "train":
@@ -388,7 +387,7 @@ def runs_to_show(arguments: Sequence[str]) -> list[list[str]]:
     """Arguments of each run if only the configurations of a sweep are to be shown (``-m … --cfg job``), which Hydra shows one by one;
     else `arguments`, those of `check_overrides`, as they are."""
     flags, overrides = split_flags(arguments)
-    if not {"-m", "--multirun"} & set(flags) or not {"--cfg", "-c"} & set(flags):
+    if not {"--multirun", "--cfg"} <= set(flags):
         return [list(arguments)]
     given = [argument for argument in arguments if argument not in overrides and argument not in ("-m", "--multirun")]
     return [[*given, *run] for run in runs_of(overrides)]

@@ -62,7 +62,7 @@ class BackendPump:
 
         Raises UserError: the backend cannot fulfil the request; RuntimeError: the pump was closed, or the backend has died.
         """
-        *_, last = self._follow(request, gone)
+        *_, last = self.stream(request, gone, None)
         assert isinstance(last, Completion), "it comes last"
         return last
 
@@ -70,18 +70,13 @@ class BackendPump:
         self,
         request: GenerationRequest,
         gone: Callable[[], bool] = lambda: False,
-        enough: Callable[[list[int]], bool] = lambda tokens: False,
+        enough: Callable[[list[int]], bool] | None = lambda tokens: False,
     ) -> Generator[list[int] | Completion]:
         """As `complete`, during the answer: repeatedly its token ids so far, if the backend reports them; then the completion.
 
-        The request is aborted once `enough` is True for the tokens so far, or the caller closes the generator. Raises as `complete`.
+        The request is aborted once `enough` is True for the tokens so far, or the caller closes the generator. `enough` None: there is only
+        the completion. Raises as `complete`.
         """
-        yield from self._follow(request, gone, enough)
-
-    def _follow(
-        self, request: GenerationRequest, gone: Callable[[], bool], enough: Callable[[list[int]], bool] | None = None
-    ) -> Generator[list[int] | Completion]:
-        """See `stream`; without `enough` only the completion."""
         number = next(self._ids)
         arriving: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
         future: Future[Completion] = Future()
