@@ -302,6 +302,8 @@ def test_a_run_says_that_its_answers_are_not_drawn_from_what_it_trains() -> None
     [
         (f"{GROUPS} algorithm.value_clip=0.2", "has no critic"),
         (f"{GROUPS} algorithm.reward.overlong_tokens=9", "a language agent's answers"),
+        (f"{CARTPOLE} agent.temperature=0.5", "agent.* has no effect"),
+        (f"{CARTPOLE} hybrid.ray.gpus.train=1", "hybrid.ray.* has no effect"),
     ],
 )
 def test_a_run_says_which_options_have_no_effect(words: str, message: str) -> None:

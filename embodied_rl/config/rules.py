@@ -15,8 +15,10 @@ from typing import Any
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.filters import build_filters
 from embodied_rl.config import policy as policies
+from embodied_rl.config.agent import AgentConfig
 from embodied_rl.config.algorithm import GroupsConfig, RewardConfig
 from embodied_rl.config.facts import Run
+from embodied_rl.config.hybrid import RayConfig
 from embodied_rl.config.run import LANGUAGE, OF_STEPS, SHARED, DomainConfig, SimConfig, TrainConfig
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError, did_you_mean
@@ -622,6 +624,16 @@ WARNINGS = (
         "overlong_actions",
         lambda run: run.algorithm.reward.overlong_tokens is not None and not any(task.speaks for task in run.tasks),
         "algorithm.reward.overlong_* have no effect: they are about a language agent's answers.",
+    ),
+    Rule(
+        "options_of_no_agent",
+        lambda run: run.config.agent != AgentConfig() and not any(task.speaks for task in run.tasks),
+        "agent.* has no effect: no policy of this run is a language model (policy=language).",
+    ),
+    Rule(
+        "options_of_no_cluster",
+        lambda run: run.hybrid.ray != RayConfig() and not run.on_ray,
+        "hybrid.ray.* has no effect with hybrid.cluster=local: set hybrid=ray.",
     ),
 )
 """Rules that only warn."""
