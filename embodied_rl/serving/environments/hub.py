@@ -102,7 +102,8 @@ class Environment:
         self.fate: HttpProblem | None = None
         """Reason why the environment is gone."""
         self._condemned: HttpProblem | None = None
-        self._number = -1
+        self.number: int | None = None
+        """Number of the last numbered request; None before the first."""
         self._digest = b""
         self._last: Outcome | None = None
         self._request: EnvRequest | None = None
@@ -114,11 +115,6 @@ class Environment:
             "cpu_s": limits.cpu_s,
         }
         self._process = WorkerProcess(0, setup, limits.threads, module="embodied_rl.serving.environments.host")
-
-    @property
-    def number(self) -> int | None:
-        """Number of the last numbered request; None before the first."""
-        return self._number if self._number >= 0 else None
 
     def started(self) -> None:
         """Wait for the simulator. Raises HttpProblem if it cannot be built; the process is then gone."""
@@ -147,16 +143,16 @@ class Environment:
             return Outcome.of(self.fate)
         self.touch()
         if request.number is not None:
-            if request.number == self._number and self._last is not None:
+            if request.number == self.number and self._last is not None:
                 if request.digest == self._digest:
                     return self._last
                 return Outcome.of(
                     HttpProblem(409, "number_reused", f"Request number {request.number} was used before for another request.")
                 )
-            if request.number <= self._number:
-                message = f"Request number {request.number} comes after number {self._number}; numbers ascend."
+            if self.number is not None and request.number <= self.number:
+                message = f"Request number {request.number} comes after number {self.number}; numbers ascend."
                 return Outcome.of(HttpProblem(409, "stale_request", message))
-            self._number, self._digest, self._last = request.number, request.digest, None
+            self.number, self._digest, self._last = request.number, request.digest, None
         self._request, self._deadline = request, time.monotonic() + self._limits.step_timeout_s
         try:
             self._process.request({"operation": request.operation, "arguments": dict(request.arguments)})
