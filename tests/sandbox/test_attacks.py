@@ -86,7 +86,7 @@ def test_processor_time_of_children_that_nobody_waits_for_counts(level: Level) -
         "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True:\n    if not os.fork():\n"
         "        while time.process_time() < 0.02: pass\n        os._exit(0)\n    time.sleep(0.025)"
     )
-    ended = run_boxed(code, replace(PythonLimits(timeout_s=240.0).box(level, network=False), cpu_s=1.0))
+    ended = run_boxed(code, replace(PythonLimits(timeout_s=240.0).box(level, network=False), cpu_s=0.4))
     assert "processor time" in ended.stopped, ended
     group = cgroup.new_group()
     assert group is not None
