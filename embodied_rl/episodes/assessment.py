@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -316,11 +316,11 @@ def assess_behaviour(data: estimators.OffPolicyEpisodes, given: Assumptions) -> 
     """Value of the behaviour policy, with which the target policies are compared."""
     terms = estimators.behaviour_value(data, given.gamma)
     samples = terms.values(estimators.resample_counts(data.num_episodes, given.num_samples, given.seed))
-    value, bounds = terms.value(), given.return_range()
-    concentration = None
-    missing = "" if bounds else _NO_RANGE
-    if bounds and data.num_episodes >= 2:
-        concentration = estimators.empirical_bernstein(estimators.discounted_returns(data, given.gamma), *bounds, given.confidence)
+    value, concentration = terms.value(), None
+    bounded, missing = _bounded(data, given)
+    if bounded is not None:
+        returns = estimators.discounted_returns(bounded.data, given.gamma)
+        concentration = estimators.empirical_bernstein(returns, bounded.low, bounded.high, given.confidence)
     return Estimate("behaviour", value, _bootstrap(terms, value, samples, given), concentration, missing, samples=samples)
 
 
@@ -448,13 +448,16 @@ def ratio_mismatch(data: estimators.OffPolicyEpisodes) -> str:
     return ""
 
 
-def _concentration(
-    data: estimators.OffPolicyEpisodes, estimator: estimators.Estimator, given: Assumptions
-) -> tuple[estimators.Interval | None, str]:
-    """Interval for the value itself, for any weights; only the ordinary forms have one."""
-    if estimator.self_normalised or estimator.needs_model:
-        other = "pdis" if estimator.per_decision else "is"
-        return None, f"only sums of independent, bounded terms have one; that of '{other}' holds for the same value"
+class _Bounded(NamedTuple):
+    data: estimators.OffPolicyEpisodes
+    """The episodes, with every reward within the stated range."""
+    low: float
+    high: float
+    """Range of their discounted returns."""
+
+
+def _bounded(data: estimators.OffPolicyEpisodes, given: Assumptions) -> tuple[_Bounded | None, str]:
+    """The episodes for a concentration interval, or (None, why there is no interval). Raises UserError: `reward_range` is wrong."""
     bounds = given.return_range()
     if bounds is None or given.reward_range is None:
         return None, _NO_RANGE
@@ -462,8 +465,29 @@ def _concentration(
         return None, "it needs at least two episodes"
     if given.horizon is not None and data.reward.shape[1] > given.horizon:
         return None, f"an episode has {data.reward.shape[1]} steps, more than the horizon of {given.horizon}"
-    _check_rewards(data, given.reward_range)
-    low, high = bounds
+    (low, high), rewards = given.reward_range, data.reward[data.running]
+    slack = 1e-6 * max(1.0, abs(low), abs(high))
+    if rewards.min() < low - slack or rewards.max() > high + slack:
+        raise UserError(
+            f"reward_range={low:g},{high:g} is wrong: recorded rewards reach from {rewards.min():g} to {rewards.max():g}. Give a range of "
+            "all possible rewards."
+        )
+    # Recorded rewards are float32, in which a bound such as 0.1 is a little larger.
+    within = np.where(data.running, np.clip(data.reward, low, high), 0.0)
+    return _Bounded(dataclasses.replace(data, reward=within), *bounds), ""
+
+
+def _concentration(
+    data: estimators.OffPolicyEpisodes, estimator: estimators.Estimator, given: Assumptions
+) -> tuple[estimators.Interval | None, str]:
+    """Interval for the value itself, for any weights; only the ordinary forms have one."""
+    if estimator.self_normalised or estimator.needs_model:
+        other = "pdis" if estimator.per_decision else "is"
+        return None, f"only sums of independent, bounded terms have one; that of '{other}' holds for the same value"
+    bounded, missing = _bounded(data, given)
+    if bounded is None:
+        return None, missing
+    data, low, high = bounded
     make = _per_decision_scores if estimator.per_decision else _episode_scores
     delta = (1 - given.confidence) / 2
     above, below = make(data, given, low, 1.0), make(data, given, high, -1.0)
@@ -500,17 +524,6 @@ def _per_decision_scores(
         return (weight * distance) @ gammas + weight[:, -1] * abs(edge) * beyond
 
     return scores
-
-
-def _check_rewards(data: estimators.OffPolicyEpisodes, reward_range: tuple[float, float]) -> None:
-    rewards = data.reward[data.running]
-    low, high = float(rewards.min()), float(rewards.max())
-    slack = 1e-6 * max(1.0, abs(reward_range[0]), abs(reward_range[1]))
-    if low < reward_range[0] - slack or high > reward_range[1] + slack:
-        raise UserError(
-            f"reward_range={reward_range[0]:g},{reward_range[1]:g} is wrong: recorded rewards reach from {low:g} to {high:g}. Give a "
-            "range of all possible rewards."
-        )
 
 
 # ---- comparing policies ---------------------------------------------------------------------------------------------

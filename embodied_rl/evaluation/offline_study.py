@@ -166,10 +166,11 @@ def study_recording(
     complete = [index for index, episode in enumerate(episodes) if episode.complete]
     if settings.estimators and not complete:
         raise UserError("No recorded episode ends, so no return is known. Use estimators=none for open-loop figures only.")
-    results = [_study_policy(recording, target, episodes, scored.scores[target.label], settings, on_fit) for target in targets]
     behaviour = None
     if settings.estimators:
+        # Before the fits, which take long: a wrong reward_range is an error.
         behaviour = assessment.assess_behaviour(stack([episodes[index].reward for index in complete]), settings.given)
+    results = [_study_policy(recording, target, episodes, scored.scores[target.label], settings, on_fit) for target in targets]
     ranked_by, ranking, best = _rank(results)
     return OfflineStudy(
         settings=settings,

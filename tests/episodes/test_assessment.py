@@ -244,3 +244,16 @@ def test_json_has_no_samples_and_no_infinity() -> None:
     told = dataclasses.replace(estimate, weights=weights).to_dict()
     assert told["weights"]["largest"] is None
     assert "samples" not in told
+
+
+def test_rewards_at_the_stated_bound_count_and_others_are_told_for_every_estimate() -> None:
+    """The float32 of 0.1 is 1.5e-9 above 0.1: fifty of them sum up to more than fifty times the stated bound."""
+    data = stack([np.full(50, np.float32(0.1)).astype(np.float64)] * 12, [np.zeros(50)] * 12)
+    given = Assumptions(gamma=1.0, num_samples=20, reward_range=(-0.1, 0.1), horizon=50)
+    for estimate in (assess_behaviour(data, given), *assess(data, ["is", "pdis"], given)):
+        assert estimate.concentration is not None, estimate.estimator
+        assert estimate.concentration.covers(5.0)
+    with pytest.raises(UserError, match=r"reward_range=0,0\.05 is wrong: recorded rewards reach from 0\.1 to 0\.1"):
+        assess_behaviour(data, dataclasses.replace(given, reward_range=(0.0, 0.05)))
+    shorter = assess_behaviour(data, dataclasses.replace(given, horizon=20))
+    assert (shorter.concentration, shorter.no_concentration) == (None, "an episode has 50 steps, more than the horizon of 20")
