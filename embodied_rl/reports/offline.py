@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from embodied_rl.evaluation.offline_study import OfflineStudy, PolicyResult
 
-MAX_VIDEOS = 4
 MAX_PICTURES = 250
 """Most pictures of one episode; longer ones are shown faster."""
 MAX_DIMENSIONS = 8
@@ -146,7 +145,7 @@ def write_offline_report(path: Path, study: OfflineStudy, recording: Recording, 
     }
     notes = "".join(f'<p class="note">{text(note)}.</p>' for note in study.notes)
     sections = [
-        ("Recording", card(facts(rows) + notes) + _videos(recording, settings.max_episodes)),
+        ("Recording", card(facts(rows) + notes) + _videos(recording, [example.number for example in study.policies[0].examples])),
         ("Ranking", _ranking(study)),
         ("Values", _values(study)),
         ("Open loop", _open_loop(study)),
@@ -212,12 +211,12 @@ def _open_loop(study: OfflineStudy) -> str:
     return card(shown) + "".join(_picture(draw_open_loop(policy), f"{policy.label}: actions", meaning) for policy in study.policies)
 
 
-def _videos(recording: Recording, limit: int | None) -> str:
-    """Up to `MAX_VIDEOS` recorded episodes with their pictures; "" if the recording has none."""
+def _videos(recording: Recording, numbers: Sequence[int]) -> str:
+    """Pictures of these episodes; "" if the recording has none."""
     if not any(_is_picture(part) for part in recording.spec.observation.values()) and not recording.episode(0).images:
         return ""
     figures = []
-    for number in range(min(MAX_VIDEOS, len(recording), limit or MAX_VIDEOS)):
+    for number in numbers:
         episode = recording.episode(number)
         frames = _pictures(episode, recording)
         if frames:

@@ -82,7 +82,7 @@ def html_page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *,
     sections = [(name, content) for name, content in sections if content]
     links = "".join(f'<a href="#{_anchor(name)}">{name}</a>' for name, _ in sections)
     body = "".join(f'<section id="{_anchor(name)}"><h2>{name}</h2>{content}</section>' for name, content in sections)
-    return (
+    page = (
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy()}"><link rel="icon" href="data:,">'
@@ -93,6 +93,8 @@ def html_page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *,
         f"<footer>Written by embodied_rl {__version__}. This page is self-contained.</footer>"
         f"</main>\n<script>{script()}</script></body></html>\n"
     )
+    # JSON files and file names may hold halves of surrogate pairs, which UTF-8 lacks.
+    return page.encode("utf-8", "replace").decode()
 
 
 def _sections(runs: Sequence[RunData], folder: Path) -> list[tuple[str, str]]:

@@ -36,6 +36,7 @@ _SHAPE: dict[str, Any] = {
     "evaluations": [_OF_POLICY],
     "comparisons": [_COMPARED],
 }
+_FAULT: dict[str, Any] = {"step": _NUMBER, "recovery_s": _NUMBER, "slots": [{}]}
 """Figures in results.json, evaluation*.json and comparison*.json that the page reads; see `_shaped`."""
 
 
@@ -67,7 +68,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return self.path.absolute().name
 
     @property
     def seed(self) -> int | None:
@@ -137,7 +138,7 @@ def load_run(path: Path | str) -> RunData:
         config=config,
         metrics=metrics,
         evaluations=_evaluations(folder, problems),
-        faults=_lines(folder / FAULTS_FILE, problems),
+        faults=_shaped(_lines(folder / FAULTS_FILE, problems), [_FAULT], FAULTS_FILE, problems),
         failures=[_dump(file) for file in sorted(folder.glob("failures/*.npz"))],
         videos=_videos(folder),
         dialogues=[*sorted(folder.glob("dialogues*.html")), *sorted(folder.glob("videos/**/*_dialogues*.html"))],
@@ -155,7 +156,8 @@ def _metrics(folder: Path, problems: list[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     try:
-        rows = [row for row in read_metrics(folder) if isinstance(row, dict) and isinstance(row.get("step"), int)]
+        read = [row for row in read_metrics(folder) if isinstance(row, dict)]
+        rows = [row for row in read if isinstance(row.get("step"), int) and _is_metric(row["step"])]
         strange = {name for row in rows for name, value in row.items() if "/" in name and not _is_metric(value)}
         problems += [f"{METRICS_FILE} has '{name}' that is not a finite number" for name in sorted(strange)]
         rows = [derived({name: value for name, value in row.items() if name not in strange}) for row in rows]
@@ -173,11 +175,11 @@ def _evaluations(folder: Path, problems: list[str]) -> dict[str, Mapping[str, An
 
 def _shaped(value: Any, shape: Any, where: str, problems: list[str]) -> Any:
     """`value` without the parts that are null or not of their shape: `_NUMBER`, `_PAIR`, [shape of each], {key, or "*": shape}, or None:
-    any. Each of the latter is reported. None if nothing is left."""
-    if value is None or shape is None:
+    any but an infinite number. Each of the latter is reported. None if nothing is left."""
+    if value is None or (shape is None and not isinstance(value, int | float)):
         return value
-    if shape == _NUMBER:
-        fits = _is_metric(value)
+    if shape in (None, _NUMBER):
+        shape, fits = _NUMBER, _is_metric(value)
     elif shape == _PAIR:
         fits = isinstance(value, list) and len(value) == 2 and None not in value and all(map(_is_metric, value))
     else:
@@ -227,7 +229,7 @@ def _dump(path: Path) -> dict[str, Any]:
     """The trainer's dump of NaN or infinity, read without unpickling."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            context = json.loads(bytes(arrays["context_json"])) if "context_json" in arrays else {}
+            context = dict(json.loads(bytes(arrays["context_json"]))) if "context_json" in arrays else {}
             found = [_array(name, arrays[name]) for name in arrays.files if name != "context_json"]
     except Exception as error:  # a file cut off by a crash fails in zipfile, numpy's header or JSON
         return {"file": path.name, "problem": f"{type(error).__name__}: {error}"}

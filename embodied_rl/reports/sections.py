@@ -579,4 +579,6 @@ def _plain(value: object) -> object:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return str(value).encode("utf-8", "replace").decode()  # YAML refuses half of a surrogate pair

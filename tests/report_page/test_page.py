@@ -201,14 +201,27 @@ def test_evaluations_comparisons_and_tasks_have_their_tables(tmp_path: Path) -> 
         ({"tasks": {"reach-v3": [1]}}, "results.json, tasks, reach-v3 is not a JSON object"),
         ({"warm_start": {"before": {"success": 0.1}, "after": 1}}, "results.json, warm_start, after is not a JSON object"),
         ({"versions": "new"}, "results.json, versions is not a JSON object"),
+        ({"steps_per_s": 10**400}, "results.json, steps_per_s is not a finite number"),
+        ({"command": "half \ud800", "config": {"note": "half \ud800"}}, "half ?"),
     ],
 )
 def test_a_damaged_figure_is_left_out_and_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     run = write_run(tmp_path / "run", **changes)
     pair = {"success": {"difference": "x", "interval": [0, 1]}, "return_difference": {}, "return_interval": 3}
+    faults = [{"slots": 5}, {"slots": [1, {"outcome": "restored"}]}, {"step": 10**400, "recovery_s": "long", "detail": "half \ud800"}]
+    (run / "faults.jsonl").write_text("".join(json.dumps(fault) + "\n" for fault in faults))
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 10**400, "train/kl": 1.0}) + "\n")
     (run / "comparison.json").write_text(json.dumps({"evaluations": [{"success_interval_95": 5}, 1], "comparisons": [pair, "none"]}))
     text = page(write_report([run, run]))[1].text + page(write_report([run]))[1].text
-    for shown in (message, *(f"comparison.json, {where}" for where in ("evaluations, 1 is", "comparisons, 0, success, difference is"))):
+    said = [f"comparison.json, {where}" for where in ("evaluations, 1 is", "comparisons, 0, success, difference is")]
+    said += [
+        "faults.jsonl, 0, slots is not a list",
+        "faults.jsonl, 1, slots, 0 is not a JSON object",
+        "faults.jsonl, 2, step is not",
+        "1 restored",
+    ]
+    for shown in (message, *said):
         assert shown in text, shown
     assert "12,000" in text, "the other figures are there"
 
