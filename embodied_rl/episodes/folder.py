@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.bounds import whole_number
-from embodied_rl.episodes.layout import FINITE_COLUMNS, SNAPSHOTS, Column
+from embodied_rl.episodes.layout import FINITE_COLUMNS, SNAPSHOT_COLUMN, Column
 from embodied_rl.episodes.recording import EpisodeTable, RecordedEpisode, Recording, RecordingError, RecordingInfo
 from embodied_rl.errors import brief
 from embodied_rl.reading import open_regular, parse_json, read_npy_header, read_regular
@@ -109,12 +109,12 @@ class Index:
     @property
     def step_rows(self) -> np.ndarray:
         """[E] int64 first row of each episode in columns per step."""
-        return np.concatenate(([0], np.cumsum(self.table.lengths)[:-1])).astype(np.int64) if self.lines else np.zeros(0, np.int64)
+        return np.cumsum(self.table.lengths) - self.table.lengths
 
     @property
     def snapshot_rows(self) -> np.ndarray:
         """[E] int64 first row of each episode among the snapshots."""
-        return np.concatenate(([0], np.cumsum(self.snapshots)[:-1])).astype(np.int64) if self.lines else np.zeros(0, np.int64)
+        return np.cumsum(self.snapshots) - self.snapshots
 
     def entry(self, number: int) -> dict[str, Any]:
         """Line `number` as a dictionary."""
@@ -158,19 +158,18 @@ def array_offsets(folder: Path, columns: tuple[Column, ...], index: Index) -> di
     """{column: offset of its rows in the .npy file}, with snapshots, without videos.
     Raises RecordingError: a file contains other data, or fewer rows than the index says."""
     offsets = {}
-    step_ends = index.step_rows + index.table.lengths
-    for column in columns:
+    step_ends = np.cumsum(index.table.lengths)
+    for column in (*columns, SNAPSHOT_COLUMN):
         if not column.is_video:
             ends = step_ends if column.per == "step" else step_ends + np.arange(1, index.num_episodes + 1)
+            ends = np.cumsum(index.snapshots) if column is SNAPSHOT_COLUMN else ends
             offsets[column.name] = _array_offset(folder / f"{column.stem}.npy", column.name, *array_dtype(column), ends)
-    ends = index.snapshot_rows + index.snapshots
-    offsets[SNAPSHOTS] = _array_offset(folder / f"{SNAPSHOTS}.npy", SNAPSHOTS, "<i8", (3,), ends)
     return offsets
 
 
 def array_dtype(column: Column) -> tuple[str, tuple[int, ...]]:
-    """dtype and row shape of a column's .npy file: its own, or (offset, size) for rows of varying size."""
-    return ("<i8", (2,)) if column.is_blob else (column.dtype, column.shape)
+    """dtype and row shape of a column's .npy file: its own, or (offset, size) for rows of varying size, of snapshots after their step."""
+    return ("<i8", (3 if column is SNAPSHOT_COLUMN else 2,)) if column.is_blob else (column.dtype, column.shape)
 
 
 def _array_offset(path: Path, field: str, dtype: str, shape: tuple[int, ...], ends: np.ndarray) -> int:

@@ -27,7 +27,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from embodied_rl.episodes.pictures import PictureRoom, VideoWriter, decode_png, encode_png
+from embodied_rl.episodes.pictures import PictureRoom, VideoWriter, decode_picture, encode_png
 from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, RecordingError, Value
 from embodied_rl.errors import brief
 from embodied_rl.files import cannot_write
@@ -219,7 +219,7 @@ def decode_row(column: Column, data: bytes) -> Any:
     if column.encoding == "json":
         return json.loads(data.decode("utf-8", "surrogatepass"))
     if column.encoding == "png":
-        return decode_png(data, column.shape)
+        return decode_picture(data, column.shape, ["PNG"])
     array = parse_npy(data)
     if array.dtype.kind not in _NUMERIC_KINDS:
         raise ValueError("is not an array of numbers")

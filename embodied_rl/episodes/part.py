@@ -22,7 +22,7 @@ import numpy as np
 
 from embodied_rl.episodes import folder as files
 from embodied_rl.episodes.buffers import UNFINISHED, BlobBuffer, Buffer, EpisodeRows, VideoBuffer
-from embodied_rl.episodes.layout import SNAPSHOTS, Column
+from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, SNAPSHOTS, Column
 from embodied_rl.episodes.recording import RecordingError
 from embodied_rl.files import cannot_write, fsync, write_atomic
 
@@ -156,7 +156,7 @@ class BlobFile:
             self._file.write(chunk, offset)
             offset += len(chunk)
         lengths = np.asarray(sizes, "<i8")
-        offsets = self._size + np.concatenate(([0], np.cumsum(lengths)[:-1])) if len(lengths) else lengths
+        offsets = self._size + np.cumsum(lengths) - lengths
         columns = [offsets, lengths] if marks is None else [np.asarray(marks, "<i8"), offsets, lengths]
         self._places.append([np.stack(columns, axis=1)])
         self._new_size = offset
@@ -444,7 +444,7 @@ def _blob_size(stem: Path, num_rows: int) -> int:
 
 def _require_headers(folder: Path, columns: tuple[Column, ...], offsets: Mapping[str, int]) -> None:
     """Raise RecordingError if another program has written a file with a header of another length: rows would be misaligned."""
-    for column in columns:
+    for column in (*columns, SNAPSHOT_COLUMN):
         if not column.is_video and offsets[column.name] != len(npy_header(*files.array_dtype(column), 0)):
             path = folder / f"{column.stem}.npy"
             raise RecordingError(f"'{path}', field '{column.name}': another program has written it; episodes cannot be added to it.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from embodied_rl.errors import brief
+from embodied_rl.errors import UserError, brief
 from embodied_rl.files import cannot_write
 from embodied_rl.reading import open_regular
 
@@ -50,6 +50,7 @@ class VideoWriter:
         import av
 
         self.path, self.count = path, 0
+        self._failure: UserError | None = None
         self.shape = (height, width, 3) if lossless else (height + height % 2, width + width % 2, 3)
         """Shape of the encoded pictures."""
         with self._writing():
@@ -84,12 +85,13 @@ class VideoWriter:
     def _writing(self) -> Iterator[None]:
         import av
 
+        if self._failure is not None:  # libav would crash
+            raise self._failure
         try:
             yield
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
-        except av.FFmpegError as error:
-            raise cannot_write(self.path, OSError(error.errno, error.strerror)) from error
+        except (OSError, av.FFmpegError) as error:
+            self._failure = cannot_write(self.path, error if isinstance(error, OSError) else OSError(error.errno, error.strerror))
+            raise self._failure from error
 
     def discard(self) -> None:
         try:
@@ -118,62 +120,77 @@ class PictureRoom:
 
 
 class VideoReader:
-    """Reads pictures of a `VideoWriter` file by number; decodes consecutive ones without seeking."""
+    """Reads pictures of a video by number or by time; decodes consecutive ones without seeking."""
 
-    def __init__(self, path: Path, shape: tuple[int, ...], count: int) -> None:
-        """Raises VideoError if the file is no video with at least `count` pictures of `shape` [H, W, 3]."""
+    def __init__(self, path: Path, shape: tuple[int, ...], count: int | None = None, fps: float | None = None) -> None:
+        """
+        Args:
+            shape: [H, W, 3] of a picture.
+            count: number of pictures in a file of a `VideoWriter`; None: a file of another program.
+            fps: pictures per second; None: as the file says.
+
+        Raises VideoError: the file is no video, or one of a `VideoWriter` with other pictures.
+        """
         import av
         from av.video.reformatter import VideoReformatter
 
-        self._path, self._shape, self._count = path, shape, count
+        self._shape = shape
         try:
             open_regular(path).close()
-            # The header describes the stream: nothing needs to be decoded for that.
-            self._container = av.open(str(path), options={"analyzeduration": "0", "probesize": "32"})
-        except (av.FFmpegError, OSError, ValueError) as error:
-            raise VideoError(f"cannot be opened ({brief(error)})") from error
-        if not self._container.streams.video:
-            raise VideoError("has no video")
-        stream = self._container.streams.video[0]
-        even = tuple(side + side % 2 for side in shape[:2])
-        if (stream.height, stream.width) not in (shape[:2], even):
-            raise VideoError(f"holds pictures of {stream.height} × {stream.width}, not {shape[0]} × {shape[1]}")
-        if stream.frames < count:
-            raise VideoError(f"holds {stream.frames} pictures instead of {count}")
-        # Low latency for one picture matters, not throughput.
-        stream.thread_type, stream.codec_context.thread_count = "NONE", 1
-        if stream.average_rate is None or stream.time_base is None:
+            # Our header describes the stream: nothing needs to be decoded for that.
+            self._container = av.open(str(path), options={} if count is None else {"analyzeduration": "0", "probesize": "32"})
+            self._stream = stream = self._container.streams.video[0]
+        except (av.FFmpegError, OSError, ValueError, IndexError) as error:
+            reason = error.strerror if isinstance(error, OSError) else None
+            raise VideoError(f"cannot be opened as a video ({brief(reason or error)})") from error
+        rate = fps or stream.average_rate
+        if rate is None or stream.time_base is None:
             raise VideoError("does not say when its pictures are shown")
-        self._stream, self._step = stream, 1 / (stream.average_rate * stream.time_base)
-        self._next = 0
+        if count is not None:
+            even = tuple(side + side % 2 for side in shape[:2])
+            if (stream.height, stream.width) not in (shape[:2], even):
+                raise VideoError(f"holds pictures of {stream.height} × {stream.width}, not {shape[0]} × {shape[1]}")
+            if stream.frames < count:
+                raise VideoError(f"holds {stream.frames} pictures instead of {count}")
+            # Low latency for one picture matters, not throughput.
+            stream.thread_type, stream.codec_context.thread_count = "NONE", 1
+        self._time_base, self._each_s = stream.time_base, float(1 / rate)
+        self._last_s = -np.inf
         self._frames: Iterator[VideoFrame] = iter(())
         # One for all pictures, in this thread: otherwise each frame would create its own.
         self._reformatter = VideoReformatter()
 
     def read(self, number: int) -> np.ndarray:
         """Decode picture [H, W, 3] uint8. Raises VideoError."""
+        return self.at(number * self._each_s)
+
+    def at(self, second: float) -> np.ndarray:
+        """Decode the picture [H, W, 3] uint8 at a second of the file. Raises VideoError."""
         import av
 
+        before_s, self._last_s = self._last_s, -np.inf  # unless the picture is found
         try:
-            if not self._next <= number < self._next + GROUP_OF_PICTURES or self._next == 0:
-                self._container.seek(round(number * self._step), stream=self._stream)
+            if not before_s + self._each_s / 2 < second <= before_s + GROUP_OF_PICTURES * self._each_s:
+                self._container.seek(max(0, round(second / self._time_base)), stream=self._stream)
                 self._frames = self._container.decode(self._stream)
             for frame in self._frames:
-                if frame.pts is None:
+                if frame.time is None:
                     raise ValueError("a picture without a time")
-                position = round(frame.pts / self._step)
-                if position == number:
-                    self._next = number + 1
+                if abs(frame.time - second) < self._each_s / 2:
+                    self._last_s = frame.time
                     return self._array(frame)
-                if position > number:
+                if frame.time > second:
                     break
-        except (av.FFmpegError, OSError, ValueError, TypeError) as error:
-            raise VideoError(f"cannot be decoded at picture {number} ({brief(error)})") from error
-        raise VideoError(f"has no picture {number}")
+        except (av.FFmpegError, OSError, ValueError, TypeError, OverflowError) as error:
+            raise VideoError(f"cannot be decoded at {second:.3f} s ({brief(error)})") from error
+        raise VideoError(f"has no picture at {second:.3f} s")
 
     def _array(self, frame: VideoFrame) -> np.ndarray:
         picture = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
         height, width = self._shape[:2]
+        # One extra line if the writer made odd sides even.
+        if picture.shape[0] - height not in (0, 1) or picture.shape[1] - width not in (0, 1):
+            raise ValueError(f"a picture of {picture.shape[0]} × {picture.shape[1]} instead of {height} × {width}")
         return picture if picture.shape == self._shape else np.ascontiguousarray(picture[:height, :width])
 
     def close(self) -> None:
@@ -191,17 +208,20 @@ def encode_png(picture: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def decode_png(data: bytes, shape: tuple[int, ...]) -> np.ndarray:
-    """Inverse of `encode_png`. Raises VideoError if the bytes are no PNG file of this shape."""
+def decode_picture(data: bytes, shape: tuple[int, ...], formats: list[str]) -> np.ndarray:
+    """Decode a picture file in one of PIL's `formats` to uint8 of `shape`: [H, W, 3], or [H, W] grey.
+    Raises VideoError if the bytes are no picture of this height and width."""
     from PIL import Image
 
+    mode = "L" if len(shape) == 2 else "RGB"
     try:
-        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
-            if (image.mode, image.height, image.width) != ("RGB", *shape[:2]):
-                raise VideoError(f"holds a picture {image.mode} {image.height} × {image.width}, not RGB {shape[0]} × {shape[1]}")
-            return np.asarray(image)
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise VideoError(f"holds a picture that cannot be decoded ({brief(error)})") from error
+        with Image.open(io.BytesIO(data), formats=formats) as image:
+            # Checked before memory is allocated for it.
+            if (image.height, image.width) != shape[:2]:
+                raise ValueError(f"it has {image.height} × {image.width} pixels")
+            return np.asarray(image if image.mode == mode else image.convert(mode))
+    except (OSError, SyntaxError, ValueError, TypeError, Image.DecompressionBombError) as error:
+        raise VideoError(f"has no picture of {list(shape)} ({brief(error)})") from error
 
 
 _Index = int | np.integer | slice | Sequence[int] | np.ndarray | EllipsisType | None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.episodes import folder as files
-from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, SNAPSHOTS, Column, decode_row, layout_for
+from embodied_rl.episodes.layout import SNAPSHOT_COLUMN, Column, decode_row, layout_for
 from embodied_rl.episodes.pictures import Frames, VideoError, VideoReader
 from embodied_rl.episodes.recording import (
     OPTIONAL_COLUMNS,
@@ -223,8 +223,8 @@ class PartReader:
 
     def column(self, column: Column, number: int) -> Any:
         """All rows of an episode: a view, an object array, or pictures that are decoded on access."""
-        count = column.rows_of(int(self.index.table.lengths[number]))
         if column.is_picture:
+            count = column.rows_of(int(self.index.table.lengths[number]))
             if column.is_video:
                 # Opened and verified now, to find a damaged file now, since copies are made of the file as it is.
                 self._video(column, number)
@@ -232,17 +232,17 @@ class PartReader:
             video = (self._video_path(column, number), column.encoding) if column.is_video else None
             return Frames(count, column.shape, lambda time: self.row(column, number, time), video)
         self.verify(column, number)
+        rows = self._rows_of(column, number)
         if column.encoding == "array":
-            start = self._start(column, number)
-            return self.rows(column)[start : start + count]
-        values = [self.row(column, number, time) for time in range(count)]
+            return rows
+        values = [self.row(column, number, time) for time in range(len(rows))]
         if column.encoding == "arrays" and not column.name.startswith("observation."):
             # Rows of one message each, with one shape within an episode.
             try:
                 return np.stack(values)
             except ValueError as error:
                 raise self.damaged(column, number, f"holds rows of several shapes ({error})") from error
-        return np.fromiter(values, object, count)
+        return np.fromiter(values, object, len(rows))
 
     def run(self, column: Column, first: int, stop: int) -> np.ndarray:
         """All rows of neighbouring episodes in order: a view if they are plain arrays."""
@@ -262,7 +262,7 @@ class PartReader:
                 raise self.damaged(column, number, str(error)) from error
         if column.encoding == "array":
             return self.rows(column)[self._start(column, number) + time]
-        data = self.blob_bytes(column.name, column.stem, number, self.rows(column)[self._start(column, number) + time])
+        data = self.blob_bytes(column, number, self.rows(column)[self._start(column, number) + time])
         try:
             return decode_row(column, data)
         except (ValueError, EOFError, RecursionError) as error:
@@ -273,24 +273,16 @@ class PartReader:
         if not self.index.snapshots[number]:
             return {}
         self.verify(SNAPSHOT_COLUMN, number)
-        return {int(row[0]): self.blob_bytes(SNAPSHOTS, SNAPSHOTS, number, row[1:]) for row in self.snapshot_places(number)}
+        return {int(row[0]): self.blob_bytes(SNAPSHOT_COLUMN, number, row) for row in self._rows_of(SNAPSHOT_COLUMN, number)}
 
-    def snapshot_places(self, number: int) -> np.ndarray:
-        """[K, 3] int64 (step, offset, size) of an episode's snapshots."""
-        start, count = int(self._snapshot_rows[number]), int(self.index.snapshots[number])
-        return self._map(SNAPSHOTS, "<i8", (3,), self.index.num_snapshots)[start : start + count] if count else np.zeros((0, 3), np.int64)
-
-    def blob_bytes(self, name: str, stem: str, number: int, place: np.ndarray) -> bytes:
-        """Bytes of a row of varying size. Raises RecordingError if (offset, size) is outside the file."""
-        blob = self._blobs.get(name)
+    def blob_bytes(self, column: Column, number: int, place: np.ndarray) -> bytes:
+        """Bytes of a row of varying size; `place` ends with its offset and size. Raises RecordingError if they are outside the file."""
+        blob = self._blobs.get(column.name)
         if blob is None:
-            blob = self._blobs[name] = self._map_blob(name, stem, number)
-        offset, size = int(place[0]), int(place[1])
+            blob = self._blobs[column.name] = self._map_blob(column, number)
+        offset, size = int(place[-2]), int(place[-1])
         if offset < 0 or size < 0 or offset + size > len(blob):
-            path = self.folder / f"{stem}.bin"
-            raise RecordingError(
-                f"'{path}', episode {number}, field '{name}': bytes {offset} to {offset + size} are needed, but the file has {len(blob)}."
-            )
+            raise self.damaged(column, number, f"bytes {offset} to {offset + size} are needed, but the file has {len(blob)}")
         return blob[offset : offset + size]
 
     def damage(self, number: int) -> list[str]:
@@ -311,8 +303,7 @@ class PartReader:
             self._verified[place] = True
 
     def _compare(self, column: Column, number: int) -> None:
-        found = self.snapshot_checksum(number) if column is SNAPSHOT_COLUMN else self.checksum(column, number)
-        if found != self.index.sums[number, self._numbers[column.name]]:
+        if self.checksum(column, number) != self.index.sums[number, self._numbers[column.name]]:
             raise self.damaged(column, number, "the checksum does not match: bytes were altered")
 
     def _verify_arrays(self, number: int) -> None:
@@ -333,21 +324,12 @@ class PartReader:
                 return files.file_checksum(self._video_path(column, number))
             except OSError as error:
                 raise self.damaged(column, number, f"cannot be read ({error.strerror})") from error
-        start, count = self._start(column, number), column.rows_of(int(self.index.table.lengths[number]))
-        rows = self.rows(column)[start : start + count]
+        rows, checksum = self._rows_of(column, number), 0
         if column.encoding == "array":
             return zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data) if column.row_bytes else 0
-        checksum = 0
         for place in rows:
-            checksum = zlib.crc32(self.blob_bytes(column.name, column.stem, number, place), checksum)
-        return files.blob_checksum(checksum, rows[:, 1], None)
-
-    def snapshot_checksum(self, number: int) -> int:
-        """CRC-32 of an episode's snapshots."""
-        places, checksum = self.snapshot_places(number), 0
-        for place in places:
-            checksum = zlib.crc32(self.blob_bytes(SNAPSHOTS, SNAPSHOTS, number, place[1:]), checksum)
-        return files.blob_checksum(checksum, places[:, 2], places[:, 0])
+            checksum = zlib.crc32(self.blob_bytes(column, number, place), checksum)
+        return files.blob_checksum(checksum, rows[:, -1], rows[:, 0] if column is SNAPSHOT_COLUMN else None)
 
     def release_pages(self) -> None:
         """Release the mapped pages; later reads come from the page cache."""
@@ -364,6 +346,14 @@ class PartReader:
         self._all_rows.clear()
         self._maps.clear()
 
+    def _rows_of(self, column: Column, number: int) -> np.ndarray:
+        """An episode's part of `rows`."""
+        if column is SNAPSHOT_COLUMN:
+            start, count = int(self._snapshot_rows[number]), int(self.index.snapshots[number])
+        else:
+            start, count = self._start(column, number), column.rows_of(int(self.index.table.lengths[number]))
+        return self.rows(column)[start : start + count]
+
     def _start(self, column: Column, number: int) -> int:
         return int(self._step_rows[number]) + (0 if column.per == "step" else number)
 
@@ -374,37 +364,35 @@ class PartReader:
         return self._all_rows
 
     def rows(self, column: Column) -> np.ndarray:
-        """Rows of all episodes: of a column of plain arrays, or the (offset, size) of rows of varying size."""
+        """Rows of all episodes: of a column of plain arrays, or the (offset, size) of rows of varying size, of snapshots after their step.
+        The file's header and size were checked when the part was opened."""
         mapped = self._maps.get(column.name)
         if mapped is not None:
             return mapped[1]
         dtype, shape = files.array_dtype(column)
-        rows = self.index.num_steps + (0 if column.per == "step" else self.index.num_episodes)
-        return self._map(column.name, dtype, shape, rows, column.stem)
-
-    def _map(self, name: str, dtype: str, shape: tuple[int, ...], num_rows: int, stem: str | None = None) -> np.ndarray:
-        """Map rows [num_rows, *shape] of an .npy file, whose header and size were checked when the part was opened."""
-        if name in self._maps:
-            return self._maps[name][1]
-        row_bytes, offset = np.dtype(dtype).itemsize * math.prod(shape), self._offsets[name]
-        path = self.folder / f"{stem or name}.npy"
+        if column is SNAPSHOT_COLUMN:
+            count = self.index.num_snapshots
+        else:
+            count = self.index.num_steps + (0 if column.per == "step" else self.index.num_episodes)
+        offset, size = self._offsets[column.name], math.prod(shape)
+        path = self.folder / f"{column.stem}.npy"
         try:
             with open_regular(path) as file:
-                mapped = mmap.mmap(file.fileno(), offset + num_rows * row_bytes, access=mmap.ACCESS_READ)
+                memory = mmap.mmap(file.fileno(), offset + count * np.dtype(dtype).itemsize * size, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise RecordingError(f"'{path}', field '{name}': cannot be read: {error}.") from error
-        rows = np.frombuffer(mapped, dtype, num_rows * math.prod(shape), offset).reshape(num_rows, *shape)
-        self._maps[name] = (mapped, rows)
+            raise RecordingError(f"'{path}', field '{column.name}': cannot be read: {error}.") from error
+        rows = np.frombuffer(memory, dtype, count * size, offset).reshape(count, *shape)
+        self._maps[column.name] = (memory, rows)
         return rows
 
-    def _map_blob(self, name: str, stem: str, number: int) -> mmap.mmap | bytes:
-        path = self.folder / f"{stem}.bin"
+    def _map_blob(self, column: Column, number: int) -> mmap.mmap | bytes:
+        path = self.folder / f"{column.stem}.bin"
         try:
             with open_regular(path) as file:
                 # An empty file cannot be mapped.
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
         except (OSError, ValueError) as error:
-            raise RecordingError(f"'{path}', episode {number}, field '{name}': cannot be read: {error}.") from error
+            raise self.damaged(column, number, f"cannot be read: {error}") from error
 
     def _video_path(self, column: Column, number: int) -> Path:
         return self.folder / column.stem / files.video_name(number)

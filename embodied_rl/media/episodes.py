@@ -201,9 +201,11 @@ def choose_cameras(wanted: Sequence[str], known: Mapping[str, Any], recording: R
 
 
 def stride_of(lengths: Sequence[int], bytes_per_picture: int) -> int:
-    """Steps between pictures, a power of two, so that neither the longest episode nor all together have too many."""
-    stride = 1
-    while max(lengths) // stride > MAX_STEPS_SHOWN or sum(length // stride + 2 for length in lengths) * bytes_per_picture > MAX_BYTES:
+    """Steps between pictures, a power of two, so that neither the longest episode nor all together have too many; each shows its ends."""
+    stride, longest = 1, max(lengths)
+    while longest // stride > MAX_STEPS_SHOWN or (
+        stride < longest and sum(length // stride + 2 for length in lengths) * bytes_per_picture > MAX_BYTES
+    ):
         stride *= 2
     return stride
 

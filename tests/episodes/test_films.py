@@ -9,6 +9,7 @@ import pytest
 
 from embodied_rl.episodes.layout import PICTURES_AT_ONCE, Column, Filming, FilmingTools
 from embodied_rl.episodes.pictures import VideoReader, VideoWriter
+from embodied_rl.errors import UserError
 
 HEIGHT, WIDTH, FPS = 32, 48, 20
 SHAPE = (HEIGHT, WIDTH, 3)
@@ -100,3 +101,16 @@ def test_a_filming_that_is_given_up_gives_its_memory_back(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
     (rooms,) = tools._rooms.values()
     assert len(rooms) <= 2 * PICTURES_AT_ONCE
+
+
+def test_a_video_that_cannot_be_written_fails_again_and_again(tmp_path: Path) -> None:
+    """libav crashes when pictures follow one that could not be written, as they do when they wait in a queue."""
+    path = tmp_path / "video.mp4"
+    path.symlink_to("/dev/full")
+    writer = VideoWriter(path, HEIGHT, WIDTH, FPS, lossless=True)
+    for picture in pictures(0, 40):
+        with pytest.raises(UserError, match="No space left on device"):
+            writer.add(picture)
+    with pytest.raises(UserError, match="No space left on device"):
+        writer.discard()
+    assert not path.is_symlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from embodied_rl.errors import UserError
-from embodied_rl.media.episodes import Selection
+from embodied_rl.media.episodes import Selection, stride_of
 from embodied_rl.types import EpisodeSummary
 
 
@@ -70,3 +70,9 @@ def test_two_numbers_of_episodes_are_not_both_obeyed() -> None:
     assert Selection.parse("best:3", 3, None).num_shown == Selection.parse("best", 3, None).num_shown == 3
     with pytest.raises(UserError, match="select=best:2 and num_episodes=3 contradict each other"):
         Selection.parse("best:2", 3, None)
+
+
+def test_pictures_that_never_fit_still_show_the_first_and_the_last_step() -> None:
+    """64 episodes with two pictures of 2048 x 2048 each are 1.6 GB, more than `MAX_BYTES`."""
+    assert stride_of([40] * 63 + [300], 3 * 2048**2) == 512
+    assert stride_of([40, 300], 3 * 64**2) == 2

@@ -134,7 +134,9 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 
 def require_free(output: Path) -> None:
-    """Raise RecordingError if `output` exists and is not an empty folder."""
+    """Raise RecordingError if `output` exists and is not an empty folder, or is the current one."""
+    if not output.name:
+        raise RecordingError(f"'{output}' is the current folder, which cannot be replaced. Name a new folder.")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise RecordingError(f"'{output}' already exists and is not an empty folder. Choose another output, or move it away.")
 

@@ -6,10 +6,13 @@ region references, compound and opaque types.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
+import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -277,6 +280,47 @@ def _field(parent: h5py.Group, name: str) -> str:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
+class _Disk(io.FileIO):
+    """A file whose writes never fail for HDF5, which crashes when it closes a file after a failed write."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self._attempt(lambda: super(_Disk, self).write(data) == size)
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        self._attempt(lambda: super(_Disk, self).truncate(size) == size)
+        return size or 0
+
+    def _attempt(self, write: Callable[[], bool]) -> None:
+        if self.failure is None:
+            try:
+                if not write():
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                self.failure = error
+
+
+@contextmanager
+def new_file(path: Path, advance: base.Advance, **options: Any) -> Iterator[tuple[h5py.Group, base.Advance]]:
+    """Yield a new HDF5 file, and `advance` for every episode in it. Both raise OSError if the file cannot be written."""
+    with _Disk(path, "w+") as disk:
+
+        def checked(count: int) -> None:
+            if disk.failure is not None:
+                raise disk.failure
+            advance(count)
+
+        try:
+            with import_h5py().File(disk, "w", **options) as file:
+                yield file, checked
+        finally:
+            if disk.failure is not None:
+                raise disk.failure
+
+
 def require_numbers(spec: SimSpec, project: str, notes: base.NoteBook) -> Mapping[str, TensorSpec]:
     """Observations that a format of numbers can store; notes the others. Raises RecordingError if it cannot store the recording."""
     if spec.action.kind == "text":
@@ -290,17 +334,20 @@ def require_numbers(spec: SimSpec, project: str, notes: base.NoteBook) -> Mappin
 
 def write_array(group: h5py.Group, name: str, array: np.ndarray) -> None:
     """Write numbers, or an object array of str; pictures are compressed, one per chunk, so that each can be read alone."""
+    options: dict[str, Any] = {"data": array}
     if array.dtype == object:
         for row, text in enumerate(array):
             if "\0" in text or not _is_unicode(text):
                 raise RecordingError(
                     f"{group.name}/{name}, row {row}: HDF5 files cannot store text with NUL or half a surrogate pair, as {text!r:.80}."
                 )
-        group.create_dataset(name, data=list(array), dtype=import_h5py().string_dtype("utf-8"))
+        options = {"data": list(array), "dtype": import_h5py().string_dtype("utf-8")}
     elif array.dtype == np.uint8 and array.ndim == 4 and array.size:
-        group.create_dataset(name, data=array, chunks=(1, *array.shape[1:]), compression="gzip", compression_opts=4)
-    else:
-        group.create_dataset(name, data=array)
+        options |= {"chunks": (1, *array.shape[1:]), "compression": "gzip", "compression_opts": 4}
+    try:
+        group.create_dataset(name, **options)
+    except (TypeError, ValueError) as error:  # a name that is the beginning of another one, say
+        raise RecordingError(f"{group.name}/{name}: HDF5 files cannot store it ({brief(error)}).") from error
 
 
 def _is_unicode(text: str) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,14 +18,14 @@ from embodied_rl.episodes.formats import base
 from embodied_rl.episodes.formats import lerobot_layout as layout
 from embodied_rl.episodes.formats.hdf5 import MAX_RATIO, SMALL_BYTES
 from embodied_rl.episodes.formats.lerobot_layout import Feature, Storage
-from embodied_rl.episodes.pictures import Frames
+from embodied_rl.episodes.pictures import Frames, VideoError, VideoReader, decode_picture
 from embodied_rl.episodes.recording import OPTIONAL_COLUMNS, EpisodeTable, RecordedEpisode, RecordingError, RecordingInfo, last_only
+from embodied_rl.errors import brief
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
-    from av import VideoFrame
 
 
 def open_parquet(parquet: ModuleType, path: Path) -> pq.ParquetFile:
@@ -54,7 +54,7 @@ class DataFile:
             sizes = [groups.row_group(number).num_rows for number in range(groups.num_row_groups)]
             numbers = np.asarray(self._file.read(columns=["episode_index"])["episode_index"].to_numpy(), np.int64)
         except Exception as error:  # pyarrow raises half a dozen unrelated classes
-            raise base.damaged(path, f"cannot be read as parquet: it is damaged or cut short ({_line(error)})") from error
+            raise base.damaged(path, f"cannot be read as parquet: it is damaged or cut short ({brief(error)})") from error
         self._names = set(self._file.schema_arrow.names)
         self._ends = np.cumsum(sizes)
         starts = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 1))
@@ -78,7 +78,7 @@ class DataFile:
             try:
                 self._cached = (first, last, names), self._file.read_row_groups(list(range(first, last + 1)), columns=names)
             except Exception as error:
-                raise base.damaged(self.path, f"cannot be read ({_line(error)})", number) from error
+                raise base.damaged(self.path, f"cannot be read ({brief(error)})", number) from error
         return Rows(self.path, number, self._cached[1].slice(start - before, length))
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Rows:
         except RecordingError:
             raise
         except (pa.ArrowException, ValueError, TypeError, KeyError) as error:
-            raise self._damaged(name, f"cannot be read ({_line(error)})") from error
+            raise self._damaged(name, f"cannot be read ({brief(error)})") from error
 
     def _numbers(self, name: str, rows: pa.Array, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
         import pyarrow as pa
@@ -135,80 +135,13 @@ class Rows:
         return base.damaged(self._path, what, self._number, field)
 
 
-def decode_picture(path: Path, number: int, feature: Feature, data: object) -> np.ndarray:
-    """Decode a PNG or JPEG file to [H, W, 3] uint8. Raises RecordingError."""
-    from PIL import Image
-
+@contextmanager
+def _damage_of(path: Path, number: int, feature: Feature) -> Iterator[None]:
+    """Name the place of pictures that cannot be read. Raises RecordingError in place of VideoError."""
     try:
-        if not isinstance(data, bytes):
-            raise ValueError("the picture is not in the row")
-        with Image.open(io.BytesIO(data), formats=["PNG", "JPEG"]) as image:
-            if (image.height, image.width) != feature.shape[:2]:
-                raise ValueError(f"a picture of {image.height} × {image.width}")
-            return np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise base.damaged(path, f"has no picture of {list(feature.shape)} ({_line(error)})", number, feature.name) from error
-
-
-class Clip:
-    """A video of several episodes, read by the second; consecutive pictures are decoded without seeking."""
-
-    def __init__(self, path: Path, fps: float, number: int, feature: Feature) -> None:
-        import av
-
-        self.path, self._tolerance = path, 0.5 / fps
-        if not path.is_file():
-            raise base.damaged(path, "is missing", number, feature.name)
-        try:
-            self._container = av.open(str(path))
-            self._stream = self._container.streams.video[0]
-            if self._stream.time_base is None:
-                raise ValueError("it does not say when its pictures are shown")
-            self._time_base = self._stream.time_base
-        except (av.FFmpegError, OSError, ValueError, IndexError) as error:
-            raise base.damaged(
-                path, f"cannot be opened as a video: it is damaged or cut short ({_line(error)})", number, feature.name
-            ) from error
-        self._frames: Iterator[VideoFrame] = iter(())
-        self._last = -np.inf
-        self._gap = 8 / fps
-
-    def read(self, second: float, number: int, feature: Feature) -> np.ndarray:
-        """Decode the picture [H, W, 3] uint8 at a second of the file. Raises RecordingError."""
-        import av
-
-        try:
-            if not self._last < second <= self._last + self._gap:
-                self._container.seek(max(0, int(second / self._time_base)), stream=self._stream)
-                self._frames = self._container.decode(self._stream)
-            for frame in self._frames:
-                self._last = float(frame.time or 0.0)
-                if abs(self._last - second) < self._tolerance:
-                    return self._array(frame, feature)
-                if self._last > second:
-                    break
-        except (av.FFmpegError, OSError, ValueError, TypeError, OverflowError) as error:
-            self._last = -np.inf
-            raise base.damaged(self.path, f"cannot be decoded at {second:.3f} s ({_line(error)})", number, feature.name) from error
-        self._last = -np.inf
-        raise base.damaged(self.path, f"has no picture at {second:.3f} s", number, feature.name)
-
-    def _array(self, frame: VideoFrame, feature: Feature) -> np.ndarray:
-        picture = frame.to_ndarray(format="rgb24")
-        height, width = feature.shape[:2]
-        extra = picture.shape[0] - height, picture.shape[1] - width
-        # One extra line if the writer made odd sides even.
-        if not all(0 <= more <= 1 for more in extra):
-            raise ValueError(f"a picture of {picture.shape[0]} × {picture.shape[1]} instead of {height} × {width}")
-        return picture if extra == (0, 0) else np.ascontiguousarray(picture[:height, :width])
-
-    def close(self) -> None:
-        self._frames = iter(())
-        self._container.close()
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+        yield
+    except VideoError as error:
+        raise base.damaged(path, str(error), number, feature.name) from error
 
 
 _OPEN_CLIPS, _OPEN_FILES = 8, 4
@@ -235,7 +168,7 @@ class LeRobotRecording(base.ForeignRecording):
         self._parquet = layout.import_pyarrow()[1]
         self._root, notes = path, base.NoteBook()
         self._files: OrderedDict[Path, DataFile] = OrderedDict()
-        self._clips: OrderedDict[Path, Clip] = OrderedDict()
+        self._clips: OrderedDict[Path, VideoReader] = OrderedDict()
         self._info = self._read_info()
         self._fps: float = self._info["fps"]
         self._tasks = self._read_tasks()
@@ -311,29 +244,31 @@ class LeRobotRecording(base.ForeignRecording):
         """Pictures [T + 1, H, W, 3]; the last picture is repeated."""
         place = self._places[number]
         last = place.length - 1
-        if feature.storage == "image":
-            files = rows[feature.field]
+        is_file = feature.storage == "image"
+        path, start = (place.data, 0.0) if is_file else place.videos[feature.name]
 
-            def read_file(time: int) -> np.ndarray:
-                return decode_picture(place.data, number, feature, files[min(time, last)])
+        def read(time: int) -> np.ndarray:
+            row = min(time, last)
+            with _damage_of(path, number, feature):
+                if is_file:
+                    if not isinstance(data := rows[feature.field][row], bytes):
+                        raise VideoError("the picture is not in the row")
+                    return decode_picture(data, feature.shape, ["PNG", "JPEG"])
+                # Opened on first use: a data set may have more videos than a process may have open files.
+                return self._clip(path, feature).at(start + row / self._fps)
 
-            return Frames(place.length + 1, feature.shape, read_file)
-        path, start = place.videos[feature.name]
-
-        def read_frame(time: int) -> np.ndarray:
-            # Opened on first use: a data set may have more videos than a process may have open files.
-            return self._clip(path, number, feature).read(start + min(time, last) / self._fps, number, feature)
-
-        self._clip(path, number, feature)
-        return Frames(place.length + 1, feature.shape, read_frame)
+        if not is_file:
+            with _damage_of(path, number, feature):
+                self._clip(path, feature)
+        return Frames(place.length + 1, feature.shape, read)
 
     # ---- files ----
 
     def _file(self, path: Path) -> DataFile:
         return _cached(self._files, path, _OPEN_FILES, partial(DataFile, path, self._parquet))
 
-    def _clip(self, path: Path, number: int, feature: Feature) -> Clip:
-        return _cached(self._clips, path, _OPEN_CLIPS, partial(Clip, path, self._fps, number, feature))
+    def _clip(self, path: Path, feature: Feature) -> VideoReader:
+        return _cached(self._clips, path, _OPEN_CLIPS, partial(VideoReader, path, feature.shape, fps=self._fps))
 
     def close(self) -> None:
         for file in self._files.values():
@@ -371,7 +306,7 @@ class LeRobotRecording(base.ForeignRecording):
             with open_parquet(self._parquet, path) as file:
                 return file.read(columns=columns)
         except Exception as error:  # pyarrow raises half a dozen unrelated classes
-            raise base.damaged(path, f"cannot be read as parquet: it is damaged or cut short ({_line(error)})") from error
+            raise base.damaged(path, f"cannot be read as parquet: it is damaged or cut short ({brief(error)})") from error
 
     def _read_tasks(self) -> dict[int, str]:
         """{task_index: text}"""
@@ -445,14 +380,11 @@ class LeRobotRecording(base.ForeignRecording):
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeError) as error:
             raise base.damaged(path, f"cannot be read ({error})") from error
-        if len(lines) < len(self._places):
-            lines += [
-                json.dumps({"seed": base.unknown_seed(n), "task": None, "instruction": self._episode_tasks[n], "metadata": {}})
-                for n in range(len(lines), len(self._places))
-            ]
-        if len(lines) != len(self._places):
+        if len(lines) > len(self._places):
             raise base.damaged(path, f"holds {len(lines)} episodes, the data set {len(self._places)}")
-        return [base.parse_side_episode(path, base.parse_json(path, line, "line", number), number) for number, line in enumerate(lines)]
+        ours = [base.parse_side_episode(path, base.parse_json(path, line, "line", number), number) for number, line in enumerate(lines)]
+        theirs = range(len(lines), len(self._places))
+        return ours + [{"seed": base.unknown_seed(n), "task": None, "instruction": self._episode_tasks[n], "metadata": {}} for n in theirs]
 
     @cached_property
     def _episode_tasks(self) -> list[str | None]:
@@ -582,7 +514,7 @@ def _column(field: str, name: str, feature: Mapping[str, Any]) -> Feature | None
     return Feature(field, name, "column", str(dtype), () if scalar else shape)
 
 
-_Open = TypeVar("_Open", DataFile, Clip)
+_Open = TypeVar("_Open", DataFile, VideoReader)
 
 
 def _cached(cache: OrderedDict[Path, _Open], path: Path, limit: int, make: Callable[[], _Open]) -> _Open:

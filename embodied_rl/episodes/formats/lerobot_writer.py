@@ -142,7 +142,6 @@ class _Writer:
         self._data = _DataFiles(folder, self._arrow, self._parquet, self._schema())
         self._videos = {f.name: _VideoFiles(folder, f, self._fps) for f in self._features if f.storage == "video"}
         self._tasks: dict[str, int] = {}
-        self._rows: list[dict[str, Any]] = []
         self._picture_stats: dict[str, list[Stats]] = {f.name: [] for f in self._features if f.is_picture}
         self._num_frames = 0
 
@@ -177,6 +176,7 @@ class _Writer:
         """Write one episode's rows and pictures; return its row of ``meta/episodes``."""
         length = episode.num_steps
         task = episode.instruction or episode.task or self._recording.spec.instruction or self._recording.spec.task
+        task = task.encode("utf-8", "replace").decode()  # parquet stores no half of a surrogate pair; the side entry is exact
         task_index = self._tasks.setdefault(task, len(self._tasks))
         columns: dict[str, np.ndarray] = {
             "timestamp": (np.arange(length) / self._fps).astype(np.float32),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.formats.hdf5 import H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
+from embodied_rl.episodes.formats.hdf5 import H5Recording, new_file, read_extras, require_numbers, write_array, write_extras
 from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo, last_only
 from embodied_rl.types import SimSpec, TensorSpec
 
@@ -229,7 +229,7 @@ def _write_h5(
 ) -> list[dict[str, Any]]:
     control_mode = dict(recording.info.sim.get("kwargs") or {}).get("control_mode")
     entries = []
-    with import_h5py().File(path, "w") as file:
+    with new_file(path, advance) as (file, advanced):
         for number, episode in enumerate(recording):
             group = file.create_group(f"traj_{number}", track_order=True)
             _write_episode(group, episode, kept, notes, ends_at_success=recording.info.sim.get("target") == TARGET)
@@ -246,7 +246,7 @@ def _write_h5(
                     "success": episode.success_at_end,
                 }
             )
-            advance(1)
+            advanced(1)
     return entries
 
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, import_h5py, read_extras, write_array, write_extras
+from embodied_rl.episodes.formats.hdf5 import H5File, H5Recording, new_file, read_extras, write_array, write_extras
+from embodied_rl.episodes.pictures import decode_picture
 from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingError, RecordingInfo, last_only
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 
@@ -288,20 +288,14 @@ class MinariRecording(H5Recording):
 
 def _decode_jpegs(file: H5File, dataset: h5py.Dataset, spec: TensorSpec, number: int, rows: int, field: str) -> np.ndarray:
     """Decode Minari's pictures: JPEG files, each an array of bytes."""
-    from PIL import Image
-
     if len(dataset) != rows:
         raise base.damaged(file.path, f"has {len(dataset)} rows instead of {rows}", number, field)
     pictures = []
     for row in range(rows):
         try:
-            with Image.open(io.BytesIO(np.asarray(dataset[row], np.uint8).tobytes()), formats=["JPEG"]) as image:
-                # Checked before memory is allocated for the space's claims.
-                if (image.height, image.width) != spec.shape[:2]:
-                    raise ValueError(f"a picture of {image.height} × {image.width}")
-                pictures.append(np.asarray(image))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise base.damaged(file.path, f"has no picture of {list(spec.shape)} in row {row} ({error})", number, field) from error
+            pictures.append(decode_picture(np.asarray(dataset[row], np.uint8).tobytes(), spec.shape, ["JPEG"]))
+        except (OSError, ValueError) as error:
+            raise base.damaged(file.path, f"{error}, row {row}", number, field) from error
     return np.stack(pictures)
 
 
@@ -378,7 +372,7 @@ def _write_h5(
     seen: _Texts,
     advance: base.Advance,
 ) -> None:
-    with import_h5py().File(path, "w", track_order=True) as file:
+    with new_file(path, advance, track_order=True) as (file, advanced):
         for number, episode in enumerate(recording):
             group = file.create_group(f"episode_{number}")
             group.attrs["id"], group.attrs["total_steps"] = number, episode.num_steps
@@ -398,7 +392,7 @@ def _write_h5(
             # Minari's recorder also keeps the reset's info: T + 1 rows.
             write_array(group, "infos/success", np.concatenate([[False], episode.success]))
             write_extras(group, episode, notes, with_state=True, own=("seed",))
-            advance(1)
+            advanced(1)
 
 
 def _metadata(recording: Recording, kept: Mapping[str, TensorSpec | VariableSpec], name: str, seen: _Texts) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied_rl.episodes.formats import base
-from embodied_rl.episodes.formats.hdf5 import H5Recording, import_h5py, read_extras, require_numbers, write_array, write_extras
+from embodied_rl.episodes.formats.hdf5 import H5Recording, new_file, read_extras, require_numbers, write_array, write_extras
 from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingInfo, last_only
 from embodied_rl.types import SimSpec, TensorSpec
 
@@ -234,16 +234,17 @@ def write(recording: Recording, folder: Path, target: Path, advance: base.Advanc
 
 def _write_h5(path: Path, recording: Recording, notes: base.NoteBook, advance: base.Advance) -> None:
     masks: dict[str, list[str]] = {}
-    with import_h5py().File(path, "w") as file:
+    with new_file(path, advance) as (file, advanced):
         data = file.create_group("data", track_order=True)
         total = 0
         for number, episode in enumerate(recording):
             name = f"demo_{number}"
             _write_episode(data.create_group(name), episode, recording.spec.tensors, notes)
             total += episode.num_steps
-            for mask in episode.metadata.get("masks", ()):
+            own = episode.metadata.get("masks")
+            for mask in own if isinstance(own, list) else ():
                 masks.setdefault(str(mask), []).append(name)
-            advance(1)
+            advanced(1)
         data.attrs["total"] = total
         data.attrs["env_args"] = json.dumps(_env_args(recording, notes))
         data.attrs[base.SIDE_ENTRY] = json.dumps(base.side_info(recording.info, recording.spec.tensors))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from embodied_rl.commands.episode_tools import convert
 from embodied_rl.episodes.folder import validate
 from embodied_rl.episodes.formats import FORMATS, detect_format, write_foreign
 from embodied_rl.episodes.formats.base import NoteBook
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.episodes.recording import FieldNote, RecordedEpisode, Recording, RecordingError
+from embodied_rl.errors import UserError
 from embodied_rl.types import ActionSpec, SimSpec, TensorSpec, VariableSpec
 from tests.episodes.episode_toys import make_episode
 from tests.episodes.formats.samples import (
@@ -210,3 +213,42 @@ def test_info_of_another_shape_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(data))
     with pytest.raises(RecordingError, match=r"metadata.json', field 'embodied_rl': was not written by this package"):
         open_recording(tmp_path / "there")
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "native"])
+def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    """A limit on the size of files in place of a full disk: 60 pictures of noise do not fit into 100 kB."""
+    source = record(tmp_path / "native", info_of(PICTURES), [make_episode(PICTURES, seed, 30) for seed in range(2)])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with source, pytest.raises(UserError, match=r"^Cannot write '.*': .*Choose another folder, or check permissions and free space\.$"):
+            convert(source, tmp_path / "there", name, "png" if name == "lerobot" else "mp4")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["native"]
+
+
+@pytest.mark.parametrize("name", ["maniskill", "robomimic", "minari"])
+def test_a_name_that_is_the_beginning_of_another_is_one_line(name: str, tmp_path: Path) -> None:
+    """HDF5 would need a data set and a group of one name."""
+    state = {"arm": np.zeros((4, 2)), "arm/joint": np.zeros((4, 1))}
+    with (
+        record(tmp_path / "native", info_of(STATE), [make_episode(STATE, 0, 3, state=state)]) as source,
+        pytest.raises(RecordingError, match=r"/arm/joint: HDF5 files cannot store it"),
+    ):
+        write_foreign(source, tmp_path / "there", name)
+
+
+def test_metadata_of_other_programs_are_no_masks(tmp_path: Path) -> None:
+    with record(tmp_path / "native", info_of(STATE), [make_episode(STATE, 0, 3, metadata={"masks": 5})]) as source:
+        back, _ = converted(source, tmp_path / "there", "robomimic")
+    with back:
+        assert back.episode(0).metadata["masks"] == 5
+
+
+def test_half_a_surrogate_pair_in_an_instruction(tmp_path: Path) -> None:
+    with record(tmp_path / "native", info_of(STATE), [make_episode(STATE, 0, 3, instruction="half \ud800")]) as source:
+        back, _ = converted(source, tmp_path / "there", "lerobot")
+    with back:
+        assert back.episode(0).instruction == "half \ud800"
