@@ -177,6 +177,9 @@ def test_captured_sessions_become_films_and_a_page(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         render.main(where)
     assert "tokenizer=models/" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        render.main([*where, f"tokenizer={model}", "sim=cartpole"])
+    assert "sim=cartpole cannot be used with captured sessions" in capsys.readouterr().err
     (tmp_path / "none").mkdir()
     with pytest.raises(UserError, match="no captured session with an answer"):
         film_captured(tmp_path / "none", str(model), tmp_path / "out", Film())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -229,6 +230,12 @@ def test_split_by_outcome_and_by_task(native: Path, tmp_path: Path, capsys: pyte
     tasks = [make_episode(STATE, seed, 2, task=task) for seed, task in enumerate(["a/b", None, "a/b"])]
     with record(tmp_path / "tasks", info_of(STATE), tasks) as recording:
         assert parts_of(recording, None, None, "task", 0) == {"Push-v1": [1], "a_b": [0, 2]}
+        with pytest.raises(UserError, match="names=x,y needs fractions=…: by=task names the folders itself"):
+            parts_of(recording, None, "x,y", "task", 0)
+    # Names of other programs: none leads out of the output, and none is another's.
+    tasks = [make_episode(STATE, seed, 2, task=task) for seed, task in enumerate(["..", "a/b", "a_b", ""])]
+    with record(tmp_path / "names", info_of(STATE), tasks) as recording:
+        assert parts_of(recording, None, None, "task", 0) == {"task": [3], "task_2": [0], "a_b": [1], "a_b_4": [2]}
     silent = replace(STATE, reports_success=False)
     with (
         record(tmp_path / "silent", info_of(silent), [make_episode(silent, 0, 2)]) as recording,
@@ -236,3 +243,47 @@ def test_split_by_outcome_and_by_task(native: Path, tmp_path: Path, capsys: pyte
     ):
         parts_of(recording, None, None, "success", 0)
     assert capsys.readouterr().out.startswith("3 episodes")
+
+
+@pytest.mark.parametrize("names", ["..,b", ",b", "a/c,b", "b,b", "a,b,c"])
+def test_split_writes_only_below_its_output(names: str, native: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tools("split", native, f"output={tmp_path / 'parts'}", "fractions=0.5,0.5", f"names={names}") == 2
+    assert f"names={names} must be 2 different folder names" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["native"]
+
+
+def test_the_current_folder_is_no_output(
+    native: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert tools("convert", native, "output=.", "format=native") == 2
+    assert "'.' is the current folder, which cannot be replaced" in capsys.readouterr().err
+
+
+def test_a_video_of_our_own_is_copied_and_no_loss_is_told(native: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source, told in ((native, "changed images.front"), (tmp_path / "once", "Every field is kept.")):
+        output = tmp_path / ("once" if source == native else "twice")
+        assert tools("convert", source, f"output={output}", "format=native") == 0
+        assert told in capsys.readouterr().out
+    one, two = (sorted(path.read_bytes() for path in (tmp_path / name).rglob("*.mp4")) for name in ("once", "twice"))
+    assert one == two
+
+
+def test_success_that_a_source_does_not_report_is_not_reported_after_a_merge(native: Path, tmp_path: Path) -> None:
+    silent = replace(STATE, reports_success=False)
+    record(tmp_path / "silent", info_of(silent), [make_episode(silent, 9, 2, success=False)]).close()
+    with open_recording(native) as first, open_recording(tmp_path / "silent") as second:
+        merge([first, second], tmp_path / "out")
+    with open_recording(tmp_path / "out") as merged:
+        assert not merged.spec.reports_success, "three of seven would be a rate of episodes that nobody judged"
+
+
+def test_text_that_a_terminal_cannot_show_is_shown_in_another_way(native: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(STATE, instruction="half \ud800")
+    record(tmp_path / "half", info_of(spec), [make_episode(spec, 0, 2)]).close()
+    for encoding, words in (("utf-8", ("info", tmp_path / "half")), ("ascii", ("info", "--help"))):
+        monkeypatch.setattr(sys, "stdout", shown := io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        assert tools(*words) == 0
+        shown.flush()
+        assert {"utf-8": b"half \\ud800", "ascii": b"key=value \\u2026"}[encoding] in shown.buffer.getvalue()  # type: ignore[attr-defined]

@@ -225,6 +225,7 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (["sim=key_door", "checkpoint=nowhere"], "Checkpoint 'nowhere' does not exist"),
         (["sim=key_door", "sim.colour=red"], "'sim.colour' is not known"),
         (["sim=key_door", "video=gif"], "video=gif is not a choice"),
+        (["sim=key_door", "noise_seed=3"], "noise_seed=3 needs policy=random or sample=true"),
     ],
 )
 def test_mistakes_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -250,3 +251,11 @@ def test_usage_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     text = capsys.readouterr().out
     assert all(f"  {argument.name}=" in text for argument in COMMAND.arguments)
+
+
+def test_a_full_disk_is_one_line_where_attempts_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "attempts.jsonl").symlink_to("/dev/full")
+    argv = ["sim=key_door", "policy=random", "only_success=true", "num_episodes=1", "max_seeds=2", "sim.max_episode_steps=5"]
+    line = one_line_error(main, [*argv, f"output={tmp_path / 'r'}"], capsys)
+    assert re.search(r"Cannot write '.*attempts\.jsonl': No space left on device\.", line)

@@ -302,7 +302,8 @@ def test_recorded_episodes_are_shown_with_their_pictures_or_replayed(
     ]
     record(words)
     capsys.readouterr()
-    assert "domain= cannot be used with recording=" in one_line_error(main, [f"recording={folder}", "domain=arm"], capsys)
+    for word in ("domain=arm", "policy=random"):
+        assert f"{word} cannot be used with recording=" in one_line_error(main, [f"recording={folder}", word], capsys)
     assert "tokenizer= is for sessions" in one_line_error(main, [f"recording={folder}", "tokenizer=models"], capsys)
     main([f"recording={folder}", "select=best:1", "format=mp4", f"size={SIZE}"])
     path = Path(capsys.readouterr().out.splitlines()[-1].split(" (")[0])
@@ -405,7 +406,9 @@ def test_a_task_without_pictures_is_one_line_and_leaves_no_file(tmp_path: Path, 
         (["cameras=default,default"], "list up to 8 different names"),
         (["cameras=top", "num_episodes=1"], "Task 'CartPole-v1' has no camera 'top': it has only one view: set cameras=default"),
         (["log=tensorbord"], "log=tensorbord: 'tensorbord' is not a choice. Did you mean 'tensorboard'?"),
-        (["recording=nowhere"], "checkpoint= cannot be used with recording="),
+        (["recording=nowhere"], " cannot be used with recording="),
+        (["tokenizer=models"], "tokenizer= is for recording=…"),
+        (["policy=random", "against=random"], "against=random is the same policy; give another one"),
         (["against=nowhere"], "Checkpoint 'nowhere' does not exist"),
         (["sim.target=tests.render_toys:BrokenScreen", "num_episodes=1"], "cannot be drawn on this machine (RuntimeError: no driver)"),
         (["sim.target=tests.render_toys:DyingDriver", "num_episodes=1"], "Filming failed: simulator worker 0 died (killed by SIGSEGV)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_missing_states_are_told_before_a_simulator_starts(tmp_path: Path, key_d
         replay(open_recording(folder), by="state")
 
 
-def test_pictures_for_what_was_recorded_without(key_door: Path, tmp_path: Path) -> None:
+def test_pictures_for_what_was_recorded_without(key_door: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main([f"recording={key_door}", "render=true", "size=64", "video=png", f"output={tmp_path / 'drawn'}", "num_episodes=2"])
     drawn = open_recording(tmp_path / "drawn")
     assert len(drawn) == 2
@@ -138,6 +139,9 @@ def test_pictures_for_what_was_recorded_without(key_door: Path, tmp_path: Path) 
             sim.set_physics(0, {"robot": episode.state["robot"][step]})
             np.testing.assert_array_equal(episode.images["render"][step], sim.render(0))
     assert drawn.info.metadata["rendered_from"] == str(key_door)
+    monkeypatch.chdir(shutil.copytree(key_door, tmp_path / "here"))
+    main(["recording=.", "render=true", "size=32", "num_episodes=1"])
+    assert len(open_recording(tmp_path / "here-rendered")) == 1
     # By state the pictures are of the recorded states too.
     main([f"recording={key_door}", "render=true", "by=state", "size=64", "video=png", f"output={tmp_path / 'by_state'}", "num_episodes=1"])
     np.testing.assert_array_equal(open_recording(tmp_path / "by_state").episode(0).images["render"], drawn.episode(0).images["render"])
@@ -224,7 +228,8 @@ def test_mistakes_are_one_line(key_door: Path, tmp_path: Path, capsys: pytest.Ca
         ([f"recording={named}", "by=state"], "was recorded without states"),
         ([f"recording={key_door}", "sim=pendulum"], "are not those of task 'Pendulum-v1'"),
         ([f"recording={key_door}", "by=seed"], "by=seed is not a choice"),
-        ([f"recording={key_door}", "output=x"], "output needs render=true"),
+        ([f"recording={key_door}", "output=x"], "output=x needs render=true"),
+        ([f"recording={key_door}", "size=64"], "size=64 needs render=true"),
         ([f"recording={key_door}", "render=true", f"output={key_door}"], "already has a recording"),
         ([f"recording={key_door}", "num_episodes=0"], "num_episodes must be between 1 and"),
         ([f"recording={key_door}", "tolerance=-1"], "tolerance must be between 0 and"),

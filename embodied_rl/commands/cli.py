@@ -10,6 +10,7 @@ import errno
 import functools
 import gc
 import glob
+import io
 import shlex
 import shutil
 import signal
@@ -128,6 +129,9 @@ def run_command(body: Callable[[], object]) -> None:
 
     Our own warnings become one line without Python's file and source text.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal's encoding may lack letters that we print, and files may hold halves of surrogate pairs.
+        sys.stdout.reconfigure(errors="backslashreplace")
     before, warnings.formatwarning = warnings.formatwarning, _format_warning
     _running.append(body)
     try:
@@ -348,6 +352,11 @@ class Command:
         if missing:
             raise UserError(f"Argument {' and '.join(missing)} is missing. {self._keys()} See --help.")
         return values, further
+
+    def changed(self, values: Mapping[str, Any], *names: str) -> list[str]:
+        """``name=value`` of those arguments whose value is not the default."""
+        defaults = {argument.name: argument.default for argument in self.arguments}
+        return [f"{name}={values[name]}" for name in names if values[name] != defaults[name]]
 
     def usage(self) -> str:
         rows = [(a.name.upper(), a.help) for a in self.paths]

@@ -16,9 +16,10 @@ from embodied_rl.commands.cli import Argument, Command, WrittenFolder, as_comman
 from embodied_rl.episodes.folder import adopted, require_compatible, validate
 from embodied_rl.episodes.formats import NATIVE, new_folder, write_foreign
 from embodied_rl.episodes.formats.base import unknown_seed
-from embodied_rl.episodes.layout import VIDEO_FORMATS
+from embodied_rl.episodes.layout import VIDEO_FORMATS, picture_column
+from embodied_rl.episodes.pictures import Frames
 from embodied_rl.episodes.reader import open_recording
-from embodied_rl.episodes.recording import CHOSEN, FieldNote, Recording, RecordingError, RecordingInfo
+from embodied_rl.episodes.recording import CHOSEN, OPTIONAL_COLUMNS, FieldNote, Recording, RecordingError, RecordingInfo
 from embodied_rl.episodes.writer import SAME_SIM, SKIPPED, RecordingWriter
 from embodied_rl.errors import UserError, require_known
 from embodied_rl.progress import progress_bar
@@ -116,7 +117,6 @@ def describe(recording: Recording) -> dict[str, Any]:
     """Contents of `info`'s output, JSON-able."""
     spec, info = recording.spec, recording.info
     first = recording.episode(0) if len(recording) else None
-    optional = ("sampled_action", "log_prob", "value", "policy_version", "chunk")
     return {
         "path": str(recording.path),
         "format": recording.format,
@@ -138,7 +138,7 @@ def describe(recording: Recording) -> dict[str, Any]:
         "observation": {key: part.to_dict() for key, part in spec.observation.items()},
         "action": spec.action.to_dict(),
         "control_hz": spec.control_hz,
-        "fields": [] if first is None else [name for name in optional if vars(first)[name] is not None],
+        "fields": [] if first is None else [name for name in OPTIONAL_COLUMNS if vars(first)[name] is not None],
         "states": [] if first is None else sorted(first.state or {}),
         "snapshots": 0 if first is None else len(first.snapshots),
         "images": {} if first is None else {camera: list(pictures.shape[1:]) for camera, pictures in first.images.items()},
@@ -236,8 +236,12 @@ def convert(source: Recording, output: Path, format_name: str, video: str = "mp4
 
 
 def _native_notes(source: Recording, video: str) -> tuple[FieldNote, ...]:
-    images = source.episode(0).images if len(source) and video == "mp4" else {}
-    return tuple(FieldNote(f"images.{name}", "changed", "stored as H.264, which is not exact (video=png is)") for name in images)
+    notes = []
+    for name, part in source.episode(0).images.items() if len(source) and video == "mp4" else ():
+        is_copied = isinstance(part, Frames) and part.video is not None  # a video of our own
+        if not is_copied and picture_column(f"images.{name}", part.dtype, part.shape[1:]) is not None:
+            notes.append(FieldNote(f"images.{name}", "changed", "stored as H.264, which is not exact (video=png is)"))
+    return tuple(notes)
 
 
 def _write_native(
@@ -288,7 +292,9 @@ def merge(sources: Sequence[Recording], output: Path, ignore_sim: bool = False, 
                     )
     chosen = {CHOSEN: True} if any(source.info.selected_by_outcome for source in sources) else {}
     metadata = {**first.info.metadata, **chosen, "merged": [str(source.path) for source in sources]}
-    info = dataclasses.replace(first.info, metadata=metadata, sim=first.info.sim if same else {})
+    # An episode without known success must not count as a failure.
+    spec = dataclasses.replace(first.spec, reports_success=all(source.spec.reports_success for source in sources))
+    info = dataclasses.replace(first.info, spec=spec, metadata=metadata, sim=first.info.sim if same else {})
     with progress_bar("merging", sum(map(len, sources))) as advance, new_folder(output) as folder:
         return _write_native(folder, info, [(source, range(len(source))) for source in sources], video, "skip", advance)
 
@@ -373,12 +379,15 @@ def parts_of(recording: Recording, fractions: str | None, names: str | None, by:
     if (fractions is None) == (by is None):
         raise UserError("split needs either fractions=0.9,0.1 or by=success|task.")
     if by is not None:
+        if names is not None:
+            raise UserError(f"names={names} needs fractions=…: by={by} names the folders itself.")
         labels = _labels(recording, by)
         found = {label: [number for number, other in enumerate(labels) if other == label] for label in sorted(set(labels))}
     else:
         shares = _fractions(str(fractions))
         folders = names.split(",") if names else _SPLIT_NAMES.get(len(shares), tuple(f"part_{index}" for index in range(len(shares))))
-        if len(folders) != len(shares) or len(set(folders)) != len(folders) or any(Path(name).name != name for name in folders):
+        usable = all(name not in ("", "..") and Path(name).name == name for name in folders)
+        if not (usable and len(set(folders)) == len(folders) == len(shares)):
             raise UserError(f"names={names} must be {len(shares)} different folder names, separated by commas.")
         found = dict(zip(folders, split_numbers(recording, shares, seed), strict=True))
     if empty := [name for name, numbers in found.items() if not numbers]:
@@ -391,7 +400,12 @@ def _labels(recording: Recording, by: str) -> list[str]:
         if not recording.spec.reports_success:
             raise UserError(f"'{recording.path}' does not report success. Split it by fractions or by task.")
         return ["success" if once else "failure" for once in recording.success_once]
-    return ["".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in str(task)) for task in recording.tasks]
+    folders: dict[str, str] = {}
+    for task in sorted({str(task) for task in recording.tasks}):
+        # A task's name may come from another program's file; ".." would be the folder around the output.
+        name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in task).lstrip(".") or "task"
+        folders[task] = name if name not in folders.values() else f"{name}_{len(folders) + 1}"
+    return [folders[str(task)] for task in recording.tasks]
 
 
 def _fractions(text: str) -> list[float]:

@@ -281,6 +281,8 @@ def _policy_of(values: Mapping[str, Any]) -> str:
     for name, needed in (("expert", "expert"), ("sample", "checkpoint")):
         if values[name] and policy != needed:
             raise UserError(f"{name}={str(values[name]).lower()} needs policy={needed}, got policy={policy}.")
+    if policy != "random" and not values["sample"] and (unused := COMMAND.changed(values, "noise_seed")):
+        raise UserError(f"{unused[0]} needs policy=random or sample=true: other players draw nothing.")
     return policy
 
 

@@ -371,6 +371,8 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
 
     if values["checkpoint"] is None:
         raise UserError("Nothing to film: give checkpoint=… (for example the folder of a run) or recording=…. See --help.")
+    if values["tokenizer"] is not None:
+        raise UserError("tokenizer= is for recording=…, a folder of sessions that serve_agent captured.")
     logs = _words(values["log"] or "")
     for word in logs:
         require_known(word, LOGGERS, f"log={values['log']}: '{word}' is not a choice.")
@@ -382,6 +384,8 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
         random = values["against"] == "random"
         other = None if random else load(values["against"], against=True)
         players.append((checkpoint, "random") if other is None else (other, "checkpoint"))
+        if len({(player.path, policy) for player, policy in players}) == 1:
+            raise UserError(f"against={values['against']} is the same policy; give another one.")
     output = require_writable(Path(values["output"]) if values["output"] else checkpoint.run_dir / "videos" / (values["domain"] or ""))
     paths = film_players(players, output, film, sim=choose_sim(checkpoint, values["sim"], overrides), with_dialogues=True)
     if logs:
@@ -392,11 +396,12 @@ def _film_checkpoints(values: Mapping[str, Any], overrides: Mapping[str, Any], f
 def _film_recording(values: Mapping[str, Any], overrides: Mapping[str, Any], film: Film) -> list[Path]:
     from embodied_rl.media.dialogues import film_captured, is_captured
 
-    for name in ("checkpoint", "against", "domain", "log"):
-        if values[name] is not None:
-            raise UserError(f"{name}= cannot be used with recording=, which shows the recorded episodes unchanged.")
+    if unused := COMMAND.changed(values, "checkpoint", "against", "domain", "log", "policy"):
+        raise UserError(f"{unused[0]} cannot be used with recording=, which shows the recorded episodes unchanged.")
     folder = Path(values["recording"])
     if is_captured(folder):
+        if unused := [*COMMAND.changed(values, "sim", "trust", "cameras"), *(f"{key}={value}" for key, value in overrides.items())]:
+            raise UserError(f"{unused[0]} cannot be used with captured sessions, which no simulator plays.")
         output = Path(values["output"]) if values["output"] else folder.resolve().parent / "videos"
         return film_captured(folder, values["tokenizer"], output, film)
     recording = open_recording(values["recording"])

@@ -268,8 +268,8 @@ def _yes(flag: bool) -> str:
 def main(argv: Sequence[str]) -> None:
     values, overrides = COMMAND.parse(argv)
 
-    if values["output"] is not None and not values["render"]:
-        raise UserError("output needs render=true. Without pictures, replay writes only the report (report=…).")
+    if not values["render"] and (unused := COMMAND.changed(values, "output", "size", "video")):
+        raise UserError(f"{unused[0]} needs render=true. Without pictures, replay writes only the report (report=…).")
     with progress_bar(f"replaying {values['recording']}: starting simulators"):
         recording = open_recording(Path(values["recording"]))
         sim = chosen_sim(recording, values["sim"], overrides, trusted_names(values["trust"]))
@@ -311,7 +311,8 @@ def _judge(report: ReplayReport, tolerance: float | None) -> None:
 
 def _output(values: Mapping[str, Any], recording: Recording) -> Path:
     if values["output"] is None:
-        return next_free(recording.path.with_name(f"{recording.path.stem}-rendered"))
+        path = recording.path.absolute()  # "." has no name
+        return next_free(path.with_name(f"{path.stem}-rendered"))
     folder = Path(values["output"])
     if (folder / RECORDING_FILE).exists():
         raise UserError(f"'{folder}' already has a recording. Choose another output=….")

@@ -352,6 +352,11 @@ def _claim(folder: Path, info: RecordingInfo, resume: bool) -> None:
 
 def _require_same(folder: Path, there: RecordingInfo, here: RecordingInfo) -> None:
     """Raise RecordingError if the episodes of two recordings cannot share a folder."""
+    if here.selected_by_outcome and not there.selected_by_outcome:
+        # Later readers could not tell which episodes are a fair sample.
+        raise RecordingError(
+            f"'{folder}' has episodes of every outcome, and these are chosen by success (only_success). Use another folder."
+        )
     ours, theirs = json.loads(json.dumps(here.to_dict())), there.to_dict()
     differing = [f"spec.{key}" for key, value in ours["spec"].items() if theirs["spec"].get(key) != value]
     differing += [

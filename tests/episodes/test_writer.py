@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -432,3 +433,13 @@ def test_an_observation_of_another_kind_is_refused(tmp_path: Path) -> None:
         sink.start({"state": np.zeros(3, complex)})
         with pytest.raises(RecordingError, match=r"Field 'observation\.state' must hold float32, got complex128"):
             sink.step(**step, observation={"state": np.zeros(3)})
+
+
+def test_successes_alone_are_not_added_to_episodes_of_every_outcome(tmp_path: Path) -> None:
+    """The folder would say that a mean over its episodes is the policy's value."""
+    chosen = dataclasses.replace(info_of(STATE_SPEC), metadata={"plan": {"only_success": True}})
+    RecordingWriter(tmp_path / "all", info_of(STATE_SPEC)).close()
+    with pytest.raises(RecordingError, match="has episodes of every outcome, and these are chosen by success"):
+        RecordingWriter(tmp_path / "all", chosen, resume=True)
+    RecordingWriter(tmp_path / "chosen", chosen).close()
+    RecordingWriter(tmp_path / "chosen", chosen, resume=True).close()
