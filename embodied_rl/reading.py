@@ -60,7 +60,7 @@ def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
     """(location, value) of every non-empty line of a .jsonl file.
     Raises UserError, which begins with `what`: the file cannot be read, or a line is not JSON."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path).decode().split("\n")  # `splitlines` would also split at U+2028, which a JSON text may hold
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{what} '{path}' cannot be read: {error}. Give a .jsonl file.") from error
     found = []

@@ -23,7 +23,8 @@ def load_target(target: str, extra: str | None = None) -> Any:
     """
     module_name, _, attribute = target.partition(":")
     # Every importable target has the form that `embodied_rl.trust` looks for in files.
-    if not attribute or any(letter.isspace() or letter in "/:" for letter in target.replace(":", "", 1)) or not module_name:
+    strange = any(letter.isspace() or letter in "/:" for letter in target.replace(":", "", 1))
+    if not attribute or not module_name or module_name.startswith(".") or strange:
         raise UserError(f"Target '{target}' is not of the form 'package.module:Attribute'.")
     try:
         module = importlib.import_module(module_name)

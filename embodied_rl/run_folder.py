@@ -34,8 +34,8 @@ RUN_FILE = "run.json"
 SOURCE_FOLDER = "source"
 """Subfolder of a run's folder with modules of what a notebook defined, written before the run begins."""
 _LOCK = ".lock"
-_DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed\d+")
-"""Name of a run's folder if the user names none."""
+_DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-seed(\d+)")
+"""Name of a run's folder if the user names none, with the run's seed."""
 _FAULTS = "faults.jsonl"
 _FOLDERS = ("tensorboard", "demonstrations")
 """Folders of the history; recorded training episodes stay where they are."""
@@ -247,8 +247,9 @@ def _newest_unfinished(folder: Path, seed: int) -> Path | None:
     """The last checkpoint of the newest unfinished run (without results) of this folder and seed."""
     from embodied_rl.checkpoint import find_last
 
-    runs = sorted(folder.glob(f"*-seed{seed}*"), reverse=True) if folder.is_dir() else []
+    runs = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []
     for run in runs:
-        if not (run / "results.json").exists() and (last := find_last(run)) is not None:
+        named = _DEFAULT_NAME.match(run.name)
+        if named and int(named[1]) == seed and not (run / "results.json").exists() and (last := find_last(run)) is not None:
             return last
     return None

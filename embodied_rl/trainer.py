@@ -76,7 +76,8 @@ class Trainer:
         self._tasks = {name: config.for_domain(name) for name in domains_of(config)}
         self._started = time.time() if started is None else started
         self.iteration = self.steps = 0
-        self.best = -np.inf
+        self.best = self._score = -np.inf
+        """`_score`: result of the evaluation since the last checkpoint; -inf: none."""
         self.recent: deque[tuple[bool, float, int]] = deque(maxlen=_WINDOW)
         self._stopper = Stopper(_PATIENCE_WITHIN_S if config.checkpoint.within_episodes else _PATIENCE_S)
         self._interim_success: float | None = None
@@ -94,7 +95,7 @@ class Trainer:
         self.start_s = 0.0
         """Seconds from the user's command to the first iteration."""
         self.episode_s: float | None = None
-        """Seconds per episode of the last evaluation; None before one."""
+        """Seconds of the last evaluation per held-out seed, which every domain plays; None before one."""
         self._iteration_s = 0.0
         """Seconds of the last iteration."""
         if checkpoint is None:
@@ -131,6 +132,7 @@ class Trainer:
         parts = started.build(self.spec, self.run_dir, folder, base)
         self.policy, self.generator, self.method = parts.policy, parts.generator, parts.method
         undo.callback(end_ranks, self.method)
+        undo.callback(self.generator.close)
         if config.record.share and not self.manager.record(self.run_dir, self.command):
             recordable = self.method.recordable(self.manager.num_slots, self.spec, config.sim)
             self.recorders = start_recorders(config, recordable, self.run_dir, self.command)
@@ -238,7 +240,7 @@ class Trainer:
         number, speed = self.config.evaluation.num_episodes, self.metrics.get("speed/steps_per_s", 0.0)
         one = self.episode_s
         if one is None and self.recent and speed > 0:
-            one = float(np.mean([length for _, _, length in self.recent])) / speed
+            one = len(self._tasks) * float(np.mean([length for _, _, length in self.recent])) / speed
         return min(1.2 * number * (one or 0.0), 15.0 * self.config.max_minutes)
 
     def _publish(self) -> None:
@@ -302,16 +304,17 @@ class Trainer:
             with self._stopper.stoppable():
                 seed = _INTERIM_SEEDS + self.config.evaluation.seed
                 episodes = self.evaluate(self.config.evaluation.interim_episodes, first_seed=seed, title="interim evaluation")
+            if running:
+                self.method.take_up(running)
             if not episodes:
                 return  # max_minutes was over
             success, mean_return = np.mean([e.success_once for e in episodes]), np.mean([e.episode_return for e in episodes])
             figures = {"eval/success": float(success)} if self.manager.spec.reports_success else {}
             figures["eval/return"] = float(mean_return)
             self._interim_success, self._interim_return = figures.get("eval/success"), figures["eval/return"]
+            self._score = figures.get("eval/success", self._interim_return)
             self.metrics |= figures
             self.loggers.log(self.steps, figures)
-            if running:
-                self.method.take_up(running)
         if save_now:
             self.save()
         if not within or (evaluate_now and not running):
@@ -326,15 +329,15 @@ class Trainer:
     # ---- evaluation, checkpoints ------------------------------------------------------------------------------------
 
     def evaluate(self, num_episodes: int, *, first_seed: int, title: str = "final evaluation") -> list[EpisodeSummary]:
-        """Play held-out seeds with the deterministic policy in the run's own simulators; their running episodes are lost.
+        """Play held-out seeds of every domain with the deterministic policy in the run's own simulators; their running episodes are lost.
 
         If `max_minutes` ends first, fewer seeds are played. Simulators with `plays_itself` get as many as fit in the time left.
         """
-        started, wanted = time.perf_counter(), num_episodes
+        started, wanted, num_domains = time.perf_counter(), num_episodes, len(self._tasks)
         if self.manager.plays_itself and self.episode_s is not None and self.config.max_minutes is not None:
             left_s = 60 * self.config.max_minutes - self.wall_clock_s()
             num_episodes = min(num_episodes, max(1, int(left_s / self.episode_s)))
-        with self.engine.generation(), self._progress(title, num_episodes) as advance:
+        with self.engine.generation(), self._progress(title, num_episodes * num_domains) as advance:
             episodes = evaluate(
                 self.manager,
                 self.generator,
@@ -345,9 +348,10 @@ class Trainer:
                 is_over=self._time_is_over,
             )
         if episodes:
-            self.episode_s = (time.perf_counter() - started) / len(episodes)
-        if self._time_is_over() and len(episodes) < wanted:
-            message = f"max_minutes={self.config.max_minutes:g} was over: the {title} played {len(episodes)} of {wanted} episodes."
+            self.episode_s = (time.perf_counter() - started) * num_domains / len(episodes)
+        if self._time_is_over() and len(episodes) < wanted * num_domains:
+            played = f"{len(episodes)} of {wanted * num_domains} episodes"
+            message = f"max_minutes={self.config.max_minutes:g} was over: the {title} played {played}."
             self.loggers.message(message)
         return episodes
 
@@ -374,7 +378,9 @@ class Trainer:
         raise UserError(f"The run's folder {gone} was removed or moved while it ran. {saved}")
 
     def _save(self) -> Path:
-        score = self.metrics.get("eval/success", self.metrics.get("episode/success", self.metrics.get("episode/return", -np.inf)))
+        score, self._score = self._score, -np.inf
+        if self.config.evaluation.every_steps is None:  # then the training episodes decide
+            score = self.metrics.get("episode/success", self.metrics.get("episode/return", -np.inf))
         is_best = score >= self.best
         self.best = max(self.best, score)
         self.engine.residency.onload_all()
@@ -462,6 +468,7 @@ class Trainer:
             stack.callback(self.generator.close)
             stack.callback(self.engine.close)
             stack.callback(self.loggers.close)
+            stack.callback(self.method.collector.close)
             for recorder in self.recorders:
                 stack.callback(recorder.close)
             stack.callback(self._writer.wait)

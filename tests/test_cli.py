@@ -154,6 +154,9 @@ def test_an_extra_is_recommended_for_what_a_target_imports_not_for_the_target(tm
         with pytest.raises(UserError, match="cannot be imported: No module named 'easle'") as raised:
             load_target(target, "paint")
         assert not isinstance(raised.value, MissingExtraError)
+    for target in (".easel:Easel", "..:Easel", ":Easel", "easel", "a/easel:Easel"):
+        with pytest.raises(UserError, match="is not of the form"):
+            load_target(target)
 
 
 def test_our_own_mistakes_keep_their_traceback() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from embodied_rl.errors import brief
-from embodied_rl.reading import parse_json, parse_npy, parse_yaml, read_npy_header, read_regular, yaml_text
+from embodied_rl.errors import UserError, brief
+from embodied_rl.reading import json_lines, parse_json, parse_npy, parse_yaml, read_npy_header, read_regular, yaml_text
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
@@ -42,6 +43,16 @@ def test_json_that_is_none_is_one_short_line(text: str | bytes, message: str) ->
         parse_json(text)
     assert len(str(raised.value)) <= 160
     assert "\n" not in str(raised.value)
+
+
+def test_a_line_of_json_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    """Texts may hold U+2028, where `str.splitlines` would split them."""
+    texts = ["one\u2028two\u0085three", "four"]
+    (tmp_path / "a.jsonl").write_text("\r\n".join(json.dumps(text, ensure_ascii=False) for text in texts), encoding="utf-8", newline="")
+    assert [found for _, found in json_lines(tmp_path / "a.jsonl", "Texts")] == texts
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"Texts '.*/pipe' cannot be read: .*not a regular file"):
+        json_lines(tmp_path / "pipe", "Texts")
 
 
 def test_json_within_bounds_is_read() -> None:

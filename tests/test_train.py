@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from embodied_rl.checkpoint import load_checkpoint
+from embodied_rl.checkpoint import find_last, load_checkpoint
 from embodied_rl.config.compose import load_train_config
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.reporting import too_short
-from embodied_rl.run_folder import find_run_folder
+from embodied_rl.run_folder import _newest_unfinished, find_run_folder
+from embodied_rl.sim.episode_log import Snapshot
+from embodied_rl.sim.seeding import HELD_OUT_START
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.forks import run_forked, start_forked
@@ -354,6 +356,15 @@ def test_a_run_that_is_refused_leaves_no_folder_of_a_default_name(tmp_path: Path
         assert (tmp_path / name).exists() == (holds or name == "mine")
 
 
+def test_the_last_run_of_a_seed_is_not_one_of_a_longer_number(tmp_path: Path) -> None:
+    for name in ("20260101-120000-seed1", "20260102-120000-seed12"):
+        (tmp_path / name / "checkpoints" / "step_000000256").mkdir(parents=True)
+        (tmp_path / name / "checkpoints" / "step_000000256" / "state.json").touch()
+    assert _newest_unfinished(tmp_path, 1) == find_last(tmp_path / "20260101-120000-seed1")
+    assert _newest_unfinished(tmp_path, 12) == find_last(tmp_path / "20260102-120000-seed12")
+    assert _newest_unfinished(tmp_path, 2) is None
+
+
 def test_a_run_whose_folder_was_removed_ends_with_its_own_error(tmp_path: Path) -> None:
     config = load_train_config([*PENDULUM, f"run_dir={tmp_path}/20260101-120000-seed1"])
     folder = find_run_folder(config, [])
@@ -506,3 +517,34 @@ def test_plugins_of_hydra_are_found(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "launched 2\n" in done.stdout
     assert len(list(tmp_path.glob("runs/cartpole/*/results.json"))) == 2
+
+
+def test_the_best_checkpoint_is_that_of_the_best_evaluation(tmp_path: Path) -> None:
+    """Of checkpoints without an evaluation none is; returns of training, which grow here, do not count beside evaluations."""
+    words = ["sim=cartpole", *QUICK, "algorithm.rollout_steps=64", "total_steps=1024", f"run_dir={tmp_path}/run"]
+    every = ["checkpoint.every_steps=256", "checkpoint.keep_last=9", "evaluation.every_steps=512", "evaluation.interim_episodes=2"]
+    run_dir = train(load_train_config([*words, *every]))
+    assert sorted(path.name for path in (run_dir / "checkpoints").glob("step_*")) == [f"step_{n:09d}" for n in (256, 512, 768, 1024)]
+    assert (run_dir / "checkpoints" / "best").resolve().name == "step_000000512"
+
+
+class OverAtEvaluation(Trainer):
+    """Its time is over when its first evaluation asks."""
+
+    over = False
+
+    def _time_is_over(self, reserved_s: float = 0.0) -> bool:
+        self.over |= reserved_s == 0.0 and self.iteration > 0
+        return self.over
+
+
+def test_an_evaluation_without_time_leaves_the_running_episodes(tmp_path: Path) -> None:
+    """They are saved as they were, not the held-out ones that it began."""
+    words = [*PENDULUM, "evaluation.every_steps=256", "checkpoint.within_episodes=true", "max_minutes=60", f"run_dir={tmp_path}"]
+    with OverAtEvaluation(load_train_config(words), tmp_path, command="test") as trainer:
+        trainer.run()
+    assert (trainer.over, trainer.iteration) == (True, 1)
+    learner = load_checkpoint(tmp_path).learner
+    saved = [Snapshot.from_bytes(part.numpy().tobytes()) for name, part in learner.items() if name.startswith("episode.")]
+    assert len(saved) == 4
+    assert all(one.stream.seed(one.index) < HELD_OUT_START for one in saved)

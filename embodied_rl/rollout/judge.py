@@ -51,7 +51,10 @@ class OpenAIJudge:
 
         Raises UserError: the address or the prompt is invalid, or the range is empty.
         """
-        names = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
+        except ValueError as error:
+            raise UserError(f"The judge's prompt has a brace without a partner ({error}): double a brace that is no name's.") from error
         if wrong := sorted(names - set(_FIELDS)):
             raise UserError(f"The judge's prompt names {{{wrong[0]}}}. Known: {', '.join(_FIELDS)}; other braces are doubled.")
         if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +261,30 @@ def test_both_domains_are_learned(tmp_path: Path) -> None:
     rows = curve(run)
     steps = [sum(row[f"domains/{name}/steps"] for row in rows) for name in ("pole", "arm")]
     assert steps[1] / steps[0] == pytest.approx(2.0, rel=0.01)
+
+
+class Watched(Trainer):
+    """Counts what its bars show; its time is over."""
+
+    shown = total = 0
+
+    def _progress(self, title: str, total: int | None = None) -> Any:
+        self.total = total or 0
+        return nullcontext(self.count)
+
+    def count(self, number: int, note: str = "") -> None:
+        self.shown += number
+
+    def _time_is_over(self, reserved_s: float = 0.0) -> bool:
+        return True
+
+
+def test_an_evaluation_counts_the_episodes_of_every_domain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured(tmp_path, "max_minutes=60", "logger.names=[console]")
+    with Watched(config, tmp_path, command="test") as trainer:
+        assert len(trainer.evaluate(2, first_seed=0)) == 6
+        assert (trainer.shown, trainer.total) == (6, 6)
+        trainer.episode_s = 10_000.0  # longer than the time left: one seed is played
+        assert len(trainer.evaluate(2, first_seed=0)) == 3
+        assert (trainer.shown, trainer.total) == (6 + 3, 3)
+    assert "max_minutes=60 was over: the final evaluation played 3 of 6 episodes." in " ".join(capsys.readouterr().out.split())
