@@ -18,13 +18,14 @@ from embodied_rl.episodes.writer import RecordingWriter
 from embodied_rl.errors import UserError
 from embodied_rl.policies.base import Policy
 from embodied_rl.progress import progress_bar
+from embodied_rl.rollout.evaluation import play_each
 from embodied_rl.rollout.groups import group_seed
 from embodied_rl.sim.instrumented import instrumented, plain_spec, split
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.experts import expert_target
 from embodied_rl.sim.seeding import EpisodeSeeds
 from embodied_rl.sim.simulators import Simulators
-from embodied_rl.types import ActionSpec, SimSpec, StepBatch
+from embodied_rl.types import ActionSpec, Observation, StepBatch
 from embodied_rl.versions import versions
 
 FOLDER = "demonstrations"
@@ -175,61 +176,45 @@ def play_expert(manager: Simulators, seeds: Sequence[int], randomness: Sequence[
 
     Returns them in the order of `seeds`; None for an episode that the simulator gave up.
     """
-    players = {slot: _Player(seed, share, manager.spec) for slot, (seed, share) in enumerate(zip(seeds, randomness, strict=True))}
-    if not players:
-        return []
-    everyone = list(range(manager.num_slots)) if manager.spec.steps_together else list(players)
-    # If all slots step together, the surplus ones play the last seed.
-    manager.begin(everyone, [seeds[min(slot, len(seeds) - 1)] for slot in everyone])
-    batch = manager.recv(everyone)
-    for row, slot in enumerate(batch.slots.tolist()):
-        if slot in players:
-            players[slot].see(batch, row)
-    going = set(players)
-    idle = np.zeros(max(manager.spec.action.dim, 1), manager.spec.action.dtype)
-    while going:
-        slots = everyone if manager.spec.steps_together else sorted(going)
-        actions = np.stack([players[slot].act() if slot in going else idle for slot in slots])
-        manager.send(slots, actions[:, None] if manager.chunk_size > 1 else actions)
-        batch = manager.recv(slots)
-        for row, slot in enumerate(batch.slots.tolist()):
-            if slot in going and players[slot].took(batch, row):
-                going.remove(slot)
-    return [player.episode for player in players.values()]
+    chunks = manager.chunk_size > 1
+    players = [_Player(seed, share, manager.spec.action, chunks=chunks) for seed, share in zip(seeds, randomness, strict=True)]
+    if players:
+        play_each(manager, seeds, players)
+    return [player.episode for player in players]
 
 
 class _Player:
-    """One episode of an expert."""
+    """One episode of an expert. Implements `EpisodePlayer`."""
 
-    def __init__(self, seed: int, randomness: float, spec: SimSpec) -> None:
-        self._seed, self._randomness, self._action = seed, randomness, spec.action
+    def __init__(self, seed: int, randomness: float, action: ActionSpec, *, chunks: bool) -> None:
+        """`chunks`: the manager's messages are chunks; the expert's chunks have one step."""
+        self._seed, self._randomness, self._action, self._chunks = seed, randomness, action, chunks
         self._rng = np.random.default_rng(np.random.SeedSequence([seed, 7]))
         self._observations: list[dict[str, np.ndarray]] = []
         self._steps: list[tuple[np.ndarray, float, bool, bool, bool]] = []
-        self._advice: np.ndarray | None = None
         self.episode: RecordedEpisode | None = None
 
-    def see(self, batch: StepBatch, row: int, *, final: bool = False) -> None:
-        parts = split({key: part[row] for key, part in (batch.final_observation if final else batch.observation).items()})
-        self._observations.append({key: np.array(part) for key, part in parts.observation.items()})
-        self._advice = None if parts.expert_action is None else np.array(parts.expert_action)
-
-    def act(self) -> np.ndarray:
-        assert self._advice is not None, "the simulator is instrumented with an expert"
-        self._acted = random_action(self._action, self._rng) if self._rng.random() < self._randomness else self._advice
-        return self._acted
+    def act(self, batch: StepBatch, row: int) -> np.ndarray:
+        advice = self._see(batch.observation, row)
+        assert advice is not None, "the simulator is instrumented with an expert"
+        self._acted = random_action(self._action, self._rng) if self._rng.random() < self._randomness else np.array(advice)
+        return self._acted[None] if self._chunks else self._acted
 
     def took(self, batch: StepBatch, row: int) -> bool:
-        """Note the result of the action; return whether the episode is over."""
         if batch.aborted is not None and batch.aborted[row]:
             return True
         terminated, truncated = bool(batch.terminated[row]), bool(batch.truncated[row])
         self._steps.append((self._acted, float(batch.reward[row]), terminated, truncated, bool(batch.success[row])))
-        over = terminated or truncated
-        self.see(batch, row, final=over)
-        if over:
+        if terminated or truncated:
+            self._see(batch.final_observation, row)
             self.episode = self._finished()
-        return over
+        return terminated or truncated
+
+    def _see(self, observation: Observation, row: int) -> np.ndarray | None:
+        """Note an observation; return the expert's action there, if it is shown."""
+        parts = split({key: part[row] for key, part in observation.items()})
+        self._observations.append({key: np.array(part) for key, part in parts.observation.items()})
+        return parts.expert_action
 
     def _finished(self) -> RecordedEpisode:
         action, reward, terminated, truncated, success = zip(*self._steps, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -181,3 +182,42 @@ def _whole(finished: list[EpisodeSummary], first: int, num_episodes: int) -> lis
             f"{len(missing)} of {num_episodes} episodes were dropped because their simulator failed: seeds {missing}.", stacklevel=3
         )
     return sorted(finished, key=lambda episode: episode.seed)
+
+
+class EpisodePlayer(Protocol):
+    """Plays one episode in a slot."""
+
+    def act(self, batch: StepBatch, row: int) -> Any:
+        """The message that answers what a row of a batch shows."""
+
+    def took(self, batch: StepBatch, row: int) -> bool:
+        """Note the outcome of the message; return whether the episode is over."""
+
+
+def play_each(
+    manager: Simulators, seeds: Sequence[int], players: Sequence[EpisodePlayer], between: Callable[[list[int]], object] = lambda slots: None
+) -> int:
+    """Play one episode of each seed side by side: slot s plays seeds[s] with players[s]. The manager's running episodes are lost.
+
+    Args:
+        seeds: at most as many as the manager has slots. If all slots step together, the surplus ones play the last seed.
+        between: called with the slots whose episodes go on, after each of their messages.
+
+    Returns the number of messages. An episode that the simulator gives up ends there, perhaps before its first message.
+    """
+    action = manager.spec.action
+    slots = list(range(manager.num_slots if manager.spec.steps_together else len(seeds)))
+    manager.begin(slots, [seeds[min(slot, len(seeds) - 1)] for slot in slots])
+    batch, num_messages = manager.recv(slots), 0
+    going = [slot for slot in range(len(seeds)) if batch.aborted is None or not batch.aborted[slot]]
+    while going:
+        acted = {slot: players[slot].act(batch, row) for row, slot in enumerate(batch.slots.tolist()) if slot in going}
+        slots = slots if manager.spec.steps_together else going
+        idle = np.zeros_like(acted[going[0]]) if action.kind != "text" else ""
+        messages = [acted.get(slot, idle) for slot in slots]
+        manager.send(slots, messages if action.kind == "text" else np.stack(messages))
+        num_messages += len(going)
+        batch = manager.recv(slots)
+        going = [slot for row, slot in enumerate(slots) if slot in going and not players[slot].took(batch, row)]
+        between(going)
+    return num_messages

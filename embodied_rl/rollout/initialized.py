@@ -23,6 +23,7 @@ import numpy as np
 
 from embodied_rl.config import InitializedConfig
 from embodied_rl.errors import IncompatibleCheckpointError
+from embodied_rl.rollout.evaluation import play_each
 from embodied_rl.rollout.groups import Assignment
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.instrumented import EXPERT, Expert, plain_snapshot
@@ -109,25 +110,18 @@ def record_expert(
     """
     found: list[SourceEpisode] = []
     num_messages = 0
-    keeps_states = manager.spec.snapshots in ("exact", "approximate")
+    keeps_states, chunks = manager.spec.snapshots in ("exact", "approximate"), manager.chunk_size > 1
     for first in range(0, len(seeds), manager.num_slots):
         chosen = list(seeds[first : first + manager.num_slots])
-        chunks = manager.chunk_size > 1
         recorders = [_Recorder(make_expert(), seed, manager.spec.action, picture_keys, chunks=chunks) for seed in chosen]
-        slots = list(range(len(chosen)))
-        manager.begin(slots, chosen)
-        observations = _rows(manager.recv(slots))
-        while slots:
-            actions = [recorders[slot].act(observations[slot]) for slot in slots]
-            manager.send(slots, actions if manager.spec.action.kind == "text" else np.stack(actions))
-            num_messages += len(slots)
-            batch = manager.recv(slots)
-            observations = _rows(batch)
-            slots = [slot for row, slot in enumerate(slots) if not recorders[slot].took(batch, row)]
-            due = [slot for slot in slots if keeps_states and recorders[slot].is_due(every)]
+
+        def keep_states(going: list[int], recorders: list[_Recorder] = recorders) -> None:
+            due = [slot for slot in going if keeps_states and recorders[slot].is_due(every)]
             for slot, snapshot in zip(due, manager.snapshot(due) if due else (), strict=True):
                 assert snapshot.base is not None, "a state was asked for"
                 recorders[slot].states[len(recorders[slot].actions)] = plain_snapshot(snapshot).base or {}
+
+        num_messages += play_each(manager, chosen, recorders, keep_states)
         found += [source for recorder in recorders if (source := recorder.source) is not None]
     return found, num_messages
 
@@ -138,7 +132,7 @@ def shown_expert() -> Expert:
 
 
 class _Recorder:
-    """One episode of an expert."""
+    """One episode of an expert. Implements `EpisodePlayer`."""
 
     def __init__(self, expert: Expert, seed: int, action: ActionSpec, picture_keys: Sequence[str], *, chunks: bool) -> None:
         """`chunks`: the manager's messages are chunks; the expert's chunks have one step."""
@@ -151,7 +145,8 @@ class _Recorder:
         self.source: SourceEpisode | None = None
         self._success_at: int | None = None
 
-    def act(self, observation: Mapping[str, Any]) -> Any:
+    def act(self, batch: StepBatch, row: int) -> Any:
+        observation = {key: part[row] for key, part in batch.observation.items()}
         action = self._expert(observation)
         if self._action.kind == "text":
             self.said.append((str(observation["text"]), None))
@@ -166,7 +161,6 @@ class _Recorder:
         return self._success_at is None and len(self.actions) % every == 0
 
     def took(self, batch: StepBatch, row: int) -> bool:
-        """Note the outcome of the action; return whether the episode is over."""
         if batch.aborted is not None and batch.aborted[row]:
             return True
         if self._success_at is None and batch.success[row]:
@@ -186,11 +180,6 @@ class _Recorder:
             pictures=tuple(self.pictures[until]),
         )
         return True
-
-
-def _rows(batch: StepBatch) -> dict[int, dict[str, Any]]:
-    """{slot: observation}"""
-    return {int(slot): {key: part[row] for key, part in batch.observation.items()} for row, slot in enumerate(batch.slots)}
 
 
 @dataclass(frozen=True)

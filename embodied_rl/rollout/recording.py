@@ -378,6 +378,8 @@ class Recorder:
         if self._manager.spec.steps_together:
             # The others' next step would overwrite these rows, so they are taken in before it.
             self._take_in(index, self._manager.recv(_as_range(begun)))
+            if not any(self._playing[slot].started for slot in group if slot in self._playing):
+                self._begin(index)  # all were given up
         else:
             self._moving[index] = begun
 

@@ -22,6 +22,7 @@ from embodied_rl.sim.seeding import EpisodeSeeds, SeedStream
 from embodied_rl.types import SimSpec, StepBatch
 
 By = Literal["action", "state"]
+_GAVE_UP = "its simulator failed"
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class Replayer:
         Raises UserError: an episode cannot be replayed in this way; the message names it and the reason; SimFault: see EnvManager."""
         waiting = iter(episodes)
         while True:
-            self._begin(waiting)
+            yield from self._begin(waiting)
             if not self._running:
                 return
             self._restore()
@@ -177,13 +178,12 @@ class Replayer:
                 running = self._running[slot]
                 failure = self._take(running, batch, row)
                 if failure is not None or running.over:
-                    del self._running[slot]
-                    self._idle.append(slot)
-                    yield self._finish(running, failure)
+                    yield self._end(slot, failure)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, waiting: Iterator[tuple[int, RecordedEpisode]]) -> None:
+    def _begin(self, waiting: Iterator[tuple[int, RecordedEpisode]]) -> Iterator[EpisodeReplay]:
+        """Begin the next episodes; yield those that the simulator gives up at once."""
         while self._idle and (following := next(waiting, None)) is not None:
             number, episode = following
             require_replayable(number, episode, self._by)
@@ -198,6 +198,9 @@ class Replayer:
         for row, slot in enumerate(begun):
             running = self._running[slot]
             running.begun = True
+            if batch.aborted is not None and batch.aborted[row]:
+                yield self._end(slot, _GAVE_UP)
+                continue
             first = split({key: part[row] for key, part in batch.observation.items()})
             self._compare(running, first.observation, 0)
             if running.sink is not None:
@@ -205,6 +208,8 @@ class Replayer:
                 running.sink.start(
                     _at(episode.observation, 0), _at(episode.state or {}, 0) or None, {**_at(episode.images, 0), **first.images}
                 )
+        if not self._running:
+            yield from self._begin(waiting)
 
     def _restore(self) -> None:
         """Restore the recorded states; by action, only repeat the snapshots of the recording."""
@@ -252,7 +257,7 @@ class Replayer:
     def _take(self, running: _Running, batch: StepBatch, row: int) -> str | None:
         """Compare a step; return the reason why the episode cannot continue, if any."""
         if batch.aborted is not None and batch.aborted[row]:
-            return "its simulator failed"
+            return _GAVE_UP
         episode, step = running.episode, running.step
         running.ended = bool(batch.terminated[row]), bool(batch.truncated[row])
         after = split({key: part[row] for key, part in (batch.final_observation if any(running.ended) else batch.observation).items()})
@@ -268,7 +273,9 @@ class Replayer:
         for key, track in running.observation.items():
             track.compare(running.episode.observation[key][step], replayed[key], step)
 
-    def _finish(self, running: _Running, failure: str | None) -> EpisodeReplay:
+    def _end(self, slot: int, failure: str | None) -> EpisodeReplay:
+        running = self._running.pop(slot)
+        self._idle.append(slot)
         episode = running.episode
         recorded_end = bool(episode.terminated[-1]), bool(episode.truncated[-1])
         whole = running.step == episode.num_steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +24,18 @@ from tests.sim.toy import CountingSim, SavedCountingSim
 
 
 class TogetherSim(CountingSim):
-    """All environments of a process move whenever one is stepped; odd seeds last 3 steps, even ones 2."""
+    """All environments of a process move whenever one is stepped; odd seeds last 3 steps, even ones 2. The process dies when the episode of
+    seed `victim` begins, but `once`."""
 
-    def __init__(self, num_envs: int) -> None:
-        super().__init__(num_envs)
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        super().__init__(num_envs, **kwargs)
         self.spec = dataclasses.replace(self.spec, steps_together=True, snapshots="none")
         self._scratch = StepBuffers.allocate(self.spec, num_envs)
+
+    def reset(self, env_ids: Sequence[int], seeds: Sequence[int], out: StepBuffers, options: Mapping[str, Any] | None = None) -> None:
+        super().reset(env_ids, seeds, out, options)
+        if any(seed == self.victim and self._is_time(env_id) for env_id, seed in zip(env_ids, seeds, strict=True)):
+            os._exit(7)
 
     def step(self, env_ids: Sequence[int], actions: np.ndarray, out: StepBuffers) -> None:
         super().step(env_ids, actions, out)

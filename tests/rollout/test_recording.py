@@ -206,3 +206,11 @@ def test_environments_that_step_together(tmp_path: Path) -> None:
         # Episodes of 2 or 3 steps: those that wait for others are not moved by them before they are recorded.
         assert episode.num_steps == 2 + seed % 2
         np.testing.assert_array_equal(episode.observation["state"][:, 1], np.arange(episode.num_steps + 1))
+
+
+def test_environments_that_die_together_at_their_beginning_begin_again(tmp_path: Path) -> None:
+    kwargs = {"victim": 5, "once": str(tmp_path / "once")}
+    config = dataclasses.replace(toy(**kwargs), target="tests.rollout.recording_toys:TogetherSim", num_workers=1)
+    result = record_toy(tmp_path / "r", RecordingPlan(3, first_seed=5), config, slots=2, expert=BY_SEED)
+    assert (result.num_recorded, result.complete) == (3, True)
+    assert [episode.metadata["attempt"] for _, episode in sorted(by_seed(tmp_path / "r").items())] == [1, 1, 0]

@@ -56,6 +56,19 @@ def test_nothing_changed_is_exact(episodes: list[RecordedEpisode], by: By, slots
         np.testing.assert_array_equal(replay.observation["state"].per_step, np.zeros(6))
 
 
+def test_episodes_whose_simulator_dies_at_their_beginning_are_failures(tmp_path: Path) -> None:
+    """And the next ones are replayed all the same."""
+    together = "tests.rollout.recording_toys:TogetherSim"
+    config = dataclasses.replace(toy(), target=together, num_workers=1)
+    record_toy(tmp_path / "r", RecordingPlan(3, first_seed=5), config, slots=2, expert="tests.rollout.recording_toys:by_seed")
+    recorded = sorted(open_recording(tmp_path / "r"), key=lambda episode: episode.seed)
+    config = dataclasses.replace(config, kwargs={"victim": 6, "once": str(tmp_path / "once")})
+    with manager_of(config, 2) as manager:
+        found = sorted(Replayer(manager, "action").run(enumerate(recorded)), key=lambda replay: replay.number)
+    assert [(replay.failure, replay.num_replayed) for replay in found] == [("its simulator failed", 0)] * 2 + [(None, 3)]
+    assert found[2].is_exact
+
+
 def test_another_action_is_off_by_so_much_from_its_step_on(episodes: list[RecordedEpisode]) -> None:
     def more(action: np.ndarray) -> None:
         action[2] += 0.5
