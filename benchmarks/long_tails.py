@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from embodied_rl.config import GroupsConfig
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import Assignment, GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.types import Episode
 
 
@@ -50,7 +51,7 @@ class LongTail:
 
     def queue(self, max_staleness: int, num_slots: int) -> GroupQueue:
         """The project's own."""
-        config = GroupQueueConfig(
+        config = GroupsConfig(
             group_size=self.group_size,
             groups_per_step=self.groups_per_step,
             max_staleness=max_staleness,

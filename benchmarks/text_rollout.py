@@ -19,11 +19,11 @@ import numpy as np
 from tables import provenance, text_table
 
 from embodied_rl.agents.agent import Agent
-from embodied_rl.config import AgentConfig
+from embodied_rl.config import AgentConfig, GroupsConfig
 from embodied_rl.generation.tokens import Completion, RandomTokens
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.sim.env import SimEnv
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
@@ -122,7 +122,7 @@ def batch_times(manager: EnvManager, side: Side, batches: int, decode: tuple[flo
         strategy="memory", last_turns=0, chat=False, template="{observation}", answer="word", actions=WORDS, max_new_tokens=2
     )
     agent = Agent(config, Letters(), instruction=None, max_context=16)
-    settings = GroupQueueConfig(group_size=GROUP_SIZE, groups_per_step=GROUPS, redundancy=side.redundancy)
+    settings = GroupsConfig(group_size=GROUP_SIZE, groups_per_step=GROUPS, redundancy=side.redundancy)
     queue = GroupQueue(settings, seed=1, domains=DomainMixture.single("waiting"))
     collector = AgentCollector(manager, agent, SleepingTokens(*decode), queue, seed=1, min_ready=side.min_ready)
     collector.restart(queue)

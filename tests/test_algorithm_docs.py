@@ -22,10 +22,10 @@ from embodied_rl.algorithms.aggregation import AGGREGATION_MODES
 from embodied_rl.algorithms.filters import FILTERS
 from embodied_rl.algorithms.loss_table import LOSS_TERMS, LOSSES, LossInfo
 from embodied_rl.algorithms.ratios import LEVELS
-from embodied_rl.config import AlgorithmConfig, group_names
+from embodied_rl.config import AlgorithmConfig, GroupsConfig, group_names
 from embodied_rl.config.compose import compose_config
 from embodied_rl.learning.rows import Adjustment
-from embodied_rl.rollout.groups import EpisodeCounts, GroupCounts, GroupQueueConfig, Overtaking
+from embodied_rl.rollout.groups import EpisodeCounts, GroupCounts
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLES: dict[str, dict[str, Any]] = {"Advantages": ADVANTAGES, "Losses": LOSSES, "Loss terms": LOSS_TERMS}
@@ -148,11 +148,11 @@ def test_modes_and_levels_are_all_told() -> None:
 
 def test_settings_filters_and_modes_of_groups_are_all_told() -> None:
     found = rows(page("groups.md"))
-    defaults = {field.name: field.default for field in dataclasses.fields(GroupQueueConfig)}
-    assert found.keys() >= {*defaults, *FILTERS, *typing.get_args(Overtaking), *typing.get_args(Adjustment)}
+    defaults = {field.name: field.default for field in dataclasses.fields(GroupsConfig) if field.name != "filters"}
+    ways = typing.get_args(typing.get_type_hints(GroupsConfig)["overtaking"])
+    assert found.keys() >= {*defaults, *FILTERS, *ways, *typing.get_args(Adjustment)}
     for name, default in defaults.items():
-        told = "" if default is dataclasses.MISSING else "null" if default is None else str(default)
-        assert found[name][0] == told, name
+        assert found[name][0] == ("null" if default is None else str(default)), name
     for name, build in FILTERS.items():
         for setting in inspect.signature(build).parameters:
             assert f"`{setting}`" in found[name][1], f"the filter {name} has the setting {setting}"

@@ -143,14 +143,36 @@ class GroupsConfig(Config, place="algorithm.groups"):
     """Extra episodes started for each group; the first `group_size` to finish are used."""
     max_staleness: Staleness = 0
     """Largest age, in updates, of anything that is trained on; 0: synchronous and deterministic."""
+    overtaking: Literal["never", "bounded", "free"] = "bounded"
+    """Order of groups in updates. never: by number. bounded: finished groups pass slower ones that can still be used in time. free:
+    finished groups first, and groups that get too old are dropped; fastest, but it prefers short episodes."""
+    max_concurrent_groups: Size | None = None
+    """Unfinished groups of a rollout worker at a time; null: as many as staleness allows."""
     max_retries: Retries = 2
     """Restarts of one episode after failures, at most."""
     max_rejected_per_step: Annotated[int, Bounds(0, 1_000_000_000)] | None = None
     """Groups that may be filtered or fail between two updates before the run stops; null: 10 × groups_per_step."""
+    step_timeout_s: Seconds | None = None
+    """Longest time of an episode without a new message before it is given up; null: no limit."""
     episode_timeout_s: Seconds | None = None
     """Longest time of an episode before it is given up; null: no limit."""
+    batch_timeout_s: Seconds | None = None
+    """Longest time that training waits for groups before the run stops with the reason; null: no limit."""
     filters: tuple[dict[str, Any], ...] = ()
     """Filters that drop and replace groups: ``{name: zero_variance}``, ``{name: mean_score, minimum: 0.1}``, ``{name: path, …}``."""
+
+    @property
+    def num_places(self) -> int:
+        """(S + 1) · groups_per_step: groups between admission and publication."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+    @property
+    def rollouts_per_group(self) -> int:
+        return self.group_size + self.redundancy
+
+    @property
+    def rejected_limit(self) -> int:
+        return 10 * self.groups_per_step if self.max_rejected_per_step is None else self.max_rejected_per_step
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from embodied_rl.config.run import LANGUAGE, OF_STEPS, SHARED, DomainConfig, Sim
 from embodied_rl.episodes.reader import open_recording
 from embodied_rl.errors import UserError, did_you_mean
 from embodied_rl.methods.demonstrations import expert_of, training_sim
-from embodied_rl.methods.streams import queue_config
 from embodied_rl.policies.build import custom_class
 from embodied_rl.roles.device_lease import plan_here, with_host_threads
 
@@ -671,7 +670,6 @@ def _find_methods(task: Run) -> None:
     if isinstance(task.policy, policies.CustomPolicyConfig):
         custom_class(task.policy)
     if algorithm.groups is not None:
-        queue_config(algorithm.groups)
         build_filters(algorithm.groups.filters)
 
 

@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from embodied_rl.learning.fsdp import local_part
 
-Kind = Literal["parameters", "gradients", "optimizer", "kv_cache", "simulators", "buffers"]
+Kind = Literal["parameters", "gradients", "optimizer", "kv_cache", "simulators"]
 MemoryUsage = dict[str, dict[str, int]]
 """{kind: {place: bytes}}; places are devices, and ``host`` for what was moved out."""
 
-KINDS: tuple[str, ...] = get_args(Kind)
 WANTED: dict[str, frozenset[str]] = {
-    "generation": frozenset({"kv_cache", "simulators", "buffers"}),
-    "training": frozenset({"parameters", "gradients", "optimizer", "buffers"}),
+    "generation": frozenset({"kv_cache", "simulators"}),
+    "training": frozenset({"parameters", "gradients", "optimizer"}),
 }
 """Kinds that a turn needs; all other registered kinds are out during it."""
 HOST = "host"
@@ -57,8 +56,6 @@ class Residency:
 
     def register(self, kind: Kind, resident: Resident) -> None:
         """Move `resident` out during turns that do not need its kind."""
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}.")
         self._residents.setdefault(kind, []).append(resident)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,17 +33,6 @@ class Experience(Generic[Played]):
     data: Played
 
 
-class WarmStarts(Protocol):
-    """Warm starts before a run's first episodes."""
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a warm start is still to be run."""
-
-    def run(self, version: int) -> None:
-        """Run it, and publish the resulting weights as `version`."""
-
-
 @dataclass(frozen=True)
 class Recordable:
     """A collector whose episodes may be recorded (`record.share`), and the simulators that they come from."""
@@ -59,18 +48,23 @@ class Recordable:
 class Method(Generic[Played, Prepared]):
     """Collects experience and learns from it; one iteration is `collect`, `prepare`, `update`."""
 
-    learner: Learner | None = None
-    """Learner of the policy; None: the method has none, or several (see `all_learners`)."""
     collector: Collector = NOT_PLAYED
     """Collector of the method's experience; `NOT_PLAYED` until a rollout worker elsewhere sets it, or for good if nothing is played."""
-    warm_start: WarmStarts | None = None
     divided: str = ""
     """Name of the policy that ranks train, if there are several policies."""
 
     @property
     def all_learners(self) -> Sequence[Learner]:
         """Learners of all policies that are trained in this process."""
-        return () if self.learner is None else (self.learner,)
+        return ()
+
+    @property
+    def wants_start(self) -> bool:
+        """Whether `begin_learning` has a warm start to run."""
+        return False
+
+    def begin_learning(self, version: int) -> None:
+        """Before the run's first episodes: run the warm starts, and publish their weights as `version`."""
 
     @property
     def sharded(self) -> RankExecutor | None:

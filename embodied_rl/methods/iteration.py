@@ -16,7 +16,7 @@ from embodied_rl.learning.devices import compute_threads
 from embodied_rl.learning.learner import Learner
 from embodied_rl.methods.acting import finished_in
 from embodied_rl.methods.base import Experience, Method, Recordable
-from embodied_rl.methods.learners import LearnersStart, PolicyLearner
+from embodied_rl.methods.learners import PolicyLearner
 from embodied_rl.methods.starts import Starts
 from embodied_rl.methods.stored import StoredLearner
 from embodied_rl.methods.streams import Stream, episode_figures, make_queue, of_name, prefixed, recordable_streams
@@ -58,7 +58,6 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
         self.config, self.streams, self.learners, self._run_dir = config, list(streams), dict(learners), run_dir
         self.divided = divided
         self.queue = queue or (None if config.algorithm.groups is None else make_queue(config, streams))
-        self.warm_start: LearnersStart = LearnersStart(list(self.learners.values()))
         self.starts = Starts(streams)
         self._stored = dict(stored)
         self._reading = {name: own for name, own in stored.items() if not own.config.algorithm.plays}
@@ -89,6 +88,14 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
     @property
     def finished(self) -> bool:
         return all(own.finished for own in self.learners.values())
+
+    @property
+    def wants_start(self) -> bool:
+        return any(own.wants_start for own in self.learners.values())
+
+    def begin_learning(self, version: int) -> None:
+        for learner in self.learners.values():
+            learner.begin(version)
 
     def recordable(self, num_slots: int, spec: SimSpec, sim: SimConfig) -> list[Recordable]:
         """See `Method.recordable`: one per domain."""
@@ -184,7 +191,7 @@ class StreamsMethod(Method[dict[str, Any], dict[str, Any]]):
     def restart(self, iteration: int) -> None:
         """See `Method.restart`; warm starts, and an expert that other episodes start in, come before the first episodes. Groups in flight
         are requested again, with the same seeds."""
-        self.warm_start.run(iteration)
+        self.begin_learning(iteration)
         self._begin(iteration)
 
     def take_up(self, episodes: Mapping[str, Tensor]) -> None:

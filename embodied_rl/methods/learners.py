@@ -77,23 +77,6 @@ class PolicyLearner:
         raise NotImplementedError
 
 
-class LearnersStart:
-    """Warm starts of all learners, before a run's first episodes."""
-
-    def __init__(self, learners: Sequence[PolicyLearner]) -> None:
-        self._learners = list(learners)
-
-    @property
-    def wanted(self) -> bool:
-        """Whether any learner still has a warm start to run."""
-        return any(learner.wants_start for learner in self._learners)
-
-    def run(self, version: int) -> None:
-        """See `PolicyLearner.begin`."""
-        for learner in self._learners:
-            learner.begin(version)
-
-
 Valued = TypeVar("Valued", bound=StepRewards)
 """Values a domain's experience."""
 

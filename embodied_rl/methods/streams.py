@@ -18,7 +18,7 @@ from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.algorithms.composition import compose
 from embodied_rl.algorithms.filters import GroupFilter, build_filters
-from embodied_rl.config import GroupsConfig, PlayerConfig, TrainConfig
+from embodied_rl.config import PlayerConfig, TrainConfig
 from embodied_rl.config.policy import draws_tokens
 from embodied_rl.episodes.recording import RecordingInfo
 from embodied_rl.generation.base import Generator
@@ -28,9 +28,9 @@ from embodied_rl.rollout.batch_sinks import FOLDER, TrainingRecorder
 from embodied_rl.rollout.collector import NOT_PLAYED, Collector, RolloutCollector
 from embodied_rl.rollout.domains import PLAYER_SIGN, DomainMixture, queue_weights
 from embodied_rl.rollout.evaluation import evaluate
-from embodied_rl.rollout.groups import WHOLE, GroupQueue, GroupQueueConfig, Share, group_seed
+from embodied_rl.rollout.groups import WHOLE, GroupQueue, Share, group_seed
 from embodied_rl.rollout.initialized import StartLibrary
-from embodied_rl.rollout.queue_pump import DomainCollector, DomainRollouts, MixedCollector, QueuePump
+from embodied_rl.rollout.queue_pump import DomainCollector, DomainRollouts, QueuePump
 from embodied_rl.sim.faults import FaultRecord
 from embodied_rl.sim.instrumented import plain_spec
 from embodied_rl.sim.simulators import Simulators, SimulatorsElsewhere
@@ -269,12 +269,12 @@ def make_collector(streams: Sequence[Stream], queue: GroupQueue | None) -> Colle
     """Collector that fills rollouts and the queue through the streams' own collectors; `NOT_PLAYED` for streams of another process."""
     if not streams[0].domain or not any(stream.collector.plays for stream in streams):
         return streams[0].collector
-    rollouts = DomainRollouts({stream.domain: stream.rollouts for stream in streams if stream.rollouts is not None})
+    rollouts = {stream.domain: stream.rollouts for stream in streams if stream.rollouts is not None}
     if queue is None:
-        return rollouts
+        return DomainRollouts(rollouts)
     pumps = {stream.name: stream.pump for stream in streams if stream.pump is not None}
     groups = DomainCollector(pumps, queue, lockstep=queue.config.max_staleness == 0)
-    return MixedCollector(rollouts, groups) if rollouts.collectors else groups
+    return DomainRollouts(rollouts, groups) if rollouts else groups
 
 
 def recordable_streams(streams: Sequence[Stream]) -> list[Recordable]:
@@ -299,20 +299,7 @@ def make_queue(config: TrainConfig, streams: Sequence[Stream], share: Share = WH
     filters = [only_trained(apply) for apply in build_filters(groups.filters)]
     mixture = DomainMixture(queue_weights(own, shares))
     greedy = {stream.name for stream in streams if "greedy_baseline" in compose(stream.config.algorithm).advantage.needs}
-    return GroupQueue(queue_config(groups), seed=config.seed, domains=mixture, filters=filters, greedy=greedy, share=share)
-
-
-def queue_config(groups: GroupsConfig) -> GroupQueueConfig:
-    """The group queue that a configuration describes. Raises UserError for an impossible setting."""
-    return GroupQueueConfig(
-        group_size=groups.group_size,
-        groups_per_step=groups.groups_per_step,
-        redundancy=groups.redundancy,
-        max_staleness=groups.max_staleness,
-        max_retries=groups.max_retries,
-        max_rejected_per_step=groups.max_rejected_per_step,
-        episode_timeout_s=groups.episode_timeout_s,
-    )
+    return GroupQueue(groups, seed=config.seed, domains=mixture, filters=filters, greedy=greedy, share=share)
 
 
 def prefixed(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

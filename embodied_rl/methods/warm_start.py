@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from embodied_rl.agents.turns import AgentEpisode, agent_episodes, rows_of
-from embodied_rl.config import CloningConfig, HybridConfig, RecordedConfig, TrainConfig
+from embodied_rl.config import CloningConfig, GroupsConfig, HybridConfig, RecordedConfig, TrainConfig
 from embodied_rl.episodes.dataset import EpisodeDataset
 from embodied_rl.errors import UserError
 from embodied_rl.generation.base import Generator
@@ -32,7 +32,7 @@ from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.collector import Collector
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.evaluation import evaluate
-from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.programs import ProgramCollector, ProgramGenerator
 from embodied_rl.sim.instrumented import instrumented
 from embodied_rl.sim.manager import EnvManager
@@ -112,7 +112,7 @@ def play_script(stream: Stream) -> list[AgentEpisode]:
     assert options is not None, "there is a warm start"
     wanted = options.episodes
     queue = GroupQueue(
-        GroupQueueConfig(group_size=1, groups_per_step=min(wanted, 4 * manager.num_slots)),
+        GroupsConfig(group_size=1, groups_per_step=min(wanted, 4 * manager.num_slots)),
         seed=config.seed,
         domains=DomainMixture.single(f"{manager.spec.task}/warm start"),
     )

@@ -63,9 +63,10 @@ class RayScorer(Scorer):
         self._log = ScoreLog(options.combine, options.timeout_s)
         self._asked: dict[Any, int] = {}
 
-    def submit(self, number: int, episode: Episode) -> None:
-        self._log.begin(number, episode)
+    def submit(self, episode: Episode) -> int:
+        number = self._log.begin(episode)
         self._asked[self._workers[number % len(self._workers)].score.remote(episode)] = number
+        return number
 
     def ready(self) -> list[tuple[int, Episode | str]]:
         """See `Scorer.ready`. Raises RayActorError when workers ended too often."""

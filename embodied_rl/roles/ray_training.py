@@ -199,10 +199,9 @@ class TrainedApart(Method[Any, Experience]):
         self.inner.published(version)
 
     def restart(self, iteration: int) -> None:
-        warm_start = self.inner.warm_start
-        if warm_start is not None and warm_start.wanted:
+        if self.inner.wants_start:
             # A language agent's warm start runs here, where policy and rollout worker are available; the worker then loads the result.
-            warm_start.run(iteration)
+            self.inner.begin_learning(iteration)
             self.take_weights()
         self._ask(self._worker.ask.remote("restart", iteration))
         self.inner.restart(iteration)

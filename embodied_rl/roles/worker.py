@@ -255,7 +255,6 @@ class RolloutWorker:
         self.manager = simulators_of(self.streams)
         self.queue: GroupQueue | None = None
         """Group queue; None: no groups are played."""
-        self.scorer: Scorer | None = None
         self.lease = DeviceLease(plan_here(config), keep_spans=config.profile) if config.hybrid.placement.kind == "multiplexed" else None
         """Lease of the hosts that training borrows (placement multiplexed)."""
         self.acting.lease = self.lease
@@ -316,8 +315,7 @@ class RolloutWorker:
         backends = list(self._playing.backends.values())
         self._residency = residency_of_playing(config.hybrid.offload, self.manager, backends, first.generator)
         self._collector = make_collector(self.streams, self.queue)
-        self.scorer = self._make_scoring(config)
-        self._collector.score_with(self.scorer)
+        self._collector.score_with(self._make_scoring(config))
 
     def record(self, run_dir: str, command: str) -> None:
         """Record a share of the episodes from now on, each worker into its own folder. Call once, after `take_models`.
@@ -418,8 +416,8 @@ class RolloutWorker:
                 stack.callback(recorder.close)
             if self._playing is not None:
                 stack.callback(self._playing.close)
-            if self.scorer is not None:
-                stack.callback(self.scorer.close)
+            if self._collector is not None:
+                stack.callback(self._collector.close)
 
     def _give_up_episodes(self) -> None:
         """Drop running episodes, so that the simulators are free for other uses."""

@@ -153,10 +153,10 @@ class AgentCollector(SlotPump[_Playing]):
         `patience_s`: longest wait if nothing is ready; in lockstep the collector waits for everything."""
         # First, so that in lockstep no request is in flight between two rounds: further ones would join it when the clock lets them.
         moved = self._take_tools(patience_s)
-        taken = self._take_scores() or moved
-        self._begin_idle()
+        moved = self._take_scores() or moved
+        moved = self._begin_idle() or moved  # episodes may end at once: their first prompt is too long
         if not self._playing:
-            return self._wait_for_scores(patience_s) or taken
+            return self._wait_for_scores(patience_s) or moved
         if self._in_step:
             before = time.perf_counter()
             # With requests or tool calls in flight the collector does not block on a simulator.
@@ -200,9 +200,6 @@ class AgentCollector(SlotPump[_Playing]):
         }
         most = max(get_args(Reason), key=lambda reason: counts[f"invalid_{reason}"])
         return f"{share:.0%} of the answers contain no action, mostly because {why.get(most, f'of this: {most}')} (docs/agents.md)."
-
-    def close(self) -> None:
-        self.agent.close()
 
     # ---- episodes ---------------------------------------------------------------------------------------------------
 

@@ -129,7 +129,9 @@ class Collector:
         return {}
 
     def close(self) -> None:
-        """Release what the collector holds beside simulators and backends, such as an agent's tools."""
+        """End the scorer; simulators, generators and agents end with those who made them."""
+        if self.scorer is not None:
+            self.scorer.close()
 
 
 NOT_PLAYED = Collector()

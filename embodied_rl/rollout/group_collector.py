@@ -160,7 +160,7 @@ class GroupCollector(SlotPump[EpisodeRecorder]):
         self._begin_idle()
         scored = self._take_scores()
         playing = self._in_step > 0 or bool(self._to_restore)
-        if not playing and not self._unanswered and not self._awaited:
+        if not playing and not self._unanswered and not self._awaits_scores:
             return scored
         if playing:
             before = time.perf_counter()

@@ -28,76 +28,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
-from embodied_rl.errors import IncompatibleCheckpointError, UserError, require_known
+from embodied_rl.config import GroupsConfig
+from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.types import Episode, EpisodeGroup
 
-Overtaking = Literal["never", "bounded", "free"]
-"""Order of groups in batches. never: by group number. bounded: a finished group may overtake slower ones if all of them can still be
-consumed in time; with all places taken, that is almost the order of numbers. free: finished groups first, and groups that get too old are
-dropped as stale; this is fastest, but prefers short episodes and so biases training."""
 
-REJECTED_PER_PLACE = 10
-"""Default limit on rejected groups per group of a batch; DAPO's number of attempts."""
-
-
-@dataclass(frozen=True)
-class GroupQueueConfig:
-    """Settings for grouping, admitting and dropping episodes. Raises UserError for an impossible setting."""
-
-    group_size: int
-    """Episodes from the same initial state that make a group."""
-    groups_per_step: int
-    redundancy: int = 0
-    """Extra episodes started for each group; the first `group_size` to finish count, the others are stopped. This prefers short episodes:
-    use it if length says little about success."""
-    max_staleness: int = 0
-    """S: largest age (in versions) of training data. 0: synchronous, and with redundancy 0 deterministic."""
-    overtaking: Overtaking = "bounded"
-    max_concurrent_groups: int | None = None
-    """Limit on unfinished groups at a time; null: as many as staleness allows."""
-    max_retries: int = 2
-    """Number of times that one episode is restarted after a failure or a timeout."""
-    max_rejected_per_step: int | None = None
-    """Limit on groups filtered, stale or failed between two batches before the run stops; null: 10 × groups_per_step."""
-    step_timeout_s: float | None = None
-    """Seconds without a message after which an episode is given up (see `GroupQueue.progressed`); null: never."""
-    episode_timeout_s: float | None = None
-    """Seconds after which a running episode is given up; null: never."""
-    batch_timeout_s: float | None = None
-    """Seconds that the trainer waits for a batch before an error that names the cause; null: for ever."""
-
-    def __post_init__(self) -> None:
-        at_least = {"group_size": 1, "groups_per_step": 1, "redundancy": 0, "max_staleness": 0, "max_retries": 0}
-        at_least |= {"max_concurrent_groups": 1, "max_rejected_per_step": 0}
-        optional = ("max_concurrent_groups", "max_rejected_per_step")
-        for name, least in at_least.items():
-            value = vars(self)[name]
-            if (value is not None or name not in optional) and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise UserError(f"groups.{name} must be a whole number >= {least}{' or null' * (name in optional)}, got {value!r}.")
-        for name in ("step_timeout_s", "episode_timeout_s", "batch_timeout_s"):
-            value = vars(self)[name]
-            if value is not None and not value > 0:
-                raise UserError(f"groups.{name} must be > 0 or null, got {value!r}.")
-        require_known(self.overtaking, get_args(Overtaking), f"groups.overtaking={self.overtaking!r} is not a choice.")
-
-    @property
-    def num_places(self) -> int:
-        """(S + 1) · groups_per_step: groups between admission and publication."""
-        return (self.max_staleness + 1) * self.groups_per_step
-
-    @property
-    def rollouts_per_group(self) -> int:
-        return self.group_size + self.redundancy
-
-    @property
-    def rejected_limit(self) -> int:
-        return REJECTED_PER_PLACE * self.groups_per_step if self.max_rejected_per_step is None else self.max_rejected_per_step
-
-
-def free_places(config: GroupQueueConfig, *, num_held: int, num_unfinished: int) -> int:
+def free_places(config: GroupsConfig, *, num_held: int, num_unfinished: int) -> int:
     """Number of groups that may be admitted now.
 
     Args:
@@ -109,7 +48,7 @@ def free_places(config: GroupQueueConfig, *, num_held: int, num_unfinished: int)
     return max(0, min(by_age, by_load))
 
 
-def choose_batch(config: GroupQueueConfig, *, version: int, ready: Mapping[int, int], unfinished: Mapping[int, int]) -> list[int] | None:
+def choose_batch(config: GroupsConfig, *, version: int, ready: Mapping[int, int], unfinished: Mapping[int, int]) -> list[int] | None:
     """Numbers of the groups in the batch of `version`, ascending; None: wait.
 
     ``bounded`` takes the finished groups with the nearest deadlines; a group's deadline is its oldest version + S. The other groups fit
@@ -232,7 +171,7 @@ class OpenGroup:
         versions = [episode.oldest_version for episode in self.accepted.values()]
         return min([current, *versions, *(attempt.assignment.version for attempt in self.running.values())])
 
-    def cannot_be_as_young_as(self, version: int, config: GroupQueueConfig) -> bool:
+    def cannot_be_as_young_as(self, version: int, config: GroupsConfig) -> bool:
         """Whether the group will certainly contain something older than `version`: an accepted episode, or a running episode that is needed
         and has acted with the weights of its assignment."""
         if any(episode.oldest_version < version for episode in self.accepted.values()):
@@ -337,7 +276,7 @@ class GroupQueue:
 
     def __init__(
         self,
-        config: GroupQueueConfig,
+        config: GroupsConfig,
         *,
         seed: int,
         domains: DomainMixture,
@@ -465,7 +404,7 @@ class GroupQueue:
             waited_s = 0.0 if self._waiting_since_s is None else now - self._waiting_since_s
             if config.batch_timeout_s is not None and waited_s > config.batch_timeout_s:
                 raise BatchNeverFullError(
-                    f"The trainer has waited {waited_s:.0f} s for a batch (groups.batch_timeout_s). {self.describe()}"
+                    f"The trainer has waited {waited_s:.0f} s for a batch (algorithm.groups.batch_timeout_s). {self.describe()}"
                 )
             return given_up
 

@@ -17,7 +17,6 @@ from embodied_rl.generation.tokens import Completion, GenerationRequest, TokenBa
 from embodied_rl.rollout.observations import copied
 from embodied_rl.sim.episode_log import Snapshot
 from embodied_rl.sim.simulators import Simulators
-from embodied_rl.types import StepBatch
 
 Key = Hashable
 _ABORT_TIMEOUT_S = 60.0
@@ -67,29 +66,19 @@ class SimHost:
         return self._slots[key]
 
     def begin(self, key: Key, seed: int) -> None:
-        """Start a new episode in a free slot; `recv` returns its first observation. Raises ValueError when all slots are taken."""
+        """Start a new episode in a free slot, whose first observation is to be received. Raises ValueError when all slots are taken."""
         slot = self._occupy(key)
         self.manager.begin([slot], [seed])
         self._in_flight.add(slot)
 
-    def send(self, keys: Sequence[Key], actions: np.ndarray) -> None:
-        """Step these episodes with actions [len(keys), A]."""
-        slots = self.sending(keys)
-        self.manager.send(slots, actions)
-
-    def recv(self, *, min_ready: int = 1, timeout_s: float | None = None) -> tuple[list[Key], StepBatch]:
-        """Receive at least `min_ready` finished steps, with a key for each row. Raises ValueError when nothing is in flight."""
-        batch = self.manager.recv(min_ready=min_ready, timeout_s=timeout_s)
-        return self.received([int(slot) for slot in batch.slots]), batch
-
     def sending(self, keys: Sequence[Key]) -> list[int]:
-        """Mark these episodes as in flight and return their slots. For a caller that sends to the manager for several hosts at once."""
+        """Mark these episodes as in flight and return their slots, for the caller to send to the manager, perhaps with other hosts'."""
         slots = [self._slots[key] for key in keys]
         self._in_flight.update(slots)
         return slots
 
     def received(self, slots: Sequence[int]) -> list[Key]:
-        """Mark this host's slots as received and return their keys. For a caller that receives from the manager for several hosts."""
+        """Mark this host's slots, which the caller has received from the manager, and return their keys."""
         self._in_flight.difference_update(slots)
         return [self._keys[slot] for slot in slots]
 

@@ -515,7 +515,7 @@ class ProgramManager(Simulators):
         Raises UserError: the generator serves no programs."""
         if not isinstance(generator, ProgramGenerator):
             raise UserError("An agent program needs a language model behind the proxy; policy=random cannot write text.")
-        runner = generator.runner(self.options)
+        runner = ProgramRunner(self.options, generator.proxy, MODEL_NAME)
         waiting = list(range(num_episodes))[::-1]
         finished: dict[int, EpisodeSummary] = {}
         try:

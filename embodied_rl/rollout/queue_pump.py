@@ -7,7 +7,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from embodied_rl.rollout.collector import PATIENCE_S, Collector, CollectorTimes,
 from embodied_rl.rollout.domains import place_of
 from embodied_rl.rollout.groups import Assignment, GroupQueue
 from embodied_rl.rollout.initialized import SnapshotCache, Start, StartLibrary
-from embodied_rl.rollout.scoring import Scorer, divided_scorer
+from embodied_rl.rollout.scoring import Scorer
 from embodied_rl.sim.simulators import Simulators
 from embodied_rl.types import Episode, EpisodeGroup, Rollout
 
@@ -40,8 +40,14 @@ def age_figures(place: str, ages: Iterable[int], max_age: int) -> dict[str, floa
     return {f"{place}/age_mean": float(np.mean(found)) if found else 0.0, f"{place}/age_max": float(max(found, default=0)), **histogram}
 
 
-Playing = TypeVar("Playing")
-"""A pump's state of a running episode."""
+class Running(Protocol):
+    """A pump's state of a running episode."""
+
+    @property
+    def assignment(self) -> Assignment: ...
+
+
+Playing = TypeVar("Playing", bound=Running)
 
 
 class QueuePump(Collector, abc.ABC):
@@ -54,9 +60,9 @@ class QueuePump(Collector, abc.ABC):
         self.times = CollectorTimes()
         self._waited = 0.0
         self._batch: dict[str, float] = {}
-        self._awaited: dict[int, tuple[Assignment, Callable[[], object]]] = {}
-        """Episodes being scored, by the scorer's number: (assignment, callback for when the queue accepts the episode)."""
-        self._num_scored = 0
+        self.awaited: dict[int, tuple[QueuePump, Assignment, Callable[[], object]]] = {}
+        """Episodes being scored, by the scorer's number: (pump that played it, assignment, callback for when the queue accepts it). Pumps
+        that share a scorer share this too, and each may hand in the episodes of all."""
         self._ticked_at = time.monotonic()
 
     @abc.abstractmethod
@@ -95,9 +101,7 @@ class QueuePump(Collector, abc.ABC):
     def _hand_in(self, assignment: Assignment, episode: Episode, taken: Callable[[], object] = lambda: None) -> None:
         """Give a finished episode to the scorer, if any, and then to the queue, which calls `taken` if it accepts the episode."""
         if self.scorer is not None:
-            self._num_scored += 1
-            self._awaited[self._num_scored] = assignment, taken
-            self.scorer.submit(self._num_scored, episode)
+            self.awaited[self.scorer.submit(episode)] = self, assignment, taken
         elif self.queue.finished(assignment, episode):
             taken()
 
@@ -105,27 +109,32 @@ class QueuePump(Collector, abc.ABC):
         """Hand in the episodes scored meanwhile; return whether there were any."""
         scored = [] if self.scorer is None else self.scorer.ready()
         for number, found in scored:
-            if number not in self._awaited:
+            if number not in self.awaited:
                 continue  # submitted before a restart
-            assignment, taken = self._awaited.pop(number)
+            _, assignment, taken = self.awaited.pop(number)
             if isinstance(found, str):
                 self.queue.failed(assignment, f"it was not scored: {found}")
             elif self.queue.finished(assignment, found):
                 taken()
         return bool(scored)
 
+    @property
+    def _awaits_scores(self) -> bool:
+        """Whether episodes of this pump are being scored."""
+        return any(pump is self for pump, *_ in self.awaited.values())
+
     def _wait_for_scores(self, patience_s: float) -> bool:
         """Wait for scores, for a pump with nothing else to wait for; return whether any are pending."""
-        if self._awaited and self.scorer is not None:
+        if self._awaits_scores and self.scorer is not None:
             self.scorer.wait(patience_s)
             self._tick()
-        return bool(self._awaited)
+        return self._awaits_scores
 
     def _go_on_with(self, queue: GroupQueue | None) -> None:
         """Fill another queue; pending scores for the last one are dropped."""
         assert queue is not None, "groups are asked for by a queue"
         self.queue = queue
-        self._awaited.clear()
+        self.awaited.clear()
 
     def metrics(self) -> dict[str, float]:
         """`figures` under their logged names, the last batch's figures (`batch_figures`), and the reward workers' scores."""
@@ -158,8 +167,8 @@ class SlotPump(QueuePump, Generic[Playing]):
     def _took_up(self, seen: Mapping[int, dict[str, Any]]) -> None:
         """Continue with slots whose starts inside other episodes were restored: {slot: {key: observation}}."""
 
-    def _begin_idle(self) -> None:
-        """Begin the queue's next episodes in idle slots."""
+    def _begin_idle(self) -> bool:
+        """Begin the queue's next episodes in idle slots; return whether there were any."""
         begun: list[tuple[int, int]] = []
         restored: dict[int, Start] = {}
         while self._idle and (assignment := self.queue.next_assignment(self.domain)) is not None:
@@ -172,6 +181,7 @@ class SlotPump(QueuePump, Generic[Playing]):
         if seen := self._restored(restored):
             self._took_up(seen)
         self._begin(begun)
+        return bool(begun or restored)
 
     def _start_metadata(self, start: Start | None) -> dict[str, Any]:
         """Metadata entry for an episode's start."""
@@ -182,6 +192,9 @@ class SlotPump(QueuePump, Generic[Playing]):
     def _restored(self, wanted: Mapping[int, Start]) -> dict[int, dict[str, Any]]:
         """Restore the start of each slot, and of slots that waited, while there is room; return {slot: {key: observation}}."""
         self._to_restore |= wanted
+        for slot in [slot for slot in self._to_restore if self.queue.should_stop(self._playing[slot].assignment)]:
+            del self._to_restore[slot]  # the library may have dropped its start
+            self._stop(slot)
         if not self._to_restore or self._snapshot_cache is None:
             return {}
         now = [slot for slot, _ in zip(self._to_restore, range(self.manager.room()), strict=False)]
@@ -245,11 +258,11 @@ class DomainCollector(QueuePump):
             collector.domain = domain
 
     def score_with(self, scorer: Scorer | None) -> None:
-        """See `Collector.score_with`: all collectors share one scorer, and each gets its own episodes back."""
-        self.scorer = scorer
-        shares = [None] * len(self.collectors) if scorer is None else divided_scorer(scorer, len(self.collectors))
-        for collector, share in zip(self.collectors.values(), shares, strict=True):
-            collector.score_with(share)
+        """See `Collector.score_with`: all collectors share one scorer."""
+        super().score_with(scorer)
+        for collector in self.collectors.values():
+            collector.score_with(scorer)
+            collector.awaited = self.awaited
 
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
         """Play a round of all collectors. False: no episode is running, and none may begin."""
@@ -276,25 +289,31 @@ class DomainCollector(QueuePump):
         for collector in self.collectors.values():
             collector.restart(queue)
 
-    def close(self) -> None:
-        for collector in self.collectors.values():
-            collector.close()
-
 
 class DomainRollouts(Collector):
     """Collects a rollout of each domain with its own collector, one decision of each in turn, so that simulators work while others act.
+    Then it collects the groups of the other domains, if any; with staleness the two take turns.
 
-    The result depends on the seeds, not on the order.
+    The rollouts depend on the seeds, not on the order.
     """
 
-    def __init__(self, collectors: Mapping[str, RolloutCollector]) -> None:
-        """`collectors`: {domain: its rollout collector}."""
+    def __init__(self, collectors: Mapping[str, RolloutCollector], groups: DomainCollector | None = None) -> None:
+        """`collectors`: {domain: its rollout collector}; `groups`: collector of the domains that play groups."""
         super().__init__()
-        self.collectors = dict(collectors)
+        self.collectors, self._groups = dict(collectors), groups or Collector()
+        self.min_ready = self._groups.min_ready
+
+    def score_with(self, scorer: Scorer | None) -> None:
+        super().score_with(scorer)
+        self._groups.score_with(scorer)
 
     def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
+        self._groups.restart(queue)
         for collector in self.collectors.values():
             collector.restart(seed_round=seed_round)
+
+    def give_up_groups(self, queue: GroupQueue) -> None:
+        self._groups.restart(queue)
 
     def draw(self, way: Way, *, random_before: int = 0, first: int = 0, domain: str = "") -> None:
         self.collectors[domain].draw(way, random_before=random_before, first=first)
@@ -304,18 +323,25 @@ class DomainRollouts(Collector):
         while sum(collector.advance(version) for collector in self.collectors.values()):
             pass
         rollouts = {domain: own[""] for domain, collector in self.collectors.items() if (own := collector.next_rollouts(version))}
-        times = [self.collectors[domain].times for domain in rollouts]
-        self.times = CollectorTimes(sum(own.simulate_s for own in times), sum(own.act_s for own in times))
+        self.times = _sum_of([self.collectors[domain].times for domain in rollouts])
         return rollouts
 
+    def next_groups(self, version: int) -> list[EpisodeGroup]:
+        groups = self._groups.next_groups(version)
+        self.times = _sum_of([self.times, self._groups.times])
+        return groups
+
     def pump(self, patience_s: float = PATIENCE_S) -> bool:
-        return sum(collector.pump(patience_s) for collector in self.collectors.values()) > 0
+        """See `Collector.pump`; a queue's pump always waits, so with a patience of 0 only rollouts move on."""
+        ran = patience_s > 0.0 and self._groups.pump(patience_s)
+        return sum(collector.pump(0.0 if ran else patience_s) for collector in self.collectors.values()) > 0 or ran
 
     @property
     def keeps_weights(self) -> bool:
         return any(collector.keeps_weights for collector in self.collectors.values())
 
     def episodes(self) -> list[bytes]:
+        """See `Collector.episodes`; covers the rollouts."""
         return [episode for collector in self.collectors.values() for episode in collector.episodes()]
 
     def take_up(self, episodes: Sequence[bytes]) -> None:
@@ -323,63 +349,12 @@ class DomainRollouts(Collector):
         for collector in self.collectors.values():
             collector.take_up(list(itertools.islice(left, collector.manager.num_slots)))
 
-    def close(self) -> None:
-        for collector in self.collectors.values():
-            collector.close()
-
-
-class MixedCollector(Collector):
-    """Collects rollouts of some domains, then groups of the others. With staleness the two take turns."""
-
-    def __init__(self, rollouts: DomainRollouts, groups: DomainCollector) -> None:
-        super().__init__()
-        self._rollouts, self._groups, self.min_ready = rollouts, groups, groups.min_ready
-
-    def score_with(self, scorer: Scorer | None) -> None:
-        self._groups.score_with(scorer)
-
-    def restart(self, queue: GroupQueue | None = None, *, seed_round: int = 0) -> None:
-        self._groups.restart(queue)
-        self._rollouts.restart(seed_round=seed_round)
-
-    def give_up_groups(self, queue: GroupQueue) -> None:
-        self._groups.restart(queue)
-
-    def draw(self, way: Way, *, random_before: int = 0, first: int = 0, domain: str = "") -> None:
-        self._rollouts.draw(way, random_before=random_before, first=first, domain=domain)
-
-    def next_rollouts(self, version: int) -> dict[str, Rollout]:
-        return self._rollouts.next_rollouts(version)
-
-    def next_groups(self, version: int) -> list[EpisodeGroup]:
-        groups, times = self._groups.next_groups(version), (self._rollouts.times, self._groups.times)
-        self.times = CollectorTimes(sum(own.simulate_s for own in times), sum(own.act_s for own in times))
-        return groups
-
-    def pump(self, patience_s: float = PATIENCE_S) -> bool:
-        """See `Collector.pump`; a queue's pump always waits, so with a patience of 0 only rollouts move on."""
-        if patience_s == 0.0:
-            return self._rollouts.pump(patience_s)
-        ran = self._groups.pump(patience_s)
-        return self._rollouts.pump(0.0 if ran else patience_s) or ran
-
-    @property
-    def keeps_weights(self) -> bool:
-        return self._rollouts.keeps_weights
-
-    def episodes(self) -> list[bytes]:
-        """See `Collector.episodes`; covers the rollouts."""
-        return self._rollouts.episodes()
-
-    def take_up(self, episodes: Sequence[bytes]) -> None:
-        self._rollouts.take_up(episodes)
-
     def figures(self) -> dict[str, float]:
         return self._groups.figures()
 
     def metrics(self) -> dict[str, float]:
         return self._groups.metrics()
 
-    def close(self) -> None:
-        self._rollouts.close()
-        self._groups.close()
+
+def _sum_of(times: Sequence[CollectorTimes]) -> CollectorTimes:
+    return CollectorTimes(sum(own.simulate_s for own in times), sum(own.act_s for own in times))

@@ -23,10 +23,10 @@ Score = Callable[[Episode], float]
 
 
 class Scorer(Protocol):
-    """Scores episodes in the background, under numbers that the caller chooses."""
+    """Scores episodes in the background."""
 
-    def submit(self, number: int, episode: Episode) -> None:
-        """Begin to score an episode; return at once."""
+    def submit(self, episode: Episode) -> int:
+        """Begin to score an episode; return its number at once."""
 
     def ready(self) -> list[tuple[int, Episode | str]]:
         """(number, episode with its new rewards, or the reason for failure) of everything scored since the last call, by number."""
@@ -88,12 +88,16 @@ class ScoreLog:
     def __init__(self, combine: Literal["add", "replace"], timeout_s: float) -> None:
         self._combine, self._timeout_s = combine, timeout_s
         self._pending: dict[int, tuple[Episode, float]] = {}
+        self._num_begun = 0
         self._scores: list[float] = []
         self._seconds: list[float] = []
         self.num_scored = self.num_failed = 0
 
-    def begin(self, number: int, episode: Episode) -> None:
+    def begin(self, episode: Episode) -> int:
+        """Note an episode that is being scored; return its number, 0, 1, …"""
+        number, self._num_begun = self._num_begun, self._num_begun + 1
         self._pending[number] = (episode, time.monotonic())
+        return number
 
     def settle(self, found: Mapping[int, float | str]) -> list[tuple[int, Episode | str]]:
         """Convert scores (or reasons for failure) that have arrived to the result of `Scorer.ready`."""
@@ -140,9 +144,10 @@ class ThreadScorer:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, number: int, episode: Episode) -> None:
-        self._log.begin(number, episode)
+    def submit(self, episode: Episode) -> int:
+        number = self._log.begin(episode)
         self._todo.put((number, episode))
+        return number
 
     def ready(self) -> list[tuple[int, Episode | str]]:
         self._some.clear()
@@ -173,37 +178,3 @@ class ThreadScorer:
                 result = f"{type(error).__name__}: {error}"
             self._done.put((number, result))
             self._some.set()
-
-
-def divided_scorer(scorer: Scorer, count: int) -> list[Scorer]:
-    """Split a scorer among `count` collectors, each with its own numbers and results."""
-    waiting_there: list[list[tuple[int, Episode | str]]] = [[] for _ in range(count)]
-    return [_ScorerShare(scorer, index, waiting_there) for index in range(count)]
-
-
-class _ScorerShare:
-    """One collector's share of a scorer: its number n is n · (number of collectors) + (its index) there. Implements `Scorer`."""
-
-    def __init__(self, scorer: Scorer, index: int, found: list[list[tuple[int, Episode | str]]]) -> None:
-        self._scorer, self._index, self._found = scorer, index, found
-
-    def submit(self, number: int, episode: Episode) -> None:
-        self._scorer.submit(number * len(self._found) + self._index, episode)
-
-    def ready(self) -> list[tuple[int, Episode | str]]:
-        """See `Scorer.ready`; results of the other collectors are kept for them."""
-        for number, result in self._scorer.ready():
-            self._found[number % len(self._found)].append((number // len(self._found), result))
-        own, self._found[self._index] = self._found[self._index], []
-        return own
-
-    def wait(self, timeout_s: float) -> None:
-        if not self._found[self._index]:
-            self._scorer.wait(timeout_s)
-
-    def metrics(self) -> dict[str, float]:
-        """Empty: the whole scorer reports its metrics once."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing: the owner closes the whole scorer once."""

@@ -12,14 +12,14 @@ import numpy as np
 from embodied_rl.agents.agent import Agent
 from embodied_rl.agents.parsing import ValidAction
 from embodied_rl.agents.turns import AgentEpisode, Turn, episode_of
-from embodied_rl.config import AgentConfig, LanguageConfig
+from embodied_rl.config import AgentConfig, GroupsConfig, LanguageConfig
 from embodied_rl.generation.tokens import RandomTokens, TokenBackend
 from embodied_rl.policies.chat_tokenizer import ChatTokenizer
 from embodied_rl.policies.language import LanguagePolicy, build_language_policy
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model, word_tokenizer
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import EpisodeGroup
@@ -68,7 +68,7 @@ def make_collector(
     manager: EnvManager, agent: Agent, backend: TokenBackend, *, min_ready: int | None = None, **queue: Any
 ) -> AgentCollector:
     """A collector over a manager that was made with ``autoreset=False``, whatever it did before."""
-    config = GroupQueueConfig(**{"group_size": 2, "groups_per_step": 3, **queue})
+    config = GroupsConfig(**{"group_size": 2, "groups_per_step": 3, **queue})
     groups = GroupQueue(config, seed=7, domains=DomainMixture.single("lake"))
     collector = AgentCollector(manager, agent, backend, groups, seed=7, min_ready=min_ready)
     collector.restart(groups)

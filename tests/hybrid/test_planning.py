@@ -213,12 +213,12 @@ def test_nothing_is_older_than_allowed_whatever_the_tails(max_staleness: int, se
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_the_model_of_the_group_queue_is_as_fast_as_the_group_queue(max_staleness: int) -> None:
-    from embodied_rl.rollout.groups import GroupQueueConfig
+    from embodied_rl.config import GroupsConfig
     from tests.rollout.test_groups_throughput import Simulation
 
     sigma, size, groups, slots, train_s, steps = 0.8, 4, 8, 48, 2.0, 60
     rng = np.random.default_rng(4)
-    queue = GroupQueueConfig(group_size=size, groups_per_step=groups, max_staleness=max_staleness)
+    queue = GroupsConfig(group_size=size, groups_per_step=groups, max_staleness=max_staleness)
     real = Simulation(queue, lambda assignment: float(np.exp(sigma * rng.standard_normal())), slots, train_s).run(steps).publish_times_s
     run = episode_run(
         num_slots=slots,

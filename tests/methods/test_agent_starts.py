@@ -14,10 +14,10 @@ import pytest
 from embodied_rl.agents.agent import Agent, Prompt
 from embodied_rl.agents.turns import AgentEpisode
 from embodied_rl.compose import load_train_config
-from embodied_rl.config import InitializedConfig
+from embodied_rl.config import GroupsConfig, InitializedConfig
 from embodied_rl.rollout.agent_collector import AgentCollector
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.groups import BatchNeverFullError, GroupQueue
 from embodied_rl.rollout.initialized import StartLibrary, record_expert
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.text import frozenlake
@@ -54,7 +54,7 @@ def test_a_conversation_goes_on_as_the_one_it_starts_in(config: Any, min_ready: 
     recorded, _ = record_expert(lake, LakeExpert, [11, 12, 13], every=1)
     starts.add([source for source in recorded if source.num_messages > 2])
     assert len(starts.sources) >= 2
-    queue = GroupQueue(GroupQueueConfig(group_size=2, groups_per_step=4), seed=7, domains=DomainMixture.single("lake"))
+    queue = GroupQueue(GroupsConfig(group_size=2, groups_per_step=4), seed=7, domains=DomainMixture.single("lake"))
     collector = AgentCollector(lake, agent, random_backend(agent), queue, seed=7, min_ready=min_ready, starts=starts)
     collector.restart(queue)
     sources = {key: tracked.source for key, tracked in starts.sources.items()}
@@ -91,6 +91,17 @@ def test_a_conversation_goes_on_as_the_one_it_starts_in(config: Any, min_ready: 
     again.load_state_dict(starts.state_dict([]))
     for key, tracked in starts.sources.items():
         assert [shown for shown, _ in again.sources[key].source.said] == [shown for shown, _ in tracked.source.said]
+
+
+def test_starts_whose_prompts_are_too_long_are_counted_as_failures(lake: EnvManager, tmp_path: Path) -> None:
+    agent = Agent(dataclasses.replace(PLAIN, max_prompt_tokens=4), tokenizer(tmp_path), instruction=None, max_context=2048)
+    starts = StartLibrary(InitializedConfig(share=1.0, mode="parallel", sources=("expert",), expert="a.b:c", chunk_steps=1), seed=3)
+    starts.add([source for source in record_expert(lake, LakeExpert, [11, 12], every=1)[0] if source.num_messages > 2])
+    queue = GroupQueue(GroupsConfig(group_size=1, groups_per_step=2), seed=7, domains=DomainMixture.single("lake"))
+    collector = AgentCollector(lake, agent, random_backend(agent), queue, seed=7, starts=starts)
+    collector.restart(queue)
+    with pytest.raises(BatchNeverFullError, match="its first prompt was too long: more than 4 tokens"):
+        collector.next_groups(0)
 
 
 def test_a_run_starts_inside_and_goes_on_after_a_resume(tmp_path: Path) -> None:

@@ -21,13 +21,14 @@ from embodied_rl.algorithms.episode_method import Credit
 from embodied_rl.checkpoint import load_checkpoint
 from embodied_rl.checkpoint.folder import domain_part
 from embodied_rl.compose import load_train_config
+from embodied_rl.config import GroupsConfig
 from embodied_rl.errors import UserError
 from embodied_rl.evaluate import evaluate_checkpoint
 from embodied_rl.generation.tokens import Failure
 from embodied_rl.methods.agents import PreparedTurns, joined, token_batch, token_rows, turn_batch
 from embodied_rl.rollout.agent_collector import ServerHealth
 from embodied_rl.rollout.domains import DomainMixture, queue_weights
-from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.train import train
 from embodied_rl.trainer import Trainer
 from tests.agents.samples import make_episode, make_group, make_turn
@@ -63,7 +64,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_each_domain_is_given_its_own_groups() -> None:
-    config = GroupQueueConfig(group_size=2, groups_per_step=6)
+    config = GroupsConfig(group_size=2, groups_per_step=6)
     queue = GroupQueue(config, seed=3, domains=DomainMixture({"a": 2.0, "b": 1.0}))
     found = [assignment for domain in "baba" for _ in range(4) if (assignment := queue.next_assignment(domain)) is not None]
     assert [assignment.domain for assignment in found] == ["b"] * 4 + ["a"] * 8

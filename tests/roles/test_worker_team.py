@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embodied_rl.config import GroupsConfig
 from embodied_rl.roles.worker_team import divided, part_of, united
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig, Share
+from embodied_rl.rollout.groups import GroupQueue, Share
 from embodied_rl.trainer import Trainer
 from embodied_rl.types import EpisodeGroup, Rollout
 from tests.roles.runs import GROUPS, QUICK, ROLLOUTS, TEXTS, TWO_POLES, Naps, assert_same_run, configured, curve, run_with_a_kill, trained
@@ -23,7 +24,7 @@ TWO = ["hybrid=disaggregated", "hybrid.players=2"]
 
 
 def make_queue(groups_per_step: int, share: Share | None = None, *, staleness: int = 1) -> GroupQueue:
-    config = GroupQueueConfig(group_size=1, groups_per_step=groups_per_step, max_staleness=staleness)
+    config = GroupsConfig(group_size=1, groups_per_step=groups_per_step, max_staleness=staleness)
     return GroupQueue(config, seed=0, domains=DomainMixture.single("a"), share=share or Share())
 
 

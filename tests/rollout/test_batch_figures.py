@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from embodied_rl.config import GroupsConfig
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.queue_pump import age_figures, batch_figures
 from embodied_rl.train import train
 from tests.roles.runs import GROUPS, configured, curve
@@ -31,7 +32,7 @@ def test_ages_by_hand() -> None:
 
 def test_a_batch_leaves_what_is_ready_behind() -> None:
     """Two batches may be held with S = 1: of four groups that are whole, two are taken, and two wait."""
-    queue = GroupQueue(GroupQueueConfig(group_size=1, groups_per_step=2, max_staleness=1), seed=0, domains=DomainMixture.single("a"))
+    queue = GroupQueue(GroupsConfig(group_size=1, groups_per_step=2, max_staleness=1), seed=0, domains=DomainMixture.single("a"))
     for _ in range(4):
         assignment = queue.next_assignment()
         assert assignment is not None

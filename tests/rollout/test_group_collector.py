@@ -8,10 +8,11 @@ import signal
 import numpy as np
 import pytest
 
+from embodied_rl.config import GroupsConfig
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig, group_seed
+from embodied_rl.rollout.groups import GroupQueue, group_seed
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.types import EpisodeGroup
@@ -25,7 +26,7 @@ def make(
     task = "CartPole-v1" if "gymnasium" in target else None
     factory = SimFactory(target, task, kwargs={} if task else {"length": length})
     manager = EnvManager(factory, slots, num_workers=workers, autoreset=False)
-    config = GroupQueueConfig(**{"group_size": 2, "groups_per_step": 3, **queue})
+    config = GroupsConfig(**{"group_size": 2, "groups_per_step": 3, **queue})
     groups = GroupQueue(config, seed=7, domains=DomainMixture.single("count"))
     return GroupCollector(manager, RandomGenerator(manager.spec), groups, seed=7, min_ready=min_ready)
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from embodied_rl.algorithms.filters import mean_score, zero_variance
+from embodied_rl.config import GroupsConfig
 from embodied_rl.errors import IncompatibleCheckpointError, UserError
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import Assignment, BatchNeverFullError, GroupQueue, GroupQueueConfig, group_seed
+from embodied_rl.rollout.groups import Assignment, BatchNeverFullError, GroupQueue, group_seed
 from embodied_rl.types import EpisodeGroup
 from tests.rollout.samples import Clock, answer
 
@@ -21,7 +22,7 @@ from tests.rollout.samples import Clock, answer
 def make(
     filters: Sequence[Any] = (), clock: Callable[[], float] | None = None, seed: int = 5, greedy: str = "", **settings: Any
 ) -> GroupQueue:
-    config = GroupQueueConfig(**{"group_size": 2, "groups_per_step": 2, **settings})
+    config = GroupsConfig(**{"group_size": 2, "groups_per_step": 2, **settings})
     return GroupQueue(config, seed=seed, domains=DomainMixture.single("only"), filters=filters, greedy=[greedy], clock=clock or Clock())
 
 
@@ -330,7 +331,7 @@ def test_resume_asks_for_everything_in_flight_again() -> None:
     def domains() -> DomainMixture:
         return DomainMixture({"easy": 3.0, "hard": 1.0})
 
-    config = GroupQueueConfig(group_size=2, groups_per_step=1, max_staleness=2)
+    config = GroupsConfig(group_size=2, groups_per_step=1, max_staleness=2)
     queue = GroupQueue(config, seed=9, domains=domains(), filters=[zero_variance()])
     given = assignments(queue)
     seeds = {a.group: (a.domain, a.seed) for a in given}
@@ -377,7 +378,7 @@ def test_a_state_of_another_run_is_refused() -> None:
     state = make(seed=5).state_dict()
     with pytest.raises(IncompatibleCheckpointError, match="seed=5, this run 6"):
         make(seed=6).load_state_dict(state)
-    other = GroupQueue(GroupQueueConfig(group_size=2, groups_per_step=2), seed=5, domains=DomainMixture.single("other"))
+    other = GroupQueue(GroupsConfig(group_size=2, groups_per_step=2), seed=5, domains=DomainMixture.single("other"))
     with pytest.raises(IncompatibleCheckpointError, match="weights"):
         other.load_state_dict(state)
 
@@ -395,7 +396,7 @@ def test_wrong_order_of_calls_is_refused() -> None:
 
 
 def test_max_concurrent_groups_and_domains() -> None:
-    config = GroupQueueConfig(group_size=1, groups_per_step=4, max_concurrent_groups=2)
+    config = GroupsConfig(group_size=1, groups_per_step=4, max_concurrent_groups=2)
     queue = GroupQueue(config, seed=0, domains=DomainMixture({"a": 1.0, "b": 1.0}))
     first = assignments(queue)
     assert [a.group for a in first] == [0, 1]

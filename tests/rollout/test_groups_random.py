@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from embodied_rl.algorithms.filters import zero_variance
+from embodied_rl.config import GroupsConfig
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import Assignment, GroupQueue, GroupQueueConfig, group_seed
+from embodied_rl.rollout.groups import Assignment, GroupQueue, group_seed
 from embodied_rl.types import Episode, EpisodeGroup
 from tests.rollout.samples import Clock, answer
 
@@ -21,7 +22,7 @@ SEED = 3
 OVER_S = 1000.0
 
 configs = st.builds(
-    GroupQueueConfig,
+    GroupsConfig,
     group_size=st.integers(2, 3),
     groups_per_step=st.integers(1, 3),
     redundancy=st.sampled_from([0, 0, 1, 2]),
@@ -38,7 +39,7 @@ class Schedules(RuleBasedStateMachine):
     """An independent account of what was handed out and what came back, held against the queue's."""
 
     @initialize(config=configs, lag=st.sampled_from([0, 0, 1]), greedy=st.sampled_from(["", "", "a", "ab"]))
-    def begin(self, config: GroupQueueConfig, lag: int, greedy: str) -> None:
+    def begin(self, config: GroupsConfig, lag: int, greedy: str) -> None:
         """`lag`: how much older than promised tokens may be (weights that arrive late at the generator)."""
         self.greedy = greedy
         self.config = config

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embodied_rl.config import GroupsConfig
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import Assignment, GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.groups import Assignment, GroupQueue
 from tests.rollout.samples import answer
 
 Latency = Callable[[Assignment], float]
@@ -23,7 +24,7 @@ Latency = Callable[[Assignment], float]
 class Simulation:
     """Slots that play what the queue asks for, and a trainer that needs `train_s` for a batch: events in the order of their times."""
 
-    config: GroupQueueConfig
+    config: GroupsConfig
     latency: Latency
     num_slots: int
     train_s: float = 0.0
@@ -101,7 +102,7 @@ def by_table(table: np.ndarray) -> Latency:
 
 
 def simulate(table: np.ndarray, num_steps: int, *, num_slots: int = 10**6, train_s: float = 0.0, **settings: Any) -> Simulation:
-    config = GroupQueueConfig(**{"group_size": 4, "groups_per_step": 4, **settings})
+    config = GroupsConfig(**{"group_size": 4, "groups_per_step": 4, **settings})
     simulation = Simulation(config, by_table(table), num_slots, train_s).run(num_steps)
     assert max(simulation.ages) <= config.max_staleness
     assert simulation.queue.counts().consumed == num_steps * config.groups_per_step

@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 
 from embodied_rl.compose import load_train_config
-from embodied_rl.config import InitializedConfig, SimConfig
+from embodied_rl.config import GroupsConfig, InitializedConfig, SimConfig
 from embodied_rl.errors import MissingExtraError, UserError
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.methods.starts import make_starts
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig, group_seed
+from embodied_rl.rollout.groups import GroupQueue, group_seed
 from embodied_rl.rollout.initialized import SnapshotCache, SourceEpisode, Start, StartLibrary, record_expert, shown_expert
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.instrumented import instrumented
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.robots.key_door import KeyDoorExpert
 from embodied_rl.sim.seeding import EpisodeSeeds
-from embodied_rl.types import ActionSpec, SimSpec
+from embodied_rl.types import ActionSpec, SimSpec, StepBatch
 
 REPLAYED, SAVED, TALKING = "tests.sim.toy:CountingSim", "tests.sim.toy:SavedCountingSim", "tests.sim.toy:TalkingSim"
 KEY_DOOR = "embodied_rl.sim.robots.key_door:KeyDoor"
@@ -76,6 +76,14 @@ def test_an_experts_episodes_end_at_their_first_success(target: str) -> None:
         assert episode.episode_return == pytest.approx(5.6, rel=1e-6)
         np.testing.assert_array_equal(np.stack(episode.actions), np.full((5, 1), 0.7, np.float32))
         assert set(episode.states) == ({2, 4} if target == SAVED else set())
+
+
+def test_an_episode_that_cannot_even_begin_is_left_out(tmp_path: Path) -> None:
+    """Of those that step together none can, if their process dies then."""
+    options = {"victim": 12, "once": str(tmp_path / "once")}
+    with make_manager("tests.rollout.recording_toys:TogetherSim", slots=2, workers=1, **options) as manager:
+        recorded, played = record_expert(manager, counting_expert, [11, 12, 13], every=2)
+    assert ([episode.seed for episode in recorded], played) == ([13], 3)
 
 
 def test_an_expert_that_reads_the_simulators_state_acts_in_its_process() -> None:
@@ -203,7 +211,7 @@ def collect(
     groups = []
     with make_manager(KEY_DOOR, slots, workers, task="KeyDoor") as manager:
         starts.add(record_expert(manager, KeyDoorExpert, [1, 2], every=10)[0])
-        config = GroupQueueConfig(**{"group_size": 3, "groups_per_step": 4, **queue})
+        config = GroupsConfig(**{"group_size": 3, "groups_per_step": 4, **queue})
         collector = GroupCollector(
             manager,
             RandomGenerator(manager.spec),
@@ -241,6 +249,33 @@ def test_all_members_of_a_group_start_in_the_same_state_of_the_expert() -> None:
     assert kinds == {True, False}
     played = sum(episodes for tracked in starts.sources.values() for _, episodes in tracked.counts().values())
     assert played == 3 * sum(group.episodes[0].metadata["start"]["source"] is not None for batch in batches for group in batch)
+
+
+class OneRoom(EnvManager):
+    """Has room for as many restored episodes as `left` says."""
+
+    left = 1
+
+    def room(self) -> int:
+        return self.left
+
+    def restore(self, slots: Any, snapshots: Any) -> StepBatch:
+        self.left -= len(slots)
+        return super().restore(slots, snapshots)
+
+
+def test_an_episode_that_waits_for_room_is_dropped_with_its_group() -> None:
+    """Its start may be gone by then: the first of two members is enough, and nothing else starts in that source."""
+    starts = StartLibrary(InitializedConfig(share=1.0, mode="parallel", chunk_steps=2), seed=7)
+    with OneRoom(SimFactory(SAVED, None, {"length": 8}), 2, num_workers=1, autoreset=False) as manager:
+        starts.add(record_expert(manager, counting_expert, [11], every=2)[0])
+        queue = GroupQueue(GroupsConfig(group_size=1, groups_per_step=1, redundancy=1), seed=7, domains=DomainMixture.single("count"))
+        collector = GroupCollector(manager, RandomGenerator(manager.spec), queue, seed=7, min_ready=1, starts=starts)
+        assert [episode.metadata["start"]["source"] for episode in collector.next_groups(0)[0].episodes] == [0]
+        starts.sources.clear()
+        manager.left = 1
+        collector.pump()
+        assert manager.left == 1
 
 
 def expert_at(source: SourceEpisode, step: int) -> np.ndarray:

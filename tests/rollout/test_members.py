@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from embodied_rl.rollout.groups import GroupQueueConfig, OpenGroup
+from embodied_rl.config import GroupsConfig
+from embodied_rl.rollout.groups import OpenGroup
 from tests.rollout.samples import answer, episode
 
 
@@ -16,7 +17,7 @@ def opened(*versions: int) -> OpenGroup:
 
 def test_members_that_are_needed_decide_whether_it_can_be_young() -> None:
     # Two of three rollouts are needed. One old one can be left out, two cannot; nor can one when another member is lost.
-    config = GroupQueueConfig(group_size=2, groups_per_step=1, redundancy=1)
+    config = GroupsConfig(group_size=2, groups_per_step=1, redundancy=1)
     assert not opened(1, 3, 3).cannot_be_as_young_as(3, config)
     assert opened(1, 1, 3).cannot_be_as_young_as(3, config)
     assert opened(1, 1, 3).cannot_be_as_young_as(2, config)
@@ -29,7 +30,7 @@ def test_members_that_are_needed_decide_whether_it_can_be_young() -> None:
 
 
 def test_an_old_greedy_member_cannot_be_left_out() -> None:
-    config = GroupQueueConfig(group_size=2, groups_per_step=1, redundancy=2)
+    config = GroupsConfig(group_size=2, groups_per_step=1, redundancy=2)
     group = OpenGroup(number=4, domain="only", seed=0, created_version=1, greedy=True)
     for member, version in enumerate((1, 3, 3)):
         group.start(member, 0, version, now_s=0.0)
@@ -38,7 +39,7 @@ def test_an_old_greedy_member_cannot_be_left_out() -> None:
 
 
 def test_an_accepted_episode_counts_with_its_oldest_token() -> None:
-    config = GroupQueueConfig(group_size=2, groups_per_step=1)
+    config = GroupsConfig(group_size=2, groups_per_step=1)
     group = opened(3, 3)
     group.accept(0, episode(versions=(3, 2, 4)))
     assert group.cannot_be_as_young_as(3, config)

@@ -38,7 +38,7 @@ def play(hosts: list[SimHost], num_episodes: int, multiplexer: Multiplexer | Non
     def act(host: SimHost, keys: list[int]) -> None:
         # One by one: `send` takes actions in the order of the slots.
         for key in keys:
-            host.send([key], action_of(key, messages[key])[None])
+            host.manager.send(host.sending([key]), action_of(key, messages[key])[None])
             messages[key] += 1
 
     def begin() -> None:
@@ -56,7 +56,8 @@ def play(hosts: list[SimHost], num_episodes: int, multiplexer: Multiplexer | Non
         for host in hosts:
             if not host.num_in_flight:
                 continue
-            keys, batch = host.recv(min_ready=1, timeout_s=240.0)
+            batch = host.manager.recv(min_ready=1, timeout_s=240.0)
+            keys = host.received(batch.slots.tolist())
             done = []
             for row, key in enumerate(keys):
                 observation = b"".join(part[row].tobytes() for _, part in sorted(batch.observation.items()))
@@ -124,7 +125,7 @@ def test_hosts_of_simulators_refuse_what_would_go_wrong() -> None:
         with pytest.raises(ValueError, match="step in flight"):
             host.take(["a"])
         assert list(host.movable()) == []
-        host.recv()
+        host.received(host.manager.recv().slots.tolist())
         assert list(host.movable()) == ["a"]
         with pytest.raises(ValueError, match="already"):
             host.begin("a", 4)

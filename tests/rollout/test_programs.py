@@ -19,12 +19,12 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from embodied_rl.agents.turns import rows_of
-from embodied_rl.config import SimConfig
+from embodied_rl.config import GroupsConfig, SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.torch_tokens import TorchTokens
 from embodied_rl.policies.tiny_language import TinyShape, make_tiny_model
 from embodied_rl.rollout.domains import DomainMixture
-from embodied_rl.rollout.groups import BatchNeverFullError, GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.groups import BatchNeverFullError, GroupQueue
 from embodied_rl.rollout.programs import Played, ProgramCollector, ProgramFault, ProgramFaultKind, ProgramRunner, episode_of_session
 from embodied_rl.sandbox import landlock
 from embodied_rl.sandbox.box import strongest
@@ -262,7 +262,7 @@ def collector(runner: ProgramRunner, words: Any, queue: GroupQueue, num_slots: i
 
 def new_queue(**more: Any) -> GroupQueue:
     wanted = {"group_size": 3, "groups_per_step": 2, "max_retries": 1, **more}
-    return GroupQueue(GroupQueueConfig(**wanted), seed=0, domains=DomainMixture.single("programs"))
+    return GroupQueue(GroupsConfig(**wanted), seed=0, domains=DomainMixture.single("programs"))
 
 
 def test_groups_share_their_task_and_failures_are_tried_again(tmp_path: Path) -> None:

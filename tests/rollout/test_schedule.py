@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embodied_rl.config import GroupsConfig
 from embodied_rl.errors import UserError
-from embodied_rl.rollout.groups import GroupQueueConfig, choose_batch, free_places, group_seed
+from embodied_rl.rollout.groups import choose_batch, free_places, group_seed
 from embodied_rl.sim.seeding import HELD_OUT_START
 
 
 def test_places_by_hand() -> None:
-    config = GroupQueueConfig(group_size=4, groups_per_step=8, max_staleness=2, redundancy=1, max_concurrent_groups=10)
+    config = GroupsConfig(group_size=4, groups_per_step=8, max_staleness=2, redundancy=1, max_concurrent_groups=10)
     assert config.num_places == 24
     assert config.rejected_limit == 80
     # 24 - 20 = 4 by age, 10 - 9 = 1 by load; then load is no limit; then there is none by age.
@@ -33,7 +34,7 @@ def test_places_by_hand() -> None:
     data=st.data(),
 )
 def test_places_are_those_of_areal(staleness: int, size: int, version: int, max_concurrent: int, data: st.DataObject) -> None:
-    config = GroupQueueConfig(group_size=1, groups_per_step=size, max_staleness=staleness, max_concurrent_groups=max_concurrent)
+    config = GroupsConfig(group_size=1, groups_per_step=size, max_staleness=staleness, max_concurrent_groups=max_concurrent)
     running = data.draw(st.integers(0, min(max_concurrent, config.num_places)))
     ready = data.draw(st.integers(0, config.num_places - running))
     # AReaL, StalenessManager: every version consumed one batch of what was accepted.
@@ -44,7 +45,7 @@ def test_places_are_those_of_areal(staleness: int, size: int, version: int, max_
 
 
 def choose(overtaking: str, staleness: int, size: int, version: int, ready: dict[int, int], unfinished: dict[int, int]) -> list[int] | None:
-    config = GroupQueueConfig(group_size=1, groups_per_step=size, max_staleness=staleness, overtaking=overtaking)  # type: ignore[arg-type]
+    config = GroupsConfig(group_size=1, groups_per_step=size, max_staleness=staleness, overtaking=overtaking)  # type: ignore[arg-type]
     return choose_batch(config, version=version, ready=ready, unfinished=unfinished)
 
 
@@ -107,14 +108,14 @@ def test_seed_is_the_documented_hash_and_a_training_seed() -> None:
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
-        ({"group_size": 0}, "groups.group_size must be a whole number >= 1, got 0"),
-        ({"max_staleness": -1}, "groups.max_staleness must be a whole number >= 0, got -1"),
+        ({"group_size": 0}, "algorithm.groups.group_size must be between 1 and 1,000,000, got 0"),
+        ({"max_staleness": -1}, "algorithm.groups.max_staleness must be between 0 and 1,000,000, got -1"),
         ({"redundancy": 1.5}, "redundancy"),
         ({"max_retries": None}, "max_retries"),
-        ({"episode_timeout_s": 0.0}, "groups.episode_timeout_s must be > 0 or null"),
-        ({"overtaking": "bound"}, "Did you mean 'bounded'"),
+        ({"episode_timeout_s": 0.0}, "algorithm.groups.episode_timeout_s must be above 0"),
+        ({"overtaking": "bound"}, "algorithm.groups.overtaking"),
     ],
 )
 def test_impossible_settings_are_refused(setting: dict, named: str) -> None:
     with pytest.raises(UserError, match=named):
-        GroupQueueConfig(**{"group_size": 4, "groups_per_step": 2, **setting})
+        GroupsConfig.from_dict({"group_size": 4, "groups_per_step": 2, **setting})

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from embodied_rl.config import SimConfig
+from embodied_rl.config import GroupsConfig, SimConfig
 from embodied_rl.errors import UserError
 from embodied_rl.generation.random_backend import RandomGenerator
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.rollout.judge import OpenAIJudge, transcript
 from embodied_rl.rollout.scoring import Score, ThreadScorer, checked_score, load_score, rewarded
 from embodied_rl.sim.manager import EnvManager
@@ -88,8 +88,8 @@ def test_what_a_function_raises_is_the_reason_why_there_is_no_score() -> None:
         return float("nan") if given.num_messages == 3 else 1.0
 
     scorer = make(score)
-    for number, rewards in enumerate(([1.0], [1.0, 1.0], [1.0, 1.0, 1.0])):
-        scorer.submit(number, episode(rewards))
+    for rewards in ([1.0], [1.0, 1.0], [1.0, 1.0, 1.0]):
+        scorer.submit(episode(rewards))
     found = wait_for(scorer, 3)
     assert isinstance(found[0], Episode)
     assert found[1] == "ArithmeticError: no opinion"
@@ -107,8 +107,8 @@ def test_workers_score_side_by_side() -> None:
         return 1.0
 
     scorer = make(score, num_workers=3)
-    for number in range(3):
-        scorer.submit(number, episode([1.0]))
+    for _ in range(3):
+        scorer.submit(episode([1.0]))
     assert all(isinstance(part, Episode) for part in wait_for(scorer, 3).values())
     scorer.close()
 
@@ -121,8 +121,8 @@ def test_what_takes_too_long_is_given_up_and_its_late_score_ignored() -> None:
         return 1.0
 
     scorer = make(score, timeout_s=0.05)
-    scorer.submit(7, episode([1.0]))
-    assert "no score after 0.05 s" in str(wait_for(scorer, 1)[7])
+    number = scorer.submit(episode([1.0]))
+    assert "no score after 0.05 s" in str(wait_for(scorer, 1)[number])
     release.set()
     scorer.wait(60)
     assert scorer.ready() == []
@@ -131,7 +131,7 @@ def test_what_takes_too_long_is_given_up_and_its_late_score_ignored() -> None:
 
 def collector_with(score: Score, *, max_retries: int = 2) -> tuple[EnvManager, GroupCollector]:
     manager = EnvManager.from_config(CARTPOLE, EpisodeSeeds.training(1), autoreset=False)
-    config = GroupQueueConfig(group_size=2, groups_per_step=4, max_retries=max_retries)
+    config = GroupsConfig(group_size=2, groups_per_step=4, max_retries=max_retries)
     queue = GroupQueue(config, seed=1, domains=DomainMixture.single(manager.spec.task))
     collector = GroupCollector(manager, RandomGenerator(manager.spec), queue, seed=1)
     collector.scorer = make(score)
@@ -151,11 +151,11 @@ def test_groups_hold_scored_episodes_and_playing_goes_on_meanwhile() -> None:
         submit = collector.scorer.submit  # type: ignore[union-attr]
         submitted: list[int] = []
 
-        def note(number: int, given: Episode) -> None:
-            submitted.append(number)
+        def note(given: Episode) -> int:
+            submitted.append(submit(given))
             if len(submitted) == 3:
                 several.set()
-            submit(number, given)
+            return submitted[-1]
 
         collector.scorer.submit = note  # type: ignore[method-assign, union-attr]
         groups = collector.next_groups(0)
@@ -262,5 +262,7 @@ def test_a_judge_that_cannot_be_asked_is_refused() -> None:
         OpenAIJudge("localhost:1", "model")
     with pytest.raises(UserError, match=r"names \{score\}.*domain"):
         OpenAIJudge("http://127.0.0.1:1", "model", prompt="Give a {score}.")
+    with pytest.raises(UserError, match="a brace without a partner"):
+        OpenAIJudge("http://127.0.0.1:1", "model", prompt="Give a { for {episode}.")
     with pytest.raises(UserError, match="lowest < highest"):
         OpenAIJudge("http://127.0.0.1:1", "model", lowest=1.0, highest=1.0)

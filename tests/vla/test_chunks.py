@@ -11,7 +11,7 @@ import torch
 from embodied_rl.algorithms.advantages import whiten
 from embodied_rl.algorithms.episode_method import EpisodeBatch
 from embodied_rl.algorithms.ppo import PPO, RolloutValues
-from embodied_rl.config import AlgorithmConfig, TinyVLAConfig
+from embodied_rl.config import AlgorithmConfig, GroupsConfig, TinyVLAConfig
 from embodied_rl.generation.torch_backend import TorchGenerator
 from embodied_rl.policies.base import given_action, prepare_observation
 from embodied_rl.policies.build import build_policy
@@ -20,7 +20,7 @@ from embodied_rl.rollout.collector import RolloutCollector
 from embodied_rl.rollout.domains import DomainMixture
 from embodied_rl.rollout.evaluation import evaluate
 from embodied_rl.rollout.group_collector import GroupCollector
-from embodied_rl.rollout.groups import GroupQueue, GroupQueueConfig
+from embodied_rl.rollout.groups import GroupQueue
 from embodied_rl.sim.factory import SimFactory
 from embodied_rl.sim.manager import EnvManager
 from embodied_rl.sim.seeding import EpisodeSeeds
@@ -175,7 +175,7 @@ def test_evaluation_plays_chunks_as_single_steps_would() -> None:
 def test_groups_of_episodes_hold_chunks_too() -> None:
     with make_manager(autoreset=False) as manager:
         policy = make_policy(manager.spec)
-        queue = GroupQueue(GroupQueueConfig(group_size=2, groups_per_step=2), seed=5, domains=DomainMixture.single("point"))
+        queue = GroupQueue(GroupsConfig(group_size=2, groups_per_step=2), seed=5, domains=DomainMixture.single("point"))
         collector = GroupCollector(manager, TorchGenerator(policy), queue, seed=5, layout=policy.action_layout)
         groups = collector.next_groups(0)
     batch = EpisodeBatch.of(groups, lambda seen: prepare_observation(policy, seen))
